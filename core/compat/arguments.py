@@ -12,8 +12,18 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any
+
+
+@dataclass(frozen=True)
+class ForeignArguments:
+    """What a face does with its arguments. refused: argument -> (values that are taken, what to do instead)."""
+
+    refused: Mapping[str, tuple[tuple[Any, ...], str]]
+    dropped: frozenset[str]
+
 
 PLAIN = (bool, int, float, str, tuple, list, dict)
 
@@ -64,6 +74,7 @@ def arguments(row: str, advice: Mapping[str, str] | None = None) -> Callable[[Ca
             return function(**{names[name]: value for name, value in bound.arguments.items() if name not in dropped})
 
         face.__signature__ = signature  # type: ignore[attr-defined]
+        face.foreign_arguments = ForeignArguments(refused, frozenset(dropped))  # type: ignore[attr-defined]
         return face
 
     return decorate

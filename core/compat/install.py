@@ -15,7 +15,7 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -36,6 +36,7 @@ class Surface:
         '*' for all public names. The packages on the way to a module need no row.
     absent: a dotted name, or the beginning of one -> a sentence that says what to do instead.
     aliases: a further path of a module -> its path.
+    outside: as absent, of names next to a foreign package that is a part of another one.
     """
 
     foreign: str
@@ -43,6 +44,7 @@ class Surface:
     modules: Mapping[str, Mapping[str, str]]
     absent: Mapping[str, str]
     aliases: Mapping[str, str]
+    outside: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def paths(self) -> dict[str, str]:
@@ -100,6 +102,13 @@ class Surface:
         near = difflib.get_close_matches(parts[-1], self.all_names(path), 3)
         like = f"; near to it are {', '.join(near)}" if near else ""
         return f"{text}{like}. Write what the program needs of it, or take it out; the module's page lists what is here"
+
+    def missing_outside(self, dotted: str) -> str:
+        """A sentence about a name next to this package."""
+        parent = self.foreign.rpartition(".")[0]
+        ends = [".".join(dotted.split(".")[:n]) for n in range(dotted.count(".") + 1, 0, -1)]
+        known = next((f": {self.outside[end]}" for end in ends if end in self.outside), "")
+        return f"{parent}.{dotted} is not here; {self.here} stands for {self.foreign} alone{known}"
 
 
 def read_rows(text: str, faces: str = "") -> Rows:
@@ -171,6 +180,10 @@ class _Missing(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         root = next((root for root in self.roots if fullname.startswith(f"{root}.")), None)
+        parent = self.surface.foreign.rpartition(".")[0]
+        is_next_to_ours = root is None and parent != "" and fullname.startswith(f"{parent}.")
+        if is_next_to_ours and self.surface.foreign in self.roots and _is_placeholder(parent):
+            raise ModuleNotFoundError(self.surface.missing_outside(fullname[len(parent) + 1 :]))
         if root is None or (root == self.surface.here and PathFinder.find_spec(fullname, path)):
             return None
         # Without its name: importlib would drop an error that has one, and say less.
@@ -231,10 +244,15 @@ def uninstall(surface: Surface) -> None:
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{surface.foreign}.")]:
         del sys.modules[name]
     parent, _, name = surface.foreign.rpartition(".")
-    if parent and vars(sys.modules[parent]).get("__path__") == []:
+    if parent and _is_placeholder(parent):
         del sys.modules[parent]
     elif parent:
         delattr(sys.modules[parent], name)
+
+
+def _is_placeholder(parent: str) -> bool:
+    """True for a package that `install` has made, to hold a foreign one."""
+    return parent in sys.modules and vars(sys.modules[parent]).get("__path__") == []
 
 
 def _is_installed(name: str) -> bool:

@@ -46,7 +46,7 @@ class DistributedDataParallel(nn.Module):
             optimizer.step()
 
     config: a ModelParallelConfig, or None for a model without tensor, sequence or expert parallelism.
-    ddp_config: how gradients are kept and reduced. module: any nn.Module whose parameters lie on one device.
+    ddp_config: how gradients are kept and reduced; None for the defaults. module: any nn.Module on one device.
     disable_bucketing: one bucket a buffer, for chunks whose gradients are not on the critical path.
     pg_collection: ProcessGroups; parallel_state's by default.
 
@@ -64,19 +64,21 @@ class DistributedDataParallel(nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: Any = None,
         ddp_config: DistributedDataParallelConfig | None = None,
         module: nn.Module | None = None,
         disable_bucketing: bool = False,
         pg_collection: ProcessGroups | None = None,
     ) -> None:
         misplaced = isinstance(config, (nn.Module, DistributedDataParallelConfig))
-        if misplaced or not isinstance(ddp_config, DistributedDataParallelConfig) or not isinstance(module, nn.Module):
+        misplaced = misplaced or not isinstance(ddp_config, DistributedDataParallelConfig | None)
+        if misplaced or not isinstance(module, nn.Module):
             given = ", ".join(type(argument).__name__ for argument in (config, ddp_config, module))
             raise TypeError(
                 f"DistributedDataParallel was given ({given}) and takes a config or None, then core.distributed's "
-                "DistributedDataParallelConfig, then the module; call DistributedDataParallel(None, "
-                "DistributedDataParallelConfig(), model)"
+                "DistributedDataParallelConfig or None, then the module; call "
+                "DistributedDataParallel(module=model), or DistributedDataParallel(None, "
+                "DistributedDataParallelConfig(...), model)"
             )
         if pg_collection is not None and not isinstance(pg_collection, ProcessGroups):
             raise TypeError(
@@ -85,7 +87,7 @@ class DistributedDataParallel(nn.Module):
             )
         super().__init__()
         self.config = config
-        self.ddp_config = ddp_config
+        self.ddp_config = DistributedDataParallelConfig() if ddp_config is None else ddp_config
         self.module = module
         self.groups = pg_collection if pg_collection is not None else parallel_state.get_process_groups()
         self.groups.require("dp_cp")

@@ -48,6 +48,7 @@ def hook(engine: Engine) -> None:
         hooks.append(part.register_forward_hook(_leave, always_call=True))
         hooks.append(part.register_state_dict_pre_hook(_refuse_without_values))
         hooks.append(part.register_load_state_dict_pre_hook(_refuse_without_values))
+    hooks += [part.register_state_dict_post_hook(_own_memory) for part in module.modules() if part is not module]
     # Weak: autograd holds hooks where Python's garbage collector does not see it. A module that reaches its wrapper, as
     # through `config.grad_scale_func = optimizer.scale_loss`, would live for ever.
     reducer = weakref.ref(engine.reducer)
@@ -116,6 +117,23 @@ def _refuse_without_values(module: nn.Module, *arguments: Any) -> None:
             "state_dict() or load_state_dict() of the wrapped model, or do it inside `with model.gathered():`, on all "
             "ranks"
         )
+
+
+def _own_memory(_part: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Give a part's state dict tensors of its own, where they are views into a buffer that holds more.
+
+    torch.save writes the whole memory of a view. A state dict of all modules is left as views, as torch gives it: its
+    buffers are written once. So are the parameters themselves, which keep_vars gives.
+    """
+    if prefix:  # of a larger state dict
+        return
+    copies: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], torch.Tensor] = {}  # tied ones stay one
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or value.layout != torch.strided:
+            continue
+        if value.untyped_storage().nbytes() > value.nbytes:
+            key = value.data_ptr(), value.shape, value.stride(), value.dtype
+            state[name] = copies.setdefault(key, value.clone())
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from core.training.config import OptimizerOptions, RunConfig, RunOptions
 from core.training.config_file import read_over, read_toml, spell_out, split_config_files
-from core.training.hub import cached_model
+from core.training.errors import ConfigError
 
 TINY = "tiny:"  # before a model type, in place of a directory: a small random model
 
@@ -39,12 +39,14 @@ class LoraOptions:
 
 @dataclass(frozen=True)
 class TunedData:
-    """Lines of JSON, each with "messages" (a chat), "prompt" and "completion", "text", or as Alpaca or ShareGPT."""
+    """Records with "messages" (a chat), "prompt" and "completion", "text", or as Alpaca or ShareGPT has them."""
 
-    file: Path | None = None  # None for files of the Python standard library, as text
-    limit: int | None = None  # so many lines; None for all of a file, and for 100 files of the standard library
+    # files of JSON or parquet, directories, or names in huggingface_hub's cache; none for Python's library, as text
+    file: tuple[Path, ...] = ()
+    weights: tuple[float, ...] = ()  # how often the documents of each file are trained on; none for once
+    limit: int | None = None  # so many lines of each file; None for all, and for 100 files of the standard library
     packing: bool = True  # several documents in one window, each seeing itself alone
-    eval_file: Path | None = None  # such lines for the validation loss, in place of a fraction of the documents
+    eval_file: Path | None = None  # such a file for the validation loss, in place of a fraction of the documents
     validation_fraction: float = 0.05  # of the documents; they are not trained on
     cache: Path = Path("runs/tokens")  # directory of the windows; made once for each file and tokenizer
 
@@ -85,8 +87,10 @@ class TuneConfig(RunConfig):
 SHORT_FLAGS = {
     **{"--model": "--model.path", "--data": "--data.file"},
     **{"--eval-data": "--data.eval-file", "--eval-every": "--run.validate-every"},
+    **{"--keep-best": "--checkpoint.keep-best"},
     **{f"--{name}": f"--parallel.{name}" for name in ("plugin", "tp", "pp", "dp", "ep", "sp", "zero")},
 }
+SEVERAL_TIMES = ("--data.file", "--data.weights")  # options whose values may follow one flag, or one flag each
 
 
 def load_config(argv: Sequence[str]) -> TuneConfig:
@@ -96,5 +100,28 @@ def load_config(argv: Sequence[str]) -> TuneConfig:
     about += f"defaults. Short: {', '.join(f'{short} for {long}' for short, long in SHORT_FLAGS.items())}."
     flags = spell_out(flags, {**SHORT_FLAGS, "--checkpoint.async": "--checkpoint.asynchronous"})
     tables = [(file, read_toml(file)) for file in files]
-    config = read_over(TuneConfig(), tables, flags, "core.finetune", about, SHORT_FLAGS)
-    return replace(config, model=replace(config.model, path=cached_model(config.model.path)))
+    return read_over(TuneConfig(), tables, gathered(flags, SEVERAL_TIMES), "core.finetune", about, SHORT_FLAGS)
+
+
+def gathered(flags: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Flags in which each of `names` that is given several times is given once, with all its values.
+
+    ConfigError for one without a value.
+    """
+    values: dict[str, list[str]] = {}
+    others: list[str] = []
+    place = others
+    for word in flags:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            place = values.setdefault(name, []) if name in names else others
+        if place is others:
+            others.append(word)
+        elif not word.startswith("--"):
+            place.append(word)
+        elif equals:
+            place.append(value)
+    for name, found in values.items():
+        if not found:
+            raise ConfigError(f"{name} has no value; give one or more, or leave it out")
+    return [*others, *(word for name, found in values.items() for word in (name, *found))]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
+from core.finetune.card import write_card
 from core.finetune.config import TuneConfig
 from core.finetune.model import boosted, configuration_in, directory_of, load_tokenizer, rows_of, stop_marks
 from core.finetune.model_files import ADAPTER, write_what_stays
@@ -61,12 +62,15 @@ def tune(
     trainer = build_trainer(config, plan, windows, device)
     trainer.check_documents_are_apart()
 
-    def finish(run: Path) -> None:
+    def finish(run: Path, result: JobResult) -> None:
         save_model(config, trainer, run / (ADAPTER_ALONE if config.lora.merge else MODEL))
         if dist.get_rank() == 0:
             if config.lora.merge:
                 merge_adapter(config, run / ADAPTER_ALONE, run / MODEL)
-            chat = " --chat --prompt Hello" if config.data.file is not None and tokenizer.chat_template else ""
+            for directory in (run / MODEL, run / ADAPTER_ALONE):
+                if directory.is_dir():
+                    write_card(config, plan.describe(config), windows.header, result, directory)
+            chat = " --chat --prompt Hello" if config.data.file and tokenizer.chat_template else ""
             print(GENERATE.format(python=python_command(), directory=run) + chat, flush=True)
 
     keeps = keeps and config.parallel.plugin not in BY_TORCH

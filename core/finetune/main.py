@@ -41,7 +41,7 @@ def check_places(config: TuneConfig) -> None:
     check_model(config)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer)
-    if config.data.file is not None or config.data.eval_file is not None:
+    if config.data.file or config.data.eval_file is not None:
         for where, record, _ in read_documents(config.data):
             check_record(record, tokenizer, where)
     rows, stops = rows_of(config), stop_marks(config, tokenizer)

@@ -41,7 +41,7 @@ from core.optimizer.algorithms.lion import Lion
 from core.optimizer.groups.param_key import decays_by_default
 from core.training.config import OptimizerOptions
 from core.training.errors import ConfigError
-from core.training.hub import how_to_download
+from core.training.hub import cached_model, how_to_download, is_hub_name
 from core.training.model_config import DTYPES
 
 CHAT = (
@@ -52,12 +52,12 @@ MARKS = BYTE_MARKS
 
 
 def directory_of(config: TuneConfig) -> Path:
-    """Where the model lies; a tiny one is made there by `make_tiny`."""
+    """Where the model lies: in the cache of huggingface_hub too, and a tiny one where `make_tiny` makes it."""
     path = config.model.path
     if path.startswith(TINY):
         name = path.removeprefix(TINY)
         return config.run.directory / "tiny" / f"{name}-{config.model.sequence_length}-{config.run.seed}"
-    return Path(path)
+    return Path(cached_model(path))
 
 
 def causal_class(config: Any, path: str) -> Any:
@@ -77,7 +77,7 @@ def check_model(config: TuneConfig) -> None:
     path = config.model.path
     if path.startswith(TINY):
         make_tiny(config)
-    elif not (Path(path) / "config.json").is_file():
+    elif not (directory_of(config) / "config.json").is_file():
         raise ConfigError(
             f"--model.path {path} holds no config.json; give a checkpoint directory, or {TINY}FAMILY for a small "
             f"random model{how_to_download(path, 'model')}"
@@ -258,6 +258,8 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
             model.train()
         if config.model.gradient_checkpointing and config.parallel.plugin != "hybrid":  # which has an option for it
             checkpoint_layers([model], GradientCheckpointConfig(), find_cut(model).layers)
+        if is_hub_name(config.model.path):  # which adapters name as their base: the cache is of this machine alone
+            model.name_or_path = config.model.path
         if config.lora.r is not None:
             with torch.random.fork_rng():  # what is drawn for adapters without memory is lost, and drawn by boost
                 torch.manual_seed(config.run.seed)

@@ -37,6 +37,7 @@ SERVED: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "torch_fsdp": ((3,), ()),
 }
 BY_TORCH = ("torch_ddp", "torch_fsdp")
+MOST_TIMES = 100  # that a document is trained on in one pass over the data
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,10 @@ def check_plugin(config: TuneConfig) -> None:
             f"--model.dtype {config.model.dtype}: --parallel.plugin {sizes.plugin} keeps no fp32 masters; use "
             "--parallel.plugin low_level_zero, or leave --model.dtype out"
         )
-    if sizes.plugin in BY_TORCH and config.checkpoint.dir is not None:
+    if sizes.plugin in BY_TORCH and (config.checkpoint.dir is not None or config.checkpoint.keep_best):
+        what = "keep-best" if config.checkpoint.dir is None else f"dir {config.checkpoint.dir}"
         raise ConfigError(
-            f"--checkpoint.dir {config.checkpoint.dir}: a run by --parallel.plugin {sizes.plugin} keeps no checkpoints "
+            f"--checkpoint.{what}: a run by --parallel.plugin {sizes.plugin} keeps no checkpoints "
             "to go on from; use --parallel.plugin low_level_zero, or leave it out"
         )
     for name, value in wanted.items():
@@ -94,6 +96,18 @@ def check_plugin(config: TuneConfig) -> None:
             f"--parallel.{name} {value}: --parallel.plugin {sizes.plugin} has {having} only; use --parallel.plugin "
             "hybrid, or leave it out"
         )
+
+
+def check_weights(config: TuneConfig) -> None:
+    """ConfigError unless each file of data has a weight, or none has."""
+    files, weights = config.data.file, config.data.weights
+    if weights and len(weights) != len(files):
+        raise ConfigError(
+            f"--data.weights has {len(weights)} numbers, and --data names {len(files)} files; give one weight for each"
+        )
+    for weight in weights:
+        if not 0 < weight <= MOST_TIMES:
+            raise ConfigError(f"--data.weights {weight:g}: expected numbers above 0, and at most {MOST_TIMES}")
 
 
 def sequence_mode(config: TuneConfig) -> str | None:
@@ -116,6 +130,7 @@ def plan_tuning(config: TuneConfig, world_size: int) -> TunePlan:
     if config.optimizer.loss_scale is not None:
         raise ConfigError("--optimizer.loss-scale is for float16; float32 and bfloat16 need no factor, so leave it out")
     check_plugin(config)
+    check_weights(config)
     sizes = config.parallel
     parallel = ParallelOptions(tp=sizes.tp, pp=sizes.pp, dp=sizes.dp, ep=sizes.ep, cp=sizes.sp)
     grid = check_ranks(parallel, world_size, "sp")

@@ -25,6 +25,7 @@ from core.plan.run_memory import Run
 from core.training.config import ParallelOptions
 from core.training.errors import ConfigError
 from core.training.extras import require_installed
+from core.training.hub import cached_model
 from core.training.model_config import DTYPES
 from core.training.sizes import check_ranks, divisors
 
@@ -42,7 +43,7 @@ class PlannedTuning:
 
     @cached_property
     def _model(self) -> ModelRun:
-        return ModelRun(self.config.model.path, sequence_length=self.config.model.sequence_length)
+        return ModelRun(cached_model(self.config.model.path), sequence_length=self.config.model.sequence_length)
 
     @cached_property
     def configuration(self) -> Any:

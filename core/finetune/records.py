@@ -6,8 +6,7 @@ role `assistant`. A token is learned if any character of it is.
 
 from __future__ import annotations
 
-import codecs
-import json
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +16,11 @@ import numpy as np
 
 from core.finetune.chats import check_template, written_chat
 from core.finetune.fields import checked
+from core.finetune.sources import Part, read_source
 from core.training.errors import ConfigError
-from core.training.hub import how_to_download
 from core.training.text import open_text
 
 SPACE = "Ġ"  # as tokenizers of GPT-2's kind spell it
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 STANDARD_LIBRARY_FILES = 100  # enough to see a loss fall, and tokenized in a second
 
 
@@ -40,73 +38,20 @@ class Example:
 
 
 def read_records(
-    file: Path | None, limit: int | None, flag: str = "--data.file"
+    file: Path | None, limit: int | None, flag: str = "--data.file", part: Part = "train"
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, record) of each line; of files of the standard library where there is no file.
+    """(where it stands, record) of each record of a source; of files of the standard library where there is none.
 
-    flag: the option that names the file, for errors.
+    flag: the option that names the source, for errors. part: as in `read_source`.
     ConfigError, with the line's number, for one that is no JSON object or has fields that cannot be obeyed.
     """
     if file is None:
         for path in open_text(()).files[: STANDARD_LIBRARY_FILES if limit is None else limit]:
             yield str(path), {"text": path.read_text(encoding="utf-8", errors="replace")}
         return
-    count = 0
-    try:
-        if not file.is_file():
-            hub = how_to_download(str(file), "dataset")
-            raise ConfigError(f"{flag} {file} is no file (from {Path.cwd()}); give lines of JSON{hub}")
-        lines = file.open("rb")
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
-        raise ConfigError(f"{flag} {str(file)[:300]!r} cannot be read: {error}") from error
-    with lines:
-        for number, line in enumerate(lines, start=1):
-            if limit is not None and count >= limit:
-                return
-            if line.strip():
-                count += 1
-                where = f"{file}, line {number}"
-                if number == 1 and line[:2] in UTF_16:
-                    raise ConfigError(f"{where} begins as UTF-16 text does; write the file in UTF-8")
-                record = _record(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, where)
-                checked(record, where)
-                yield where, record
-    if count == 0:
-        raise ConfigError(f"{flag} {file} holds no line")
-
-
-def _record(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where} is no UTF-8 text: {error}") from None
-    try:
-        record = json.loads(text, object_pairs_hook=_each_once)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{where} is {type(record).__name__}; expected a JSON object")
-    if "\\ud" in text.lower():  # the escape of half a character, which no tokenizer takes alone
-        try:
-            json.dumps(record, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            half = f"\\u{ord(error.object[error.start]):04x}"
-            raise ConfigError(
-                f"{where} has the escape {half} alone, which is half of a character; give both halves, or take it out"
-            ) from None
-    return record
-
-
-def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. ValueError for a name that it has twice: one of the two values would be lost."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"an object has the name {twice!r} twice")
-    return found
+    for where, record in itertools.islice(read_source(file, part, flag), limit):
+        checked(record, where)
+        yield where, record
 
 
 def encode(record: Mapping[str, Any], tokenizer: Any, where: str, stops: Sequence[str] = ()) -> Example:

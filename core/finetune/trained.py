@@ -23,6 +23,7 @@ from core.training.config import RunOptions
 from core.training.config_file import saved_options
 from core.training.errors import ConfigError
 from core.training.extras import require_installed
+from core.training.hub import cached_model, how_to_download
 from core.training.model_config import DTYPES
 
 # Folders in the run's directory: what is trained, and the adapter where that is merged into a model.
@@ -68,12 +69,13 @@ def load_directory(directory: Path, dtype: torch.dtype | str = "auto") -> Tuned:
     import peft
 
     base = json.loads((directory / ADAPTER).read_text()).get("base_model_name_or_path")
-    if not base or not is_of_transformers(Path(base)):
+    found = cached_model(str(base or ""))
+    if not is_of_transformers(Path(found)):
         raise ConfigError(
             f"{directory / ADAPTER} names the base model {base!r}, which is no model's directory (from {Path.cwd()}); "
-            "start where it was trained, or write the right path there"
+            f"start where it was trained, or write the right path there{how_to_download(found, 'model')}"
         )
-    adapted = peft.PeftModel.from_pretrained(_loaded(Path(base), dtype), directory)
+    adapted = peft.PeftModel.from_pretrained(_loaded(Path(found), dtype), directory)
     return Tuned(adapted.eval(), tokenizer)
 
 

@@ -7,11 +7,13 @@ that is how a model is told where one ends, so that no document sees another.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +131,37 @@ def pack(examples: Iterable[Example], length: int, padding: int, *, packing: boo
 
 
 def read_documents(options: TunedData) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """(where it stands, record, True if it is validated on and not trained on) of each document."""
+    """(where it stands, record, True if it is validated on and not trained on) of each document.
+
+    A document that is trained on comes as often as the weight of its file says; one of half a weight every second time.
+    """
     own, fraction = options.eval_file, options.validation_fraction
     every = round(1 / fraction) if fraction and own is None else 0
-    for number, (where, record) in enumerate(read_records(options.file, options.limit)):
-        yield where, record, every > 0 and number % every == every - 1
+    number = 0
+    for file, weight in zip(options.file or (None,), options.weights or itertools.repeat(1.0), strict=False):
+        share, due = Fraction(repr(weight)), Fraction(0)
+        for where, record in read_records(file, options.limit):
+            number += 1
+            if every > 0 and number % every == 0:
+                yield where, record, True
+                continue
+            due += share
+            while due >= 1:
+                due -= 1
+                yield where, record, False
     if own is not None:
-        for where, record in read_records(own, None, "--data.eval-file"):
+        for where, record in read_records(own, None, "--data.eval-file", "validation"):
             yield where, record, True
+
+
+def _sources(options: TunedData) -> str:
+    """The names of the data, for the log."""
+    weights = options.weights or (1.0,) * len(options.file)
+    names = [
+        f"{file}{'' if weight == 1 else f' x {weight:g}'}" for file, weight in zip(options.file, weights, strict=True)
+    ]
+    with_own = "" if options.eval_file is None else f", with {options.eval_file} to validate on"
+    return (", ".join(names) or "Python standard library") + with_own
 
 
 def digest_of(options: TunedData, length: int, tokenizer: Any, stops: Sequence[str]) -> str:
@@ -159,7 +184,7 @@ def digest_of(options: TunedData, length: int, tokenizer: Any, stops: Sequence[s
     digest = hashlib.sha256(json.dumps([packed, marks], sort_keys=True, default=str).encode())
     digest.update(backend.to_str().encode())
     for _, record, held_out in read_documents(options):
-        digest.update(json.dumps([held_out, record]).encode())
+        digest.update(json.dumps([held_out, record], default=str).encode())
         digest.update(b"\n")
     return digest.hexdigest()
 
@@ -196,11 +221,10 @@ def prepare_windows(options: TunedData, length: int, tokenizer: Any, stops: Sequ
             f"--data.eval-file {own} gives no window to validate on: its documents have nothing to learn in their "
             f"first {length} tokens; use a larger --model.sequence-length"
         )
-    text = "Python standard library" if options.file is None else str(options.file)
     documents = [example for fitting, _ in parts.values() for example in fitting]
     largest = max((int(windows[:, IDS].max()) for _, windows in parts.values() if len(windows)), default=0)
     header = WindowsHeader(
-        text=text if own is None else f"{text}, with {own} to validate on",
+        text=_sources(options),
         documents=len(examples) - told["dropped"],
         tokens=sum(len(example.ids) for example in documents),
         learned=sum(int(example.learned[1:].sum()) for example in documents),

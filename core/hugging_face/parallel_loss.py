@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -88,18 +89,24 @@ def why_logits_stay_whole(
 
     def record(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given.append(tuple(logits.shape))
-        return logits.sum()
+        return logits.new_ones(())
 
     own = model.loss_function
     model.loss_function = record
+    # Logits that are NaN make NaN of all that is computed of them elsewhere.
+    poison = head.register_forward_hook(lambda module, args, output: output * math.nan)
     try:
         labels = arguments.get("decoder_input_ids", arguments["input_ids"])
-        run_quietly(model, {**arguments, "labels": labels})
+        output = run_quietly(model, {**arguments, "labels": labels})
     finally:
         model.loss_function = own
+        poison.remove()
     rows = plan.splits[f"{name}.weight"].length if split else head.weight.shape[0]
     if [shape[-1] for shape in given] != [rows]:
         return "a forward with labels computes its loss elsewhere than in model.loss_function, of logits that are whole"
+    loss_of_labels = output.get("loss")
+    if loss_of_labels is not None and not bool(loss_of_labels.isfinite()):
+        return "a forward with labels adds something to its loss that it computes of the logits, which are to be whole"
     return None
 
 

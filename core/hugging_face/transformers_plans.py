@@ -7,7 +7,7 @@ its children are merged in it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -27,12 +27,14 @@ PROJECTIONS = {
 }
 EXPERTS, EXPERT_WEIGHT = "ep_dispatch_experts", "grouped_gemm"  # styles of expert parallelism: of modules, parameters
 TIED_STYLES = ("embedding_rowwise", "colwise_gather_output")  # of the input and the output embedding, if they are one
-# Rules that are wrong in these versions, found by `check`: model type -> end of a rule's name -> style.
-# Gate and up lie one after the other in the experts' fused weight, and are chunked: each is cut for itself.
+# Rules that are wrong or missing in these versions, found by `check`: model type -> end of a module's or parameter's
+# name -> style. Gate and up lie one after the other in the experts' fused weight of inkling, and are chunked: each is
+# cut for itself. neomme has a number for each head.
 CORRECTIONS: dict[str, dict[str, str]] = {
     **dict.fromkeys(
         ("inkling_text", "inkling2_text", "inkling2_loop_text"), {"mlp.experts.gate_up_proj": "packed_colwise"}
     ),
+    "neomme": {"exclusive_self_attention.alpha": "colwise"},
 }
 
 
@@ -83,8 +85,8 @@ class _Reader:
         self.input, self.output = (_embedding(model, end) for end in ("input", "output"))
         rules: dict[str, str | Style] = dict(getattr(model, "tp_plan", None) or {})
         self.policy = policy_of(model.config) if policy is None and not rules else policy
+        names = [*self.modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
         if self.policy is not None:
-            names = [*self.modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
             fits = {name: longest_fit(name, self.policy.rules) for name in names}
             rules = {name: self.policy.rules[fit] for name, fit in fits.items() if fit is not None}
         if not rules:
@@ -93,8 +95,9 @@ class _Reader:
                 "policy here, so it cannot be split; give a Policy for it"
             )
         for end, style in CORRECTIONS.get(model.config.model_type, {}).items():
-            rules = {name: style if name.endswith(end) else old for name, old in rules.items()}
+            rules |= {name: style for name in names if name.endswith(f".{end}")}
         self.rules = {**self._rules_of_ties(rules), **rules}
+        self.whole_weights = set(self._by_token_id())
 
     def plan(self) -> Plan:
         """The plan that the rules make."""
@@ -130,17 +133,22 @@ class _Reader:
                 seams[name] = Seam(name, "policy", "heads", heads=self._count_of_heads(name), arguments=arguments)
         return Plan(self.family, splits, seams, frozenset(partial), whole, numbers)
 
+    def _by_token_id(self) -> Iterator[int]:
+        """Embeddings with a parameter beside their weight, which they place by token id: they stay whole, with ties.
+
+        A rank's part of the vocabulary has row numbers of its own.
+        """
+        for name, module in self.modules.items():
+            word = _rule_for(name, self.rules)
+            how = Style() if word is None else style_of(self.family, name, word)
+            if how.before == "vocabulary" and len(list(module.parameters(recurse=False))) > 1:
+                yield id(module.weight)
+
     def _seam(self, name: str, module: nn.Module) -> Seam | None:
         word = _rule_for(name, self.rules)
         how = Style() if word is None else style_of(self.family, name, word)
-        if word is None or not (how.before or how.after):
+        if word is None or not (how.before or how.after) or id(getattr(module, "weight", None)) in self.whole_weights:
             return None
-        others = [leaf for leaf, _ in module.named_parameters(recurse=False) if leaf != "weight"]
-        if how.before == "vocabulary" and others:
-            raise PlanError(
-                f"{self.family}: embedding {name!r} has {others[0]!r} beside its weight, which it places by token id; "
-                "a rank's part of the vocabulary has row numbers of its own"
-            )
         heads = self._count_of_heads(name.rpartition(".")[0]) if how.after == "select" else 0
         tail = self._rope_features(name) if how.after == "copy tail" else 0
         if heads:
@@ -151,7 +159,7 @@ class _Reader:
         """How a parameter is cut, by its own rule or its module's; and whether it is whole with a partial gradient."""
         own = _rule_for(name, self.rules)
         word = own or _rule_for(owner, self.rules)
-        if word is None:
+        if word is None or id(getattr(self.modules[owner], "weight", None)) in self.whole_weights:
             return None, False
         style, shape = style_of(self.family, name if own else owner, word), tuple(parameter.shape)
         cut = cut_of(style, name, shape, named=own is not None)

@@ -27,6 +27,7 @@ from core.models.transformers_layouts import DTYPES, layout_of
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra
+from core.training.hub import cached_model
 from core.training.model_config import transformer_config
 from core.training.run_directory import CHECKPOINTS
 from core.training.token_file import TOKENIZER
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def convert(options: Any) -> str:
     """What was written, in a sentence."""
-    source, target = options.source, options.target
+    source, target = Path(cached_model(str(options.source))), options.target
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; choose another target, or move it away")
     if (source / CONFIG).exists():

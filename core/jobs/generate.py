@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,9 @@ from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.config_file import saved_options
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra, require_installed
+from core.training.hub import cached_model, how_to_download
 from core.training.job import on_started_ranks
-from core.training.launch import Launch, find_launch
+from core.training.launch import Launch, find_launch, say_once
 from core.training.model_config import transformer_config
 from core.training.own_ranks import end_with_parent, start_ranks
 from core.training.run_directory import CHECKPOINTS, CONFIGURATION
@@ -78,7 +78,10 @@ class Words:
 def checkpoints_of(place: Path) -> Path:
     """The root of the checkpoints of a run's directory; another directory is taken for the root itself."""
     if not place.is_dir():
-        raise ConfigError(f"{place} is no directory (from {Path.cwd()}); give a run's directory, such as runs/latest")
+        raise ConfigError(
+            f"{place} is no directory (from {Path.cwd()}); give a run's directory, such as runs/latest"
+            + how_to_download(str(place), "model")
+        )
     if (place / CHECKPOINTS).is_dir():
         return place / CHECKPOINTS
     if (place / CONFIGURATION).is_file():
@@ -285,9 +288,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the text and what follows it; the exit status."""
     options = read_arguments(arguments)
     try:
+        options.place = Path(cached_model(str(options.place)))
         return _run(options)
     except (ConfigError, CheckpointError, MissingExtra, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        launch = find_launch(os.environ) if "RANK" in os.environ else None
+        say_once(f"error: {error}", launch, os.environ)
         return 2
 
 

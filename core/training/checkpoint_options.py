@@ -9,6 +9,7 @@ from core.training.config import CheckpointOptions, RunConfig
 from core.training.errors import ConfigError
 
 Config = TypeVar("Config", bound=RunConfig)
+BEST = "best"  # the folder, among a run's checkpoints, of the one with the lowest validation loss
 
 
 def check_root(options: CheckpointOptions) -> None:
@@ -19,7 +20,7 @@ def check_root(options: CheckpointOptions) -> None:
     from core.checkpoint import CheckpointError, list_steps
 
     try:
-        saved = list_steps(options.dir)
+        saved = list_steps(options.dir) or list_steps(options.dir / BEST)
     except CheckpointError as error:
         raise ConfigError(f"--checkpoint.dir {options.dir}: {error}") from error
     if saved:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,9 +18,11 @@ from core.checkpoint import (
     CheckpointError,
     CheckpointNotFound,
     CheckpointSaver,
+    find_intact,
     load_checkpoint,
     save_checkpoint,
 )
+from core.training.checkpoint_options import BEST
 from core.training.config import RunConfig
 from core.training.config_file import to_json
 from core.training.errors import ConfigError
@@ -53,6 +57,7 @@ class JobCheckpoints:
         self.saved_step = -1
         self.run: str | None = None  # the name of the run's directory, from the checkpoint of a run that goes on
         self.saver: CheckpointSaver | None = None
+        self.best = BestCheckpoint(self, root / BEST) if self.config.checkpoint.keep_best else None
 
     def resume(self) -> str:
         """Bring back model, optimizer, scheduler, loss scale, random streams and the data's position.
@@ -95,48 +100,101 @@ class JobCheckpoints:
         return " ".join([*report.skipped, going_on])
 
     def step_edge(self) -> None:
-        """After a step: see how a save in flight has fared, and save if it is time."""
-        if self.saver is not None:
-            self.saver.step_edge()
+        """After a step: see how saves in flight have fared, and save if it is time."""
+        for saver in self._savers():
+            saver.step_edge()
         every = self.config.checkpoint.every
         if every is not None and self.trainer.step % every == 0:
             self.save()
 
     def save(self) -> None:
         """Save the step that has just been done, unless it is saved already."""
+        if self.saved_step != self.trainer.step:
+            self.save_into(self.root, self.saver, {})
+            self.saved_step = self.trainer.step
+
+    def save_into(self, root: Path, saver: CheckpointSaver | None, extra: Mapping[str, Any]) -> None:
+        """Save this step. extra: what else is kept of it."""
         trainer = self.trainer
-        if self.saved_step == trainer.step:
-            return
-        assert self.saver is not None, "saves come inside the with block"
-        extra = {"sampler": trainer.sampler.state_dict(), "text": self._text(), "run": self.run}
+        assert saver is not None, "saves come inside the with block"
         save_checkpoint(
-            self.root,
+            root,
             trainer.step,
             trainer.chunks,
             trainer.optimizer,
             trainer.scheduler,
-            extra=extra,
+            extra={"sampler": trainer.sampler.state_dict(), "text": self._text(), "run": self.run, **extra},
             configuration=as_json(self.config),
             group=self.group,
-            saver=self.saver,
+            saver=saver,
         )
-        self.saved_step = trainer.step
+
+    def saw_validation(self, loss: float | None) -> None:
+        """Keep this step if its validation loss is the lowest so far, and that is asked for."""
+        if self.best is not None and loss is not None:
+            self.best.offer(loss)
+
+    def _savers(self) -> list[CheckpointSaver]:
+        both = self.saver, None if self.best is None else self.best.saver
+        return [saver for saver in both if saver is not None]
 
     def _text(self) -> dict[str, Any]:
         return asdict(self.trainer.tokens.header)
 
     def __enter__(self) -> JobCheckpoints:
-        options = self.config.checkpoint
-        self.saver = CheckpointSaver(
-            self.root, self.group, keep_last=options.keep, asynchronous=options.asynchronous
-        ).__enter__()
+        self.saver = self.open_saver(self.root, self.config.checkpoint.keep)
+        if self.best is not None:
+            try:
+                self.best.open()
+            except BaseException as error:
+                self.saver.__exit__(type(error), error, None)
+                raise
         return self
+
+    def open_saver(self, root: Path, keep: int | None) -> CheckpointSaver:
+        """A saver of this job. Collective."""
+        asynchronous = self.config.checkpoint.asynchronous
+        return CheckpointSaver(root, self.group, keep_last=keep, asynchronous=asynchronous).__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.saver is not None:
-            self.saver.__exit__(kind, error, traceback)
+        for saver in self._savers():
+            saver.__exit__(kind, error, traceback)
+
+
+class BestCheckpoint:
+    """The checkpoint with the lowest validation loss, alone in a directory of its own. Ranks call its methods together.
+
+    A better one is whole on the disk before the one before it is deleted.
+    """
+
+    def __init__(self, job: JobCheckpoints, root: Path) -> None:
+        self.job = job
+        self.root = root
+        self.saver: CheckpointSaver | None = None
+        self.step, self.loss = 0, math.inf
+
+    def open(self) -> None:
+        """Make ready to save; a run that goes on compares with the best of before. Collective."""
+        if self.job.trainer.step > 0:
+            with contextlib.suppress(CheckpointNotFound):
+                found = find_intact(self.root, group=self.job.group)
+                self.step, self.loss = found.step, float(found.meta["extra"]["validation_loss"])
+        self.saver = self.job.open_saver(self.root, 1)
+
+    def offer(self, loss: float) -> None:
+        """Save the step that has just been done, if its validation loss is lower than all before. Collective."""
+        if loss < self.loss:
+            self.step, self.loss = self.job.trainer.step, loss
+            self.job.save_into(self.root, self.saver, {"validation_loss": loss})
+
+    def restore(self) -> bool:
+        """Give the model the weights of the best step; False if that is the last one. Collective."""
+        if self.step in (0, self.job.trainer.step):
+            return False
+        load_checkpoint(self.root, self.job.trainer.chunks, group=self.job.group)
+        return True
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:

@@ -192,6 +192,8 @@ class CheckpointOptions:
     at_end: bool = True
     every: int | None = None  # steps between saves; None saves only when the run ends or is asked to stop
     keep: int | None = None  # checkpoints that stay, the newest; None keeps all
+    # keep the one with the lowest validation loss too, in the folder `best`; the model of fine-tuning is that one
+    keep_best: bool = False
     asynchronous: bool = False  # write while training goes on
     resume: bool = False  # go on from the newest intact checkpoint in dir; where there is none, begin
     step: int | None = None  # go on from this one, and no other

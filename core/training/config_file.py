@@ -273,8 +273,8 @@ def convert(value: Any, kind: Any, where: str) -> Any:
         if value in arguments:
             return value
         raise ConfigError(f"{where} is {value!r}; it must be one of {', '.join(map(repr, arguments))}")
-    if origin is tuple and isinstance(value, list):
-        return tuple(convert(item, arguments[0], where) for item in value)
+    if origin is tuple:  # one value alone is a list of one
+        return tuple(convert(item, arguments[0], where) for item in (value if isinstance(value, list) else [value]))
     if kind is float and type(value) is int:
         return float(value)
     if kind in (Path, str) and isinstance(value, str) and not value.strip():

@@ -9,8 +9,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
+Kind = Literal["model", "dataset"]
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-FILES = (".json", ".jsonl", ".parquet")  # how the name of a file of data ends
+FILES = (".json", ".jsonl", ".ndjson", ".parquet")  # how the name of a file of data ends
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -23,27 +24,36 @@ def is_hub_name(path: str) -> bool:
 
 def cached_model(path: str) -> str:
     """The directory in the cache of huggingface_hub for a name of which it has the model; else `path`."""
+    snapshot = _snapshot(path, "model")
+    has_weights = snapshot is not None and any(next(snapshot.glob(pattern), None) for pattern in WEIGHTS)
+    return str(snapshot) if snapshot is not None and has_weights and (snapshot / "config.json").is_file() else path
+
+
+def cached_data(path: str) -> str:
+    """The directory in the cache of huggingface_hub for a name of which it has files of data; else `path`."""
+    snapshot = _snapshot(path, "dataset")
+    return str(snapshot) if snapshot is not None and any(f.suffix in FILES for f in snapshot.rglob("*")) else path
+
+
+def _snapshot(path: str, kind: Kind) -> Path | None:
     if not is_hub_name(path):
-        return path
+        return None
     try:
         import huggingface_hub
         from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError:  # what needs it says so
-        return path
+        return None
     try:
-        snapshot = Path(str(huggingface_hub.snapshot_download(path, local_files_only=True)))
+        return Path(str(huggingface_hub.snapshot_download(path, repo_type=kind, local_files_only=True)))
     except (LocalEntryNotFoundError, ValueError):  # ValueError for what cannot be a name
-        return path
-    has_weights = any(next(snapshot.glob(pattern), None) for pattern in WEIGHTS)
-    return str(snapshot) if has_weights and (snapshot / "config.json").is_file() else path
+        return None
 
 
-def how_to_download(path: str, kind: Literal["model", "dataset"]) -> str:
+def how_to_download(path: str, kind: Kind) -> str:
     """A sentence for the end of an error: the command that downloads `path`. Empty for what is no name on the Hub."""
     if not is_hub_name(path):
         return ""
     what = " --repo-type dataset" if kind == "dataset" else ""
     place = path.rpartition("/")[2]
-    then = f"--model {place}" if kind == "model" else f"a file of {place}/ to --data"
     command = f"hf download {path}{what} --local-dir {place}"
-    return f". Nothing is downloaded here; if this is a name on the Hub, run {command}, and give {then}"
+    return f". Nothing is downloaded here; if this is a name on the Hub, run {command}, and give {place}"

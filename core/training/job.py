@@ -54,6 +54,7 @@ class JobResult:
     validation_loss: float | None
     seconds: float  # of the steps
     stopped: bool  # asked to stop before the last step
+    best: tuple[int, float] | None = None  # (step, validation loss) whose weights the model has, if not the last one's
 
 
 def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
@@ -135,12 +136,12 @@ def conduct(
     *,
     keeps: bool,
     hint: str = GENERATE,
-    finish: Callable[[Path], None] = lambda path: None,
+    finish: Callable[[Path, JobResult], None] = lambda path, result: None,
 ) -> JobResult:
     """Everything around the steps of a built trainer: its directory, resuming, showing, saving. Collective.
 
     save_more: on rank 0, what else is written to the run's directory at the start. hint: as in Reporter. finish: on all
-    ranks, after the last step; not after an error.
+    ranks, after the last step, with the weights of the best one if that is kept; not after an error.
     """
     config = trainer.config
     checkpoints = None if config.checkpoint.dir is None else JobCheckpoints(trainer, config.checkpoint.dir)
@@ -168,8 +169,19 @@ def conduct(
             )
             if resumed is not None:
                 print(resumed, flush=True)
+        if config.checkpoint.keep_best and (checkpoints is None or trainer.windows[1] == 0):
+            lacking = "--checkpoint.dir, where it is kept" if checkpoints is None else "text to validate on"
+            raise ConfigError(f"--checkpoint.keep-best needs {lacking}")
         result = run_steps(trainer, reporter, checkpoints)
-        finish(run.path)
+        if checkpoints is not None and checkpoints.best is not None and checkpoints.best.restore():
+            best = checkpoints.best
+            result = replace(result, best=(best.step, best.loss))
+            if dist.get_rank() == 0:
+                print(
+                    f"the lowest validation loss, {best.loss:.4f}, was that of step {best.step}; it is in {best.root}/",
+                    flush=True,
+                )
+        finish(run.path, result)
         return result
 
 
@@ -241,6 +253,7 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
             if reporter is not None:
                 reporter.show_step(result, trainer, validation_loss)
             if checkpoints is not None:
+                checkpoints.saw_validation(validation_loss)
                 checkpoints.step_edge()
         if checkpoints is not None:
             checkpoints.save()
@@ -251,6 +264,8 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
         if not stopped:
             validation_loss = trainer.validation_loss(signals.agreed)
             stopped = signals.reason is not None
+        if checkpoints is not None:
+            checkpoints.saw_validation(validation_loss)
         all_traces = gather_traces(trace) if config.logging.trace and trace is not None else []
         if reporter is not None:
             reporter.show_end(validation_loss, all_traces, stopped=stopped)

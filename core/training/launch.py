@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from core.training.errors import ConfigError
 
 PORTS = 1 << 16
+TORCHRUNS_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for what has ended a rank
+OTHERS_WAIT_S = 20.0  # for the first rank, which may import more slowly
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,22 @@ class Launch:
         if self.world_size > self.local_world_size or platform != "linux":
             return {}
         return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def say_once(text: str, launch: Launch | None, environment: Mapping[str, str]) -> None:
+    """Print what ends a job, once for all of its ranks. torchrun prints it last, after its own lines.
+
+    torchrun shows what the first rank that fails has left in a file, and ends the others. So those of other ranks wait,
+    and leave their own words if they have not been ended: what they have found may be theirs alone.
+    """
+    file = environment.get(TORCHRUNS_FILE)
+    if launch is None or launch.launcher != "torchrun" or file is None:
+        if launch is None or launch.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+        return
+    if launch.rank > 0:
+        time.sleep(OTHERS_WAIT_S)
+    Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def find_launch(environment: Mapping[str, str]) -> Launch | None:

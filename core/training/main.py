@@ -17,7 +17,7 @@ from core.training.dataset_text import FILE_KINDS, open_dataset
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra, require_installed
 from core.training.indexed_tokens import read_index
-from core.training.launch import Launch, find_launch
+from core.training.launch import Launch, find_launch, say_once
 from core.training.memory import device_memory_bytes, host_memory_bytes
 from core.training.output import outputs_that_may_go
 from core.training.own_ranks import STARTED_BY_US, end_with_parent, start_ranks
@@ -258,8 +258,7 @@ def check_source(data: DataOptions) -> None:
 
 def _refuse(error: Exception, launch: Launch | None) -> int:
     """Say once what is wrong; all ranks have found the same."""
-    if launch is None or launch.rank == 0:
-        print(f"error: {error}", file=sys.stderr)
+    say_once(f"error: {error}", launch, os.environ)
     return USAGE_ERROR
 
 

@@ -218,6 +218,10 @@ class RankWatch:
         stuck = in_vain(told, patience_s)
         return {rank: told[rank]["beat"] for rank in stuck} if self.rank in stuck else {}
 
+    def come(self, place: str, times: int) -> int:
+        """Come so many times to a place in the job's store; how often ranks have come there."""
+        return int(self.store.add(f"place/{place}", times))
+
     def _find_lost(self, others: Sequence[int]) -> None:
         """Wait until a rank is known to be lost, or until all `others` have failed too; GRACE_S at most."""
         begun = time.monotonic()

@@ -26,19 +26,26 @@ BACKENDS_WORDS = re.compile(
     "gloo|nccl|connection (closed|reset|refused)|timed out|application timeout|broken pipe|socket", re.IGNORECASE
 )
 ADVICE = (
-    "Did a rank get fewer batches than the others, or leave out a backward, finalize_model_grads or optimizer.step? "
-    "The output of the rank that failed first says more; restart from the last checkpoint"
+    "Did a rank get fewer batches than the others, call state_dict() alone, or leave out a backward, "
+    "finalize_model_grads or optimizer.step? The output of the rank that failed first says more; restart from the last "
+    "checkpoint"
 )
 
 
 class Watch(Protocol):
-    """What a wait that fails or lasts asks of the rank watch."""
+    """What a wait that fails or lasts asks of the rank watch. lost: the ranks that have ended, or do not answer."""
+
+    @property
+    def lost(self) -> Mapping[int, object]: ...
 
     def account(self, wait: waiting) -> str:
         """Who did not come to a wait that has failed, in words."""
 
     def beats_in_vain(self, patience_s: float) -> dict[int, int]:
         """Rank -> last beat, of the ranks that can never go on."""
+
+    def come(self, place: str, times: int) -> int:
+        """Come so many times to a place in the job's store; how often ranks have come there."""
 
 
 _watch: Watch | None = None  # of this process
@@ -167,18 +174,51 @@ def complete(work: dist.Work, slack_s: float = 0.0) -> None:
     Call it inside `waiting`, which says for what. A rank that computes is waited for, as long as that takes. slack_s:
     how long the collective itself may take.
     """
-    watch = _watch
-    before: Mapping[int, int] = {}
-    while watch is not None and not work.is_completed():
+    look = None if _watch is None else VainLook(_watch, slack_s)
+    while look is not None and not work.is_completed():
         try:
             work.wait(timedelta(seconds=LOOK_S))
         except RuntimeError:  # the time is over, or the collective has failed and says so below
-            beats = {} if work.is_completed() else watch.beats_in_vain(PATIENCE_S + slack_s)
-            # A rank that cannot say where it is keeps its beat, and may be elsewhere by now.
-            if beats and beats.keys() == before.keys() and all(beats[rank] > before[rank] for rank in beats):
-                raise PeerLost(f"{in_words(list(beats))} wait for different things, and none can go on") from None
-            before = beats
+            if not work.is_completed():
+                look.refuse_vain()
     work.wait()
+
+
+class VainLook:
+    """Looks of one wait at where the other ranks are. slack_s: as in `complete`."""
+
+    def __init__(self, watch: Watch, slack_s: float = 0.0) -> None:
+        self.watch = watch
+        self.slack_s = slack_s
+        self.before: Mapping[int, int] = {}
+
+    def refuse_vain(self) -> None:
+        """Raise PeerLost if this look and the one before have found that this wait can never end."""
+        beats = self.watch.beats_in_vain(PATIENCE_S + self.slack_s)
+        # A rank that cannot say where it is keeps its beat, and may be elsewhere by now.
+        if beats and beats.keys() == self.before.keys() and all(beats[rank] > self.before[rank] for rank in beats):
+            raise PeerLost(f"{in_words(list(beats))} wait for different things, and none can go on") from None
+        self.before = beats
+
+
+def meet_in_store(place: str, count: int) -> None:
+    """Come to a place in the job's store, and wait until ranks have come there `count` times. Without a watch, nothing.
+
+    Call it inside `waiting`, as `complete`.
+    """
+    if _watch is None:
+        return
+    watch, look, pause_s, looked = _watch, VainLook(_watch), 0.0005, time.monotonic()
+    came = watch.come(place, 1)
+    while came < count:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+        if time.monotonic() > looked + LOOK_S:
+            looked = time.monotonic()
+            look.refuse_vain()
+            if watch.lost:
+                raise PeerLost(f"lost: {in_words(list(watch.lost))}")
+        came = watch.come(place, 0)
 
 
 def in_vain(told: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[int]:

@@ -16,7 +16,7 @@ from core.booster.checkpoint_io.hybrid_parallel_checkpoint_io import HybridParal
 from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO
 from core.booster.plugin.chunk_search import search_chunk_size
 from core.booster.plugin.gemini_model import GeminiModel
-from core.booster.plugin.hybrid_parallel_options import warn_without_effect
+from core.booster.plugin.hybrid_parallel_options import WITHOUT_EFFECT, warn_without_effect
 from core.booster.plugin.mesh_attributes import PluginShardConfig
 from core.booster.plugin.plugin_base import Boosted
 from core.booster.plugin.split_gemini import SplitGemini
@@ -64,6 +64,8 @@ class GeminiPlugin(ZeroPluginBase):
 
     Parameters that cannot work together raise ValueError; a warning names those that change nothing.
     """
+
+    without_effect = WITHOUT_EFFECT
 
     def __init__(
         self,

@@ -116,9 +116,12 @@ class HybridParallelModel(LowLevelZeroModel):
         return list(inspect.signature(type(self.unwrap()).forward).parameters)[1:]
 
     def _with_whole_loss(self, output: Any, count: torch.Tensor, total: torch.Tensor | None) -> Any:
-        """The model's output, with the loss of the whole batch in place of that of this rank's rows."""
+        """The model's output, with the loss of the whole batch in place of that of this rank's rows, if any."""
         if isinstance(output, tuple):
-            return (loss_of_whole_batch(output[0], count, total, self.groups), *output[1:])
+            loss = loss_of_whole_batch(output[0], count, total, self.groups) if output[0].dim() == 0 else output[0]
+            return (loss, *output[1:])
+        if output.get("loss") is None:
+            return output
         output["loss"] = loss_of_whole_batch(output["loss"], count, total, self.groups)
         return output
 

@@ -17,6 +17,7 @@ from core.booster.plugin.hybrid_parallel_model import HybridParallelModel, Whole
 from core.booster.plugin.hybrid_parallel_optimizer import HybridParallelOptimizer
 from core.booster.plugin.hybrid_parallel_options import (
     SCHEDULES,
+    WITHOUT_EFFECT,
     check_pipeline,
     check_sizes,
     check_zero,
@@ -72,6 +73,8 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
 
     ep_size = 1  # ranks over which a model's experts are spread
     _outside = "dp_outside"
+
+    without_effect = WITHOUT_EFFECT
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ def run_pipeline(
         output = chunk(received=hidden, **taken)
         if not stage_of(chunk).part.post_process:
             return output
-        if total is not None and count is not None:
+        if total is not None and count is not None and output.get("loss") is not None:
             output["loss"] = share_of(output["loss"], count, total, len(parts) * replicas)
         output = refuse_use_of_split_logits(stage_of(chunk).model, output)
         if returns_outputs:

@@ -158,3 +158,26 @@ ABSENT = {
     "rerun_state_machine": "ddp_config.check_for_nan_in_grad and check_replicas name a wrong gradient",
     "resharding": "checkpoints load at any layout; save and load",
 }
+
+_LOOP = "write the loop as examples/my_loop.py does, or train a GPT by python pretrain_gpt.py"
+_OPTIONS = "read options with argparse; python pretrain_gpt.py --help lists those of the job here"
+_START = "call torch.distributed.init_process_group and parallel_state.initialize_model_parallel"
+_BUILD = "build the model, wrap it in DistributedDataParallel, and call get_megatron_optimizer"
+_FILES = "use dist_checkpointing.save and load, or core.checkpoint.save_checkpoint and load_checkpoint"
+
+# What stands next to megatron.core in Megatron-LM -> what to do instead.
+OUTSIDE = {
+    "training": f"it is the trainer of Megatron-LM; {_LOOP}",
+    **dict.fromkeys(("training.get_args", "training.arguments", "training.global_vars"), _OPTIONS),
+    **dict.fromkeys(("training.initialize", "training.initialize_megatron"), _START),
+    **dict.fromkeys(("training.get_model", "training.setup_model_and_optimizer"), _BUILD),
+    **dict.fromkeys(("training.training.get_model", "training.training.setup_model_and_optimizer"), _BUILD),
+    "training.checkpointing": _FILES,
+    "training.get_timers": "make a core.timers.Timers(log_level, log_option)",
+    "training.print_rank_0": "print where torch.distributed.get_rank() is 0",
+    "training.utils.print_rank_0": "print where torch.distributed.get_rank() is 0",
+    "training.get_tokenizer": "use a tokenizer of its own package (tokenizers, transformers)",
+    "training.tokenizer": "use a tokenizer of its own package (tokenizers, transformers)",
+    "legacy": "megatron.core has taken its place",
+    "energon": "write an iterator of dictionaries of tensors",
+}

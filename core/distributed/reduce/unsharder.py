@@ -403,6 +403,7 @@ class Unsharder:
             yield
             return
         self._refuse_inside(caller)
+        self.order.come_together(caller, list(self.control.values()))
         if self.awaits_others:
             self.meet()
         for unit in self.units:

@@ -516,7 +516,7 @@ def test_models_that_cannot_be_cut_are_refused_on_all_ranks(rank: int, world: in
     model = torch.nn.Linear(4, 4)
     with pytest.raises(ValueError, match="splitting takes a transformers model"):
         booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    odd = small("llama", torch.float32, num_attention_heads=6, num_key_value_heads=3, hidden_size=48)
+    odd = small("llama", torch.float32, num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     with pytest.raises(ValueError, match="holds 3 heads"):
         booster.boost(odd, new_optimizer(odd))
     stepped = small("llama", torch.float32)

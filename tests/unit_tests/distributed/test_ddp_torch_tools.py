@@ -1,6 +1,7 @@
 """Standard torch tools work on the gradients: optimizers, clipping, the loss scaler, sparse embeddings."""
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from core import parallel_state
-from core.distributed import finalize_model_grads
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, batch, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
@@ -219,3 +220,53 @@ def test_buffers_gives_the_buffers_of_the_model_as_for_any_module(rank: int, wor
     for mine, its in zip(ddp.buffers(), norm.buffers(), strict=True):
         assert mine is its
     assert len(list(ddp.buffers())) == 3 and not list(ddp.buffers(recurse=False))
+
+
+def saved_bytes(value: Any) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return len(file.getvalue())
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_the_state_dict_of_a_part_is_saved_without_the_rest(rank: int, world: int, strategy: str) -> None:
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 1)))
+    plain[1].register_parameter("again", plain[1][0].weight)
+    config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy)
+    model = DistributedDataParallel(None, config, copy.deepcopy(plain))
+    for part, reference in ((model.module[0], plain[0]), (model.module[1], plain[1])):
+        with model.gathered():
+            state, expected = part.state_dict(), reference.state_dict()
+            assert abs(saved_bytes(state) - saved_bytes(expected)) <= 128  # of the file's padding; a tied weight once
+            assert state.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in state.items())
+            kept = part.state_dict(keep_vars=True)
+            assert all(value is part.get_parameter(name) for name, value in kept.items())
+    if strategy == "no_shard":  # a state dict of the whole follows the weights, as torch's does
+        whole = model.module.state_dict()
+        with torch.no_grad():
+            model.module[0].bias.fill_(7.0)
+        assert (whole["0.bias"] == 7).all()
+
+
+@ranks(2)
+def test_a_module_alone_is_wrapped_with_the_defaults(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(0)
+    module = nn.Linear(3, 1)
+    with pytest.raises(
+        TypeError, match=r"was given \(Linear, NoneType, NoneType\).* DistributedDataParallel\(module=m"
+    ):
+        DistributedDataParallel(module)
+    with pytest.raises(TypeError, match=r"was given \(NoneType, dict, Linear\)"):
+        DistributedDataParallel(None, {}, module)  # type: ignore[arg-type]
+    model = DistributedDataParallel(module=module)
+    assert model.config is None and model.ddp_config == DistributedDataParallelConfig()
+    x = torch.arange(6.0).view(2, 3) + 10 * rank
+    model(x).sum().backward()
+    finalize_model_grads([model])
+    assert module.weight.grad is not None
+    assert module.weight.grad.tolist() == [[3.0 + 10, 5.0 + 10, 7.0 + 10]]  # the mean of both ranks' sums

@@ -29,6 +29,10 @@ SHORT = ["--run.steps", "3", "--model.sequence-length", "64", "--data.limit", "2
 def test_a_command_that_is_shown_trains_and_leaves_a_model(command: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "source" / "finetune.md").read_text(), re.DOTALL)
     (tmp_path / "chats.jsonl").write_text(blocks[0] * 7)
+    if "parquet" in command:
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = pytest.importorskip("pyarrow").Table.from_pylist([{"text": "print(2 + 2)"}] * 9)
+        parquet.write_table(table, tmp_path / "code.parquet")
     check_model(load_config(["--model.sequence-length", "64", "--run.directory", str(tmp_path)]))
     next((tmp_path / "tiny").iterdir()).rename(tmp_path / "my-model")
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
@@ -53,5 +57,5 @@ def test_a_command_that_is_shown_trains_and_leaves_a_model(command: str, tmp_pat
 
 
 def test_readme_and_page_show_the_job_whole_and_with_adapters() -> None:
-    assert len(README) == 1 and len(PAGE) == 7
+    assert len(README) == 1 and len(PAGE) == 8
     assert any("--lora.r" in command for command in PAGE) and any("--zero 3" in command for command in PAGE)

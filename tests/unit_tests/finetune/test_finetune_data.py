@@ -232,7 +232,7 @@ OTHER_TOKENIZERS: list[Callable[[Any], Any]] = [
 def test_windows_are_made_once_and_again_for_other_data(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(40)))
-    options = TunedData(file=file, cache=tmp_path / "cache", validation_fraction=0.1)
+    options = TunedData(file=(file,), cache=tmp_path / "cache", validation_fraction=0.1)
     tokenizer = byte_tokenizer()
     name = prepare_windows(options, 20, tokenizer)
     written = (options.cache / name / "train.npy").stat().st_mtime_ns
@@ -252,7 +252,7 @@ def test_windows_are_made_once_and_again_for_other_data(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gives no window to train on: .* use a larger --model.sequence-length"):
         chat = tmp_path / "chat.jsonl"
         chat.write_text(json.dumps({"prompt": "x" * 50, "completion": "y"}) + "\n")
-        options = TunedData(file=chat, cache=tmp_path / "cache")
+        options = TunedData(file=(chat,), cache=tmp_path / "cache")
         open_windows(options.cache / prepare_windows(options, 20, tokenizer))
 
 
@@ -280,7 +280,7 @@ def test_a_damaged_cache_is_made_again_with_a_line(
 ) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(40)))
-    options = TunedData(file=file, cache=tmp_path / "cache", validation_fraction=0.1)
+    options = TunedData(file=(file,), cache=tmp_path / "cache", validation_fraction=0.1)
     tokenizer = byte_tokenizer()
     folder = options.cache / prepare_windows(options, 20, tokenizer)
     before = open_windows(folder)
@@ -305,7 +305,7 @@ def change(file: Path, before: str, after: str) -> None:
 def test_a_token_that_the_model_has_no_row_for_is_named_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "plain"}\n{"text": "plain zebra"}\n')
-    options = TunedData(file=file, cache=tmp_path / "cache", validation_fraction=0)
+    options = TunedData(file=(file,), cache=tmp_path / "cache", validation_fraction=0)
     tokenizer = byte_tokenizer()
     rows = len(tokenizer)
     tokenizer.add_tokens(["zebra", "gnu"])

@@ -11,10 +11,13 @@ pytest.importorskip("tyro")
 
 import torch.nn.functional as F
 
+from core import parallel_state
+from core.checkpoint import list_steps
 from core.finetune.config import TunedData
 from core.finetune.main import main
 from core.finetune.model import byte_tokenizer, directory_of
 from core.finetune.windows import open_windows, prepare_windows
+from core.jobs import convert
 from core.training.errors import ConfigError
 from tests.unit_tests.finetune.test_finetune_job import config_in, tuned
 from tests.unit_tests.ranks import ranks
@@ -62,8 +65,56 @@ def test_the_validation_loss_is_that_of_the_lines_of_ones_own_file(
         assert start - at_end > 0.01 and start > losses[0] > losses[1] > at_end and losses[2] is None
         header = open_windows(next(config.data.cache.glob("windows-*"))).header
         assert header.documents == 60 + 3  # no line of the data is held out
-        assert header.describe().startswith(f"data: {config.data.file}, with {file} to validate on, 63 documents")
+        assert header.describe().startswith(f"data: {config.data.file[0]}, with {file} to validate on, 63 documents")
     torch.distributed.barrier()
+
+
+@ranks(2, timeout_s=120.0)
+@pytest.mark.parametrize(
+    "how", ["--zero 3", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("--tp 2", "--pp 2 --lora.r 4"))]
+)
+def test_the_model_that_is_written_is_the_one_with_the_lowest_validation_loss(
+    rank: int, world: int, how: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "eval.jsonl"
+    if rank == 0:
+        write_lines(file)
+    torch.distributed.barrier()
+    kept = tmp_path / "kept"
+    flags = f"{how} --run.steps 6 --eval-data {file} --eval-every 1 --optimizer.lr 0.03 --keep-best".split()
+    flags += ["--optimizer.decay", "constant", "--checkpoint.dir", str(kept), "--checkpoint.keep", "1"]
+    tuned(config_in(tmp_path, *flags, "--run.stop-after", "4"), rank, world)
+    parallel_state.destroy_model_parallel()
+    tuned(config_in(tmp_path, *flags, "--checkpoint.resume"), rank, world)
+    run = tmp_path / "runs" / "finetune"
+    if rank == 0:
+        log = [json.loads(line)["validation_loss"] for line in (run / "steps.jsonl").read_text().splitlines()]
+        losses = [*log[:3], *log[4:5], json.loads((run / "summary.json").read_text())["validation_loss"]]
+        best = losses.index(min(losses))
+        assert best < 3 and min(losses) < losses[-1] - 0.03  # it is of the part before the resume
+        assert [list_steps(kept), list_steps(kept / "best")] == [[6], [best + 1]]
+        merged = run / "model"
+        if "lora" in how:
+            merged = tmp_path / "merged"
+            assert convert.main([str(run / "model"), str(merged)]) == 0
+        assert loss_of_lines(merged) == pytest.approx(min(losses), abs=1e-4)
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--run.validate-every 0", "keep-best compares validation losses, and --run.validate-every 0 takes one at"),
+        ("--plugin torch_ddp --run.ranks 1", "--checkpoint.keep-best: a run by --parallel.plugin torch_ddp keeps no"),
+    ],
+)
+def test_keeping_the_best_is_refused_where_it_cannot_be(
+    flags: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert main([*flags.split(), "--keep-best", "--logging.no-plots"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_windows_follow_the_lines_that_are_validated_on(tmp_path: Path) -> None:
@@ -72,9 +123,9 @@ def test_windows_follow_the_lines_that_are_validated_on(tmp_path: Path) -> None:
     both = tmp_path / "both.jsonl"
     both.write_text(data.read_text() * 2)
     cache = tmp_path / "cache"
-    alone = TunedData(file=both, cache=cache, validation_fraction=0)
-    own = TunedData(file=data, eval_file=held_out, limit=2, cache=cache)
-    names = [prepare_windows(options, 48, tokenizer) for options in (alone, own, TunedData(file=data, cache=cache))]
+    alone = TunedData(file=(both,), cache=cache, validation_fraction=0)
+    own = TunedData(file=(data,), eval_file=held_out, limit=2, cache=cache)
+    names = [prepare_windows(options, 48, tokenizer) for options in (alone, own, TunedData(file=(data,), cache=cache))]
     assert len(set(names)) == 3
     windows = open_windows(cache / names[1])
     assert windows.header.documents == 2 + 3  # --data.limit is of the lines that are trained on

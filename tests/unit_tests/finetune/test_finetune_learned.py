@@ -143,7 +143,7 @@ def test_the_data_line_shows_what_is_learned(template: str, unended: int, tmp_pa
         {"messages": [{**ASKED[0], "mood": 1}, ASKED[1]], "id": 8, "prompt": "2 + 2"},
     ]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    options = TunedData(file=file, cache=tmp_path / "cache", validation_fraction=0)
+    options = TunedData(file=(file,), cache=tmp_path / "cache", validation_fraction=0)
     header = open_windows(options.cache / prepare_windows(options, 60, tokenizer)).header
     told = header.describe()
     assert "the first, learned in [[ ]]: 2 + 2 =[[ 4</s>]]" in told and "\n" not in told

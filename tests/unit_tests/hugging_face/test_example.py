@@ -108,6 +108,42 @@ def test_heads_without_a_rule_and_layers_without_a_cache_are_boosted_by_default(
     assert float(boosted.eval()(**batch).loss) == pytest.approx(float(reference(**batch).loss), rel=1e-5)
 
 
+def with_loss_of_logits(model: Any) -> Any:
+    """A model that adds the square of the logits' normalizer to its loss, as z-losses do."""
+
+    class Model(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, **more: Any) -> Any:
+            output = super().forward(input_ids, labels=labels, **more)
+            if output.loss is not None:
+                output.loss = output.loss + output.logits.logsumexp(-1).square().mean()
+            return output
+
+    model.__class__ = Model
+    return model
+
+
+@ranks(2)
+def test_logits_stay_whole_where_a_loss_is_computed_of_them_beside_the_causal_one(rank: int, world: int) -> None:
+    model = with_loss_of_logits(small("llama"))
+    reference = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="logits stay whole .* adds something to its loss"):
+        _, boosted, _ = boosted_over_tp(model)
+    batch = {"input_ids": tokens(), "labels": tokens()}
+    assert float(boosted(**batch).loss) == pytest.approx(float(reference(**batch).loss), rel=1e-5)
+
+
+@ranks(2)
+def test_labels_of_which_a_model_makes_no_loss_change_nothing(rank: int, world: int) -> None:
+    """higgs_audio_v2 without a head for text has no loss of text."""
+    model = tiny_model(tiny_config(all_families()["higgs_audio_v2/HiggsAudioV2Config"])).eval()
+    reference = copy.deepcopy(model)
+    _, boosted, _ = boosted_over_tp(model)
+    inputs = tiny_inputs(model)
+    found = boosted.eval()(**inputs, labels=inputs["input_ids"])
+    assert found.get("loss") is None
+    torch.testing.assert_close(gather_logits(found.logits), reference(**inputs).logits, rtol=1e-6, atol=1e-6)
+
+
 @ranks(2)
 def test_logits_of_a_causal_model_stay_split_by_default(rank: int, world: int) -> None:
     model = small("llama")

@@ -65,6 +65,7 @@ def test_a_model_over_tp_generates_what_one_process_does(rank: int, world: int, 
 
 @ranks(2)
 @pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.in_suite(3)
 def test_data_ranks_generate_texts_of_their_own(rank: int, world: int, name: str) -> None:
     made = PLUGINS[name]()
     model = small("qwen3_moe" if isinstance(made, MoeHybridParallelPlugin) else "llama")

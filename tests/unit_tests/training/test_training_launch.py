@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from core.training.errors import ConfigError
-from core.training.launch import Launch, expand_counts, find_launch, first_host
+from core.training.launch import Launch, expand_counts, find_launch, first_host, say_once
 from core.training.threads import available_cores, intra_op_threads
+from tests.unit_tests.test_docs import ROOT
 
 TORCHRUN = {
     "RANK": "5",
@@ -218,3 +219,28 @@ def _is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_torchrun_shows_what_ended_a_job_last_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    file = tmp_path / "error.json"
+    first = find_launch(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"})
+    say_once("error: --modle is no option", first, {"TORCHELASTIC_ERROR_FILE": str(file)})
+    assert capsys.readouterr().err == ""
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    shown = str(ChildFailedError("core.finetune", {0: failure})).splitlines()
+    assert shown[-2].endswith("error: --modle is no option") and set(shown[-1]) == {"="}
+    for launch, expected in ((first, "error: no file\n"), (None, "error: no file\n"), (find_launch(TORCHRUN), "")):
+        say_once("error: no file", launch, {})
+        assert capsys.readouterr().err == expected
+
+
+@pytest.mark.nightly
+def test_torchrun_ends_the_ranks_that_have_found_the_same(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    done = subprocess.run(
+        [*torchrun, "-m", "core.finetune", "--modle", "x"], capture_output=True, text=True, timeout=150, cwd=ROOT
+    )
+    assert done.returncode == 1 and done.stderr.count("Unrecognized options") == 1
+    assert done.stderr.rstrip().splitlines()[-2].endswith("--modle, x. Perhaps you meant --model")

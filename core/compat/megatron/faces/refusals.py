@@ -254,6 +254,7 @@ def refusal(sentence: str) -> Callable[..., None]:
     def refused(self: Any, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(sentence)
 
+    refused.sentence = sentence  # type: ignore[attr-defined]
     return refused
 
 

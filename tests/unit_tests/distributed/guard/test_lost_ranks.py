@@ -34,9 +34,9 @@ def test_a_backends_error_in_a_wait_says_what_was_waited_for_and_other_errors_ar
         fail(RuntimeError(CLOSED))
     assert str(found.value) == (
         "rank 0 waited 0.0 s for the reduction of bucket 7 in finalize_model_grads (step 3), ranks 0, 1, which failed "
-        "(Connection closed by peer [127.0.0.1]:1). Did a rank get fewer batches than the others, or leave out a "
-        "backward, finalize_model_grads or optimizer.step? The output of the rank that failed first says more; restart "
-        "from the last checkpoint"
+        "(Connection closed by peer [127.0.0.1]:1). Did a rank get fewer batches than the others, call "
+        "state_dict() alone, or leave out a backward, finalize_model_grads or optimizer.step? The output of the rank "
+        "that failed first says more; restart from the last checkpoint"
     )
     assert str(found.value.__cause__) == CLOSED
     for error in (SyncError("frozen"), ValueError("connection of the user"), RuntimeError("of the user"), found.value):

@@ -1,0 +1,376 @@
+"""`python -m core.compat check train.py`: what a program for Megatron Core or ColossalAI meets here. It is not run.
+
+Each name, call and argument is served, obeyed otherwise, warned of or absent. That is read off the modules that serve
+them: their names, their signatures, and their tables of what is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import enum
+import functools
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from core.compat import colossalai, megatron
+from core.compat.arguments import ForeignArguments, is_one_of
+from core.compat.install import Surface
+
+SURFACES: tuple[Surface, ...] = (megatron.SURFACE, colossalai.SURFACE)
+SERVED, OTHERWISE, WARNED, ABSENT = "served", "obeyed otherwise", "warned of", "absent"
+GUARDED = "absent, and guarded"  # by a try around its import, after which the program goes on
+CATCHES_IMPORTS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+MOST_LISTED = 12  # arguments, in a sentence
+UNKNOWN: Any = object()  # a value that only a run would tell
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One use of a foreign name. why: what to write instead, or what happens."""
+
+    line: int
+    verdict: str
+    what: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What stands for a foreign name: an object of ours, or a sentence where there is none."""
+
+    value: Any = UNKNOWN
+    missing: str | None = None
+
+
+def check_program(text: str) -> list[Finding]:
+    """The findings in a program's text, by line. SyntaxError for what is no Python."""
+    reader = _Reader()
+    reader.visit(ast.parse(text))
+    return sorted(set(reader.findings))
+
+
+@functools.cache
+def find(dotted: str) -> Found | None:
+    """What a foreign path means here; None for a name of no package that is stood for."""
+    for surface in SURFACES:
+        for root in (surface.foreign, surface.here):
+            if dotted == root or dotted.startswith(f"{root}."):
+                return _inside(surface, dotted[len(root) + 1 :])
+        parent = surface.foreign.rpartition(".")[0]
+        if parent and dotted.startswith(f"{parent}."):
+            return Found(missing=surface.missing_outside(dotted[len(parent) + 1 :]))
+    return None
+
+
+def _inside(surface: Surface, inner: str) -> Found:
+    found: Any = importlib.import_module(surface.here)
+    for part in inner.split(".") if inner else ():
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            if isinstance(found, ModuleType):
+                return Found(missing=str(error))
+            if isinstance(found, enum.EnumMeta):
+                return Found(missing=f"{found.__name__} has {', '.join(found.__members__)}")
+            return Found()
+    return Found(found)
+
+
+class _Reader(ast.NodeVisitor):
+    """Walks a program once, in the order of its lines."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.paths: dict[str, str] = {}  # a name of the program -> the path that it was imported from
+        self.kinds: dict[str, Any] = {}  # a variable, or an attribute of one -> the class that it was made by
+        self.guards = 0
+
+    def add(self, node: ast.AST, verdict: str, what: str, why: str = "") -> None:
+        verdict = GUARDED if verdict == ABSENT and self.guards else verdict
+        self.findings.append(Finding(getattr(node, "lineno", 0), verdict, what, why))
+
+    def path_of(self, node: ast.AST) -> str | None:
+        """The path that `name.attribute.attribute` was imported from; None for anything else."""
+        if isinstance(node, ast.Name):
+            return self.paths.get(node.id)
+        if isinstance(node, ast.Attribute):
+            before = self.path_of(node.value)
+            return None if before is None else f"{before}.{node.attr}"
+        return None
+
+    def visit_Try(self, node: ast.Try) -> None:
+        types = [handler.type for handler in node.handlers if handler.type is not None]
+        catches = {word.id for kind in types for word in ast.walk(kind) if isinstance(word, ast.Name)}
+        guards = any(h.type is None for h in node.handlers) or bool(catches & CATCHES_IMPORTS)
+        self.guards += guards
+        for statement in node.body:
+            self.visit(statement)
+        self.guards -= guards
+        for part in (*node.handlers, *node.orelse, *node.finalbody):
+            self.visit(part)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self.name(node, alias.name)
+            first = alias.name.partition(".")[0]
+            self.paths[alias.asname or first] = alias.name if alias.asname else first
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.level or node.module is None:
+            return
+        for alias in node.names:
+            path = node.module if alias.name == "*" else f"{node.module}.{alias.name}"
+            self.name(node, path)
+            if alias.name != "*":
+                self.paths[alias.asname or alias.name] = path
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        path = self.path_of(node)
+        if path is None:
+            self.generic_visit(node)
+        else:
+            self.name(node, path)
+
+    def name(self, node: ast.AST, path: str) -> None:
+        """Say how a foreign path is served; modules are said nothing of."""
+        found = find(path)
+        if found is None or isinstance(found.value, ModuleType):
+            return
+        if found.missing is not None:
+            self.add(node, ABSENT, path, found.missing)
+            return
+        value, last = found.value, path.rpartition(".")[2]
+        name = getattr(value, "__name__", last)
+        if _warns(value):
+            self.add(node, WARNED, path, inspect.getdoc(value) or "")
+        elif name != last and inspect.isclass(value):
+            self.add(node, OTHERWISE, path, f"{value.__module__}.{name} stands for it")
+        else:
+            self.add(node, SERVED, path)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.visit(node.value)
+        for target in node.targets:
+            self.assign(target, node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        if node.value is not None:
+            self.assign(node.target, node.value)
+
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        path = self.path_of(target.value) if isinstance(target, ast.Attribute) else None
+        owner = None if path is None else find(path)
+        if isinstance(target, ast.Attribute) and owner is not None and isinstance(owner.value, ModuleType):
+            why = "the engine does not read it there; pass the value to the function that uses it"
+            self.add(target, ABSENT, f"{path}.{target.attr} = ...", why)
+            return
+        if isinstance(target, ast.Attribute):
+            kind = self.kinds.get(ast.unparse(target.value))
+            if kind is not None and hasattr(kind, "rules"):
+                self.argument(target, kind, target.attr, value, _fields(kind))
+        text = ast.unparse(target)
+        self.kinds.pop(text, None)
+        made = find(self.path_of(value.func) or "") if isinstance(value, ast.Call) else None
+        if made is not None and inspect.isclass(made.value):
+            self.kinds[text] = made.value
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        path = self.path_of(node.func)
+        found = None if path is None else find(path)
+        if found is not None and callable(found.value):
+            self.call(node, found.value, str(path).rpartition(".")[2], inspect.isclass(found.value))
+        elif isinstance(node.func, ast.Attribute):
+            kind: Any = self.kinds.get(ast.unparse(node.func.value))
+            method = None if kind is None else inspect.getattr_static(kind, node.func.attr, None)
+            if inspect.isfunction(method):
+                self.call(node, method, f"{kind.__name__}.{node.func.attr}", True)
+
+    def call(self, node: ast.Call, called: Any, name: str, is_bound: bool) -> None:
+        """Say how the arguments of a call are served. is_bound: True if the first argument is given by Python."""
+        refusal = next((each.sentence for each in _makers(called) if hasattr(each, "sentence")), None)
+        if refusal is not None:
+            self.add(node, ABSENT, f"{name}(...)", refusal)
+            return
+        try:
+            signature = inspect.signature(called)
+        except (TypeError, ValueError):
+            return
+        parameters = list(signature.parameters.values())
+        parameters = parameters[1:] if is_bound and not inspect.isclass(called) else parameters
+        starred = any(isinstance(value, ast.Starred) for value in node.args)
+        places = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        given: dict[str, ast.expr] = {} if starred else dict(zip(places, node.args, strict=False))
+        if not starred and len(node.args) > len(places) and not any(p.kind == p.VAR_POSITIONAL for p in parameters):
+            self.add(node, ABSENT, f"{name}(...)", f"it takes {len(places)} arguments by position")
+        takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters)
+        known = {each.name: each for each in parameters}
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                continue
+            if keyword.arg in known or takes_all:
+                given[keyword.arg] = keyword.value
+            else:
+                self.add(keyword.value, ABSENT, f"{name}({keyword.arg}=...)", _near(keyword.arg, known))
+        for argument, value in given.items():
+            self.argument(value, called, argument, value, known, name)
+        lacking = [
+            each.name
+            for each in parameters
+            if each.default is each.empty
+            and each.name not in given
+            and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        ]
+        if lacking and not starred and all(keyword.arg is not None for keyword in node.keywords):
+            self.add(node, ABSENT, f"{name}(...)", f"it needs {', '.join(lacking)} too")
+
+    def argument(
+        self, node: ast.AST, called: Any, argument: str, value: ast.expr, known: Mapping[str, Any], name: str = ""
+    ) -> None:
+        """Say how one argument, or a field that is written, is served."""
+        what = f"{name or called.__name__}({argument}={_short(value)})"
+        if argument not in known:
+            self.add(node, ABSENT, what, _near(argument, known)) if not name else None
+            return
+        for defaults, refused, sentence in _rules_of(called, argument):
+            got = self.value_of(value)
+            if got is not UNKNOWN and is_one_of(got, defaults):
+                continue
+            only = f"leave it at {defaults[0]!r}: {sentence}" if refused else f"it changes nothing here: {sentence}"
+            if got is UNKNOWN:
+                self.add(node, OTHERWISE if refused else WARNED, what, f"unless it is {defaults[0]!r}, {only}")
+            else:
+                self.add(node, ABSENT if refused else WARNED, what, only)
+            return
+        if any(argument in foreign.dropped for foreign in _foreign(called)):
+            self.add(node, OTHERWISE, what, "it has no part here, and is dropped")
+            return
+        self.add(node, SERVED, what.partition("=")[0] + ")")
+
+    def value_of(self, node: ast.expr) -> Any:
+        """A value that the text tells: a literal, an object of ours, or one of torch."""
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError, SyntaxError):
+            pass
+        path = self.path_of(node) or ""
+        if path.startswith("torch."):
+            return getattr(torch, path.removeprefix("torch."), UNKNOWN)
+        found = find(path)
+        return UNKNOWN if found is None else found.value
+
+
+def _makers(called: Any) -> list[Any]:
+    """What runs when it is called."""
+    return [called.__init__, called.__new__] if inspect.isclass(called) else [called]
+
+
+def _foreign(called: Any) -> list[ForeignArguments]:
+    found = (getattr(each, "foreign_arguments", None) for each in _makers(called))
+    return [each for each in found if each is not None]
+
+
+def _rules_of(called: Any, argument: str) -> Iterator[tuple[tuple[Any, ...], bool, str]]:
+    """(values that change nothing, True if others are refused and False if they are warned of, a sentence)."""
+    for foreign in _foreign(called):
+        if argument in foreign.refused:
+            defaults, sentence = foreign.refused[argument]
+            yield defaults, True, sentence
+    rule = getattr(called, "rules", {}).get(argument)
+    if rule is not None:
+        yield rule.defaults, rule.refused, rule.sentence
+    idle = getattr(called, "without_effect", {}).get(argument)
+    if idle is not None:
+        yield (idle[0],), False, idle[1]
+
+
+def _fields(kind: Any) -> Mapping[str, Any]:
+    return inspect.signature(kind).parameters
+
+
+def _warns(value: Any) -> bool:
+    """True for a function of a face that warns whenever it is called, itself or by a function that it calls first."""
+    value = inspect.unwrap(value)
+    if not inspect.isfunction(value) or not value.__module__.startswith("core.compat."):
+        return False
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
+    calls = (part.value for part in getattr(function, "body", []) if isinstance(part, ast.Expr))
+    called = [ast.unparse(call.func) for call in calls if isinstance(call, ast.Call)]
+    return "warnings.warn" in called or any(_warns(value.__globals__.get(name, print)) for name in called)
+
+
+def _near(argument: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(argument, known, 3)
+    if near:
+        return f"there is no such argument; near to it are {', '.join(near)}"
+    return "there is no such argument" + (f"; there are {', '.join(known)}" if 0 < len(known) <= MOST_LISTED else "")
+
+
+def _short(value: ast.expr) -> str:
+    text = " ".join(ast.unparse(value).split())
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def report(file: Path, findings: Sequence[Finding]) -> str:
+    """What is printed of one program: what is not served by line, then what is."""
+    if not findings:
+        names = " and ".join(surface.foreign for surface in SURFACES)
+        return f"{file}: nothing of {names} is used"
+    lines = [f"{file}:"]
+    for finding in findings:
+        if finding.verdict != SERVED:
+            said = f"{finding.verdict}: {finding.what}" + (f": {finding.why}" if finding.why else "")
+            lines.append(
+                textwrap.fill(f"line {finding.line}, {said}", 100, initial_indent="  ", subsequent_indent="    ")
+            )
+    served: dict[str, list[int]] = {}
+    for finding in findings:
+        if finding.verdict == SERVED:
+            served.setdefault(finding.what, []).append(finding.line)
+    if served:
+        words = ", ".join(f"{what} ({', '.join(map(str, dict.fromkeys(at)))})" for what, at in served.items())
+        lines.append(
+            textwrap.fill(f"served, with their lines: {words}", 100, initial_indent="  ", subsequent_indent="    ")
+        )
+    counts = {
+        verdict: sum(f.verdict == verdict for f in findings) for verdict in (ABSENT, GUARDED, WARNED, OTHERWISE, SERVED)
+    }
+    lines.append("  " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
+    return "\n".join(lines)
+
+
+def programs_in(places: Sequence[Path]) -> list[Path]:
+    """Files, and the Python files below directories. FileNotFoundError for a path that is neither."""
+    found: list[Path] = []
+    for place in places:
+        if not place.exists():
+            raise FileNotFoundError(f"there is no program {place} (from {Path.cwd()})")
+        found += sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what the programs meet; 1 if something is absent, 2 for a file that cannot be read."""
+    try:
+        programs = programs_in([Path(each) for each in arguments])
+        texts = [program.read_text(encoding="utf-8") for program in programs]
+        found = {program: check_program(text) for program, text in zip(programs, texts, strict=True)}
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:  # MemoryError: nested too deeply
+        print(f"error: {str(error) or 'the program is nested too deeply'}")
+        return 2
+    for program, findings in found.items():
+        if findings or len(found) == 1:
+            print(report(program, findings))
+    if len(found) > 1 and not any(found.values()):
+        print(f"{len(found)} programs: nothing of {' and '.join(s.foreign for s in SURFACES)} is used")
+    return int(any(finding.verdict == ABSENT for findings in found.values() for finding in findings))

@@ -1,0 +1,182 @@
+"""What `core.compat check` says of a program is what the program meets when it runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.booster.plugin.hybrid_parallel_options import WITHOUT_EFFECT
+from core.compat import megatron
+from core.compat.__main__ import main as command_of
+from core.compat.check import ABSENT, GUARDED, OTHERWISE, SERVED, WARNED, check_program, main
+from core.compat.megatron.faces import configs
+from tests.unit_tests.compat.megatron_page import KINDS
+
+COMPAT = Path(__file__).parent
+PROGRAM = """\
+import torch
+import megatron.core as mcore
+from megatron.core import mpu, parallel_state
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.distributed import DistributedDataParallel as DDP, DistributedDataParallelConfig
+from megatron.core.optimizer import get_megatron_optimizer, OptimizerConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.training import get_args, print_rank_0
+try:
+    from megatron.core.extensions.transformer_engine import TENorm
+except ImportError:
+    TENorm = None
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, bogus=3)
+mpu.get_nothing()
+config = TransformerConfig(num_layers=2, fp8="hybrid", masked_softmax_fusion=True, hiden_size=8)
+config = TransformerConfig(num_layers=2, attention_backend=AttnBackend.flash, fp8=None, fp8_recipe=recipe)
+config.fp8 = "e4m3"
+config.fp8 = None
+model = GPTModel(config, None, 128, rotary_percent=0.5)
+ddp = DDP(config, DistributedDataParallelConfig(), model)
+ddp.offload_grad_buffers()
+get_megatron_optimizer(OptimizerConfig(lr=1e-3), [ddp], use_gloo_process_groups=False)
+parallel_state._TENSOR_MODEL_PARALLEL_GROUP = None
+mcore.parallel_state.get_tensor_model_parallel_rank()
+AttnBackend.fastest
+TEGroupedMLP(1)
+"""
+# line, verdict, name, a part of the sentence
+EXPECTED = [
+    (4, ABSENT, "megatron.core.datasets.gpt_dataset.GPTDataset", "write an iterator of dictionaries of tensors"),
+    (9, WARNED, "megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec", "a warning"),
+    (11, OTHERWISE, "megatron.core.transformer.moe.experts.TEGroupedMLP", "Experts stands for it"),
+    (12, ABSENT, "megatron.training.get_args", "stands for megatron.core alone: read options with argparse"),
+    (12, ABSENT, "megatron.training.print_rank_0", "print where torch.distributed.get_rank() is 0"),
+    (14, GUARDED, "megatron.core.extensions.transformer_engine.TENorm", "TransformerEngine's layers are not wrapped"),
+    (17, ABSENT, "initialize_model_parallel(bogus=...)", "there is no such argument"),
+    (18, ABSENT, "megatron.core.mpu.get_nothing", "near to it are"),
+    (19, ABSENT, "TransformerConfig(fp8='hybrid')", "leave it at None: 8-bit and 4-bit parameters"),
+    (19, ABSENT, "TransformerConfig(hiden_size=...)", "near to it are hidden_size"),
+    (19, WARNED, "TransformerConfig(masked_softmax_fusion=True)", "it changes nothing here: torch chooses"),
+    (20, WARNED, "TransformerConfig(attention_backend=AttnBackend.flash)", "it changes nothing here"),
+    (20, OTHERWISE, "TransformerConfig(fp8_recipe=recipe)", "unless it is 'delayed', leave it at 'delayed'"),
+    (21, ABSENT, "TransformerConfig(fp8='e4m3')", "leave it at None"),
+    (23, ABSENT, "GPTModel(rotary_percent=0.5)", "leave it at 1.0: all channels of a head are turned"),
+    (23, ABSENT, "GPTModel(...)", "it needs max_sequence_length too"),
+    (25, ABSENT, "DistributedDataParallel.offload_grad_buffers(...)", "frees the gradient memory"),
+    (26, OTHERWISE, "get_megatron_optimizer(use_gloo_process_groups=False)", "it has no part here, and is dropped"),
+    (27, ABSENT, "megatron.core.parallel_state._TENSOR_MODEL_PARALLEL_GROUP = ...", "the engine does not read it"),
+    (29, ABSENT, "megatron.core.transformer.enums.AttnBackend.fastest", "AttnBackend has flash, fused, "),
+    (30, ABSENT, "TEGroupedMLP(...)", "cannot be made by Megatron's arguments: MoELayer(config) makes it"),
+]
+
+
+def test_everything_that_is_not_served_is_found_at_once_with_its_line_and_what_to_write() -> None:
+    found = [finding for finding in check_program(PROGRAM) if finding.verdict != SERVED]
+    assert len(found) == len(EXPECTED), found
+    for line, verdict, what, why in EXPECTED:
+        (finding,) = (each for each in found if (each.line, each.what) == (line, what))
+        assert finding.verdict == verdict and why in finding.why, finding
+
+
+def test_what_is_served_is_said_once_for_a_line() -> None:
+    served = {(finding.line, finding.what) for finding in check_program(PROGRAM) if finding.verdict == SERVED}
+    assert (17, "initialize_model_parallel(tensor_model_parallel_size)") in served
+    assert (20, "TransformerConfig(num_layers)") in served
+    assert (23, "GPTModel(vocab_size)") in served  # by its place
+    assert (28, "megatron.core.parallel_state.get_tensor_model_parallel_rank") in served
+    assert (5, "megatron.core.transformer.TransformerConfig") in served
+    assert not {line for line, _ in served} & {18, 21, 27, 29}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_each_field_that_nothing_obeys_is_judged_as_it_is_when_it_is_set(kind: Any) -> None:
+    path = next(p for p in ("distributed", "optimizer", "transformer", "model_parallel_config") if _has(p, kind))
+    for value in ("12345", "missing_name"):
+        lines = [f"from megatron.core.{path} import {kind.__name__}"]
+        lines += [f"{kind.__name__}({name}={value})" for name in kind.rules]
+        said = {each.line: each for each in check_program("\n".join(lines))[1:]}
+        for line, name in enumerate(kind.rules, start=2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    configs._Written.__setattr__(kind.__new__(kind), name, 12345)
+                    met = WARNED if caught else SERVED
+                except ValueError:
+                    met = ABSENT
+            expected = {ABSENT: OTHERWISE}.get(met, met) if value == "missing_name" else met
+            assert said[line].verdict == expected != SERVED, said[line]
+
+
+def _has(path: str, kind: Any) -> bool:
+    return kind.__name__ in megatron.SURFACE.all_names(path)
+
+
+def test_options_of_a_plugin_that_change_nothing_are_warned_of() -> None:
+    given = ", ".join(f"{name}=12345" for name in WITHOUT_EFFECT)
+    text = f"from colossalai.booster.plugin import HybridParallelPlugin\nHybridParallelPlugin(2, 1, {given}, zero=1)"
+    found = {each.what: each.verdict for each in check_program(text) if each.verdict != SERVED}
+    expected = {f"HybridParallelPlugin({name}=12345)": WARNED for name in WITHOUT_EFFECT}
+    assert found == expected | {"HybridParallelPlugin(zero=...)": ABSENT}
+
+
+def test_programs_that_run_here_in_other_tests_have_nothing_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    places = [COMPAT / "simple_gpt_loop.py", COMPAT / "colossalai_scripts"]
+    assert main(list(map(str, places))) == 0
+    out = capsys.readouterr().out
+    assert "absent" not in out and out.count(" served\n") == 9
+    assert f"{places[0]}:\n  line 45, warned of: TransformerConfig(use_cpu_initialization=True): it changes" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "says"),
+    [
+        (b"import torch\nx = torch.ones(3)\n", 0, "nothing of megatron.core and colossalai is used"),
+        (b"import megatron.training\n", 1, "line 1, absent: megatron.training: megatron.training is not here"),
+        (b"from colossalai.amp import x\n", 1, "use Booster(mixed_precision=...), or the precision of a plugin"),
+        (b"def (:\n", 2, "error: invalid syntax"),
+        (b"\xff", 2, "error: 'utf-8' codec"),
+        (b"x = 1\0", 2, "error: "),
+        (b"-" * 100_000 + b"1", 2, "error: "),
+        (None, 2, "error: there is no program "),
+    ],
+)
+def test_the_status_says_whether_a_program_can_run(
+    text: bytes | None, status: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.py"
+    if text is not None:
+        file.write_bytes(text)
+    assert main([str(file)]) == status
+    assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_command_is_what_the_page_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "core.compat", "check", str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout.endswith("served\n"), done.stderr
+    for wrong in (["chekc", "x"], ["check"], []):
+        assert command_of(wrong) == 2
+        assert capsys.readouterr().out.startswith("usage: python -m core.compat check FILE.py")
+
+
+def test_a_name_next_to_megatron_core_is_answered_with_a_sentence(tmp_path: Path) -> None:
+    for line in ("import megatron.training", "from megatron.training import get_args", "import megatron.legacy.model"):
+        (tmp_path / "train.py").write_text(f"import megatron.core\n{line}\n")
+        command = [sys.executable, "-m", "core.compat.megatron", "train.py"]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(COMPAT.parents[2])},
+        )
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode == 1 and "is not here; core.compat.megatron stands for megatron.core alone: " in last
