@@ -18,6 +18,7 @@ from core.booster.lora import check_config, refuse_quantized
 from core.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from core.booster.plugin import PipelinePluginBase, Plugin
 from core.interface import ModelWrapper, OptimizerWrapper
+from core.interface.whole import about_to_change
 
 StrPath = str | os.PathLike[str]
 
@@ -104,6 +105,7 @@ class Booster:
             self.plugin.agree(error, model, optimizer)
         elif error is not None:
             raise error
+        about_to_change(model)
         if self.plugin is not None:
             model, optimizer, criterion, dataloader, lr_scheduler = self.plugin.configure(
                 model, optimizer, criterion, dataloader, lr_scheduler

@@ -36,6 +36,7 @@ from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR, SequenceParall
 from core.hugging_face.slices import slice_of
 from core.hugging_face.stages import StageForward, list_of_layers, run_quietly
 from core.hugging_face.transformers_plans import read_plan
+from core.interface.whole import about_to_change
 from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.dataflow import run_watched
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -73,6 +74,7 @@ def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
     """The plan, with everything refused that can be refused before a parameter is touched."""
     if getattr(model, REPORT, None) is not None:
         raise PlanError(f"this {type(model).__name__} was split already; split each model once")
+    about_to_change(model)
     family = family_of(model)
     if plan is None:
         try:

@@ -4,6 +4,7 @@ from core.verify.check import check_gradients
 from core.verify.layouts import Layout
 from core.verify.loop import LoopCheck, verify_with
 from core.verify.place import Where
+from core.verify.program import note
 from core.verify.report import GradientReport, TrainingReport, WrongGradientError
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "Where",
     "WrongGradientError",
     "check_gradients",
+    "note",
     "verify_with",
 ]

@@ -12,15 +12,23 @@ import torch
 import torch.distributed as dist
 
 from core.verify.gpt import DTYPES
+from core.verify.program import asked_by, run_program
 from core.verify.table import Groups, Verdict, Work, run_on_own_ranks, run_table
 from core.verify.tables import tables
 from core.verify.training import OPTIMIZERS
 
 TRAINING_STEPS = 20
+TABLE_OPTIONS = (
+    *("--table", "--dtypes", "--only", "--max-ranks", "--steps", "--optimizers", "--limit-s", "--list"),
+    *("-h", "--help"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, run the table; the exit status."""
+    """Parse the command line, run the program or the table; the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0].split("=")[0] not in TABLE_OPTIONS:
+        return run_program(asked_by(given))
     parser = argparse.ArgumentParser(prog="python -m core.verify", description=__doc__)
     parser.add_argument("--table", choices=sorted(tables()), default="quick", help="which layouts (default: quick)")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["fp64", "fp32"])

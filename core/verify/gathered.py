@@ -58,7 +58,12 @@ def _area(offset: Index, box: Box) -> tuple[slice, ...]:
 
 
 class WrappedModel:
-    """The wrapped chunks of one rank, and what they hold of the whole model."""
+    """The wrapped chunks of one rank, and what they hold of the whole model.
+
+    computes_in: the dtype to which forwards cast the weights; None if they do not.
+    """
+
+    computes_in: torch.dtype | None = None
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self.chunks = list(chunks)
@@ -89,8 +94,11 @@ class WrappedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first parameter."""
-        return next((held.tensor.dtype for held in self.held), torch.float32)
+        """In which forwards compute: that of the first parameter, unless they cast it."""
+        return self.computes_in or next((held.tensor.dtype for held in self.held), torch.float32)
+
+    def note_dtype(self, module: nn.Module) -> None:
+        """A module of the model is about to be called, maybe with weights that were cast for it."""
 
     @property
     def is_split(self) -> bool:

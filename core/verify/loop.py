@@ -147,7 +147,7 @@ class StepCheck:
                 cross_entropy(model(x), y).backward()
         """
         if self.listens:
-            self.noted.append(_kept((args, kwargs)))
+            self.noted.append(kept((args, kwargs)))
 
     def note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the arguments of a forward."""
@@ -155,7 +155,7 @@ class StepCheck:
             return
         kind = self.job.model.device.type
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self.forwards.append(_kept((args, kwargs)))
+        self.forwards.append(kept((args, kwargs)))
 
     def _finish(self) -> None:
         """Compare the step that has just been closed. Collective over the world."""
@@ -369,8 +369,8 @@ def _kept_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _kept(microbatch: Microbatch) -> Microbatch:
-    """Copies, because a loop may use the memory of its inputs again."""
+def kept(microbatch: Microbatch) -> Microbatch:
+    """A microbatch's copy, because a loop may use the memory of its inputs again."""
     kept: Microbatch = on_tensors(lambda tensor: tensor.detach().clone(), microbatch)
     return kept
 

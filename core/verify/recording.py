@@ -74,7 +74,7 @@ class Recorder:
             self.calls[name] = call + 1
             for part, tensor in enumerate(tensors):
                 point = Point(name, call, part)
-                self.outputs[point] = tensor.detach().cpu().clone()
+                self.outputs[point] = _whole(tensor.detach()).cpu().clone()
                 self._listen(point, tensor)
 
         return take
@@ -82,7 +82,9 @@ class Recorder:
     def _listen(self, point: Point, tensor: Tensor) -> None:
         if tensor.requires_grad:
             tensor.register_hook(
-                lambda grad: None if self.gradients.setdefault(point, grad.detach().cpu().clone()) is None else None
+                lambda grad: (
+                    None if self.gradients.setdefault(point, _whole(grad.detach()).cpu().clone()) is None else None
+                )
             )
 
     def _take_again(self, name: str, tensors: list[Tensor]) -> None:
@@ -94,7 +96,7 @@ class Recorder:
             points = [Point(name, call, part) for part in range(len(tensors))]
             known = [self.outputs.get(point) for point in points]
             differences[call] = max(
-                (relative_difference(new, old) for new, old in zip(tensors, known, strict=True)), default=0.0
+                (relative_difference(_whole(new), old) for new, old in zip(tensors, known, strict=True)), default=0.0
             )
             if all(
                 differences[call] <= 64 * torch.finfo(tensor.dtype).eps for tensor in tensors
@@ -105,6 +107,11 @@ class Recorder:
                 return
         if differences:
             self.stale.setdefault(name, min(differences.values()))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A DTensor put together, which is collective over its mesh; any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

@@ -75,6 +75,7 @@ class Reference:
         weights = job.model.whole_weights()
         self.model: nn.Module | None = None
         self.low: nn.Module | None = None  # with the layout's dtypes, where they are others
+        self.casts: torch.dtype | None = None  # the dtype to which the layout casts weights and inputs
         self.biases: dict[str, Tensor] = {}  # before the last step, by router
         self._on_rank_zero(lambda: self._build(reference_fn, job, weights))
 
@@ -138,10 +139,11 @@ class Reference:
     def _build(self, reference_fn: ModelFn, job: Job, weights: dict[str, Tensor]) -> None:
         self.model = self._whole_model(reference_fn, job).to(self.dtype)
         load_whole_weights(self.model, weights)
-        if any(weights[name].dtype != self.dtype for name, _ in self.model.named_parameters()):
+        self.casts = job.model.computes_in
+        if self.casts or any(weights[name].dtype != self.dtype for name, _ in self.model.named_parameters()):
             self.low = self._whole_model(reference_fn, job).to(job.model.dtype)
             for name, param in self.low.named_parameters():
-                param.data = param.data.to(weights[name].dtype)
+                param.data = param.data.to(self.casts or weights[name].dtype)
             load_whole_weights(self.low, weights)
 
     def _whole_model(self, reference_fn: ModelFn, job: Job) -> nn.Module:
@@ -209,7 +211,8 @@ class Reference:
 
     def _cast(self, model: nn.Module, batch: Any) -> Any:
         """The batch in the reference's dtype; the layout's batch, as it came, is in the layout's."""
-        return batch if model is self.low else on_tensors(lambda t: cast(t, self.dtype, t.device), batch)
+        dtype = self.casts if model is self.low else self.dtype
+        return on_tensors(lambda t: cast(t, dtype, t.device), batch)
 
     def _record(self, model: nn.Module, batch: Any, data_rank: int) -> Recording:
         high = self._recorder(model, batch, data_rank)

@@ -1,0 +1,277 @@
+"""TorchLoopJob: a model that torch wraps or splits (DDP, fully_shard, DTensor), or user code, as verify's own job.
+
+A DTensor says by its placements which part of the whole parameter it is. A plain tensor is whole, unless it has
+Megatron's attributes (`tensor_model_parallel`, `partition_dim`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from core import parallel_state
+from core.checkpoint.boxes import Box
+from core.checkpoint.global_slices import GlobalSlice, global_slices
+from core.distributed.contract.gradient_contract import GradientContract
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups
+from core.verify.gathered import Held, WrappedModel
+from core.verify.job import Job, split_loss
+from core.verify.loop import LoopJob, Microbatch
+from core.verify.recording import Recorder
+
+# Names of mesh dimensions whose ranks have other data; all others split the model.
+DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard", "ddp", "fsdp", "hsdp", "data", "replicate", "shard")
+CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+
+
+class MeshPlaces(ProcessGroups):
+    """This rank's place among the data ranks and the ranks that split a replica. It has no groups."""
+
+    def __init__(self, data: Sequence[int], model: Sequence[int]) -> None:
+        super().__init__()
+        rank = dist.get_rank()
+        self.__dict__["_places"] = {
+            "dp_cp": (data.index(rank), len(data)),
+            "tp": (model.index(rank), len(model)),
+        }
+
+
+@dataclass(frozen=True)
+class TorchChunk:
+    """The module of a model that torch wraps; it has no config of ours."""
+
+    module: nn.Module
+    config: None = None
+
+
+class TorchModel(WrappedModel):
+    """What this rank holds of a model that our wrapper does not hold. Collective over the world.
+
+    outer: as the loop calls it. computes_in: the dtype to which forwards cast the weights, if they do.
+    """
+
+    def __init__(self, outer: nn.Module, mesh: DeviceMesh | None = None) -> None:
+        self.outer = outer
+        self.module = unwrapped(outer)
+        self.chunks: list[Any] = [TorchChunk(self.module)]
+        self.groups = _places(outer, self.module, mesh)
+        self.params = dict(self.module.named_parameters())
+        self.device = next((_local(param).device for param in self.params.values()), torch.device("cpu"))
+        self.reduces_in_backward = any(isinstance(part, FSDPModule) for part in self.module.modules())
+        places = _slices(self.module, self.groups)
+        divisor = self.groups.size("dp_cp")
+        self.held = [
+            Held(
+                places[name],
+                0,
+                _local(param.detach()),
+                GradientContract(name, False, "dp_cp", divisor) if param.requires_grad else None,
+            )
+            for name, param in self.params.items()
+        ]
+        self.biases = []
+
+    def note_dtype(self, module: nn.Module) -> None:
+        """See WrappedModel; fully_shard gathers weights in the dtype of its MixedPrecisionPolicy."""
+        if self.reduces_in_backward and self.computes_in is None:
+            own = [param.dtype for param in module.parameters(recurse=False) if not isinstance(param, DTensor)]
+            held = {held.tensor.dtype for held in self.held}
+            self.computes_in = next((dtype for dtype in own if dtype.is_floating_point and dtype not in held), None)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Nothing to do: each rank sends its part."""
+        yield
+
+    def gradients(self) -> dict[tuple[int, str], Tensor]:
+        """This rank's parts. A DTensor's gradient is reduced as an optimizer would see it. Collective."""
+        found = {}
+        for held in self.trained:
+            param = self.params[held.place.local_name]
+            grad = param.grad
+            if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+                grad = grad.redistribute(placements=param.placements)
+            found[held.key] = torch.zeros_like(held.tensor) if grad is None else _local(grad).clone()
+        return found
+
+    def own_gradient(self, held: Held) -> Tensor:
+        """See WrappedModel; fully_shard reduces in backward."""
+        grad = self.params[held.place.local_name].grad
+        if grad is None or (self.reduces_in_backward and self.groups.size("dp_cp") > 1):
+            return torch.zeros(held.place.local_shape)
+        return _local(grad)
+
+    def valid_mask(self, held: Held) -> Tensor:
+        """See WrappedModel."""
+        return torch.ones(held.tensor.numel(), dtype=torch.bool)
+
+
+class TorchLoopJob(LoopJob):
+    """The first step of a loop whose gradients are whole when an optimizer of torch begins to step, or to be clipped.
+
+    Raises ValueError on all ranks where the model's places in the mesh are not known. Collective over the world.
+    """
+
+    def __init__(
+        self, outer: nn.Module, loss_fn: Callable[[nn.Module, Microbatch], Any], mesh: DeviceMesh | None = None
+    ) -> None:
+        model = TorchModel(outer, mesh)
+        Job.__init__(self, model, 1, None)
+        self.torch_model = model
+        self.loss_fn = loss_fn
+        self.before = {}
+        self.kept: dict[str, Tensor | None] | None = None  # gradients of the loop, while others are computed
+
+    @contextmanager
+    def watched(self, finish: Callable[[], None]) -> Iterator[None]:
+        """Call `finish` before an optimizer that holds a parameter of the model steps, or gradients are clipped."""
+        mine = {id(param) for param in self.torch_model.params.values()}
+        over = False
+
+        def compare_once(params: Any) -> None:
+            nonlocal over
+            given = [params] if isinstance(params, Tensor) else list(params)
+            if over or not any(id(param) in mine and param.grad is not None for param in given):
+                return
+            over = True
+            with torch.enable_grad():
+                finish()
+
+        def before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+            compare_once([param for group in optimizer.param_groups for param in group["params"]])
+
+        def before_clip(clip: Callable[..., Any]) -> Callable[..., Any]:
+            def compare_and_clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+                parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
+                compare_once(parameters)
+                return clip(parameters, *args, **kwargs)
+
+            return compare_and_clip
+
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+            for name in CLIPS:
+                clip = getattr(torch.nn.utils, name)
+                stack.enter_context(mock.patch.object(torch.nn.utils, name, before_clip(clip)))
+            yield
+
+    def clear(self) -> None:
+        """Give the loop its gradients back."""
+        if self.kept is not None:
+            for name, param in self.torch_model.params.items():
+                param.grad = self.kept[name]
+            self.kept = None
+
+    def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
+        """See Job. fully_shard reduces all the same."""
+        model = self.torch_model
+        if self.kept is None:
+            self.kept = {name: None if p.grad is None else p.grad.clone() for name, p in model.params.items()}
+        for param in model.params.values():
+            param.grad = None
+        own = model.outer.no_sync() if isinstance(model.outer, TorchDDP) else nullcontext()
+        with own:
+            for part in self.parts(batch):
+                loss, _ = split_loss(self.loss_fn(model.outer, part), self.per_token)
+                with nullcontext() if recorder is None else recorder.backward():
+                    (loss * (1.0 if self.per_token else 1.0 / self.microbatches)).backward()
+
+    def drift(self) -> str:
+        """See Job; each copy has been compared."""
+        return ""
+
+
+def unwrapped(outer: nn.Module) -> nn.Module:
+    """The user's module inside of torch's wrappers."""
+    part = outer
+    while isinstance(part, TorchDDP) or hasattr(part, "_orig_mod"):
+        part = part.module if isinstance(part, TorchDDP) else part._orig_mod
+    return part
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _places(outer: nn.Module, module: nn.Module, mesh: DeviceMesh | None) -> ProcessGroups:
+    """Which ranks have other data, and which split one replica. Collective over the world.
+
+    Read from the mesh (the given one, or that of the DTensors), from the group of torch's DDP, or from parallel_state.
+    Without any, all ranks have other data.
+    """
+    meshes = [param.device_mesh for param in module.parameters() if isinstance(param, DTensor)]
+    mesh = mesh or max(meshes, key=lambda each: each.ndim, default=None)
+    world, rank = list(range(dist.get_world_size())), dist.get_rank()
+    data, model, failure = world, [rank], None
+    if mesh is not None:
+        shards = any(isinstance(part, FSDPModule) for part in module.modules())
+        try:
+            model = _model_ranks(mesh, all_data=shards)
+        except ValueError as error:
+            failure = error
+        agree.refuse(failure, None, "the mesh of the model", ValueError)
+        place = model.index(rank)
+        told = agree.gather(place, None, "the places in the mesh")
+        data = [other for other in world if told[other] == place]
+    elif parallel_state.model_parallel_is_initialized():
+        return parallel_state.get_process_groups()
+    elif isinstance(outer, TorchDDP):
+        data = dist.get_process_group_ranks(outer.process_group)
+        place = data.index(rank)
+        told = agree.gather(place, None, "the places in the data groups")
+        model = [other for other in world if told[other] == place]
+    return MeshPlaces(data, model)
+
+
+def _model_ranks(mesh: DeviceMesh, *, all_data: bool) -> list[int]:
+    """The ranks of this rank's replica. all_data: True if dimensions without names have other data."""
+    names = mesh.mesh_dim_names
+    if names is None and mesh.ndim > 1:
+        raise ValueError(
+            f"the mesh {mesh} has {mesh.ndim} dimensions and no names, so it is not known which ranks have other data; "
+            f"make it with mesh_dim_names=('dp', 'tp'). Data dimensions are {', '.join(DATA_DIMENSIONS)}"
+        )
+    if names is None:
+        names = ("dp" if all_data else "tp",)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh"
+    chosen = tuple(
+        place if name in DATA_DIMENSIONS else slice(None) for place, name in zip(coordinate, names, strict=True)
+    )
+    ranks: list[int] = mesh.mesh[chosen].flatten().tolist()
+    return ranks
+
+
+def _slices(module: nn.Module, groups: ProcessGroups) -> dict[str, GlobalSlice]:
+    """Of every parameter, what this rank holds; the first rank with the same boxes is replica 0. Collective."""
+    found = global_slices(module, groups)
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            found[name] = replace(found[name], shape=tuple(param.shape), **_boxes(name, param))
+    mine = {name: (place.name, place.boxes) for name, place in found.items()}
+    everyone = agree.gather(mine, None, "the parts of the parameters")
+    before = {part for rank in range(dist.get_rank()) for part in everyone[rank].values()}
+    return {name: replace(place, replica=int(mine[name] in before)) for name, place in found.items()}
+
+
+def _boxes(name: str, param: DTensor) -> dict[str, Any]:
+    local = tuple(param.to_local().shape)
+    chunks = [chunk for chunk in param.__create_chunk_list__() if chunk.sizes.numel()]
+    if len(chunks) > 1 or (chunks and tuple(chunks[0].sizes) != local):
+        raise ValueError(f"rank {dist.get_rank()}: parameter {name!r}, placed {param.placements}, is in several pieces")
+    start = tuple(0 for _ in local)
+    boxes = tuple(Box(tuple(chunk.offsets), start, tuple(chunk.sizes)) for chunk in chunks)
+    return {"local_shape": local, "boxes": boxes}
