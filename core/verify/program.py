@@ -41,7 +41,7 @@ NAME_IT = "name a function that builds the model without any splitting: --whole 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says. whole, loss, batch: names of functions, 'module:function', or of the program's own.
+    """What the command line says. whole, loss: names of functions, 'module:function', or of the program's own.
 
     goes_on: True if the program trains on after the report.
     """
@@ -51,7 +51,6 @@ class Asked:
     is_module: bool = False
     whole: str | None = None
     loss: str | None = None
-    batch: str | None = None
     goes_on: bool = False
 
 
@@ -72,7 +71,6 @@ def asked_by(arguments: Sequence[str]) -> Asked:
     parser.add_argument(
         "--loss", metavar="FUNCTION", help=f"the mean loss of a microbatch, of a model and inputs; {NAMED}"
     )
-    parser.add_argument("--batch", metavar="FUNCTION", help=f"gives the whole batch of the first step; {NAMED}")
     parser.add_argument("--go-on", dest="goes_on", action="store_true", help="train on after the report")
     parser.add_argument("program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
