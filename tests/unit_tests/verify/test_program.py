@@ -143,13 +143,16 @@ FAULTS = {
 
 
 @ranks(2)
+@pytest.mark.in_suite()
 @pytest.mark.parametrize("kind", ["no_shard", "DDP of torch", "fully_shard"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_mistake_of_the_loop_is_found_under_any_wrapper(rank: int, world: int, kind: str, fault: str) -> None:
     parallel_state.initialize_model_parallel()
     try:
         report = report_of(lambda: train(wrapped_by(kind), fault=fault), whole=WHOLE)
-        assert len({entry.name for entry in report.wrong}) == 6
+        # After a forward torch's zero_grad does not reach what fully_shard has not resharded yet: the root's parameters.
+        reached = 2 if (kind, fault) == ("fully_shard", "zeroed too late") else 6
+        assert len({entry.name for entry in report.wrong}) == reached
         assert FAULTS[fault] in report.cause
     finally:
         parallel_state.destroy_model_parallel()
