@@ -150,7 +150,7 @@ def test_a_mistake_of_the_loop_is_found_under_any_wrapper(rank: int, world: int,
     parallel_state.initialize_model_parallel()
     try:
         report = report_of(lambda: train(wrapped_by(kind), fault=fault), whole=WHOLE)
-        # After a forward torch's zero_grad does not reach what fully_shard has not resharded yet: the root's parameters.
+        # After a forward, zero_grad does not reach the root's parameters, which fully_shard has not resharded.
         reached = 2 if (kind, fault) == ("fully_shard", "zeroed too late") else 6
         assert len({entry.name for entry in report.wrong}) == reached
         assert FAULTS[fault] in report.cause
