@@ -8,6 +8,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import options as option_tables  # docs/options.py
+from docutils import nodes
+
+COMMAND = re.compile(r"(\$ )?(python|torchrun|pip|make|hf|git|srun|sbatch|\. )")
 
 project = "gradient-core"
 author = copyright = "the gradient-core authors"
@@ -123,7 +126,17 @@ def without_fields(app, what, name, obj, skip, options):
     return True if what == "class" and not is_method else None
 
 
+def commands_wrap(app, doctree):
+    """Command lines are text, which a narrow page wraps; tables of figures without a language are scrolled."""
+    for block in doctree.findall(nodes.literal_block):
+        if block.get("language") in ("none", "default") and COMMAND.match(
+            block.astext()
+        ):
+            block["language"] = "text"
+
+
 def setup(app):
+    app.connect("doctree-read", commands_wrap)
     app.connect("autodoc-skip-member", without_fields)
     app.connect("autodoc-process-docstring", plain_text_to_rst)
     app.connect("autodoc-process-signature", short_signature)
