@@ -1,6 +1,7 @@
 """Hugging Face models over tensor parallelism: their own plans, read, printed, checked and applied to plain tensors."""
 
 from core.hugging_face.checkpoint import load_split, save_split
+from core.hugging_face.chunked_loss import use_chunked_loss
 from core.hugging_face.lora import add_lora
 from core.hugging_face.parallel_loss import gather_logits
 from core.hugging_face.plan import Plan, PlanError, Seam, Split
@@ -28,4 +29,5 @@ __all__ = [
     "stage_activations",
     "stage_forward_step",
     "stages_config",
+    "use_chunked_loss",
 ]

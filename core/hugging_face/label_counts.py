@@ -45,10 +45,10 @@ def _is_mean_over_labels(head: Any) -> bool:
 def _predicts_successors(head: Any) -> bool:
     """True if labels are shifted: by the causal loss, where it is called; an encoder's decoder is given shifted ids."""
     is_causal = getattr(head, "loss_type", None) in (None, *CAUSAL)
-    return is_causal and not head.config.is_encoder_decoder and _calls_loss_function(type(head).forward)
+    return is_causal and not head.config.is_encoder_decoder and calls_loss_function(type(head).forward)
 
 
 @functools.cache
-def _calls_loss_function(forward: Callable[..., Any]) -> bool:
+def calls_loss_function(forward: Callable[..., Any]) -> bool:
     """True if a class's forward takes its loss from `loss_function`; others compute one of the labels as given."""
     return "loss_function" in getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
+from core.groups.process_groups import ProcessGroups
+from core.hugging_face.deferred_logits import DeferredLogits
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.sequence import SequenceParallel
 from core.hugging_face.stages import run_quietly
@@ -24,11 +26,18 @@ from core.tensor_parallel.mappings import gather_from_tensor_model_parallel_regi
 class ParallelCausalLoss:
     """Transformers' ForCausalLMLoss of split logits: tokens predict their successors, -100 and num_items_in_batch.
 
-    sequence: that of the model, if it has one; labels are of the whole sequence in any case.
+    Deferred logits are computed in chunks of tokens. sequence: that of the model, if it has one; labels are of the
+    whole sequence in any case. own: the model's own loss, for logits that are whole.
     """
 
-    def __init__(self, group: Group | None, vocab_size: int, sequence: SequenceParallel | None = None) -> None:
-        self.group, self.vocab_size, self.sequence = group, vocab_size, sequence
+    def __init__(
+        self,
+        group: Group | None,
+        vocab_size: int,
+        sequence: SequenceParallel | None = None,
+        own: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self.group, self.vocab_size, self.sequence, self.own = group, vocab_size, sequence, own
 
     def __call__(
         self,
@@ -41,6 +50,10 @@ class ParallelCausalLoss:
         **unused: Any,
     ) -> Tensor:
         """The mean over tokens that count, or their sum / num_items_in_batch. logits: [..., ceil(vocabulary / tp)]."""
+        deferred = logits if isinstance(logits, DeferredLogits) and logits.value is None else None
+        if self.own is not None and deferred is None:
+            given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **unused}
+            return self.own(logits, labels, vocab_size or self.vocab_size, shift_labels=shift_labels, **given)
         sequence = self.cut_sequence
         if vocab_size not in (None, self.vocab_size):
             raise ValueError(f"vocab_size is {vocab_size}, and the output layer has {self.vocab_size} rows")
@@ -53,7 +66,11 @@ class ParallelCausalLoss:
             shift_labels = sequence.part(shift_labels, -1)
         counted = shift_labels != ignore_index
         target = shift_labels.masked_fill(~counted, 0)
-        losses = vocab_parallel_cross_entropy(logits, target, tp_group=self.group, vocab_size=self.vocab_size)
+        groups = ProcessGroups(tp=self.group)
+        if deferred is not None:
+            losses = deferred.losses(target, self.vocab_size, groups)
+        else:
+            losses = vocab_parallel_cross_entropy(logits, target, pg_collection=groups, vocab_size=self.vocab_size)
         total = losses.masked_fill(~counted, 0.0).sum()
         total = total if sequence is None else sequence.total(total)
         return total / torch.as_tensor(count).to(total)
@@ -62,6 +79,11 @@ class ParallelCausalLoss:
     def cut_sequence(self) -> SequenceParallel | None:
         """How the logits' sequence is cut; None where it is whole."""
         return self.sequence if self.sequence is not None and self.sequence.local_logits else None
+
+    @property
+    def is_split(self) -> bool:
+        """True if a rank's logits are a part of the vocabulary, or of the sequence."""
+        return group_size(self.group) > 1 or self.cut_sequence is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelCausalLoss:
         return self  # it never changes, and its group cannot be copied
@@ -75,7 +97,7 @@ def why_logits_stay_whole(
     model: its logits are still gathered. A forward with labels shows it: the logits go to `model.loss_function`, and
     the loss comes from there. cuts_sequence: True if hidden states stay cut over a sequence that tp does not cut.
     """
-    name, head = _output_layer(model)
+    name, head = output_layer(model)
     seam = plan.seams.get(name)
     split = seam is not None and seam.after == "gather"
     if not split and (not cuts_sequence or head is None or tp > 1):
@@ -112,7 +134,7 @@ def why_logits_stay_whole(
 
 def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: SequenceParallel | None) -> Plan:
     """Keep the logits split and give the model the loss of the parts; the plan without the gather of the logits."""
-    name, head = _output_layer(model)
+    name, head = output_layer(model)
     seam = plan.seams.get(name)
     split = seam is not None and seam.after == "gather"
     rows = plan.splits[f"{name}.weight"].length if split else head.weight.shape[0]
@@ -125,19 +147,21 @@ def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: Seq
 @contextmanager
 def gathering_logits(model: Any) -> Iterator[None]:
     """Inside, logits that stay split over tensor parallelism are gathered by the output layer."""
-    head: Any = _output_layer(model)[1] if isinstance(model.loss_function, ParallelCausalLoss) else None
-    seam = getattr(getattr(head, "forward", None), "seam", None)
+    head: Any = output_layer(model)[1] if isinstance(model.loss_function, ParallelCausalLoss) else None
+    forward = getattr(head, "forward", None)
+    seamed = getattr(forward, "inner", forward)  # of a DeferringHead
+    seam = getattr(seamed, "seam", None)
     if seam is None:
         yield
         return
-    head.forward.seam = replace(seam, after="gather")
+    seamed.seam = replace(seam, after="gather")
     try:
         yield
     finally:
-        head.forward.seam = seam
+        seamed.seam = seam
 
 
-def _output_layer(model: Any) -> tuple[str, Any]:
+def output_layer(model: Any) -> tuple[str, Any]:
     """The name of the output layer, and the layer; nothing for a model that has none."""
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), ""), head
@@ -157,28 +181,34 @@ class SplitLogits(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         if name not in ("__get__", "size", "dim", "detach", "__repr__", "is_floating_point", "as_subclass"):
-            raise PlanError(
-                f"{name} of logits that hold this tensor-parallel rank's part of the vocabulary: use the model's own "
-                "loss (labels=), or core.hugging_face.gather_logits(logits), or split the model with "
-                "parallel_output=False"
-            )
+            raise use_of_a_part(name)
         output = super().__torch_function__(func, types, args, kwargs or {})
         if name == "detach":
             output.source = args[0].source
         return output
 
 
+def use_of_a_part(name: str) -> PlanError:
+    """The refusal of a function of logits that are split."""
+    return PlanError(
+        f"{name} of logits that hold this tensor-parallel rank's part of the vocabulary: use the model's own loss "
+        "(labels=), or core.hugging_face.gather_logits(logits), or split the model with parallel_output=False"
+    )
+
+
 def refuse_use_of_split_logits(model: Any, output: Any) -> Any:
     """What a model has given, with its logits as `SplitLogits` where they are split."""
     source = getattr(model, "loss_function", None)
-    if not isinstance(source, ParallelCausalLoss) or (group_size(source.group) == 1 and source.cut_sequence is None):
+    if not isinstance(source, ParallelCausalLoss) or not source.is_split:
         return output
     if not hasattr(output, "keys"):
         raise PlanError("return_dict=False hides which output the logits are, and they are split; leave it out")
-    if isinstance(output.get("logits"), Tensor):
-        marked = output["logits"].as_subclass(SplitLogits)
+    logits = output.get("logits")
+    if isinstance(logits, DeferredLogits):
+        logits.refusal, logits.source = use_of_a_part, source
+    elif isinstance(logits, Tensor):
+        output["logits"] = marked = logits.as_subclass(SplitLogits)
         marked.source = source
-        output["logits"] = marked
     return output
 
 
@@ -189,10 +219,15 @@ def gather_logits(logits: Tensor) -> Tensor:
     over the context-parallel group then. In backward each rank takes its part of the gradient, so a loss must be
     computed alike on all of these ranks.
     """
-    if not isinstance(logits, SplitLogits):
+    if isinstance(logits, DeferredLogits):
+        whole = logits.computed()
+        if logits.refusal is None:
+            return whole
+    elif not isinstance(logits, SplitLogits):
         return logits
-    source = logits.source
-    whole = logits.as_subclass(Tensor)
+    else:
+        whole = logits.as_subclass(Tensor)
+    source: ParallelCausalLoss = logits.source
     if group_size(source.group) > 1:
         whole = gather_from_tensor_model_parallel_region(whole, source.group)
     whole = whole[..., : source.vocab_size]
@@ -202,6 +237,6 @@ def gather_logits(logits: Tensor) -> Tensor:
 def with_whole_logits(model: Any, output: Any) -> Any:
     """What a model has given, with its logits gathered where they are split. Collective then, as `gather_logits`."""
     marked = refuse_use_of_split_logits(model, output)
-    if hasattr(marked, "keys") and isinstance(marked.get("logits"), SplitLogits):
+    if hasattr(marked, "keys") and isinstance(marked.get("logits"), (SplitLogits, DeferredLogits)):
         marked["logits"] = gather_logits(marked["logits"])
     return marked

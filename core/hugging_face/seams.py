@@ -129,6 +129,11 @@ class SeamForward:
             self.watch.leave_split(output)
         return output if bias is None else output + bias.to(output.dtype)
 
+    def prepared(self, value: Tensor) -> Tensor:
+        """A linear layer's input, as it meets the weight."""
+        action = self.seam.before
+        return self._copied(value) if action == "copy" else self._changed(action, value) if action else value
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         return type(self.module).forward(self.module, *args, **kwargs)

@@ -34,7 +34,7 @@ from core.distributed import DistributedDataParallelConfig
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face import Plan, Policy, read_plan, split_model, split_stages, stages_config
+from core.hugging_face import Plan, Policy, read_plan, split_model, split_stages, stages_config, use_chunked_loss
 from core.hugging_face.precision import cast_model
 from core.hugging_face.split_stages import draw, split_empty
 from core.hugging_face.stages import find_cut
@@ -54,7 +54,8 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
     parameters too. parallel_output: leave logits split and compute a causal model's loss from the parts, where the
     model allows it; else they are whole, with a warning. example: arguments of a small forward of the whole model,
     equal on all ranks, which the split is proved with; None to have it made from the model's main input.
-    custom_policy: a core.hugging_face.Policy, for a family without a plan.
+    custom_policy: a core.hugging_face.Policy, for a family without a plan. logits_chunk: a causal model computes its
+    loss over so many tokens at a time; 0 for all, None for chunks where logits are large (`use_chunked_loss`).
     num_microbatches, microbatch_size: of a pipeline's batch, one of the two; the first wins. pp_style: '1f1b',
     'interleaved' (with num_model_chunks stages a rank) or 'zbv' (2 stages a rank). num_layers_per_stage: for each
     stage.
@@ -127,6 +128,7 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         inner_ring_size: int | None = None,
         *,
         example: Mapping[str, Any] | None = None,
+        logits_chunk: int | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         warn_without_effect(self._name, given)
@@ -172,6 +174,7 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
         self.example = example
+        self.logits_chunk = logits_chunk
         self.gradient_checkpoint_config = gradient_checkpoint_config
         self.broadcast_buffers = broadcast_buffers
         self.enable_flash_attention = enable_flash_attention
@@ -315,6 +318,8 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         if adapters is not None:
             parts = put_on(parts, adapters, learning, groups, staged=layout is not None)
             parts = parts if dtype is None else [cast_model(part, dtype) for part in parts]
+        for part in parts:
+            use_chunked_loss(part, self.logits_chunk)
         here = parts_of.parameters_here(parts, tied)
         splits = {name: split for part in parts for name, split in parts_of.splits_of(part).items()}
         whole = WholeModel(shell, tied, splits, self.custom_policy)

@@ -186,11 +186,11 @@ def test_the_loss_of_each_head_is_the_mean_over_the_labels_of_the_whole_batch(
 
 
 LAYOUTS: list[tuple[int, int, dict[str, Any]]] = [
-    (1, 2, {"zero_stage": 1}),
+    (1, 2, {"zero_stage": 1, "logits_chunk": 3}),
     (1, 2, {"pp_style": "interleaved", "num_model_chunks": 2, "zero_stage": 2}),
     (2, 2, {}),
     (2, 1, {"zero_stage": 3}),
-    (1, 1, {"ep_size": 2, "zero_stage": 1}),
+    (1, 1, {"ep_size": 2, "zero_stage": 1, "logits_chunk": 3}),
     (2, 1, sequence("split_gather")),
     (1, 1, sequence("all_to_all", sp_size=2, parallel_output=False)),
     (1, 1, sequence("ring_attn", sp_size=2, zero_stage=2)),

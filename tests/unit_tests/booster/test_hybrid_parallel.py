@@ -128,11 +128,11 @@ def sequence(mode: str, **options: Any) -> dict[str, Any]:
 
 
 LAYOUTS = [
-    (2, 1, {"zero_stage": 0}),
+    (2, 1, {"zero_stage": 0, "logits_chunk": 5}),
     (1, 2, {"zero_stage": 1, "max_norm": 0.5}),
-    (1, 1, {"zero_stage": 3, "max_norm": 0.5}),
-    (2, 1, sequence("split_gather", zero_stage=2)),
-    (1, 1, sequence("ring_attn", sp_size=2, zero_stage=1, max_norm=0.5)),
+    (1, 1, {"zero_stage": 3, "max_norm": 0.5, "logits_chunk": 4}),
+    (2, 1, sequence("split_gather", zero_stage=2, logits_chunk=7)),
+    (1, 1, sequence("ring_attn", sp_size=2, zero_stage=1, max_norm=0.5, logits_chunk=3)),
 ]
 
 
@@ -147,9 +147,9 @@ def test_two_ranks_train_as_one_process(rank: int, world: int, tp: int, pp: int,
     ("tp", "pp", "options"),
     [
         (2, 2, {"zero_stage": 0, "max_norm": 0.5}),
-        (1, 2, {"zero_stage": 3, "dp_outside": False}),
+        (1, 2, {"zero_stage": 3, "dp_outside": False, "logits_chunk": 5}),
         (2, 1, {"zero_stage": 3, "max_norm": 0.5, "parallel_output": False, "overlap_communication": False}),
-        (2, 2, sequence("ring", zero_stage=2, max_norm=0.5)),
+        (2, 2, sequence("ring", zero_stage=2, max_norm=0.5, logits_chunk=5)),
         (1, 1, sequence("all_to_all", sp_size=2, zero_stage=3, max_norm=0.5)),
         (2, 1, sequence("all_to_all", sp_size=2, inner_ring_size=None, parallel_output=False)),
         (1, 2, sequence("ring_attn", sp_size=2, inner_ring_size=2, zero_stage=1)),

@@ -1,0 +1,83 @@
+"""The loss of a causal model of transformers over chunks of tokens, its logits never whole."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from core.hugging_face.deferred_logits import DeferringHead, deferring_head, end_forward, expect_loss
+from core.hugging_face.label_counts import calls_loss_function
+from core.hugging_face.parallel_loss import ParallelCausalLoss, output_layer
+from core.hugging_face.plan import PlanError, family_of
+
+
+def use_chunked_loss(model: Any, logits_chunk: int | None = None) -> Any:
+    """Have a causal model compute its loss of labels over chunks of tokens; returns the model, changed in place.
+
+    model: of transformers, split or whole, with adapters or without, or a stage of one; before it is wrapped.
+    logits_chunk: so many tokens at a time. None: in chunks where a rank's logits have more than 2**28 elements. 0:
+    never. Logits that a program reads are computed then, all of them.
+    Raises PlanError where a number is given and the model computes its loss, or its logits, in another way. Local.
+
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        model = DistributedDataParallel(config, ddp_config, use_chunked_loss(model))
+        model(input_ids=ids, labels=ids).loss.backward()
+    """
+    if logits_chunk is not None and (isinstance(logits_chunk, bool) or not isinstance(logits_chunk, int)):
+        raise ValueError(f"logits_chunk is {logits_chunk!r}; it is a number of tokens, 0 for never, or None")
+    if logits_chunk is not None and logits_chunk < 0:
+        raise ValueError(f"logits_chunk is {logits_chunk}; expected at least 0")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    installed = deferring_head(base)
+    if installed is not None:
+        installed.logits_chunk = logits_chunk
+        return model
+    if logits_chunk == 0 or _lies_elsewhere(base):
+        return model
+    why = why_not_in_chunks(base)
+    if why is not None:
+        if logits_chunk:
+            raise PlanError(f"{family_of(base)}: logits_chunk={logits_chunk}, and {why}; leave logits_chunk out")
+        return model
+    _, head = output_layer(base)
+    if not isinstance(base.loss_function, ParallelCausalLoss):
+        base.loss_function = ParallelCausalLoss(None, head.weight.shape[0], own=base.loss_function)
+    head.forward = DeferringHead(head, logits_chunk, family_of(base))
+    names = tuple(inspect.signature(type(base).forward).parameters)[1:]
+    for outer in {id(one): one for one in (model, base)}.values():  # peft calls the inner one's forward by itself
+        outer.register_forward_pre_hook(partial(expect_loss, names=names), with_kwargs=True)
+        outer.register_forward_hook(end_forward, always_call=True)
+    return model
+
+
+def why_not_in_chunks(model: Any) -> str | None:
+    """Why a model's loss cannot be computed over chunks of tokens; None if it can."""
+    if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
+        return "it is no model of transformers with an output layer"
+    _, head = output_layer(model)
+    if head is None:
+        return "it has no output layer"
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return f"its output layer is a {type(head).__name__}, not nn.Linear"
+    seam = getattr(vars(head).get("forward"), "seam", None)
+    if "forward" in vars(head) and seam is None:
+        return "its output layer has a forward of its own on the instance"
+    if seam is not None and seam.after:
+        return "each rank gathers the logits of the whole vocabulary (parallel_output=False)"
+    own = model.loss_function
+    name = getattr(own, "__name__", type(own).__name__)
+    if not isinstance(own, ParallelCausalLoss) and name != "ForCausalLMLoss":
+        return f"its loss is {name}, not ForCausalLMLoss"
+    if not calls_loss_function(type(model).forward):
+        return "its forward computes the loss elsewhere than in model.loss_function"
+    return None
+
+
+def _lies_elsewhere(model: Any) -> bool:
+    """True for a stage of a pipeline whose output layer lies on another one."""
+    stage = vars(model).get("forward")
+    part = getattr(stage, "part", None)
+    return part is not None and not part.post_process
