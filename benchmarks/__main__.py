@@ -23,6 +23,7 @@ BENCHMARKS = {
         "benchmarks.hugging_face",
         "split Hugging Face models beside Transformers' own tensor parallelism and FSDP2; wrapping, loading",
     ),
+    "loss": ("benchmarks.loss", "the last layer's loss with whole logits and in chunks: memory and time"),
     "memory": ("benchmarks.memory", "bytes a parameter for each strategy and precision, formula and measured"),
     "optimizer": ("benchmarks.optimizer_step", "the optimizer's step beside torch's, as a share of copy bandwidth"),
     "overlap": ("benchmarks.overlap", "step time over bucket size on a simulated wire, hidden share, the advised size"),
