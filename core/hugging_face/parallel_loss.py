@@ -149,7 +149,7 @@ def gathering_logits(model: Any) -> Iterator[None]:
     """Inside, logits that stay split over tensor parallelism are gathered by the output layer."""
     head: Any = output_layer(model)[1] if isinstance(model.loss_function, ParallelCausalLoss) else None
     forward = getattr(head, "forward", None)
-    seamed = getattr(forward, "inner", forward)  # of a DeferringHead
+    seamed: Any = getattr(forward, "inner", forward)  # of a DeferringHead
     seam = getattr(seamed, "seam", None)
     if seam is None:
         yield
