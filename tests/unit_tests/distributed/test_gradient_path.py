@@ -17,6 +17,7 @@ from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.wire import shared_memory
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.watch import waiting
 from tests.unit_tests.ranks import ranks
 
 ROOT = Path(__file__).parents[3]
@@ -62,6 +63,7 @@ def test_a_gradient_makes_exactly_the_hops_that_the_architecture_page_lists(
     model, wrap = calls_of(lambda: DistributedDataParallel(None, ddp_config, module))
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
     monkeypatch.setattr(shared_memory, "LOOK_S", math.inf)  # a slow rank must not change what is entered
+    monkeypatch.setattr(waiting, "LOOK_S", 60.0)
     for _ in range(3):
         _, zero = calls_of(optimizer.zero_grad)
         loss, forward = calls_of(lambda: model(torch.ones(2, 64)).sum())
