@@ -121,6 +121,34 @@ STANDARD_PRIVATE_NAMES = frozenset(
 APEX_PRIVATE_NAMES = frozenset({"_amp_stash"})
 # Of the classes of accelerate and Lightning Fabric that core.integrations derives from.
 DERIVED_PRIVATE_NAMES = frozenset({"_ddp_kwargs", "_is_accelerate_prepared", "_models"})
+# Private names of transformers, accelerate and peft. May only become fewer.
+PRIVATE_NAMES_OF_EXTRAS = frozenset(
+    {
+        "_experts_implementation",
+        "_get_dtype_plan",
+        "_is_accelerate_prepared",
+        "_is_hf_initialized",
+        "_load_best_model",
+        "_load_pretrained_model",
+        "_model_mapping",
+        "_models",
+        "_optimizers",
+        "_save_optimizer_and_scheduler",
+    }
+)
+ENDINGS_OF_NAMES = frozenset({"_embeddings", "_layers", "_text"})
+FOLDERS_WITH_EXTRAS = (
+    "core/hugging_face",
+    "core/integrations",
+    "core/finetune",
+    "core/jobs",
+    "core/checkpoint/weights",
+)
+# What the table of sharding strategies answers. Lines elsewhere that ask may only become fewer.
+STRATEGY_TABLE = "core/distributed/distributed_data_parallel_config.py"
+STRATEGY_QUESTIONS = {"strategy", "residency", "sharded", "shards_gradients", "shards_parameters"}
+STRATEGY_QUESTIONS |= {"reduces_every_microbatch", "keeps_params", "keeps_whole"}
+MOST_STRATEGY_QUESTIONS = 86
 # What asks whether ranks agree, besides core/groups/agree.py, with the reason. The list is exact, and may only shrink.
 AGREEMENTS = re.compile(r"all_gather_object|gather_object|broadcast_object_list|scatter_object_list|MAX|MIN|BAND|BOR")
 AGREEMENTS_ELSEWHERE = {
@@ -312,19 +340,22 @@ def is_bool(value: ast.expr, flags: set[str]) -> bool:
     return named or constant or isinstance(value, ast.Compare) or ast.unparse(value).startswith("not ")
 
 
+def names_made_in(path: Path) -> Iterator[str]:
+    """Names of functions, classes, variables and attributes of `self` that a file defines."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
 def test_private_names_of_torch_are_few() -> None:
     """A name that begins with an underscore may be gone in torch's next version."""
     core = [path for path in files() if path.is_relative_to(ROOT / "core")]
-    ours: set[str] = set()
+    ours = {name for path in core for name in names_made_in(path)} - set(vars(torch.nn.Module()))
     used: dict[str, str] = {}
-    for node in (node for path in core for node in ast.walk(tree_of(path))):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            ours.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            ours.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            ours.add(node.attr)
-    ours -= set(vars(torch.nn.Module()))
     known = ours | STANDARD_PRIVATE_NAMES | APEX_PRIVATE_NAMES | DERIVED_PRIVATE_NAMES
     for path in core:
         for node in ast.walk(tree_of(path)):
@@ -342,6 +373,37 @@ def test_private_names_of_torch_are_few() -> None:
     assert not wrong, "private names of torch:\n" + "\n".join(sorted(wrong))
     gone = PRIVATE_TORCH_NAMES - set(used)
     assert not gone, f"take out of PRIVATE_TORCH_NAMES: {sorted(gone)}"
+
+
+def test_private_names_of_transformers_accelerate_and_peft_are_few() -> None:
+    """Names in strings, and attributes that no file of these folders defines."""
+    paths = [path for path in files() if str(path.relative_to(ROOT)).startswith(FOLDERS_WITH_EXTRAS)]
+    found: dict[str, str] = {}
+    for path in paths:
+        for node in ast.walk(tree_of(path)):
+            name = (
+                node.value if isinstance(node, ast.Constant) else node.attr if isinstance(node, ast.Attribute) else None
+            )
+            if isinstance(name, str) and re.fullmatch(r"_[a-z]\w+", name):
+                found.setdefault(name, f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}")
+    ours = {name for path in paths for name in names_made_in(path)}
+    ours |= PRIVATE_TORCH_NAMES | STANDARD_PRIVATE_NAMES | DERIVED_PRIVATE_NAMES | ENDINGS_OF_NAMES
+    wrong = [f"{where}: {name}" for name, where in found.items() if name not in PRIVATE_NAMES_OF_EXTRAS | ours]
+    assert not wrong, "private names of an optional package:\n" + "\n".join(sorted(wrong))
+    gone = PRIVATE_NAMES_OF_EXTRAS - set(found)
+    assert not gone, f"take out of PRIVATE_NAMES_OF_EXTRAS: {sorted(gone)}"
+
+
+def test_lines_that_ask_for_the_sharding_strategy_become_fewer() -> None:
+    lines = {
+        (str(path.relative_to(ROOT)), node.lineno)
+        for path in files()
+        if path.is_relative_to(ROOT / "core") and str(path.relative_to(ROOT)) != STRATEGY_TABLE
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in STRATEGY_QUESTIONS
+    }
+    words = "let the table or a class per strategy answer, instead of one line more that asks"
+    assert len(lines) <= MOST_STRATEGY_QUESTIONS, f"{len(lines)} lines ask, at most {MOST_STRATEGY_QUESTIONS}: {words}"
 
 
 def test_core_imports_only_torch_numpy_and_einops_when_loaded() -> None:
