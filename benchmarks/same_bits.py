@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.verify import gpt
-from core.verify.layouts import Layout
 from core.verify.rank_pool import RankFailure, RankPool
-from core.verify.tables import tables
+from tests.layouts import gpt
+from tests.layouts.layouts import Layout
+from tests.layouts.tables import tables
 
 STEPS = 3
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -14,7 +14,7 @@ other commands, each with --help:
   python -m core.convert            a trained model as a directory of transformers, and back
   python -m core.finetune           fine-tune a checkpoint directory of Hugging Face
   python -m core.plan               memory and time of a run before it starts, and which layouts fit
-  python -m core.verify             compare gradients of many layouts with one process
+  python -m core.verify             compare gradients of your model or job with one process
   python -m core.checkpoint         look at checkpoints, check them, turn them into other files
   python -m core.hugging_face       which families of models can be split, and whether one is right
   python -m core.compat.megatron    run a program that imports megatron.core

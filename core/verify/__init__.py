@@ -1,17 +1,14 @@
-"""The oracle: every gradient of a layout against one process that splits nothing. `python -m core.verify` runs ours."""
+"""The oracle: every gradient of a layout against one process that splits nothing."""
 
 from core.verify.check import check_gradients
-from core.verify.layouts import Layout
 from core.verify.loop import LoopCheck, verify_with
 from core.verify.place import Where
 from core.verify.program import note
-from core.verify.report import GradientReport, TrainingReport, WrongGradientError
+from core.verify.report import GradientReport, WrongGradientError
 
 __all__ = [
     "GradientReport",
-    "Layout",
     "LoopCheck",
-    "TrainingReport",
     "Where",
     "WrongGradientError",
     "check_gradients",

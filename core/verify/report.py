@@ -1,10 +1,9 @@
-"""What a comparison found, in numbers and in one paragraph: GradientReport, and TrainingReport for many steps."""
+"""What a comparison found, in numbers and in one paragraph: GradientReport."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from core.verify.place import ALLOWANCE, Where
 
@@ -13,22 +12,6 @@ LAYERS_SHOWN = 6
 
 class WrongGradientError(AssertionError):
     """Gradients are not those of one process; the message is the report's."""
-
-
-class Report(Protocol):
-    """What a table needs to know of one row."""
-
-    @property
-    def ok(self) -> bool:
-        """Was everything within the bound?"""
-
-    @property
-    def largest_error(self) -> float:
-        """The largest relative one."""
-
-    @property
-    def digest(self) -> str:
-        """A hash over bits that layouts of one family share; empty where there is nothing to share."""
 
 
 @dataclass(frozen=True)
@@ -141,50 +124,3 @@ def wrong_by_layer(names: Sequence[str], wrong: Sequence[str]) -> str:
             f" and {len(shown) - LAYERS_SHOWN} more" if len(shown) > LAYERS_SHOWN else ""
         )
     return f"wrong: {text}; right: {right} of {len(names)} parameters"
-
-
-@dataclass(frozen=True)
-class TrainingReport:
-    """The verdict on several steps of training; equal on all ranks.
-
-    loss_errors, norm_errors: relative, of each step's loss and gradient norm. weight_error: the largest relative one of
-    a parameter after the last step, of parameter `worst`. moved: by how much the reference's weights changed, relative.
-    stopped: why training ended early, or nothing.
-    """
-
-    title: str
-    bound: float
-    loss_errors: tuple[float, ...]
-    norm_errors: tuple[float, ...]
-    weight_error: float
-    worst: str
-    moved: float
-    stopped: str = ""
-    digest: str = ""
-
-    @property
-    def largest_error(self) -> float:
-        """Of losses, norms and weights."""
-        return max([self.weight_error, *self.loss_errors, *self.norm_errors])
-
-    @property
-    def ok(self) -> bool:
-        """Was everything within the bound, and did the weights move by far more than it?"""
-        return not self.stopped and self.largest_error <= self.bound and self.moved > 1e3 * self.bound
-
-    def __str__(self) -> str:
-        steps = len(self.loss_errors)
-        if self.stopped:
-            return f"{self.title}: stopped in step {steps}: {self.stopped}"
-        if self.moved <= 1e3 * self.bound:
-            return f"{self.title}: the reference's weights moved by {self.moved:.3g}, too little to show anything"
-        if self.ok:
-            return f"{self.title}: {steps} steps right, largest relative error {self.largest_error:.2g}"
-        lines = [
-            f"{self.title}: after {steps} steps {self.worst!r} is off by {self.weight_error:.3g} (bound {self.bound:g})"
-        ]
-        for what, errors in (("loss", self.loss_errors), ("gradient norm", self.norm_errors)):
-            late = next((step for step, error in enumerate(errors) if not error <= self.bound), None)
-            if late is not None:
-                lines.append(f"the {what} is wrong from step {late} on, relative error {errors[late]:.3g}")
-        return "\n  ".join(lines)

@@ -21,7 +21,7 @@ from core.distributed import declare_gradient
 from core.moe import exchange, experts, moe_layer, router, token_dispatcher
 from core.tensor_parallel import cross_entropy, layers, mappings
 from core.transformer import attention, language_model_embedding, mlp, norms, rotary
-from core.verify import Layout
+from tests.layouts.layouts import Layout
 
 Spoilt = Callable[[], AbstractContextManager[Any]]
 

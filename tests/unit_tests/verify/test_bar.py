@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.verify import GradientReport, WrongGradientError, verify_with
-from core.verify.gpt import check_gpt
+from tests.layouts.gpt import check_gpt
 from tests.unit_tests.distributed.guard.loops import told_by
 from tests.unit_tests.distributed.guard.test_first_steps import OVER_DATA, OVER_TENSOR
 from tests.unit_tests.distributed.guard.test_shared_mistakes import WRONG as SHARED

@@ -21,9 +21,11 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.model_parallel_config import ModelParallelConfig
 from core.pipeline_parallel import PipelineRunner
 from core.tensor_parallel import mappings
-from core.verify import Layout, LoopCheck, WrongGradientError, gpt, loop, verify_with
+from core.verify import LoopCheck, WrongGradientError, loop, verify_with
 from core.verify.job import PipelineJob
 from core.verify.microbatches import Given, whole_batch
+from tests.layouts import gpt
+from tests.layouts.layouts import Layout
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import program_of
 from tests.unit_tests.verify.silent_bugs import Decoder, Split, train

@@ -16,10 +16,11 @@ from torch import nn
 
 import core.verify.check
 from core.hugging_face import split_model
-from core.verify import GradientReport, Layout, Where, check_gradients
-from core.verify.gpt import check_gpt
-from core.verify.tables import QUICK
+from core.verify import GradientReport, Where, check_gradients
 from core.verify.where import locate
+from tests.layouts.gpt import check_gpt
+from tests.layouts.layouts import Layout
+from tests.layouts.tables import QUICK
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.verify.silent_bugs import Split, check

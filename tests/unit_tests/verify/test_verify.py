@@ -17,9 +17,10 @@ from core.distributed.buffer.bucket import Bucket
 from core.distributed.guard.finite import ReplicaDriftError
 from core.model_parallel_config import ModelParallelConfig
 from core.models import GPTModel
-from core.verify import GradientReport, Layout, WrongGradientError, check_gradients
-from core.verify.gpt import check_gpt
-from core.verify.tables import DENSE, HOUSES, QUICK, SINGLE, pairwise
+from core.verify import GradientReport, WrongGradientError, check_gradients
+from tests.layouts.gpt import check_gpt
+from tests.layouts.layouts import Layout
+from tests.layouts.tables import DENSE, HOUSES, QUICK, SINGLE, pairwise
 from tests.unit_tests.rank_codes import mutate_reductions, mutate_scale, somewhere
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import Net
@@ -366,7 +367,7 @@ def test_a_wrong_backward_of_a_layer_is_told_apart_from_wrong_reductions(rank: i
 @ranks(2)
 def test_frozen_parameters_that_are_split_are_put_together_for_the_reference(rank: int, world: int) -> None:
     from core.groups.process_groups import ProcessGroups
-    from core.verify.gpt import global_batch, model_config, prepare, token_mean, whole_config
+    from tests.layouts.gpt import global_batch, model_config, prepare, token_mean, whole_config
 
     layout = Layout(tp=2, sp=True)
 

@@ -1,4 +1,4 @@
-"""`python -m core.verify`: its table, its last line and its exit status; and the processes it starts."""
+"""`python -m tests.layouts`: its table, its last line and its exit status; and the processes it starts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.verify import GradientReport, Layout, check_gradients
-from core.verify.__main__ import main
-from core.verify.gpt import check_gpt
+from core.verify import GradientReport, check_gradients
 from core.verify.rank_pool import RankFailure, RankPool
-from core.verify.table import run_table
-from core.verify.tables import FULL_HOUSE, tables
+from tests.layouts.__main__ import main
+from tests.layouts.gpt import check_gpt
+from tests.layouts.layouts import Layout
+from tests.layouts.table import run_table
+from tests.layouts.tables import FULL_HOUSE, tables
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import Net
 from tests.unit_tests.test_docs import program_of
@@ -132,7 +133,7 @@ def run_command(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.nightly
 def test_command_starts_its_own_ranks() -> None:
-    done = run_command("core.verify", "--only", "dp2 tp1 overlap", "--max-ranks", "2", "--dtypes", "fp64")
+    done = run_command("tests.layouts", "--only", "dp2 tp1 overlap", "--max-ranks", "2", "--dtypes", "fp64")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("PASSED: 1 of 1 layouts right")
 
@@ -164,7 +165,7 @@ def test_ranks_that_a_launcher_started_run_the_layouts_of_their_number(rank: int
 def test_command_runs_under_torchrun() -> None:
     done = run_command(
         *("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "core.verify", "--only", "dp2 tp1", "--steps", "3", "--optimizers", "sgd"),
+        *("-m", "tests.layouts", "--only", "dp2 tp1", "--steps", "3", "--optimizers", "sgd"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]

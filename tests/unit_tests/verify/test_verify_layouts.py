@@ -11,9 +11,9 @@ import pytest
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.pipeline_parallel import SCHEDULES
-from core.verify.covering import Constraint, cover_pairs, pairs_of_axes, pairs_of_case
-from core.verify.layouts import MODELS, Layout
-from core.verify.tables import AXES, DENSE, FULL_HOUSE, HOUSES, MAX_RANKS, QUICK, SINGLE, TRAINED, pairwise, tables
+from tests.layouts.covering import Constraint, cover_pairs, pairs_of_axes, pairs_of_case
+from tests.layouts.layouts import MODELS, Layout
+from tests.layouts.tables import AXES, DENSE, FULL_HOUSE, HOUSES, MAX_RANKS, QUICK, SINGLE, TRAINED, pairwise, tables
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.wire.collectives import Collectives, Handle, InFlight, scale_now
 from core.moe import MoEAuxLossAutoScaler, TopKRouter
 from core.pipeline_parallel import runner
-from core.verify import Layout
-from core.verify.gpt import check_gpt
+from tests.layouts.gpt import check_gpt
+from tests.layouts.layouts import Layout
 from tests.unit_tests.booster.test_low_level_zero_options import over_sockets
 from tests.unit_tests.rank_codes import mutate_reductions, mutate_scale
 from tests.unit_tests.ranks import ranks

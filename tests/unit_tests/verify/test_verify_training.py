@@ -11,9 +11,9 @@ import pytest
 from core.distributed import DistributedDataParallel
 from core.optimizer import MegatronOptimizer
 from core.optimizer.norm.clip_grads import GradMeter
-from core.verify import Layout, TrainingReport
-from core.verify.tables import FULL_HOUSE, HOUSES, TRAINED
-from core.verify.training import train_gpt
+from tests.layouts.layouts import Layout
+from tests.layouts.tables import FULL_HOUSE, HOUSES, TRAINED
+from tests.layouts.training import TrainingReport, train_gpt
 from tests.unit_tests.ranks import ranks
 
 STAGES = Layout(pp=2, schedule="1F1B", microbatches=3)
@@ -103,6 +103,6 @@ def test_a_weight_that_one_rank_changes_is_seen(rank: int, world: int, layout: L
 @ranks(1)
 def test_training_that_goes_nowhere_shows_nothing(rank: int, world: int) -> None:
     with mock.patch.dict(
-        "core.verify.training.OPTIMIZERS", {"sgd": {"optimizer": "sgd", "lr": 0.0, "sgd_momentum": 0}}
+        "tests.layouts.training.OPTIMIZERS", {"sgd": {"optimizer": "sgd", "lr": 0.0, "sgd_momentum": 0}}
     ):
         red(train_gpt(Layout(), steps=2), "too little to show anything")

@@ -12,7 +12,7 @@ from core.distributed.distributed_data_parallel_config import Strategy
 from core.groups.rank_grid import DEFAULT_ORDER, RankGrid, group_ranks
 from core.pipeline_parallel import PipelineLayout, plan_pipeline
 
-SEQUENCE, HEADS, QUERY_GROUPS, EXPERTS, FFN, EXPERT_FFN = 8, 8, 4, 4, 48, 24  # of the models in core.verify.gpt
+SEQUENCE, HEADS, QUERY_GROUPS, EXPERTS, FFN, EXPERT_FFN = 8, 8, 4, 4, 48, 24  # of the models in tests.layouts.gpt
 MODELS = ("classic", "modern", "tagged")
 FLAGS = (
     *("per_token", "average", "fusion", "recompute", "deterministic"),

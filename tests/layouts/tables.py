@@ -10,8 +10,8 @@ from typing import Any
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.groups.rank_grid import DEFAULT_ORDER
-from core.verify.covering import Constraint, Covering, cover_pairs
-from core.verify.layouts import RULES, Layout, Rule
+from tests.layouts.covering import Constraint, Covering, cover_pairs
+from tests.layouts.layouts import RULES, Layout, Rule
 
 MAX_RANKS = 8
 

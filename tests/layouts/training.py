@@ -6,6 +6,7 @@ shard that is not gathered stays behind, a bias that drifts chooses other expert
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,18 @@ from core.distributed.guard.finite import ReplicaDriftError
 from core.groups import agree
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.verify.gathered import Held
-from core.verify.gpt import DTYPES, build_whole, global_batch, groups_of, job_of, token_mean, token_sum, wrapper_config
-from core.verify.layouts import Layout
 from core.verify.reference import Reference
-from core.verify.report import TrainingReport
+from tests.layouts.gpt import (
+    DTYPES,
+    build_whole,
+    global_batch,
+    groups_of,
+    job_of,
+    token_mean,
+    token_sum,
+    wrapper_config,
+)
+from tests.layouts.layouts import Layout
 
 BOUND = {"fp64": 1e-6, "fp32": 1e-2}
 DECAY = 0.01
@@ -27,6 +36,53 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": 0.9},
     "adam": {"optimizer": "adam", "lr": 0.01, "adam_eps": 1e-6},
 }
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """The verdict on several steps of training; equal on all ranks.
+
+    loss_errors, norm_errors: relative, of each step's loss and gradient norm. weight_error: the largest relative one of
+    a parameter after the last step, of parameter `worst`. moved: by how much the reference's weights changed, relative.
+    stopped: why training ended early, or nothing.
+    """
+
+    title: str
+    bound: float
+    loss_errors: tuple[float, ...]
+    norm_errors: tuple[float, ...]
+    weight_error: float
+    worst: str
+    moved: float
+    stopped: str = ""
+    digest: str = ""
+
+    @property
+    def largest_error(self) -> float:
+        """Of losses, norms and weights."""
+        return max([self.weight_error, *self.loss_errors, *self.norm_errors])
+
+    @property
+    def ok(self) -> bool:
+        """Was everything within the bound, and did the weights move by far more than it?"""
+        return not self.stopped and self.largest_error <= self.bound and self.moved > 1e3 * self.bound
+
+    def __str__(self) -> str:
+        steps = len(self.loss_errors)
+        if self.stopped:
+            return f"{self.title}: stopped in step {steps}: {self.stopped}"
+        if self.moved <= 1e3 * self.bound:
+            return f"{self.title}: the reference's weights moved by {self.moved:.3g}, too little to show anything"
+        if self.ok:
+            return f"{self.title}: {steps} steps right, largest relative error {self.largest_error:.2g}"
+        lines = [
+            f"{self.title}: after {steps} steps {self.worst!r} is off by {self.weight_error:.3g} (bound {self.bound:g})"
+        ]
+        for what, errors in (("loss", self.loss_errors), ("gradient norm", self.norm_errors)):
+            late = next((step for step, error in enumerate(errors) if not error <= self.bound), None)
+            if late is not None:
+                lines.append(f"the {what} is wrong from step {late} on, relative error {errors[late]:.3g}")
+        return "\n  ".join(lines)
 
 
 def train_gpt(layout: Layout, dtype: str = "fp64", *, optimizer: str = "sgd", steps: int = 20) -> TrainingReport:

@@ -31,9 +31,9 @@ from core.transformer import TransformerConfig
 from core.verify.check import check_gradients
 from core.verify.gathered import slice_of
 from core.verify.job import Job, PipelineJob, PlainJob
-from core.verify.layouts import EXPERT_FFN, EXPERTS, FFN, HEADS, QUERY_GROUPS, SEQUENCE, Layout
 from core.verify.report import GradientReport
-from core.verify.tagged import add_tagged
+from tests.layouts.layouts import EXPERT_FFN, EXPERTS, FFN, HEADS, QUERY_GROUPS, SEQUENCE, Layout
+from tests.layouts.tagged import add_tagged
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 VOCABULARY = 13  # words divide over no number of ranks

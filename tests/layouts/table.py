@@ -6,13 +6,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from core.verify.gpt import check_gpt
-from core.verify.layouts import Layout
 from core.verify.rank_pool import RankFailure, RankPool
-from core.verify.report import Report
-from core.verify.training import train_gpt
+from tests.layouts.gpt import check_gpt
+from tests.layouts.layouts import Layout
+from tests.layouts.training import train_gpt
+
+
+class Report(Protocol):
+    """What a table needs to know of one row."""
+
+    @property
+    def ok(self) -> bool:
+        """Was everything within the bound?"""
+
+    @property
+    def largest_error(self) -> float:
+        """The largest relative one."""
+
+    @property
+    def digest(self) -> str:
+        """A hash over bits that layouts of one family share; empty where there is nothing to share."""
+
 
 Groups = Mapping[str, Sequence[Layout]]  # heading -> layouts
 Runner = Callable[[Layout, str], Report]  # (layout, kind: a dtype or an optimizer)

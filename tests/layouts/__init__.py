@@ -1,0 +1,1 @@
+"""Tables of layouts of our own models, each compared with one process: `python -m tests.layouts`."""
