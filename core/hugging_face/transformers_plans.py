@@ -29,12 +29,11 @@ EXPERTS, EXPERT_WEIGHT = "ep_dispatch_experts", "grouped_gemm"  # styles of expe
 TIED_STYLES = ("embedding_rowwise", "colwise_gather_output")  # of the input and the output embedding, if they are one
 # Rules that are wrong or missing in these versions, found by `check`: model type -> end of a module's or parameter's
 # name -> style. Gate and up lie one after the other in the experts' fused weight of inkling, and are chunked: each is
-# cut for itself. neomme has a number for each head.
+# cut for itself.
 CORRECTIONS: dict[str, dict[str, str]] = {
     **dict.fromkeys(
         ("inkling_text", "inkling2_text", "inkling2_loop_text"), {"mlp.experts.gate_up_proj": "packed_colwise"}
     ),
-    "neomme": {"exclusive_self_attention.alpha": "colwise"},
 }
 
 

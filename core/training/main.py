@@ -109,6 +109,7 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
 
     from core.checkpoint import CheckpointError
     from core.training.second_interrupt import EndAtSecondInterrupt
+    from core.watch.waiting import PeerLost
 
     end_with_parent(os.environ)
     os.environ.update(launch.environment())
@@ -122,6 +123,9 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
         return _refuse(error, launch)
     except CheckpointError as error:  # of a save; all ranks have it
         _refuse(error, launch)
+        return FAILURE
+    except PeerLost as error:  # of other ranks: where this one waited says no more than the message does
+        print(f"error: {error}", file=sys.stderr)
         return FAILURE
     return 0
 

@@ -38,3 +38,14 @@ def test_a_job_whose_rank_is_killed_at_a_random_moment_ends_with_the_losses_of_a
     unbroken = losses_on_ranks(2, [*common, *text_flags_in(tmp_path / "tokens"), "--run.steps", str(STEPS)], tmp_path)
     assert read_losses(tmp_path / "tiny") == unbroken, "bit for bit"
     assert len(unbroken) == STEPS
+
+
+@pytest.mark.nightly
+def test_a_killed_rank_is_named_in_a_line_and_no_traceback_follows(tmp_path: Path) -> None:
+    with MainJob(tmp_path, LAUNCHERS["own"]) as job:
+        job.read_until("step 3/")
+        os.kill(job.ranks()[1].pid, signal.SIGKILL)
+        assert job.rest() == 1, job.output
+    assert "rank 1 (process" in job.output and "has ended" in job.output
+    assert "error: rank 0 waited" in job.output or "error: rank 0 has waited" in job.output, job.output
+    assert "Traceback" not in job.output, job.output
