@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as tree
 
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.plan import PlanError, family_of
@@ -24,7 +26,7 @@ def example_of(model: Any, groups: ProcessGroups, example: Mapping[str, Any] | N
     Raises PlanError for a model whose input is unknown here.
     """
     if example is not None:
-        return dict(example)
+        return tree.tree_map_only(Tensor, partial(_as_inputs, model), dict(example))
     takes = inspect.signature(type(model).forward).parameters
     length = math.lcm(8, groups.size("tp"), 2 * groups.size("cp"))
     made = _main_input(model, length)
@@ -34,6 +36,11 @@ def example_of(model: Any, groups: ProcessGroups, example: Mapping[str, Any] | N
     if "use_cache" in takes or (passes_on and hasattr(model.config.get_text_config(), "use_cache")):
         made["use_cache"] = False  # layers of other kinds than attention have no such cache
     return made
+
+
+def _as_inputs(model: Any, value: Tensor) -> Tensor:
+    """A tensor on the model's device; fractions in its dtype."""
+    return value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
 
 
 def _main_input(model: Any, length: int) -> dict[str, Any]:

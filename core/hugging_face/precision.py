@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +33,27 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, values)
     return model
+
+
+@contextmanager
+def rounded_otherwise(model: nn.Module) -> Iterator[None]:
+    """Inside, what layers with a matrix give in 16 bits is off by as much as it is rounded, alike on all ranks.
+
+    So far another order of sums may move a model's output; where routers choose, that is far.
+    """
+    generator = torch.Generator("cpu").manual_seed(3)
+
+    def move(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or output.dtype not in (torch.float16, torch.bfloat16):
+            return output
+        noise = torch.randn(output.shape, generator=generator, device="cpu").to(output.device, output.dtype)
+        return output * (1 + torch.finfo(output.dtype).eps * noise)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+                stack.callback(module.register_forward_hook(move).remove)
+        yield
 
 
 def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -31,6 +31,7 @@ from core.hugging_face.parallel_loss import (
 )
 from core.hugging_face.partial_outputs import IN_STAGES, SPLIT_HEADS, refuse_partial_outputs
 from core.hugging_face.plan import Plan, PlanError, Split, family_of
+from core.hugging_face.precision import rounded_otherwise
 from core.hugging_face.seams import SeamForward
 from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR, SequenceParallel, over_sequence, present_layers
 from core.hugging_face.slices import slice_of
@@ -310,26 +311,13 @@ def first_tensor(output: Any) -> Tensor:
 def rounding_of(model: Any, arguments: Mapping[str, Any], before: Tensor) -> float:
     """How far rounding may move the output `before` of the example, relative to its norm.
 
-    In 16 bits a router may choose another expert after it. So the example runs once more, with embeddings that are off
-    by as much as they are rounded.
+    In 16 bits a router may choose another expert after it. So the example runs once more there, rounded otherwise.
     """
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
     if eps <= torch.finfo(torch.float32).eps:
         return ROUNDING.get(before.dtype, IN_16_BITS)
-    embedding = model.get_input_embeddings() if "input_ids" in arguments else None
-    if not isinstance(embedding, nn.Module):
-        return IN_16_BITS
-    generator = torch.Generator("cpu").manual_seed(3)
-
-    def move(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        noise = torch.randn(output.shape, generator=generator, device="cpu").to(output.device, output.dtype)
-        return output * (1 + eps * noise)
-
-    handle = embedding.register_forward_hook(move)
-    try:
+    with rounded_otherwise(model):
         return max(IN_16_BITS, TIMES * distance_of(output_of(model, arguments), before))
-    finally:
-        handle.remove()
 
 
 def distance_of(after: Tensor, before: Tensor) -> float:

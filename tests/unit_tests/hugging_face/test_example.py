@@ -67,6 +67,8 @@ def test_an_example_of_the_users_own_is_taken_where_the_error_says_so(rank: int,
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     with pytest.raises(PlanError, match="takes 'frames', and no example of it is made here; pass example="):
         split_model(copy.deepcopy(model))
+    in_16_bits = HybridParallelPlugin(2, 1, precision="bf16", example=inputs)  # which are in fp64
+    assert Booster(plugin=in_16_bits).boost(copy.deepcopy(model))[0].unwrap().dtype is torch.bfloat16
     reference = copy.deepcopy(model)
     for plugin in (
         HybridParallelPlugin(2, 1, precision="fp32", example=inputs),
