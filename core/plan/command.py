@@ -91,11 +91,13 @@ def _long_sizes(config: JobConfig | ModelRun, more: Sequence[str]) -> dict[str, 
 
 
 def _check_sizes(options: argparse.Namespace) -> None:
-    """ConfigError for a number of things that is below one."""
+    """ConfigError for a number of things that is below one, or of what is sharded that there is not."""
     for name in ("ranks", *NAMES, *AXIS_OPTIONS):
         size = getattr(options, name)
         if size is not None and size < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {size}; expected a whole number of at least 1")
+    if options.zero is not None and options.zero not in range(len(STRATEGIES)):
+        raise ConfigError(f"--zero is {options.zero}; expected 0 to {len(STRATEGIES) - 1}")
     if options.ranks > MOST_RANKS_AT_ALL:
         raise ConfigError(f"--ranks is {options.ranks:,}; at most {MOST_RANKS_AT_ALL:,} are planned")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -72,6 +73,30 @@ class RunPlan:
             return ""
         return in_words(communicators(self.run, self.fullest, self.parts), on_cpu=self.run.on_cpu)
 
+    @property
+    def parameters(self) -> int:
+        """Elements of all trainable parameters of the model; those of an embedding that is also the head count once."""
+        total = 0
+        for memory in self.memories:
+            groups = self.run.groups_of(memory.rank)
+            for plan in memory.plans:
+                for name, contract in plan.contracts.items():
+                    is_copy = contract.crosses_stages and groups.rank("pp") > 0
+                    ranks = math.prod(groups.size(axis) for axis in contract.sharded_over if axis != "pp")
+                    total += 0 if is_copy else plan.params[name].numel() * ranks
+        return total
+
+    @property
+    def layout(self) -> str:
+        """Parameters, how the ranks are divided, and the batch, in a line."""
+        run = self.run
+        sizes = {"tp": run.grid.tp, "pp": run.grid.pp, "cp": run.grid.cp, "ep": run.grid.ep, "dp": run.grid.dp}
+        axes = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "dp")
+        count = f"{run.microbatches} microbatch{'es' * (run.microbatches > 1)}"
+        chunks = f", {run.layout.chunks} stages a rank" if run.layout.chunks > 1 else ""
+        parameters = f"{in_thousands(self.parameters)} parameters; " if self.parameters else ""
+        return f"{parameters}{axes}{chunks}; {count} of {run.source.micro_batch_size} a rank"
+
     def describe(self) -> str:
         """The plan in words."""
         fullest = self.fullest
@@ -83,12 +108,21 @@ class RunPlan:
         device = f"{self.device.name}: {self.device.about}"
         unknown = [self.not_counted] if self.not_counted else []
         timed = self.device.has_figures
-        tables = [time_table(self.time)] * timed + [traffic_table(self.time, has_seconds=timed)]
+        ranks, on_cpu = self.run.grid.world_size, self.run.on_cpu
+        tables = [time_table(self.time, ranks, on_cpu=on_cpu)] * timed + [traffic_table(self.time, has_seconds=timed)]
         time = ["", *filter(None, tables)] if any(tables) else []
         offloads = any(sum([*memory.files.values(), *memory.host.values()]) for memory in self.memories)
         below = [BELOW_TAKES_NO_TIME] if timed and offloads else []
         table = memory_table(self.memories, self.room)
-        return "\n".join([*self.run.notes, device, table, verdict, *unknown, *time, *below])
+        return "\n".join([*self.run.notes, self.layout, device, table, verdict, *unknown, *time, *below])
+
+
+def in_thousands(count: int) -> str:
+    """'70.6 B'; M for millions, k for thousands."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)
 
 
 def run_of(told: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> Run:

@@ -73,8 +73,8 @@ def _rows_of_parts(columns: Sequence[RankMemory]) -> list[tuple[str, list[str]]]
     ]
 
 
-def time_table(time: StepTime) -> str:
-    """Where the seconds of a step go."""
+def time_table(time: StepTime, ranks: int, *, on_cpu: bool) -> str:
+    """How fast a step is, and where its seconds go. ranks: of the whole job."""
     kinds = {
         "forward and backward": time.compute,
         "exchanges within layers": time.exchanges,
@@ -82,7 +82,11 @@ def time_table(time: StepTime) -> str:
         "gradients, not hidden": time.gradients,
         "optimizer": time.optimizer,
     }
-    lines = [f"a step takes {time.seconds:.3g} s: {time.tokens_per_s:,.0f} tokens a second, MFU {time.mfu:.1%}"]
+    each = f"{time.tokens_per_s / ranks:,.0f} and {time.flops_per_s / ranks / 1e12:.3g} TFLOP/s a"
+    lines = [
+        f"a step takes {time.seconds:.3g} s: {time.tokens_per_s:,.0f} tokens a second, {each} "
+        f"{'rank' if on_cpu else 'GPU'}, MFU {time.mfu:.1%}"
+    ]
     lines += [f"  {name:<24}{seconds:>10.3g} s" for name, seconds in kinds.items()]
     return "\n".join(lines)
 

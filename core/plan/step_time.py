@@ -29,7 +29,8 @@ class StepTime:
     """Seconds of a step of the slowest pipeline position. Together they are the step.
 
     compute: forwards and backwards. exchanges: of activations within layers, and between stages. bubble: waiting for
-    other stages. gradients: reductions and gathers that nothing hides, and by how much the hidden ones slow arithmetic
+    other stages. flops_per_s: of the model on all ranks; what is computed twice counts once. gradients: reductions and
+    gathers that nothing hides, and by how much the hidden ones slow arithmetic
     down. optimizer: the update.
     """
 
@@ -40,6 +41,7 @@ class StepTime:
     optimizer: float
     tokens_per_s: float
     mfu: float
+    flops_per_s: float
     travels: Sequence[Travel]
     spans: Sequence[Span]
 
@@ -147,6 +149,7 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
             update + device.step_overhead_s * device.link_turns,
             0.0,
             0.0,
+            0.0,
             [*inner, *between, *reductions, *gathers, *rules],
             spans,
         )
@@ -154,15 +157,14 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
             slowest = here
     assert slowest is not None, "a pipeline has a rank"
     replicas = run.grid.world_size // run.layout.pp
-    done = sum(
-        flops / flops_of(device.peak_flops, dtype) * microbatches * replicas * device.turns
-        for row in parts.values()
-        for dtype, flops in model_flops(row).items()
-    )
+    work = sum((model_flops(row) for row in parts.values()), Counter[torch.dtype]())
+    done = sum(flops / flops_of(device.peak_flops, dtype) for dtype, flops in work.items()) * device.turns
+    times = microbatches * replicas / slowest.seconds
     return replace(
         slowest,
         tokens_per_s=run.tokens_per_step / slowest.seconds,
-        mfu=done / (run.grid.world_size * slowest.seconds),
+        mfu=done * times / run.grid.world_size,
+        flops_per_s=work.total() * times,
     )
 
 

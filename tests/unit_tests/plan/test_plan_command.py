@@ -11,6 +11,7 @@ import pytest
 from core.plan import ModelRun, plan_run, read_device
 from core.plan.changes import advice, changes_that_fit, single_changes, single_model_changes
 from core.plan.command import main
+from core.plan.job_run import run_of_job
 from core.training.config_file import load_config
 
 ROOT = Path(__file__).parents[3]
@@ -286,3 +287,34 @@ def test_advice_keeps_what_is_sharded_or_computed_again_if_it_is_given(
     assert main(flags) == 0
     layouts = [line for line in capsys.readouterr().out.splitlines() if re.match(r" *\d\. ", line)]
     assert not all(f"  {kept} " in line for line in layouts)
+
+
+def test_a_plan_begins_with_its_layout_and_says_what_a_gpu_does(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*TINY, *["--seq", "64", "--global-batch", "8", "--micro-batch", "1", "--ranks", "4", "--tp", "2"]]
+    assert main(flags) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"[\d.]+ [kM] parameters; tp 2 x dp 2; 4 microbatches of 1 a rank", first)
+    (line,) = (line for line in lines if line.startswith("a step takes"))
+    words = re.search(r"([\d,]+) tokens a second, ([\d,]+) and ([\d.e-]+) TFLOP/s a GPU", line)
+    assert words is not None
+    assert int(words[2].replace(",", "")) == pytest.approx(int(words[1].replace(",", "")) / 4, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [("--tp 1", ""), ("--tp 2", ""), ("--tp 1 --pp 2", ""), ("--tp 1 --ep 2", "--model.num-experts 4")],
+)
+def test_parameters_are_counted_once_in_any_layout(layout: str, more: str) -> None:
+    """And MFU is the share of the peak that the model's operations are: 66.9 TFLOP/s of fp32 on an H100."""
+    model = f"--model.num-layers 4 --model.vocab-size 256 {more}"
+    one = run_of_job(load_config(f"{model} --tp 1".split()), 1)
+    (whole,) = one.source.stages(one.layout, one.groups_of(0))
+    plan = plan_run(load_config(f"{model} {layout}".split()), 4, "h100")
+    assert plan.parameters == sum(parameter.numel() for parameter in whole.parameters())
+    assert plan.time.flops_per_s / 4 == pytest.approx(plan.time.mfu * 66.9e12)
+
+
+@pytest.mark.parametrize("more", [[], ["--advise"]])
+def test_a_wrong_sharding_is_named(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "tiny:llama", "--ranks", "2", "--zero", "5", *more]) == 2
+    assert capsys.readouterr().err == "error: --zero is 5; expected 0 to 3\n"
