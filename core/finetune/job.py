@@ -11,7 +11,7 @@ from core import parallel_state
 from core.finetune.card import write_card
 from core.finetune.config import TuneConfig
 from core.finetune.model import boosted, configuration_in, directory_of, load_tokenizer, rows_of, stop_marks
-from core.finetune.model_files import ADAPTER, write_what_stays
+from core.finetune.model_files import ADAPTER, drop_merged, write_what_stays
 from core.finetune.plan import BY_TORCH, TunePlan
 from core.finetune.torch_plugins import TorchModel
 from core.finetune.trained import ADAPTER_ALONE, MODEL, load_directory
@@ -67,9 +67,8 @@ def tune(
         if dist.get_rank() == 0:
             if config.lora.merge:
                 merge_adapter(config, run / ADAPTER_ALONE, run / MODEL)
-            for directory in (run / MODEL, run / ADAPTER_ALONE):
-                if directory.is_dir():
-                    write_card(config, plan.describe(config), windows.header, result, directory)
+            for name in (MODEL, ADAPTER_ALONE) if config.lora.merge else (MODEL,):
+                write_card(config, plan.describe(config), windows.header, result, run / name)
             chat = " --chat --prompt Hello" if config.data.file and tokenizer.chat_template else ""
             print(GENERATE.format(python=python_command(), directory=run) + chat, flush=True)
 
@@ -109,6 +108,8 @@ def save_model(config: TuneConfig, trainer: TuneTrainer, directory: Path) -> Non
             if dist.get_rank() == 0:
                 part.save_pretrained(directory, state_dict=whole)
     if dist.get_rank() == 0:
+        if config.lora.r is not None:
+            drop_merged(directory)
         write_what_stays(directory_of(config), directory, configuration_in if config.lora.r is None else None)
         what, loads = "model", "AutoModelForCausalLM.from_pretrained"
         if config.lora.r is not None:

@@ -92,6 +92,12 @@ def read_settings(directory: Path, name: str) -> dict[str, Any]:
     return found
 
 
+def drop_merged(directory: Path) -> None:
+    """Delete the merged model that a run has left where its adapter is now: transformers would load both."""
+    for file in (directory / CONFIGURATION, *directory.glob("model*.safetensors*")):
+        file.unlink(missing_ok=True)
+
+
 def write_what_stays(base: Path, directory: Path, read: Callable[[Path], Mapping[str, Any]] | None) -> None:
     """Give a trained model's directory the files of its base that training did not change.
 

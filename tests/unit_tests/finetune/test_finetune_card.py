@@ -14,6 +14,7 @@ pytest.importorskip("tyro")
 
 from core.finetune.card import options_as_toml
 from core.finetune.config import load_config
+from core.finetune.model_files import drop_merged
 from core.finetune.windows import open_windows
 from tests.unit_tests.finetune.test_finetune_job import config_in
 from tests.unit_tests.finetune.test_finetune_then_generate import trained
@@ -78,3 +79,14 @@ def test_every_kind_of_option_is_read_again_as_it_was(tmp_path: Path) -> None:
     assert "weights = [2.0, 0.5]" in text and 'file = ["a.jsonl", "é.parquet"]' in text and "lr = 1e-07" in text
     (tmp_path / "again.toml").write_text(text)
     assert load_config(["--config", str(tmp_path / "again.toml")]) == config
+
+
+def test_an_adapter_takes_the_place_of_a_merged_model(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "model.safetensors.index.json", "model-00001-of-2.safetensors"):
+        (tmp_path / name).write_text("{}")
+    for name in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    drop_merged(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *("adapter_config.json", "adapter_model.safetensors", "tokenizer.json")
+    }
