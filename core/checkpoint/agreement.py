@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from core.checkpoint.errors import CheckpointError, explain
 from core.groups import agree
+from core.watch.waiting import waiting
 
 T = TypeVar("T")
 
@@ -36,6 +38,12 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         """True if any rank says True; one small maximum."""
         return agree.any(flag, self.group, "a checkpoint")
+
+    def planning(self, what: str) -> AbstractContextManager[None]:
+        """Surrounds a call of torch.distributed.checkpoint, which plans by collectives of its own."""
+        if not self.started:
+            return nullcontext()
+        return waiting(f"the other ranks' part of {what}", self.group or dist.group.WORLD, computes=True)
 
     def global_rank(self, rank: int) -> int:
         """The number by which the job knows a rank of this group."""

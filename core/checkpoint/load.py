@@ -115,7 +115,7 @@ def load_checkpoint(
 
     planner = PieceLoadPlanner(plan.pieces, [] if random_name is None else [random_name])
     try:
-        with warnings.catch_warnings():  # torch's, that there is one process only
+        with ranks.planning("a load"), warnings.catch_warnings():  # torch's, that there is one process only
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=not ranks.started)
     except CheckpointException as failure:

@@ -90,7 +90,7 @@ def save_checkpoint(
     planner = PieceSavePlanner(pieces, blobs)
 
     def fill(writer: StorageWriter) -> None:
-        with warnings.catch_warnings():  # torch's, that there is one process only
+        with ranks.planning("a save"), warnings.catch_warnings():  # torch's, that there is one process only
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not ranks.started)
 

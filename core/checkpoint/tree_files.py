@@ -140,7 +140,7 @@ def save_tree(
     planner = PieceSavePlanner(pieces, blobs)
 
     def fill(writer: StorageWriter) -> None:
-        with _quiet():
+        with ranks.planning("a save"), _quiet():
             dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not ranks.started)
 
     try:
@@ -279,7 +279,7 @@ def load_tree(
     ranks.agree(_refusal(lacked if refuse_lacking else [], unasked if refuse_unasked else [], root))
     ranks.agree(_shapes_differ(flat, files.records, root))
     planner = PieceLoadPlanner(flat, sorted({COMMON, *objects} & files.blobs))
-    with _quiet():
+    with ranks.planning("a load"), _quiet():
         dcp.load({}, storage_reader=files.reader, planner=planner, process_group=group, no_dist=not ranks.started)
     for optimizer, plan in itertools.zip_longest(optimizers, plans):
         if plan is not None:

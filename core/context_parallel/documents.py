@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.context_parallel.sequence_split import join_sequence
+from core.watch.waiting import waiting
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,9 @@ def pack_tokens(
     if size == 1:
         return PackedTokens(document_ids, position_ids)
     parts = [torch.empty_like(document_ids, memory_format=torch.contiguous_format) for _ in range(size)]
-    dist.all_gather(parts, document_ids.contiguous(), group=cp_group)
+    assert cp_group is not None, "a group of several ranks"
+    with waiting("the documents of other parts of the sequence", cp_group):
+        dist.all_gather(parts, document_ids.contiguous(), group=cp_group)
     return PackedTokens(join_sequence(torch.cat(parts, 1), 1, size), position_ids)
 
 

@@ -133,7 +133,8 @@ class ProcessGroups:
         shared: dict[tuple[Any, ...], ProcessGroup] = {}
         groups = cls()
         build = _next_build()
-        with _named_groups(build) as create:
+        everyone = waiting(COMING, range(dist.get_world_size()), computes=True)
+        with _named_groups(build) as create, everyone:
             try:
                 for name, is_control, ranks in _kinds(members, control_groups):
                     as_gloo = backends == {"gloo"} or is_control
@@ -156,6 +157,7 @@ class ProcessGroups:
         return groups
 
 
+COMING = "all ranks in initialize_model_parallel"
 # Each chain whose groups are all there reaches every rank of the model once.
 CHAINS = (("intra_dist_opt", "inter_dist_opt"), ("mp", "dp_cp"), (*MODEL_AXES, "dp_cp"))
 
@@ -222,7 +224,7 @@ def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
     key = f"core.groups.process_groups/built/{build}"
     if store.add(key, 1) == dist.get_world_size():
         store.set(f"{key}/by all", "")
-    with waiting("all ranks in initialize_model_parallel", range(dist.get_world_size())):
+    with waiting(COMING, range(dist.get_world_size())):
         store.wait([f"{key}/by all"], *([timeout] if timeout else []))
 
 

@@ -40,6 +40,7 @@ from core.hugging_face.ties import Stored, stored_tensors, ties_of, untie, untie
 from core.hugging_face.transformers_plans import read_plan, transformers_package
 from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.mappings import resolve_groups
+from core.watch.waiting import waiting
 
 # What `from_pretrained` calls when it has found the files and made a model without memory. It is no public name.
 LOADING = "_load_pretrained_model"
@@ -370,10 +371,12 @@ def _from_stages(mine: dict[str, Tensor], group: dist.ProcessGroup, device: torc
     for source, theirs in agree.gather(headers, group, "the names of all stages").items():
         for name, (shape, dtype) in theirs.items() if source != first else ():
             if mine_is == source:
-                dist.send(mine[name].to(device), first, group=group)
+                with waiting("the first stage to save", group):
+                    dist.send(mine[name].to(device), first, group=group)
             elif mine_is == first:
                 tensor = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(tensor, source, group=group)
+                with waiting("the weights of another stage", group):
+                    dist.recv(tensor, source, group=group)
                 whole.setdefault(name, tensor.cpu())
     return whole if mine_is == first else {}
 

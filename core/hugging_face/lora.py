@@ -34,6 +34,7 @@ from core.hugging_face.split import (
 from core.hugging_face.split_stages import received_example
 from core.hugging_face.stages import StageForward
 from core.tensor_parallel.mappings import resolve_groups
+from core.watch.waiting import waiting
 
 NO_TARGETS = "dummy-target-modules"  # peft's word for an adapter of no layer
 NOTHING_NAMED = ("Target modules", "No modules were targeted", "All modules were excluded")  # how peft says it
@@ -87,7 +88,8 @@ def add_lora(
     groups = resolve_groups(pg_collection)
     for name, parameter in adapted.named_parameters() if groups.size("tp") > 1 else ():
         if "lora_" in name:
-            dist.broadcast(parameter.detach(), group=groups.tp, group_src=0)
+            with waiting("the adapters of the first rank", groups.require("tp")):
+                dist.broadcast(parameter.detach(), group=groups.tp, group_src=0)
     finish_adapters(adapted, report, groups, example)
     return adapted
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.plan import Split
 from core.tensor_parallel.initialization import tensor_parallel_join, tensor_parallel_slice
+from core.watch.waiting import waiting
 
 
 def slice_of(whole: Tensor, split: Split | None, groups: ProcessGroups) -> Tensor:
@@ -30,10 +31,11 @@ def whole_of(part: Tensor, split: Split | None, groups: ProcessGroups, *, on_fir
         part, group = part.contiguous(), groups.require(axis)
         needed = groups.rank(axis) == 0 or not on_first
         parts = [torch.empty_like(part) for _ in range(groups.size(axis))] if needed else None
-        if parts is None or on_first:
-            dist.gather(part, parts, group=group, group_dst=0)
-        else:
-            dist.all_gather(parts, part, group=group)
+        with waiting("the slices of a parameter", group):
+            if parts is None or on_first:
+                dist.gather(part, parts, group=group, group_dst=0)
+            else:
+                dist.all_gather(parts, part, group=group)
         if parts is None:
             return part
         assert split is not None, "what is not cut is not joined"

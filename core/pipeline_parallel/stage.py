@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.deferred_weights import WeightWork, deferred_weight_gradients
+from core.watch.waiting import PeerLost
 
 Forward = Callable[[int, tuple[Tensor, ...]], Any]  # (microbatch, what the stage before sent) -> output or loss
 LOSS_DTYPE = torch.float64  # holds any loss exactly; torch 2.11 compares it with what was declared
@@ -133,13 +134,8 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Note which microbatch it is; an error of the model leaves as it is, without torch's dump of the tensors."""
         self.microbatch = fwd_chunk_id
-        try:
-            with self._timed("forward", fwd_chunk_id):
-                output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        except RuntimeError as error:
-            if isinstance(error.__cause__, Exception):
-                raise error.__cause__ from None
-            raise
+        with _unwrapped(), self._timed("forward", fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.inputs.let_go(fwd_chunk_id)
         return output
 
@@ -156,17 +152,18 @@ class Stage(PipelineStage):
         if full_backward:
             if self.backwards_left == 1:
                 self.before_last()
-            with self._timed("backward", bwd_chunk_id):
+            with _unwrapped(), self._timed("backward", bwd_chunk_id):
                 super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, **kwargs)
             self._weights_done()
         else:
-            with self._timed("input gradient", bwd_chunk_id), deferred_weight_gradients() as self.weight_work:
+            timed = self._timed("input gradient", bwd_chunk_id)
+            with _unwrapped(), timed, deferred_weight_gradients() as self.weight_work:
                 super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=False, **kwargs)
         self.gradients.let_go(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The weight gradients that a backward left for later."""
-        with self._timed("weight gradient", bwd_chunk_id):
+        with _unwrapped(), self._timed("weight gradient", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         self._weights_done()
 
@@ -251,3 +248,14 @@ def check_sent(output: Any, expected: Sequence[Tensor], stage: int) -> None:
             f"stage {stage} was declared to send {declared} and its forward gives {got}; all microbatches of a step "
             "have one shape, the one given as `activations`"
         )
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Let an error of the model, or of a wait in it, leave as it is: torch raises another one from it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, Exception) and not isinstance(error, PeerLost):
+            raise error.__cause__ from None
+        raise

@@ -21,7 +21,7 @@ from torch import Tensor
 from core import parallel_state
 from core.groups.process_groups import ProcessGroups
 from core.model_parallel_config import ModelParallelConfig
-from core.watch.waiting import waiting
+from core.watch.waiting import complete, waiting
 
 ACTIVATIONS = "an exchange of activations or of their gradients"  # what a rank waits for here
 
@@ -96,7 +96,10 @@ class Pending:
     def wait(self) -> Tensor:
         """The result, defined from here on."""
         with waiting(ACTIVATIONS, self.group):
-            self.work.wait()
+            if self.result.is_cpu:
+                complete(self.work, None)
+            else:
+                self.work.wait()
         return self.result if self.parts is None else torch.sum(self.parts, dim=0, out=self.result)
 
 

@@ -41,6 +41,7 @@ from core.training.sizes import check_vocabulary
 from core.training.step_trace import StepTrace
 from core.training.token_file import TokenFile, num_windows, open_token_file, prepare_token_file, save_tokenizer
 from core.training.trainer import GptTrainer, Trainer
+from core.watch.waiting import starting, waiting
 
 NO_LIMIT = timedelta(days=365)
 Result = TypeVar("Result")
@@ -78,14 +79,15 @@ def on_started_ranks(
     # torchrun keeps one store for all its restarts. Without a name of its own a start would find the addresses that the
     # processes before it have left there.
     store, rank, world_size = next(dist.rendezvous("env://"))
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"start_{launch.restarts}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=timeout_minutes),
-        device_id=device if device.type == "cuda" else None,
-    )
+    with starting(dist.PrefixStore(f"start_{launch.restarts}", store), rank, world_size) as own:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=own,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=timeout_minutes),
+            device_id=device if device.type == "cuda" else None,
+        )
     try:
         one_machine = launch.world_size == launch.local_world_size
         return run(device, launch.local_rank == 0, one_machine)
@@ -284,7 +286,8 @@ def gather_traces(trace: StepTrace) -> list[StepTrace]:
     gathered: list[StepTrace] | None = None
     if dist.get_rank() == 0:
         gathered = [trace] * dist.get_world_size()
-    dist.gather_object(trace, gathered)
+    with waiting("the traces of all ranks", dist.group.WORLD):
+        dist.gather_object(trace, gathered)
     return gathered or []
 
 

@@ -24,6 +24,7 @@ from core.training.plan import BatchPlan, JobPlan
 from core.training.sampler import GlobalBatchSampler, microbatches
 from core.training.step_trace import Span, StepTrace
 from core.training.token_file import TokenFile, num_windows, window
+from core.watch.waiting import complete, waiting
 
 Batch = tuple[torch.Tensor, ...]  # inputs, labels, ... [windows, tokens of this context rank]
 
@@ -169,7 +170,9 @@ class Trainer:
         Tensor ranks bring the same sum and the same count, which leaves the ratio as it is.
         """
         sums = torch.stack([total, total.new_tensor(float(rank_tokens)), total.new_tensor(float(stop))])
-        dist.all_reduce(sums)
+        with waiting("the mean loss", dist.group.WORLD):
+            work = dist.all_reduce(sums, async_op=True)
+            complete(work, None) if sums.is_cpu else work.wait()
         token_loss = float(sums[0] / sums[1])
         return token_loss / self.tokens_per_unit, bool(sums[2] > 0)
 

@@ -10,7 +10,8 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 SHOWN = 8  # ranks of a long list
 LOOK_S = 1.5  # from one look at where the other ranks are to the next, in a wait that may be in vain
+SLICE = timedelta(seconds=LOOK_S)
 PATIENCE_S = 5.0  # in one wait, before a rank counts as one that may never go on
 RECENT = 10  # steps whose own time is remembered
 BACKENDS_WORDS = re.compile(
@@ -168,18 +170,27 @@ class waiting:
         return f"{self.what} {self.name}".strip()
 
 
-def complete(work: dist.Work, slack_s: float = 0.0) -> None:
+def expect(ranks: Collection[int]) -> None:
+    """PeerLost where one of these ranks is lost, as far as the rank watch knows. Call it inside `waiting`."""
+    lost = [] if _watch is None else sorted(_watch.lost.keys() & set(ranks))
+    if lost:
+        raise PeerLost(f"{in_words(lost)} will not come")
+
+
+def complete(work: dist.Work, slack_s: float | None = 0.0) -> None:
     """Wait for a collective of CPU tensors. Raises PeerLost within seconds where ranks wait for each other for ever.
 
     Call it inside `waiting`, which says for what. A rank that computes is waited for, as long as that takes. slack_s:
-    how long the collective itself may take.
+    how long the collective itself may take; None to wait without a look at the other ranks. The wait comes back to
+    Python every LOOK_S, where Ctrl-C is heard. Not for sends and receives, whose connection gloo closes at a limit.
     """
-    look = None if _watch is None else VainLook(_watch, slack_s)
-    while look is not None and not work.is_completed():
+    look = None if _watch is None or slack_s is None else VainLook(_watch, slack_s)
+    while not work.is_completed():
         try:
-            work.wait(timedelta(seconds=LOOK_S))
+            work.wait(SLICE)
+            return
         except RuntimeError:  # the time is over, or the collective has failed and says so below
-            if not work.is_completed():
+            if look is not None and not work.is_completed():
                 look.refuse_vain()
     work.wait()
 
@@ -219,6 +230,23 @@ def meet_in_store(place: str, count: int) -> None:
             if watch.lost:
                 raise PeerLost(f"lost: {in_words(list(watch.lost))}")
         came = watch.come(place, 0)
+
+
+@contextmanager
+def starting(store: dist.Store, rank: int, world: int) -> Iterator[dist.Store]:
+    """Surrounds the start of a job's default group over a store, before a rank watch is there.
+
+    Raises PeerLost, which names the ranks that did not come, instead of the store's error.
+    """
+    try:
+        store.set(f"came/{rank}", "")
+        yield store
+    except dist.DistError as error:
+        words = "the process that holds the job's store has ended"
+        with suppress(RuntimeError):
+            missing = [other for other in range(world) if not store.check([f"came/{other}"])]
+            words = f"{in_words(missing)} did not come" if missing else "one that came has ended"
+        raise PeerLost(f"rank {rank} waited for all {world} ranks to start, and {words} ({_reason(error)})") from error
 
 
 def in_vain(told: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[int]:

@@ -7,7 +7,9 @@ import time
 import torch.distributed as dist
 
 from core.booster.checkpoint_io.general_checkpoint_io import GeneralCheckpointIO
+from core.checkpoint.errors import CheckpointError
 from core.groups import agree
+from core.watch.waiting import expect, waiting
 
 
 class TorchDDPCheckpointIO(GeneralCheckpointIO):
@@ -33,7 +35,10 @@ class TorchDDPCheckpointIO(GeneralCheckpointIO):
         agree.refuse(error, self.group, what)
 
     def _expect_others(self, what: str) -> None:
-        """RuntimeError on the rank that writes if the others do not come. Each rank counts its calls in the store."""
+        """CheckpointError on the rank that writes if the others do not come, and PeerLost at once if one has ended.
+
+        Each rank counts its calls in the store.
+        """
         store = dist.group.WORLD.get_group_store()
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
         calls = store.add(f"checkpoint_io/{ranks}/{dist.get_rank()}", 1)
@@ -41,12 +46,14 @@ class TorchDDPCheckpointIO(GeneralCheckpointIO):
             return
         until = time.monotonic() + self.ALONE_LIMIT_S
         missing = [rank for rank in ranks if rank != dist.get_rank()]
-        while missing := [rank for rank in missing if store.add(f"checkpoint_io/{ranks}/{rank}", 0) < calls]:
-            if time.monotonic() > until:
-                raise RuntimeError(
-                    f"{what}: rank {dist.get_rank()} called and ranks {missing} have not in {self.ALONE_LIMIT_S:g} s. "
-                    "Saving and loading are for all ranks to call: take the call out of `if rank == 0` or "
-                    "is_master(); one rank writes by itself. If the others are only late, raise "
-                    f"{type(self).__name__}.ALONE_LIMIT_S"
-                )
-            time.sleep(0.002)
+        with waiting(f"all ranks to save or load {what}", ranks):
+            while missing := [rank for rank in missing if store.add(f"checkpoint_io/{ranks}/{rank}", 0) < calls]:
+                expect(missing)
+                if time.monotonic() > until:
+                    raise CheckpointError(
+                        f"{what}: rank {dist.get_rank()} called and ranks {missing} have not in "
+                        f"{self.ALONE_LIMIT_S:g} s. Saving and loading are for all ranks to call: take the call out of "
+                        "`if rank == 0` or is_master(); one rank writes by itself. If the others are only late, raise "
+                        f"{type(self).__name__}.ALONE_LIMIT_S"
+                    )
+                time.sleep(0.002)

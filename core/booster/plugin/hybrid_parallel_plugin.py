@@ -41,6 +41,7 @@ from core.hugging_face.stages import find_cut
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.loss_scaler import DynamicLossScaler
 from core.pipeline_parallel import PipelineLayout, plan_pipeline, wrap_stages
+from core.watch.waiting import waiting
 
 
 class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
@@ -396,7 +397,8 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         for tensor in [*model.parameters(), *(model.buffers() if self.broadcast_buffers else ()), *more]:
             if not tensor.is_meta:
                 tensor.data = tensor.detach().to(device)
-                dist.broadcast(tensor.detach(), 0)
+                with waiting("the weights of rank 0", dist.group.WORLD):
+                    dist.broadcast(tensor.detach(), 0)
 
     def _use_flash_attention(self, model: Any) -> None:
         if not hasattr(model, "set_attn_implementation"):

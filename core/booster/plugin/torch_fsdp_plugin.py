@@ -43,6 +43,7 @@ from core.hugging_face.precision import kept_dtypes
 from core.interface import ModelWrapper, OptimizerWrapper
 from core.interface.optimizer import check_clip_value, check_max_norm
 from core.optimizer.loss_scaler import DynamicLossScaler
+from core.watch.waiting import waiting
 
 
 class TorchFSDPModel(ModelWrapper):
@@ -254,7 +255,8 @@ class TorchFSDPPlugin(DPPluginBase):
                 tensor.data = tensor.data.to(device)
                 if self.sync_module_states:
                     for dim in reversed(range(mesh.ndim)):  # in the shard group, then in the replicate group
-                        dist.broadcast(tensor.data, group=mesh.get_group(dim), group_src=0)
+                        with waiting("the weights of the first rank", mesh.get_group(dim)):
+                            dist.broadcast(tensor.data, group=mesh.get_group(dim), group_src=0)
             exempt = isinstance(module, tuple(getattr(self.mixed_precision, "_module_classes_to_ignore", ())))
             buffer_dtype = None if exempt else getattr(self.mixed_precision, "buffer_dtype", None)
             for name, buffer in module.named_buffers(recurse=False):

@@ -84,8 +84,8 @@ class Handle:
         if self.first is not None:
             self.first.wait()
         for work in self.works:
-            if self.takes_s > 0:
-                complete(work, self.takes_s)
+            if self.keep and self.keep[0].is_cpu:
+                complete(work, self.takes_s or None)
             else:
                 work.wait()
         if self.finish is not None:
@@ -266,7 +266,7 @@ class Collectives:
         return Handle((dist.broadcast(tensor, group=group, group_src=source, async_op=True),), None, (tensor,))
 
     def _start_rows(self, rows: torch.Tensor, group: dist.ProcessGroup, values: torch.Tensor) -> InFlight:
-        return Handle((_all_gather(rows.view(-1), values, group=group, async_op=True),))
+        return Handle((_all_gather(rows.view(-1), values, group=group, async_op=True),), None, (rows,))
 
     def _ordered_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> Handle:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -286,7 +286,7 @@ class Collectives:
                 if part.numel()
             ]
             for send in sends:
-                send.wait()
+                complete(send, None) if flat.is_cpu else send.wait()
 
         return Handle((work,), finish, (received, flat))
 

@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core import parallel_state
 from core.booster import Booster
 from core.booster.checkpoint_io import TorchDDPCheckpointIO
+from core.watch.waiting import PeerLost, use_watch
 from tests.unit_tests.booster.booster_reference import new_model
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.booster.test_booster_training import new_plugin
 from tests.unit_tests.ranks import ranks
+from tests.unit_tests.test_waiting import Ended
 
 
 def test_an_optimizer_as_safetensors_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -53,4 +56,11 @@ def test_a_save_by_the_master_alone_is_an_error_and_a_late_master_is_none(
             with pytest.raises(RuntimeError, match=r"rank 0 called and ranks \[1\] have not in 1 s.*is_master"):
                 booster.save_model(model, folder / "again")
             assert 1 < time.monotonic() - began < 15
+        if rank == 0:  # the watch is asked before the user is blamed
+            use_watch(Ended())
+            began = time.monotonic()
+            with pytest.raises(PeerLost, match=r"all ranks to save .*again.*\(rank 1 will not come\); rank 1 has"):
+                booster.save_model(model, folder / "again")
+            assert time.monotonic() - began < 1.0
+            use_watch(parallel_state.get_rank_watch())
     dist.barrier()  # where rank 1 was all the time
