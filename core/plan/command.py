@@ -15,7 +15,7 @@ from core.plan.calibrate import calibrate
 from core.plan.changes import advice
 from core.plan.choices import NO_MODE
 from core.plan.device import known_devices, read_device
-from core.plan.model_run import TINY, ModelRun
+from core.plan.model_run import TINY, ModelRun, known_models
 from core.plan.pictures import draw_plan
 from core.plan.plan_run import plan_run
 from core.training.config import AXIS_OPTIONS, JobConfig
@@ -112,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         action="append",
         default=[],
-        help=f"a TOML file of the main job; or of Hugging Face a config.json, a directory with one, or {TINY}FAMILY",
+        help="a TOML file of the main job; or of Hugging Face a config.json, a directory with one, "
+        f"{', '.join(known_models())}, or {TINY}FAMILY",
     )
     parser.add_argument("--ranks", type=int, required=True, help="of the whole job")
     parser.add_argument("--device", default="h100", help=f"{', '.join(known_devices())}, or a .json file like theirs")
@@ -137,9 +138,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def is_directory_or_json(name: str) -> bool:
+    """True if a model's name is one of a config.json or of a directory."""
+    return name.endswith(".json") or Path(name).is_dir()
+
+
 def is_hugging_face(models: Sequence[str]) -> bool:
     """True if what is given names a Hugging Face model. ConfigError for several of these."""
-    found = [name for name in models if name.startswith(TINY) or name.endswith(".json") or Path(name).is_dir()]
+    known = known_models()
+    found = [name for name in models if name in known or name.startswith(TINY) or is_directory_or_json(name)]
     if found and len(models) > 1:
         raise ConfigError(f"--model is given as {', '.join(models)}; a Hugging Face model is given alone")
     return bool(found)

@@ -24,16 +24,22 @@ from core.training.plan import share_batch
 from core.training.sizes import check_ranks
 
 TINY = "tiny:"
+MODELS = Path(__file__).parent / "models"  # config.json files of published models, by the names that people type
+
+
+def known_models() -> list[str]:
+    """Names of published models whose shapes are here."""
+    return sorted(path.stem for path in MODELS.glob("*.json"))
 
 
 @dataclass(frozen=True)
 class ModelRun:
     """What a run of a Hugging Face model is told, as fine-tuning and `split_model` take it.
 
-    model: the path of a config.json, a directory with one, or tiny:FAMILY. zero: 0 to 3, what is sharded over data
-    ranks. sequence_parallel: a mode of `split_model`. recompute: True if each layer runs again in backward. documents:
-    True if position ids come with the tokens, as fine-tuning's packed windows have them. micro_batch_size: None for the
-    job's own choice.
+    model: the path of a config.json, a directory with one, one of known_models(), or tiny:FAMILY. zero: 0 to 3, what is
+    sharded over data ranks. sequence_parallel: a mode of `split_model`. recompute: True if each layer runs again in
+    backward. documents: True if position ids come with the tokens, as fine-tuning's packed windows have them.
+    micro_batch_size: None for the job's own choice.
     """
 
     model: str
@@ -64,7 +70,8 @@ class ModelRun:
             path = self._file
             if not path.is_file():
                 raise LookupError(
-                    f"there is no {path}; give a config.json, a directory with one, or {TINY}FAMILY for a small model"
+                    f"there is no {path}; give a config.json, a directory with one, {', '.join(known_models())}, or "
+                    f"{TINY}FAMILY for a small model"
                     + how_to_download(self.model, "model")
                 )
         except (LookupError, OSError, ValueError) as error:
@@ -91,7 +98,9 @@ class ModelRun:
     @property
     def _file(self) -> Path:
         path = Path(self.model)
-        return path / "config.json" if path.is_dir() else path
+        if path.is_dir():
+            return path / "config.json"
+        return MODELS / f"{self.model}.json" if self.model in known_models() else path
 
     @property
     def num_layers(self) -> int:

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from core.plan import ModelRun, plan_run, read_device
 from core.plan.changes import advice, changes_that_fit, single_changes, single_model_changes
 from core.plan.command import main
 from core.plan.job_run import run_of_job
+from core.plan.model_run import known_models
 from core.training.config_file import load_config
 
 ROOT = Path(__file__).parents[3]
@@ -318,3 +320,26 @@ def test_parameters_are_counted_once_in_any_layout(layout: str, more: str) -> No
 def test_a_wrong_sharding_is_named(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "tiny:llama", "--ranks", "2", "--zero", "5", *more]) == 2
     assert capsys.readouterr().err == "error: --zero is 5; expected 0 to 3\n"
+
+
+PUBLISHED = {  # parameters, as their publishers count them
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+
+
+def test_a_published_model_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert known_models() == sorted(PUBLISHED)
+    for name, parameters in PUBLISHED.items():
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(ModelRun(name).configuration)
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters, name
+    layout = ["--ranks", "8", "--zero", "3", "--seq", "4096", "--global-batch", "8", "--dtype", "bfloat16"]
+    assert main(["--model", "llama3-8b", *layout]) == 0
+    assert capsys.readouterr().out.startswith("8.03 B parameters")
+    assert main(["--model", "llama3-9b.json", *layout]) == 2
+    assert "llama3-8b, mixtral-8x7b" in capsys.readouterr().err
