@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,16 +56,18 @@ def _plan(arguments: list[str]) -> int:
         require("matplotlib", "drawing the plots")
     config = model_run(options, more) if is_hugging_face(options.model) else job_config(options, more)
     plan = plan_run(config, options.ranks, read_device(options.device))
-    print(plan.describe())
+    print(json.dumps(plan.as_dict(), indent=2) if options.json else plan.describe())
     if options.picture is not None:
-        print("drawn:", *draw_plan(options.picture, plan))
-    if not plan.fits:
+        print("drawn:", *draw_plan(options.picture, plan), file=sys.stderr if options.json else sys.stdout)
+    if not plan.fits and not options.json:
         print(advice(config, plan))
     return 0 if plan.fits else DOES_NOT_FIT
 
 
 def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
     """Print the layouts that fit. Sizes that are given are kept."""
+    if options.json:
+        raise ConfigError("--json is of one layout; give it without --advise")
     if options.picture is not None:
         raise ConfigError("--picture is of one layout; give --advise without it, and draw the layout that you choose")
     config = model_run(options, more) if is_hugging_face(options.model) else job_config(options, more)
@@ -123,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="draw memory, the time line and the axes' roofline into .svg files there",
     )
+    parser.add_argument("--json", action="store_true", help="print the plan as numbers: bytes, seconds")
     parser.add_argument("--seq", type=int, help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, help="sequences of a step")
     parser.add_argument("--micro-batch", type=int, help="sequences of a forward")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from core.plan.communicators import communicators, in_words
 from core.plan.device import Device, read_device
@@ -96,6 +96,24 @@ class RunPlan:
         chunks = f", {run.layout.chunks} stages a rank" if run.layout.chunks > 1 else ""
         parameters = f"{in_thousands(self.parameters)} parameters; " if self.parameters else ""
         return f"{parameters}{axes}{chunks}; {count} of {run.source.micro_batch_size} a rank"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as numbers, for JSON. Bytes and seconds; `step` only where the device's file has figures."""
+        ranks = self.run.grid.world_size
+        found: dict[str, Any] = {
+            **{"parameters": self.parameters, "layout": self.layout, "device": self.device.name, "ranks": ranks},
+            **{"fits": self.fits, "room_bytes": self.room, "peak_bytes": self.fullest.peak},
+            "positions": [
+                {"rank": memory.rank, "stages": memory.stages, "peak_bytes": memory.peak, "bytes": memory.held}
+                for memory in self.memories
+            ],
+        }
+        if self.device.has_figures:
+            time = self.time
+            kinds = ("seconds", "compute", "exchanges", "bubble", "gradients", "optimizer", "tokens_per_s", "mfu")
+            each = {"tokens_per_s_each": time.tokens_per_s / ranks, "flops_per_s_each": time.flops_per_s / ranks}
+            found["step"] = {**{kind: getattr(time, kind) for kind in kinds}, **each}
+        return found
 
     def describe(self) -> str:
         """The plan in words."""

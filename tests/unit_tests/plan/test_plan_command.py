@@ -1,5 +1,6 @@
 """The command: a plan on standard output, and refusals that do the arithmetic."""
 
+import json
 import re
 import subprocess
 import sys
@@ -343,3 +344,20 @@ def test_a_published_model_is_planned_by_its_name(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("8.03 B parameters")
     assert main(["--model", "llama3-9b.json", *layout]) == 2
     assert "llama3-8b, mixtral-8x7b" in capsys.readouterr().err
+
+
+def test_a_plan_as_json_has_the_numbers_of_the_plan_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = [*TINY, "--ranks", "4", "--tp", "2", "--pp", "2", "--global-batch", "8"]
+    assert main(layout) == 0
+    words = capsys.readouterr().out
+    assert main([*layout, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] and told["ranks"] == 4 and [position["rank"] for position in told["positions"]] == [0, 2]
+    for position in told["positions"]:
+        assert sum(position["bytes"].values()) == position["peak_bytes"]
+    assert told["peak_bytes"] == max(position["peak_bytes"] for position in told["positions"])
+    kinds = ("compute", "exchanges", "bubble", "gradients", "optimizer")
+    assert sum(told["step"][kind] for kind in kinds) == pytest.approx(told["step"]["seconds"])
+    assert f"a step takes {told['step']['seconds']:.3g} s: {told['step']['tokens_per_s']:,.0f} tokens" in words
+    assert main([*layout, "--json", "--advise"]) == 2
+    assert "--json is of one layout" in capsys.readouterr().err
