@@ -176,10 +176,18 @@ def _computed(value: Any, asked_by: str) -> Any:
     return type(value)(_computed(item, asked_by) for item in value) if type(value) in (list, tuple) else value
 
 
+def head_of(model: Any) -> Any:
+    """The output layer; None for a model, or a stage of one, that has none."""
+    try:
+        return model.get_output_embeddings()
+    except AttributeError:  # families look for it inside of a head that lies on another stage
+        return None
+
+
 def deferring_head(model: Any) -> DeferringHead | None:
     """The deferring forward of a model's output layer, with adapters or without; None where there is none."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    head = head_of(base)
     forward = vars(head).get("forward") if isinstance(head, nn.Module) else None
     return forward if isinstance(forward, DeferringHead) else None
 

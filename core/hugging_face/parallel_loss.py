@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.deferred_logits import DeferredLogits
+from core.hugging_face.deferred_logits import DeferredLogits, head_of
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.sequence import SequenceParallel
 from core.hugging_face.stages import run_quietly
@@ -163,7 +163,7 @@ def gathering_logits(model: Any) -> Iterator[None]:
 
 def output_layer(model: Any) -> tuple[str, Any]:
     """The name of the output layer, and the layer; nothing for a model that has none."""
-    head = model.get_output_embeddings()
+    head = head_of(model)
     return next((name for name, module in model.named_modules() if module is head), ""), head
 
 

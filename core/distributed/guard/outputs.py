@@ -75,6 +75,7 @@ class Outputs:
         self.is_backward = True
         if self.on_all_modules is None and not self.again:
             self.on_all_modules = register_module_forward_pre_hook(partial(_note_again, weakref.ref(self)))
+            weakref.finalize(self, self.on_all_modules.remove)  # a model may be dropped after a backward
 
     def _end_backward(self) -> None:
         self.is_backward = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
 from collections.abc import Callable, Iterator
@@ -243,3 +244,17 @@ def test_a_parameter_of_two_stages_that_nothing_ties_is_found(rank: int, world: 
     assert told_of_stages({}, {}) is None, "stages number their own layers"
     names = {"layer": "layers.0", "word": "table"}, {"layer": "layers.1", "word": "table"}
     assert told_of_stages(*names, tied=True) is None
+
+
+@ranks(2)
+def test_a_model_that_is_dropped_after_a_backward_leaves_no_hook_on_all_modules(rank: int, world: int) -> None:
+    from torch.nn.modules import module as of_torch
+
+    parallel_state.initialize_model_parallel()
+    before = len(of_torch._global_forward_pre_hooks)
+    model = wrap(Net())
+    model(samples(0)).pow(2).mean().backward()
+    assert len(of_torch._global_forward_pre_hooks) == before + 1
+    del model
+    gc.collect()
+    assert len(of_torch._global_forward_pre_hooks) == before

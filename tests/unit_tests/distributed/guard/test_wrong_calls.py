@@ -20,7 +20,7 @@ from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
 DDP, OPTIONS, SGD = DistributedDataParallel, DistributedDataParallelConfig, OptimizerConfig(optimizer="sgd", lr=0.1)
-RIGHT_WRAP = r"call DistributedDataParallel\(None, DistributedDataParallelConfig\(\), model\)"
+RIGHT_WRAP = r"call DistributedDataParallel\(module=model\), or DistributedDataParallel\(None, "
 RIGHT_FINALIZE = r"call finalize_model_grads\(\[model\]\)"
 RIGHT_OPTIMIZER = r"call get_megatron_optimizer\(OptimizerConfig\(...\), \[model\]\)"
 
