@@ -11,7 +11,7 @@ from torch import nn
 from core.hugging_face.deferred_logits import DeferringHead, deferring_head, end_forward, expect_loss
 from core.hugging_face.label_counts import calls_loss_function
 from core.hugging_face.parallel_loss import ParallelCausalLoss, output_layer
-from core.hugging_face.plan import PlanError, family_of
+from core.hugging_face.plan import PlanError, family_of, without_adapters
 
 
 def use_chunked_loss(model: Any, logits_chunk: int | None = None) -> Any:
@@ -30,7 +30,7 @@ def use_chunked_loss(model: Any, logits_chunk: int | None = None) -> Any:
         raise ValueError(f"logits_chunk is {logits_chunk!r}; it is a number of tokens, 0 for never, or None")
     if logits_chunk is not None and logits_chunk < 0:
         raise ValueError(f"logits_chunk is {logits_chunk}; expected at least 0")
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     installed = deferring_head(base)
     if installed is not None:
         installed.logits_chunk = logits_chunk

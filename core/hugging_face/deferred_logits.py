@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from core.distributed.buffer.sharded_parameter import attributes_alone
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.plan import PlanError
+from core.hugging_face.plan import PlanError, without_adapters
 from core.hugging_face.seams import SeamForward
 from core.tensor_parallel.chunked_loss import chunk_of, chunked_cross_entropy
 from core.tensor_parallel.mappings import group_size
@@ -186,8 +186,7 @@ def head_of(model: Any) -> Any:
 
 def deferring_head(model: Any) -> DeferringHead | None:
     """The deferring forward of a model's output layer, with adapters or without; None where there is none."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head = head_of(base)
+    head = head_of(without_adapters(model))
     forward = vars(head).get("forward") if isinstance(head, nn.Module) else None
     return forward if isinstance(forward, DeferringHead) else None
 

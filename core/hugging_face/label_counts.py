@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.hugging_face.plan import without_adapters
+
 IGNORED = -100
 CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # transformers' names of losses of shifted labels
 KINDS = (
@@ -27,7 +29,7 @@ def count_labels(model: Any, inputs: Mapping[str, Any]) -> Tensor | None:
     does the first of a row where the head predicts successors: what Trainer counts as num_items_in_batch.
     """
     labels = inputs.get("labels")
-    head = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = without_adapters(model)
     if not isinstance(labels, Tensor) or not _is_mean_over_labels(head):
         return None
     shifted = inputs.get("shift_labels")

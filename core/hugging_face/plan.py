@@ -40,6 +40,11 @@ class PlanError(ValueError):
     """A model cannot be split as asked. The message names family and parameter or module, and says what would fit."""
 
 
+def without_adapters(model: Any) -> Any:
+    """The model that peft has put adapters into; the model itself where there are none."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def family_of(model: Any) -> str:
     """How errors name a transformers model. PlanError for any other."""
     if not hasattr(model, "config") or not hasattr(model, "tp_plan"):

@@ -31,7 +31,7 @@ from core.models import GPTModel
 from core.verify.loop import LoopJob, Microbatch, StepCheck, kept, loss_of_call
 from core.verify.report import GradientReport
 from core.verify.structure import builder_of, structure_of, with_memory
-from core.verify.torch_model import TorchLoopJob
+from core.verify.torch_model import TorchLoopJob, unwrapped
 
 NUM_ITEMS = "num_items_in_batch"  # transformers' name for the labels that count in the whole batch
 UNCOPYABLE = (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, AssertionError)
@@ -294,13 +294,7 @@ def _is_weighted(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     own = model.unwrap() if isinstance(model, HybridParallelModel) else model
     by_items = kwargs.get(NUM_ITEMS) is not None
     by_plugin = isinstance(model, HybridParallelModel) and model.engine is not None
-    return (by_items or by_plugin) and count_labels(_innermost(own), kwargs) is not None
-
-
-def _innermost(model: Any) -> Any:
-    while isinstance(model, (DistributedDataParallel, TorchDDP)):
-        model = model.module
-    return model
+    return (by_items or by_plugin) and count_labels(unwrapped(own), kwargs) is not None
 
 
 def _loss_of_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -312,12 +306,12 @@ def _loss_of_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         found = output.get("loss")
     elif found is None:
         found = getattr(output, "loss", None)
-    if isinstance(_innermost(model), GPTModel) and isinstance(found, Tensor):
+    if isinstance(unwrapped(model), GPTModel) and isinstance(found, Tensor):
         return found.mean()  # of the tokens
     if not isinstance(found, Tensor) or found.numel() != 1:
         shape = f" of shape {list(found.shape)}" if isinstance(found, Tensor) else ""
         raise ValueError(
-            f"the forward of {type(_innermost(model)).__name__} gives a {type(output).__name__}{shape}, and no loss. "
+            f"the forward of {type(unwrapped(model)).__name__} gives a {type(output).__name__}{shape}, and no loss. "
             "Name the loss of a microbatch, --loss module:function, which takes the model and the forward's arguments; "
             "or call core.verify.note(loss_fn, ...) in the loop"
         )
@@ -329,6 +323,6 @@ def _loss_by_tokens(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor
     from core.hugging_face.label_counts import count_labels
 
     loss = _loss_of_forward(model, *args, **kwargs)
-    count = count_labels(_innermost(model), kwargs)
+    count = count_labels(unwrapped(model), kwargs)
     assert count is not None, "counted in the first forward"
     return torch.where(count > 0, loss, torch.zeros_like(loss)) * count, count

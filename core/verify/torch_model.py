@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from core import parallel_state
 from core.checkpoint.boxes import Box
 from core.checkpoint.global_slices import GlobalSlice, global_slices
+from core.distributed import DistributedDataParallel
 from core.distributed.contract.gradient_contract import GradientContract
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
@@ -194,11 +195,11 @@ class TorchLoopJob(LoopJob):
         return ""
 
 
-def unwrapped(outer: nn.Module) -> nn.Module:
-    """The user's module inside of torch's wrappers."""
-    part = outer
-    while isinstance(part, TorchDDP) or hasattr(part, "_orig_mod"):
-        part = part.module if isinstance(part, TorchDDP) else part._orig_mod
+def unwrapped(outer: nn.Module) -> Any:
+    """The user's module inside of wrappers: ours, torch's DDP, torch.compile."""
+    part: Any = outer
+    while (is_wrapper := isinstance(part, (DistributedDataParallel, TorchDDP))) or hasattr(part, "_orig_mod"):
+        part = part.module if is_wrapper else part._orig_mod
     return part
 
 

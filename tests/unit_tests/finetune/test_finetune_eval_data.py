@@ -30,6 +30,14 @@ def write_lines(file: Path) -> Path:
     return file
 
 
+def lines_of_all_ranks(folder: Path, rank: int) -> Path:
+    file = folder / "eval.jsonl"
+    if rank == 0:
+        write_lines(file)
+    torch.distributed.barrier()
+    return file
+
+
 def loss_of_lines(directory: Path) -> float:
     """The mean over the tokens of all completions and their end marks."""
     import transformers
@@ -50,10 +58,7 @@ def loss_of_lines(directory: Path) -> float:
 def test_the_validation_loss_is_that_of_the_lines_of_ones_own_file(
     rank: int, world: int, how: str, tmp_path: Path
 ) -> None:
-    file = tmp_path / "eval.jsonl"
-    if rank == 0:
-        write_lines(file)
-    torch.distributed.barrier()
+    file = lines_of_all_ranks(tmp_path, rank)
     config = config_in(tmp_path, *how.split(), "--run.steps", "3", "--eval-data", str(file), "--eval-every", "1")
     tuned(config, rank, world)
     if rank == 0:
@@ -76,10 +81,7 @@ def test_the_validation_loss_is_that_of_the_lines_of_ones_own_file(
 def test_the_model_that_is_written_is_the_one_with_the_lowest_validation_loss(
     rank: int, world: int, how: str, tmp_path: Path
 ) -> None:
-    file = tmp_path / "eval.jsonl"
-    if rank == 0:
-        write_lines(file)
-    torch.distributed.barrier()
+    file = lines_of_all_ranks(tmp_path, rank)
     kept = tmp_path / "kept"
     flags = f"{how} --run.steps 6 --eval-data {file} --eval-every 1 --optimizer.lr 0.03 --keep-best".split()
     flags += ["--optimizer.decay", "constant", "--checkpoint.dir", str(kept), "--checkpoint.keep", "1"]
