@@ -1,4 +1,4 @@
-"""What layers and the gradient path read of a model's configuration."""
+"""Fields of a model's configuration that layers and the gradient path read."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a number may be. NaN and bools are in no range, and a float such as 2.0 is no whole number."""
+    """The range a number must be in. NaN and bools are in no range, and a float such as 2.0 is no whole number."""
 
     kind: type  # Integral or Real
     low: float

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _ParallelState:
-    """What `initialize_model_parallel` sets, and stand-ins for sizes and ranks that tests set."""
+    """State that `initialize_model_parallel` sets, and stand-ins for sizes and ranks that tests set."""
 
     groups: ProcessGroups | None = None
     grid: RankGrid | None = None
@@ -197,7 +197,7 @@ def get_process_groups() -> ProcessGroups:
 
 
 def get_rank_watch() -> RankWatch | None:
-    """What names lost ranks; None in a job of one rank, without groups, or with `watch_ranks=False`."""
+    """The watch that names lost ranks; None in a job of one rank, without groups, or with `watch_ranks=False`."""
     return _state.watch
 
 

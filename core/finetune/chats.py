@@ -46,12 +46,12 @@ class ChatWriter:
         )
 
     def before_first(self, whole: str) -> str:
-        """What the template writes before the content of a first message that is an answer."""
+        """The template's text before the content of a first message that is an answer."""
         probed = [self.write([{"role": ASSISTANT, "content": probe}]) for probe in PROBES]
         return min((os.path.commonprefix([whole, text]) for text in probed), key=len)
 
     def after(self, messages: Sequence[Mapping[str, Any]], whole: str) -> str:
-        """What the template writes after a chat once a user goes on; nothing where it refuses that."""
+        """The template's text after a chat that a user continues; empty if it refuses that."""
         try:
             longer = self.write([*messages, {"role": "user", "content": PROBES[0]}])
         except Exception:  # templates raise what they like

@@ -1,4 +1,4 @@
-"""What the fine-tuning job is told: its own sections, beside those that it shares with the main job."""
+"""Configuration of the fine-tuning job: its own sections, and those that it shares with the main job."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TunedData:
 
 @dataclass(frozen=True)
 class TunedParallel:
-    """How the ranks are divided, and by which plugin of the Booster."""
+    """Sizes of the parallel axes, and the plugin of the Booster."""
 
     # low_level_zero: dp alone; gemini: dp and tp; torch_ddp and torch_fsdp: dp alone, by torch's own wrappers.
     plugin: Literal["hybrid", "low_level_zero", "gemini", "torch_ddp", "torch_fsdp"] = "hybrid"
@@ -61,7 +61,7 @@ class TunedParallel:
     tp: int = 1  # tensor parallel: ranks that share each layer
     pp: int = 1  # stages of a pipeline, by the schedule 1F1B
     ep: int = 1  # data ranks that share the experts of a layer
-    sp: int = 1  # ranks that share the sequence of each window, beside those of tp
+    sp: int = 1  # ranks that share the sequence of each window, in addition to those of tp
     sp_mode: Literal["split_gather", "ring", "all_to_all", "ring_attn"] | None = None  # None: ring_attn where sp > 1
     # Shards over dp: 1 the optimizer's state, 2 gradients too, 3 parameters too. None: the docs' default.
     zero: Literal[0, 1, 2, 3] | None = None
@@ -70,7 +70,7 @@ class TunedParallel:
 
 @dataclass(frozen=True)
 class TuneConfig(RunConfig):
-    """Everything the fine-tuning job is told."""
+    """Configuration of the fine-tuning job."""
 
     optimizer: OptimizerOptions = field(
         default_factory=lambda: OptimizerOptions(lr=1e-4, min_lr=1e-5, warmup_steps=10, adam_beta2=0.999)

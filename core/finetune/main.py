@@ -1,4 +1,4 @@
-"""The command: read what it is told, refuse what cannot be before ranks start, run it."""
+"""The command: read the configuration, check it before ranks start, run the job."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ MARKS = BYTE_MARKS
 
 
 def directory_of(config: TuneConfig) -> Path:
-    """Where the model lies: in the cache of huggingface_hub too, and a tiny one where `make_tiny` makes it."""
+    """The model's directory: given, in the cache of huggingface_hub, or where `make_tiny` makes a tiny one."""
     path = config.model.path
     if path.startswith(TINY):
         name = path.removeprefix(TINY)
@@ -85,7 +85,7 @@ def check_model(config: TuneConfig) -> None:
     directory = directory_of(config)
     try:
         configuration = read_configuration(directory)
-    except Exception as error:  # whatever is wrong with a file
+    except Exception as error:  # any fault of a file
         raise ConfigError(f"--model.path {path}: {one_line(error)}") from error
     model = check_configuration(config, configuration)
     if not path.startswith(TINY):
@@ -101,7 +101,7 @@ def check_configuration(config: TuneConfig, configuration: Any) -> Any:
             model = kind(configuration)
     except ConfigError:
         raise
-    except Exception as error:  # whatever the values of a configuration lead to
+    except Exception as error:  # any result of a configuration's values
         raise ConfigError(f"--model.path {path}: {one_line(error)}") from error
     try:
         if config.parallel.tp > 1:
@@ -130,13 +130,13 @@ def check_configuration(config: TuneConfig, configuration: Any) -> Any:
 
 
 def load_tokenizer(config: TuneConfig) -> Any:
-    """The tokenizer beside the model. ConfigError where there is none."""
+    """The tokenizer in the model's directory. ConfigError where there is none."""
     directory = directory_of(config)
     try:
         return transformers_package().AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # whatever is missing or broken
-        told = one_line(error)
-        raise ConfigError(f"--model.path {config.model.path}: its tokenizer cannot be read: {told}") from error
+    except Exception as error:  # any missing or broken file
+        reason = one_line(error)
+        raise ConfigError(f"--model.path {config.model.path}: its tokenizer cannot be read: {reason}") from error
 
 
 def stop_marks(config: TuneConfig, tokenizer: Any) -> list[str]:
@@ -159,7 +159,7 @@ def configuration_in(directory: Path) -> dict[str, Any]:
 
 
 def rows_of(config: TuneConfig) -> int:
-    """How many tokens the model has an embedding of, by its configuration."""
+    """Number of rows of the model's embedding, by its configuration."""
     return int(read_configuration(directory_of(config)).get_text_config(decoder=True).vocab_size)
 
 
@@ -252,9 +252,9 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
             untie_by_files(model, directory, weight_files(directory))
         else:
             check_files(directory, dist.get_rank(), dist.get_world_size())
-            model, told = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
-            if told["missing_keys"]:
-                refuse_missing(directory, sorted(told["missing_keys"]))
+            model, loading = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+            if loading["missing_keys"]:
+                refuse_missing(directory, sorted(loading["missing_keys"]))
             model.train()
         if config.model.gradient_checkpointing and config.parallel.plugin != "hybrid":  # which has an option for it
             checkpoint_layers([model], GradientCheckpointConfig(), find_cut(model).layers)

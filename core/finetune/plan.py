@@ -1,4 +1,4 @@
-"""TunePlan: what a configuration comes to on a number of ranks. Pure; all sizes that can be wrong are found here."""
+"""TunePlan: a configuration's sizes on a number of ranks. Pure; all sizes that can be wrong are found here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TUNE_RANGES: dict[str, dict[str, Range]] = {
     },
 }
 
-# Plugin -> (the stages of --zero that it has, the sizes that it has beside dp).
+# Plugin -> (the stages of --zero that it has, the sizes that it has in addition to dp).
 SERVED: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "hybrid": ((1, 0, 2, 3), ("tp", "pp", "ep", "sp")),
     "low_level_zero": ((1, 2), ()),
@@ -61,9 +61,9 @@ class TunePlan(BatchPlan):
 
 
 def zero_stage(config: TuneConfig) -> int:
-    """What is sharded over data ranks; the plugin's first stage where nothing is said."""
-    told, (stages, _) = config.parallel.zero, SERVED[config.parallel.plugin]
-    return stages[0] if told is None else told
+    """The ZeRO stage; the plugin's first one if none is given."""
+    given, (stages, _) = config.parallel.zero, SERVED[config.parallel.plugin]
+    return stages[0] if given is None else given
 
 
 def check_plugin(config: TuneConfig) -> None:
@@ -75,8 +75,8 @@ def check_plugin(config: TuneConfig) -> None:
             f"--parallel.zero {sizes.zero}: --parallel.plugin {sizes.plugin} has {either(sorted(stages))}; leave "
             "--parallel.zero out, or use --parallel.plugin hybrid"
         )
-    told = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "sp": sizes.sp}
-    wanted = {name: str(size) for name, size in told.items() if size > 1 and name not in axes}
+    asked = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep, "sp": sizes.sp}
+    wanted = {name: str(size) for name, size in asked.items() if size > 1 and name not in axes}
     if sizes.sp_mode is not None and "sp" not in axes:
         wanted["sp-mode"] = sizes.sp_mode
     if sizes.plugin in BY_TORCH and config.model.dtype != "float32":
@@ -88,7 +88,7 @@ def check_plugin(config: TuneConfig) -> None:
         what = "keep-best" if config.checkpoint.dir is None else f"dir {config.checkpoint.dir}"
         raise ConfigError(
             f"--checkpoint.{what}: a run by --parallel.plugin {sizes.plugin} keeps no checkpoints "
-            "to go on from; use --parallel.plugin low_level_zero, or leave it out"
+            "to resume from; use --parallel.plugin low_level_zero, or leave it out"
         )
     for name, value in wanted.items():
         having = " and ".join(("dp", *axes))
@@ -111,7 +111,7 @@ def check_weights(config: TuneConfig) -> None:
 
 
 def sequence_mode(config: TuneConfig) -> str | None:
-    """How the sequence is cut over ranks; None where it is not."""
+    """The mode that splits the sequence over ranks; None if it is not split."""
     return config.parallel.sp_mode or ("ring_attn" if config.parallel.sp > 1 else None)
 
 

@@ -57,7 +57,7 @@ class PlannedTuning:
         return found
 
     def run_on(self, ranks: int, *, on_cpu: bool, one_host: bool) -> Run:
-        """What the job comes to on some ranks. ConfigError, with the arithmetic, for what cannot be built.
+        """Sizes of the job on some ranks. ConfigError, with the arithmetic, for what cannot be built.
 
         Wrapper, optimizer and stages are those that the plugin of the job would give its own rank 0.
         """

@@ -83,7 +83,7 @@ def check_tokenizer(tokenizer: Any) -> None:
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:  # transformers makes one where no file is
         raise ConfigError(
             f"the model's tokenizer, a {type(tokenizer).__name__}, makes no token of a text; copy the tokenizer's "
-            "files (tokenizer.json, tokenizer_config.json) beside config.json"
+            "files (tokenizer.json, tokenizer_config.json) next to config.json"
         )
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where records are read from: lines of JSON, a JSON list, parquet, and directories of these or of `datasets`.
+"""Sources of records: lines of JSON, a JSON list, parquet, and directories of these or of `datasets`.
 
 Nothing is said here about what a record holds.
 """

@@ -86,7 +86,7 @@ class TuneTrainer(Trainer):
         return windows[:, IDS], windows[:, LABELS], windows[:, POSITIONS]
 
     def counted_tokens(self, batch: Batch) -> int:
-        """How many tokens are learned."""
+        """Number of tokens that are learned."""
         return int((batch[1] != UNLEARNED).sum())
 
     def run_batches(
@@ -128,7 +128,7 @@ class TuneTrainer(Trainer):
         return self.loss(logits.float(), labels=batch[1], num_items_in_batch=1.0)
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
-        """What the model is called with."""
+        """Arguments of the model's forward."""
         ids, _, positions = batch
         return {"input_ids": ids, "use_cache": False, **({"position_ids": positions} if self.packing else {})}
 
@@ -151,7 +151,7 @@ class TuneTrainer(Trainer):
 
     @torch.no_grad()
     def check_documents_are_apart(self, tokens: int = 8) -> None:
-        """ConfigError unless a document's output is the same whatever stands before it in its window. Collective.
+        """ConfigError unless a document's output is independent of what stands before it in its window. Collective.
 
         Not every family keeps packed documents apart by their positions, and none says so. Two windows differ in their
         first document: what that changes in the second one is compared with what it changes where both are one.
@@ -181,8 +181,8 @@ class TuneTrainer(Trainer):
         finally:
             for chunk in self.chunks:
                 chunk.train()
-        told = agree.gather(changes, None, "what packed documents change")
-        seen, leaked = (max(parts) for parts in zip(*told.values(), strict=True))
+        changed = agree.gather(changes, None, "what packed documents change")
+        seen, leaked = (max(parts) for parts in zip(*changed.values(), strict=True))
         # Experts multiply other rows together when other tokens stand before: that rounds differently.
         rounding = 1e-3 if next(self.chunks[0].parameters()).dtype == torch.float32 else 0.05
         if seen > rounding * leaked:

@@ -1,7 +1,7 @@
 """Windows: documents packed into sequences of one length, made once, memory mapped by every rank.
 
 A window holds token ids, labels (-100 where nothing is learned) and positions. Positions begin at 0 in each document:
-that is how a model is told where one ends, so that no document sees another.
+so the model sees where one ends, and no document sees another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADER, PARTS = "header.json", ("train", "validation")
 
 @dataclass(frozen=True)
 class WindowsHeader:
-    """What the windows hold; lies beside them as JSON."""
+    """Header of the windows; a JSON file next to them."""
 
     text: str
     documents: int
@@ -209,11 +209,11 @@ def prepare_windows(options: TunedData, length: int, tokenizer: Any, stops: Sequ
         held_out.append(is_held_out)
         unused |= unread(record, template)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    parts, told = {}, {"cut": 0, "dropped": 0}
+    parts, left_out = {}, {"cut": 0, "dropped": 0}
     for name, wanted in zip(PARTS, (False, True), strict=True):
         chosen = (example for example, held in zip(examples, held_out, strict=True) if held == wanted)
         fitting, cut, dropped = fit(chosen, length)
-        told = {"cut": told["cut"] + cut, "dropped": told["dropped"] + dropped}
+        left_out = {"cut": left_out["cut"] + cut, "dropped": left_out["dropped"] + dropped}
         parts[name] = fitting, pack(fitting, length, padding, packing=options.packing)
     own = options.eval_file
     if own is not None and len(parts["validation"][1]) == 0:
@@ -225,7 +225,7 @@ def prepare_windows(options: TunedData, length: int, tokenizer: Any, stops: Sequ
     largest = max((int(windows[:, IDS].max()) for _, windows in parts.values() if len(windows)), default=0)
     header = WindowsHeader(
         text=_sources(options),
-        documents=len(examples) - told["dropped"],
+        documents=len(examples) - left_out["dropped"],
         tokens=sum(len(example.ids) for example in documents),
         learned=sum(int(example.learned[1:].sum()) for example in documents),
         length=length,
@@ -239,7 +239,7 @@ def prepare_windows(options: TunedData, length: int, tokenizer: Any, stops: Sequ
         ),
         sample=marked(documents[0], tokenizer) if documents else "",
         digest=digest,
-        **told,
+        **left_out,
     )
     _write_whole(folder, header, {name: windows for name, (_, windows) in parts.items()})
     return folder.name
@@ -268,7 +268,7 @@ def _write_whole(folder: Path, header: WindowsHeader, parts: Mapping[str, np.nda
 
 
 def damage_of(folder: Path) -> str | None:
-    """What is wrong with the windows in a folder; None where all files are as they were written."""
+    """Return what is wrong with the windows in a folder; None if all files are unchanged."""
     try:
         header, sums = _read_header(folder)
         for name in PARTS:

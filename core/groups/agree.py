@@ -106,27 +106,27 @@ def same(
     """Raise on all ranks of a group where they differ in a table, naming the first line and rank that differ.
 
     tables: (the group in words, the group, this rank's table of one line a fact), in one order on all ranks. failure:
-    this rank's own error, if any. It is raised here after all ranks know of it; they raise `kind`. What one group
-    finds, the next ones are told. A hash travels; tables only where ranks differ.
+    this rank's own error, if any. It is raised here after all ranks know of it; they raise `kind`. An error that
+    one group finds is passed to the next ones. A hash is exchanged; tables only where ranks differ.
     """
     for words, group, table in tables:
         what = f"the comparison of {words}"
         if equal(table, group, what, failed=failure is not None):
             continue
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        told = gather((list(table), text), group, what)
-        failed = [(rank, theirs) for rank, (_, theirs) in told.items() if theirs is not None]
+        gathered = gather((list(table), text), group, what)
+        failed = [(rank, theirs) for rank, (_, theirs) in gathered.items() if theirs is not None]
         if failure is None and failed:
-            failure = kind(f"rank {failed[0][0]} of {words} {list(told)} failed. {failed[0][1]}")
+            failure = kind(f"rank {failed[0][0]} of {words} {list(gathered)} failed. {failed[0][1]}")
         elif failure is None:
-            difference = first_difference({rank: theirs for rank, (theirs, _) in told.items()})
-            failure = kind(f"{difference} ({words}, ranks {list(told)}). {advice}")
+            difference = first_difference({rank: theirs for rank, (theirs, _) in gathered.items()})
+            failure = kind(f"{difference} ({words}, ranks {list(gathered)}). {advice}")
     if failure is not None:
         raise failure
 
 
 def first_difference(tables: Mapping[int, Sequence[str]]) -> str:
-    """Where the first rank that differs from the lowest one does so, in words. Pure."""
+    """Name the first rank that differs from the lowest one, and the first difference. Pure."""
     nothing = "nothing: it ends before this"
     (first_rank, reference), *others = tables.items()
     for rank, table in others:
@@ -137,7 +137,7 @@ def first_difference(tables: Mapping[int, Sequence[str]]) -> str:
 
 
 def control_device(group: dist.ProcessGroup) -> torch.device:
-    """Where a small tensor must lie to travel over `group`: the CPU if gloo can take it, else this rank's GPU."""
+    """Device of a small tensor that is sent over `group`: the CPU if gloo can take it, else this rank's GPU."""
     if "gloo" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

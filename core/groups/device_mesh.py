@@ -41,10 +41,10 @@ def arguments_of_mesh(mesh: DeviceMesh, options: Mapping[str, Any]) -> dict[str,
     names = mesh.mesh_dim_names
     if not names:
         raise ValueError("the DeviceMesh has no names of dimensions; make it with mesh_dim_names=('dp', 'tp') or so")
-    told = {"order", "num_distributed_optimizer_instances", *(f"{axis}_size" for axis in _ARGUMENTS.values())}
-    twice = sorted(told & options.keys())
+    known = {"order", "num_distributed_optimizer_instances", *(f"{axis}_size" for axis in _ARGUMENTS.values())}
+    twice = sorted(known & options.keys())
     if twice:
-        raise ValueError(f"{', '.join(twice)} is told by the DeviceMesh; leave it out")
+        raise ValueError(f"{', '.join(twice)} is given by the DeviceMesh; leave it out")
     ranks = mesh.mesh.flatten().tolist()
     if ranks != list(range(dist.get_world_size())):
         raise ValueError(

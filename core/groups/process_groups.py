@@ -260,7 +260,7 @@ def _named_groups(build: int) -> Iterator[Any]:
     ) -> ProcessGroup:
         nonlocal name
         digest = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
-        # A control group has a kind of its own, so build, kind and ranks are enough to tell all groups apart.
+        # A control group has a kind of its own, so build, kind and ranks distinguish all groups.
         name = f"core.{build}.{kind}.{digest}"
         group = dist.new_group(
             ranks,

@@ -176,7 +176,7 @@ class RankGrid:
         return next(stride for axis, _, stride in self._digits(expert) if axis == token)
 
     def coordinate(self, rank: int, token: str, expert: bool = False) -> int:
-        """Where a rank lies along one axis."""
+        """A rank's index along one axis."""
         self._check_rank(rank)
         return rank // self.stride(token, expert) % self.size(token, expert)
 

@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert(options: Any) -> str:
-    """What was written, in a sentence."""
+    """Convert the model; return what was written, in a sentence."""
     source, target = Path(cached_model(str(options.source))), options.target
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; choose another target, or move it away")

@@ -1,6 +1,6 @@
 """`python -m core doctor`: what this machine has for training, what is fast here, and what is missing.
 
-Every line is found out by itself: what cannot be asked says so in its line, and the others are printed. Exit status 1
+Each line is found alone: one that cannot be found says so, and the others are printed. Exit status 1
 if something is missing without which nothing trains.
 """
 
@@ -63,12 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def look(ask: Callable[[], Finding]) -> Finding:
-    """The answer; one that cannot be had is told in its line."""
+    """The finding; one that cannot be had becomes a line that says so."""
     try:
         return ask()
     except Exception as error:  # a broken driver or a file that may not be read must not hide the other lines
         words = str(error).strip().splitlines()
-        return Finding("without", f"cannot be told: {words[0] if words else type(error).__name__}")
+        return Finding("without", f"cannot be found: {words[0] if words else type(error).__name__}")
 
 
 def python() -> Finding:
@@ -80,7 +80,7 @@ def python() -> Finding:
 
 
 def torch_version() -> Finding:
-    """Whether torch is there, in a version that is tested."""
+    """Look for torch in a version that is tested."""
     if importlib.util.find_spec("torch") is None:
         return Finding("MISSING", "not installed: pip install torch")
     import torch
@@ -95,7 +95,7 @@ def torch_version() -> Finding:
 
 
 def backends() -> Finding:
-    """What carries collectives."""
+    """List the backends of collectives."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -119,15 +119,15 @@ def cores() -> Finding:
     from core.training.threads import available_cores
 
     count, threads = available_cores(), os.environ.get("OMP_NUM_THREADS")
-    told = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set"
-    text = f"{count}; {told}; 4 ranks take {max(1, count // 4)} thread(s) each"
+    said = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set"
+    text = f"{count}; {said}; 4 ranks take {max(1, count // 4)} thread(s) each"
     if threads and threads.isdigit() and int(threads) > count:
         return Finding("slower", f"{text}; more threads than cores: every step waits for the slowest")
     return Finding("ok", text)
 
 
 def instructions() -> Finding:
-    """What torch's CPU kernels were compiled for and use here."""
+    """Instructions that torch's CPU kernels were compiled for and use here."""
     import torch
 
     return Finding("ok", torch.backends.cpu.get_cpu_capability())
@@ -158,7 +158,7 @@ def gpus() -> Finding:
 
 
 def shared_memory() -> Finding:
-    """Whether ranks of this host can read each other's gradients, as core.distributed does it on the CPU."""
+    """Try whether ranks of this host can read each other's gradients through mapped memory."""
     from core.distributed.wire.shared_memory import new_mapped_file
 
     otherwise = "ranks of one host send gradients through sockets"
@@ -180,7 +180,7 @@ def shared_memory() -> Finding:
 
 
 def huge_pages() -> Finding:
-    """Whether large buffers get huge pages."""
+    """Look whether large buffers get huge pages."""
     if not HUGE_PAGES.exists():
         return Finding("slower", "this system has none to ask for")
     chosen = re.search(r"\[(\w+)\]", HUGE_PAGES.read_text())
@@ -190,7 +190,7 @@ def huge_pages() -> Finding:
 
 
 def optimizer() -> Finding:
-    """Whose kernel steps Adam."""
+    """Name the kernel that steps Adam."""
     from core.optimizer.algorithms.backends import report
 
     first, *others = report().splitlines()
@@ -214,7 +214,7 @@ def triton() -> Finding:
 
 
 def extra(name: str) -> Callable[[], Finding]:
-    """Whether the packages of an extra are there, and transformers in a version whose plans are read."""
+    """Look for the packages of an extra, and for a transformers version whose plans are read."""
 
     def ask() -> Finding:
         missing = [package for package in EXTRAS[name] if importlib.util.find_spec(package.replace("-", "_")) is None]
@@ -234,7 +234,7 @@ def extra(name: str) -> Callable[[], Finding]:
 
 
 def disk() -> Finding:
-    """Where the main job writes."""
+    """Look for room on the disk that the main job writes to."""
     here = Path.cwd()
     text = f"{shutil.disk_usage(here).free / 2**30:.1f} GiB free in {here}"
     return (

@@ -1,4 +1,4 @@
-"""`python -m core.generate runs/latest`: continue a text with a trained model, whatever layout trained it.
+"""`python -m core.generate runs/latest`: continue a text with a trained model of any layout.
 
 The model is a GPT of the main job, or one of transformers: what fine-tuning has left, or any directory of theirs.
 """
@@ -137,7 +137,7 @@ def load_tuned(place: Path, step: int | None = None) -> Tuned | None:
 
 
 def words_of(place: Path, trained: Trained, given: Path | None = None) -> Words:
-    """What reads and writes text for a run's model; `given` is a tokenizer.json in place of the run's own."""
+    """Tokenizer of a run's model; `given` is a tokenizer.json in place of the run's own."""
     if given is None and trained.tokenizer == "bytes":
         return Words(None)
     own = (place / TOKENIZER, checkpoints_of(place).parent / TOKENIZER)

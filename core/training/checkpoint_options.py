@@ -1,4 +1,4 @@
-"""What a job is told about its checkpoints, before any rank starts."""
+"""Checks of a job's checkpoint options, before any rank starts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def check_root(options: CheckpointOptions) -> None:
     if saved:
         raise ConfigError(
             f"--checkpoint.dir {options.dir} holds checkpoints of another run (steps {saved[0]} to {saved[-1]}), and "
-            "this run begins; add --checkpoint.resume to go on from them, or give another directory"
+            "this run begins; add --checkpoint.resume to continue from them, or give another directory"
         )
 
 
 def after_restart(config: Config) -> Config:
-    """What a job does that its launcher has started again: it goes on from its newest checkpoint.
+    """Configuration of a job that its launcher has started again: it resumes from its newest checkpoint.
 
-    One that was told to begin from a certain step begins there again.
+    A job that is configured to begin from a certain step begins there again.
     """
     options = config.checkpoint
     if options.dir is None or options.step is not None:

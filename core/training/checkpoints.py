@@ -1,4 +1,4 @@
-"""A job's checkpoints: when they are saved, what of the job is in them, and what a run that goes on must agree with."""
+"""A job's checkpoints: when they are saved, what they contain, and what a resumed run must agree with."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class JobCheckpoints:
         # Ranks on devices agree on files through their CPUs.
         self.group = dist.new_group(backend="gloo") if trainer.device.type == "cuda" else None
         self.saved_step = -1
-        self.run: str | None = None  # the name of the run's directory, from the checkpoint of a run that goes on
+        self.run: str | None = None  # the name of the run's directory, from the checkpoint of a resumed run
         self.saver: CheckpointSaver | None = None
         self.best = BestCheckpoint(self, root / BEST) if self.config.checkpoint.keep_best else None
 
     def resume(self) -> str:
         """Bring back model, optimizer, scheduler, loss scale, random streams and the data's position.
 
-        Answers in a sentence where the run goes on, or that it begins because there is no checkpoint. ConfigError for
+        Returns a sentence: where the run continues, or that it begins because there is no checkpoint. ConfigError for
         one that does not fit this run.
         """
         trainer, options = self.trainer, self.config.checkpoint
@@ -94,7 +94,7 @@ class JobCheckpoints:
         self.run = report.extra.get("run", self.config.run.name)  # earlier versions did not save it
         if not report.random_restored:
             notes.append(
-                "random streams start anew, since they belong to another layout (only dropout draws from them)"
+                "random streams start again, since they belong to another layout (only dropout draws from them)"
             )
         going_on = "; ".join([f"going on after step {report.step} from {report.path}", *notes])
         return " ".join([*report.skipped, going_on])
@@ -176,7 +176,7 @@ class BestCheckpoint:
         self.step, self.loss = 0, math.inf
 
     def open(self) -> None:
-        """Make ready to save; a run that goes on compares with the best of before. Collective."""
+        """Prepare to save; a resumed run compares with the best of before. Collective."""
         if self.job.trainer.step > 0:
             with contextlib.suppress(CheckpointNotFound):
                 found = find_intact(self.root, group=self.job.group)
@@ -204,7 +204,7 @@ def as_json(config: RunConfig) -> dict[str, Any]:
 
 
 def compare_configurations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What a run that goes on does differently, in words; ConfigError where it would be another model.
+    """Return in words what a resumed run does differently; ConfigError if it would be another model.
 
     An option that either side does not know is left out: it has come or gone with a version.
     """
@@ -219,8 +219,8 @@ def compare_configurations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
         section, _, name = option.partition(".")
         if section in ("model", "lora") and name not in FREE_MODEL_OPTIONS:
             raise ConfigError(
-                f"the checkpoint was saved with --{option.replace('_', '-')} {before}, and this run has {after}; go on "
-                "with the same model, or begin another run in another --checkpoint.dir"
+                f"the checkpoint was saved with --{option.replace('_', '-')} {before}, and this run has {after}; "
+                "resume with the same model, or begin another run in another --checkpoint.dir"
             )
     quiet = ("checkpoint.", "logging.")
     changed = [
@@ -234,9 +234,9 @@ def check_text(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     Returns notes: earlier versions saved no digest of the tokens, so that only their number can be compared.
     """
-    told = "digest" if "digest" in saved else "tokens"
-    if saved[told] == now[told]:
-        known = told == "digest"
+    compared = "digest" if "digest" in saved else "tokens"
+    if saved[compared] == now[compared]:
+        known = compared == "digest"
         return [] if known else ["the checkpoint has no digest of its tokens, so only their number was compared"]
     then, here = (
         f"{text['text']} ({text['tokens']:,} tokens, digest {text.get('digest', 'unknown')[:12]})"

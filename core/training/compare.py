@@ -1,4 +1,4 @@
-"""`python -m core.training.compare runs/a runs/b ...`: do runs of one model in several layouts have the same losses?"""
+"""`python -m core.training.compare runs/a runs/b ...`: compare the losses of runs of one model in several layouts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_losses(run: Path) -> dict[int, float]:
     """The loss of every step of a run, by the step's number; ValueError where there is none.
 
-    A run that went back to a checkpoint may have written a step again: the last line of a step counts, and it is told.
+    A resumed run may have written a step again: the last line of a step counts, and the output says so.
     """
     path = run / "steps.jsonl"
     losses: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""What a job is told: frozen dataclasses, one a subject. Read from TOML and flags by config_file, checked by plan."""
+"""Job configuration: one frozen dataclass per section. Read from TOML and flags by config_file, checked by plan."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How the ranks are divided; what is left over is data parallel."""
+    """Sizes of the parallel axes; the remaining ranks are data parallel."""
 
     dp: int | None = None  # None for what the other axes leave; a number is compared with that
     tp: int = 2  # tensor parallel: ranks that share each layer
@@ -139,7 +139,7 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Where the text comes from and how it becomes tokens."""
+    """Source of the text, and its tokenizer."""
 
     # files, or directories searched for *.txt, *.md and *.py; empty for the source of the Python standard library
     text: tuple[Path, ...] = ()
@@ -160,13 +160,13 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How long, in what portions, and where."""
+    """Length of the run, batch sizes, device and directory."""
 
     name: str = "default"  # name of the run's directory
     directory: Path = Path("runs")  # directory that holds the directories of runs
     steps: int = 150  # steps of the whole schedule
     stop_after: int | None = None  # end after this many steps of it
-    global_batch_size: int = 16  # windows in one optimizer step, whatever the layout
+    global_batch_size: int = 16  # windows in one optimizer step, in any layout
     micro_batch_size: int | None = None  # windows in one forward of one rank; None for all that the rank has
     validation_windows: int = 128  # windows that a validation loss is taken over
     validate_every: int = 50  # steps between validation losses; 0 takes the one at the end only
@@ -185,7 +185,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """What is saved of a run, when, and whether a run goes on from it."""
+    """When checkpoints are saved, what they contain, and whether to resume."""
 
     dir: Path | None = None  # a directory that all ranks share; None is for what at_end says
     # where no dir is given: save in the directory of a run on one machine when it ends or is asked to stop
@@ -194,17 +194,17 @@ class CheckpointOptions:
     keep: int | None = None  # checkpoints that stay, the newest; None keeps all
     # keep the one with the lowest validation loss too, in the folder `best`; the model of fine-tuning is that one
     keep_best: bool = False
-    asynchronous: bool = False  # write while training goes on
-    resume: bool = False  # go on from the newest intact checkpoint in dir; where there is none, begin
-    step: int | None = None  # go on from this one, and no other
+    asynchronous: bool = False  # write while training continues
+    resume: bool = False  # continue from the newest intact checkpoint in dir; if there is none, begin
+    step: int | None = None  # continue from this one, and no other
     trust_foreign_files: bool = False  # read an index that is a pickle, as earlier versions saved it
-    # whose schedule of the learning rate goes on; 'same' refuses one that is not the saved
+    # which schedule of the learning rate applies after resuming; 'same' refuses one that is not the saved
     schedule: Literal["same", "saved", "given"] = "same"
 
 
 @dataclass(frozen=True)
 class LoggingOptions:
-    """What is shown and written besides steps.jsonl."""
+    """Output in addition to steps.jsonl."""
 
     print_every: int = 10  # steps between printed lines where the output is not a terminal
     # programs that get each step's numbers too, in the order given
@@ -218,7 +218,7 @@ class LoggingOptions:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What every job is told, whatever it trains."""
+    """Sections that all jobs share."""
 
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     run: RunOptions = field(default_factory=RunOptions)
@@ -228,7 +228,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class JobConfig(RunConfig):
-    """Everything the main job is told."""
+    """Configuration of the main job."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)

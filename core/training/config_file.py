@@ -131,7 +131,7 @@ def perhaps_meant(refusal: str, config: Any, short: Mapping[str, str]) -> str:
 
 
 def one_line(box: str) -> str:
-    """What tyro's box says, without its frame and without the help below."""
+    """Text of tyro's box, without its frame and without the help below."""
     lines = [line.strip(" │|") for line in box.splitlines() if line.strip()]
     rule = re.compile(r"[╭╰]|.*[─-]{3,}\W*$")
     if len(lines) > 1 and rule.match(lines[1]):  # a title, underlined where the output is no terminal
@@ -145,7 +145,7 @@ def one_line(box: str) -> str:
 
 
 def given_options(tables: Sequence[Mapping[str, Any]], flags: Sequence[str]) -> dict[str, Any]:
-    """What files and flags say, by 'section.option'; a later source wins. Values of flags are text, or bools."""
+    """Values from files and flags, by 'section.option'; a later source wins. Values of flags are text, or bools."""
     given: dict[str, Any] = {}
     for table in tables:
         for section, options in table.items():
@@ -164,7 +164,7 @@ def given_options(tables: Sequence[Mapping[str, Any]], flags: Sequence[str]) -> 
 
 
 def ddp_defaults(given: Mapping[str, Any]) -> DistributedDataParallelConfig:
-    """The defaults of the section ddp beside what is given: what the user says wins over a default.
+    """Defaults of the section ddp for options that are not given: a given one wins.
 
     ConfigError where two things that the user says contradict each other.
     """

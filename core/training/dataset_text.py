@@ -16,7 +16,7 @@ FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")
 
 @dataclass(frozen=True)
 class DatasetText:
-    """Rows as documents. `rows` can be gone through again and again; a streamed one is read anew each time."""
+    """Rows as documents. `rows` can be iterated many times; a streamed dataset is read again each time."""
 
     name: str
     rows: Any

@@ -1,4 +1,4 @@
-"""What is wrong with what a job was told. Apart, so that a launcher's variables are read without importing torch."""
+"""ConfigError: a job's configuration is invalid. In its own file, so that launch needs no torch."""
 
 from __future__ import annotations
 

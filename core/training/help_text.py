@@ -1,4 +1,4 @@
-"""What `--help` shows: an overview by groups, one group, or everything; every option with a text and its default."""
+"""Text of `--help`: an overview by groups, one group, or everything; every option with a text and its default."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _title(section: Any) -> str:
 
 def _entries(whole: str, group: str, section: Any) -> list[str]:
     """One text an option, out of tyro's help; where it has none, the docstring of the section's class has."""
-    told = argument_texts(type(section))
+    texts_of = argument_texts(type(section))
     entries: list[list[str]] = []
     for line in whole.splitlines():
         inside = line[1:].rstrip("│| ")  # without the sides of a box, or the blanks in their place
@@ -88,8 +88,8 @@ def _entries(whole: str, group: str, section: Any) -> list[str]:
             continue
         option = lines[0].split()[0].rstrip(",").partition(".")[2].replace("-", "_")
         at = next((place for place, line in enumerate(lines) if line.startswith("  ")), len(lines))
-        if option in told and "".join(lines[at:]).strip().startswith("(default:"):
-            lines[at:at] = textwrap.wrap(told[option], 88, initial_indent=" " * 7, subsequent_indent=" " * 7)
+        if option in texts_of and "".join(lines[at:]).strip().startswith("(default:"):
+            lines[at:at] = textwrap.wrap(texts_of[option], 88, initial_indent=" " * 7, subsequent_indent=" " * 7)
         texts.append("\n".join(lines))
     return texts
 

@@ -1,4 +1,4 @@
-"""Megatron's pair of files, NAME.bin and NAME.idx: tokens that somebody has made already, mapped where they lie."""
+"""Megatron's pair of files, NAME.bin and NAME.idx: tokens that exist already, mapped from the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ_TOKENS = 4 << 20
 
 @dataclass(frozen=True)
 class Index:
-    """What an .idx says: the dtype of the tokens, how many there are, and how many documents."""
+    """Header of an .idx: the dtype of the tokens, how many there are, and how many documents."""
 
     dtype: str
     tokens: int

@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a run came to, the same on every rank."""
+    """Result of a run, the same on every rank."""
 
     losses: list[float]  # nats per byte, a step
     validation_loss: float | None
@@ -147,8 +147,8 @@ def conduct(
     """
     config = trainer.config
     checkpoints = None if config.checkpoint.dir is None else JobCheckpoints(trainer, config.checkpoint.dir)
-    goes_on = config.checkpoint.resume or config.checkpoint.step is not None
-    resumed = checkpoints.resume() if checkpoints is not None and goes_on else None
+    resumes = config.checkpoint.resume or config.checkpoint.step is not None
+    resumed = checkpoints.resume() if checkpoints is not None and resumes else None
     with claim_directory(config, None if checkpoints is None else checkpoints.run) as run:
         if checkpoints is None and keeps and config.checkpoint.at_end:
             checkpoints = JobCheckpoints(trainer, run.path / CHECKPOINTS)
@@ -190,7 +190,7 @@ def conduct(
 def claim_directory(config: RunConfig, saved: str | None) -> RunDirectory:
     """The run's directory, locked by rank 0; where that fails, all ranks say why. Collective.
 
-    saved: the name of the directory of the run that goes on; None for a run that begins.
+    saved: the name of the directory of the run that is resumed; None for a run that begins.
     """
     parent, name = config.run.directory, config.run.name
     run: RunDirectory | None = None
@@ -227,7 +227,7 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
 
     A stop asked for on any rank ends the run after the step at hand, with a checkpoint and without the validation; in
     the validation it ends that.
-    Whatever ends it, an error too, the reporter writes what there is.
+    However it ends, also by an error, the reporter writes what there is.
     """
     config = trainer.config
     losses: list[float] = []
@@ -315,8 +315,8 @@ def prepare_tokens(data: DataOptions) -> Path:
 def prepared_by_one(prepare: Callable[[], str], prepares_data: bool, cache: Path) -> str:
     """The name of the data's file in `cache`, made by one rank of each machine; if it fails, all say why. Collective.
 
-    The other ranks wait as long as it takes, whatever the limit of the job's groups. The rank watch says who waits for
-    whom (core.watch.rank_watch).
+    The other ranks wait as long as it takes, without the time limit of the job's groups. The rank watch says which
+    rank waits for which (core.watch.rank_watch).
     """
     group = dist.new_group(timeout=NO_LIMIT, backend="gloo")
     name: str | None = None
@@ -326,14 +326,14 @@ def prepared_by_one(prepare: Callable[[], str], prepares_data: bool, cache: Path
             name = prepare()
         except OSError as error:
             failure = explain(error, cache)
-        except Exception as error:  # packages of tokenizers raise whatever they like, and the others wait
+        except Exception as error:  # packages of tokenizers raise errors of any kind, and the others wait
             failure = str(error) or repr(error)
-    told = agree.gather((failure, name), group, "the text")
+    answers = agree.gather((failure, name), group, "the text")
     dist.destroy_process_group(group)
-    for rank, (failed, _) in told.items():
+    for rank, (failed, _) in answers.items():
         if failed is not None:
             raise ConfigError(f"rank {rank} could not prepare the text: {failed}")
-    names = {rank: theirs for rank, (_, theirs) in told.items() if theirs is not None}
+    names = {rank: theirs for rank, (_, theirs) in answers.items() if theirs is not None}
     first = min(names)
     for rank, theirs in names.items():
         if theirs != names[first]:

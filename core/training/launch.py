@@ -1,4 +1,4 @@
-"""Where a launcher put this process among the ranks: torchrun's variables, or SLURM's."""
+"""This process's rank, from the variables of its launcher: torchrun's, or SLURM's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Launch:
     local_world_size: int
     master_addr: str
     master_port: int
-    launcher: str  # 'torchrun' (or whatever sets the same variables), 'slurm'
+    launcher: str  # 'torchrun' (or another that sets the same variables), 'slurm'
     restarts: int = 0  # how often torchrun has started the job again
 
     def environment(self) -> dict[str, str]:

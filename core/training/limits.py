@@ -1,4 +1,4 @@
-"""What each number of a job may be, by section and option. What numbers must be to each other is in sizes."""
+"""Range of each number of a job, by section and option. Conditions between numbers are in sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command: find out where this process stands, read what it is told, check it, run it."""
+"""The command: find this process's rank, read the configuration, check it, run the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory the ranks of this machine may use: the machine's, less where a control group says so, or a GPU's."""
+"""Memory that the ranks of this machine may use: the machine's, a control group's limit if lower, or a GPU's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UNLIMITED = 1 << 60  # version 1 writes its largest number where there is no lim
 
 
 def host_memory_bytes(proc: Path = Path("/proc/self"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that the processes of this machine may use together, as far as they are told.
+    """Bytes that the processes of this machine may use together, as far as the system reports it.
 
     Containers and SLURM limit a control group. Its limit counts, and that of each group around it.
     """

@@ -17,7 +17,7 @@ PEAKS = {"H200": 1979 / 2, "H100": 1979 / 2, "H100 PCIe": 1513 / 2, "A100": 624 
 
 
 def peak_tflops(device_name: str, given: float | None) -> float | None:
-    """What the device can do: as given, or from the table; None where neither knows."""
+    """Peak TFLOP/s of the device: as given, or from the table; None if neither has it."""
     if given is not None:
         return given
     known = [name for name in PEAKS if name in device_name]

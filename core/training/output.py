@@ -14,7 +14,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
 class Output:
-    """A text stream whose writes do not raise. `is_gone` is True once nobody can read it any more."""
+    """A text stream whose writes do not raise. `is_gone` is True once no process can read it any more."""
 
     def __init__(self, stream: TextIO | None) -> None:
         """stream: None where the process was started with this descriptor closed.
@@ -66,7 +66,7 @@ class Output:
             self._drop()
         elif not self.has_warned:
             self.has_warned = True
-            print(f"warning: the output cannot be written ({error}); training goes on without it", file=sys.stderr)
+            print(f"warning: the output cannot be written ({error}); training continues without it", file=sys.stderr)
 
     def _drop(self) -> None:
         """Let the descriptor lead nowhere, so that buffered text can be flushed."""
@@ -92,5 +92,5 @@ def outputs_that_may_go() -> Iterator[None]:
 
 
 def output_is_gone() -> bool:
-    """True if nobody can read this process's standard output any more."""
+    """True if no process can read this process's standard output any more."""
     return isinstance(sys.stdout, Output) and sys.stdout.is_gone

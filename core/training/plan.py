@@ -1,4 +1,4 @@
-"""JobPlan: what a configuration comes to on a number of ranks. Pure; all that can be wrong is found here.
+"""JobPlan: a configuration's sizes on a number of ranks. Pure; all that can be wrong is found here.
 
 Runs before any process group exists, so a wrong size costs a second and a message, not a timeout.
 """
@@ -23,7 +23,7 @@ BYTES = 256  # the vocabulary of the tokenizer 'bytes'
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch is divided."""
+    """Division of a global batch into microbatches."""
 
     world_size: int
     dp: int
@@ -117,7 +117,7 @@ def _plan_layers(config: JobConfig) -> PipelineLayout:
         )
     try:
         find_schedule(parallel.schedule_name)
-        if parallel.pp == 1:  # whatever the schedule
+        if parallel.pp == 1:  # under any schedule
             layout = PipelineLayout(parallel.layers_per_stage or (config.model.num_layers,), pp=1)
             layout.check_model(config.model.num_layers)
             return layout
@@ -143,7 +143,7 @@ def default_micro_batch(share: int, parallel: ParallelOptions, layout: PipelineL
 
 
 def _check_the_rest(config: JobConfig) -> None:
-    """What the model's and the optimizer's own configurations refuse besides."""
+    """Run the checks of the model's and the optimizer's own configurations too."""
     tokens = {"bytes": BYTES, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer)
     known = None if tokens is None else check_vocabulary(tokens, config.model, config.parallel.tp)
     if config.optimizer.name == "muon" and config.ddp.sharded and not config.ddp.keep_params_whole:
@@ -160,7 +160,7 @@ def _check_the_rest(config: JobConfig) -> None:
 
 
 def _check_options(config: JobConfig) -> None:
-    """What can be told of one option alone, and what checkpoints need."""
+    """Check each option alone, and what checkpoints need."""
     check_numbers(config)
     check_run(config)
 

@@ -10,7 +10,7 @@ from core.training.extras import require
 from core.training.step_log import StepRecord
 from core.training.step_trace import StepTrace
 
-# Okabe and Ito's, which people who are blind to a colour can tell apart too.
+# Okabe and Ito's, which colour-blind readers can distinguish too.
 SPAN_COLORS = {
     "data": "#dddddd",
     "forward": "#56b4e9",
@@ -25,7 +25,7 @@ IN_FLIGHT, EXPOSED = "#cc79a7", "#222222"
 
 
 def figure(width: float, height: float) -> Any:
-    """A matplotlib figure that draws into a file, whatever screen there is."""
+    """A matplotlib figure that draws into a file, with or without a screen."""
     require("matplotlib", "drawing the plots").use("Agg")
     return require("matplotlib.pyplot", "drawing the plots").figure(figsize=(width, height), layout="constrained")
 

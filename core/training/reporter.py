@@ -96,7 +96,7 @@ class Reporter:
         self.progress.show(record)
 
     def show_end(self, validation_loss: float | None, traces: Sequence[StepTrace], *, stopped: bool) -> None:
-        """The run ended by itself or was asked to stop."""
+        """Show that the run has ended, or was stopped."""
         self.validation_loss = validation_loss
         if traces and self.config.logging.plots:
             with self.disk.forgiven():
@@ -154,7 +154,7 @@ class Reporter:
         return words
 
     def _what_next(self, kept: Path) -> str:
-        """What can be done with the checkpoint, as commands."""
+        """Commands that use the checkpoint."""
         longer = ""
         if self.log.records and self.log.records[-1].step >= self.config.run.steps:
             longer = f" --checkpoint.schedule given --run.steps {2 * self.config.run.steps}"
@@ -164,7 +164,7 @@ class Reporter:
 
 
 def python_command() -> str:
-    """What a user types for this interpreter: `python` where that is found, else its path, short where it is below."""
+    """Command of this interpreter: `python` if that is the one on the path, else its path, short if it is below."""
     found = shutil.which("python")
     if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):
         return "python"

@@ -1,4 +1,4 @@
-"""The directory of a run: one that no other run has used, or its own again when it goes on; one process writes there.
+"""The directory of a run: one that no other run has used, or its own again when it resumes; one process writes there.
 
 runs/default/           the first run of this name
 runs/default-2/         the second one
@@ -59,7 +59,7 @@ class RunDirectory:
 
     @staticmethod
     def again(parent: Path, name: str, saved: str) -> RunDirectory:
-        """The directory `saved` of a run that goes on under its name; a new one if it goes on under another name.
+        """The directory `saved` of a run that resumes under its name; a new one if it resumes under another name.
 
         ConfigError where another process is writing to it.
         """
@@ -69,12 +69,12 @@ class RunDirectory:
         if (lock := _lock(path)) is None:
             raise ConfigError(
                 f"{path} is written to by another run that has not ended: {(path / LOCK).read_text().strip()}. Stop "
-                "that one, or go on under another --run.name"
+                "that one, or resume under another --run.name"
             )
         return RunDirectory(path, lock)
 
     def link_latest(self) -> None:
-        """Let `latest` beside the directory lead to it. OSError where links cannot be made there."""
+        """Make the link `latest`, next to the directory, point to it. OSError where links cannot be made there."""
         link = self.path.with_name(LATEST)
         new = link.with_name(f".{LATEST}.{os.getpid()}")
         new.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ class RunDirectory:
 
 
 class RunDisk:
-    """What is written to a run's directory while it trains: where the disk refuses, training goes on without."""
+    """Files of a run that are written while it trains: if the disk fails, training continues without them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -100,13 +100,13 @@ class RunDisk:
 
     @contextlib.contextmanager
     def forgiven(self) -> Iterator[None]:
-        """The first OSError is told on stderr, the others are not."""
+        """Print the first OSError to stderr; drop the others."""
         try:
             yield
         except OSError as error:
             if not self.has_failed:
                 self.has_failed = True
-                words = f"warning: {self.directory} cannot be written ({error}); training goes on without these files"
+                words = f"warning: {self.directory} cannot be written ({error}); training continues without these files"
                 print(words, file=sys.stderr, flush=True)
 
 
@@ -121,8 +121,8 @@ def check_writable(path: Path, flag: str) -> None:
             pass
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        told, where = (repr(str(each)[:300])[1:-1] for each in (path, place))
-        raise ConfigError(f"{flag} {told}: {where} is no directory that this user may write to ({reason})") from None
+        given, where = (repr(str(each)[:300])[1:-1] for each in (path, place))
+        raise ConfigError(f"{flag} {given}: {where} is no directory that this user may write to ({reason})") from None
 
 
 def _lock(path: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""Which windows a step trains on: a function of the seed and the number of windows consumed, never of the layout."""
+"""The windows that a step trains on: a function of the seed and the number of windows consumed, never of the layout."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class GlobalBatchSampler:
         return {"consumed": self.consumed, "seed": self.seed, "num_windows": self.num_windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another sampler stopped; the global batch size may be another one."""
+        """Continue where another sampler stopped; the global batch size may be another one."""
         for name in ("seed", "num_windows"):
             if state[name] != getattr(self, name):
                 raise ValueError(
                     f"the saved sampler position belongs to {name} {state[name]} and this sampler has "
-                    f"{getattr(self, name)}; go on with the same text, sequence length and seed"
+                    f"{getattr(self, name)}; continue with the same text, sequence length and seed"
                 )
         self.consumed = int(state["consumed"])
 

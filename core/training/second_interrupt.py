@@ -13,7 +13,7 @@ from core import parallel_state
 from core.watch.interrupts import INTERRUPTED, SAME_PRESS_S
 from core.watch.processes import STOPPED
 
-END_S = 3.0  # after the second Ctrl-C, until a rank that has not ended by itself is ended
+END_S = 3.0  # after the second Ctrl-C, until a rank that still runs is ended
 
 
 class EndAtSecondInterrupt:
@@ -21,7 +21,7 @@ class EndAtSecondInterrupt:
 
     Python runs handlers of signals between two steps of the main thread, so never while that waits in C++. But the
     interpreter writes the number of each signal into a pipe at once, and this thread reads it.
-    says: True on the rank that tells the user what the first Ctrl-C does.
+    says: True on the rank that prints what the first Ctrl-C does.
     """
 
     def __init__(self, *, says: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which sizes fit together. Pure; each refusal names the options, does the arithmetic and tells the nearest fit."""
+"""Checks that sizes fit together. Pure; each error names the options, the arithmetic and the nearest fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from core.training.errors import ConfigError
 
 
 def check_divides(what: str, size: int, by: str, divisor: int) -> None:
-    """ConfigError unless `size` is a multiple of `divisor`; both are told by name."""
+    """ConfigError unless `size` is a multiple of `divisor`; the error names both."""
     if size % divisor == 0:
         return
     raise ConfigError(

@@ -26,7 +26,7 @@ class StepRecord:
     step_ms: float
     tokens_per_s: float
     exposed_ms: float  # that the step waited for gradient communication
-    hidden_share: float  # of the time collectives were in flight, the part nobody waited for
+    hidden_share: float  # of the time collectives were in flight, the part that no rank waited for
     bytes_sent: int
     collectives: int
     windows: int  # consumed since the start
@@ -51,7 +51,7 @@ class StepLog:
     """Keeps the records, and writes each as soon as it comes. A context manager: closes its files."""
 
     def __init__(self, directory: Path, trackers: Sequence[Tracker] = (), after_step: int = 0) -> None:
-        """after_step: the step that the run goes on from; the file's records up to it stay, later ones do not."""
+        """after_step: the step that the run resumes from; the file's records up to it stay, later ones do not."""
         self.disk = RunDisk(directory)
         path = directory / "steps.jsonl"
         self.records = [record for record in read_records(path) if record.step <= after_step]

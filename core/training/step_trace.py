@@ -65,5 +65,5 @@ class StepTrace:
 
 
 def trace_of(report: OverlapReport, *, rank: int, step: int) -> StepTrace:
-    """What `DistributedDataParallel.overlap_report()` says, to be drawn or written; `spans` may be added by hand."""
+    """Trace of a `DistributedDataParallel.overlap_report()`, to be drawn or written; `spans` may be added by hand."""
     return StepTrace(rank, step, buckets=list(report.reductions), gathers=list(report.gathers))

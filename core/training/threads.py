@@ -1,4 +1,4 @@
-"""How many intra-op threads a rank gets: oversubscribed, the same run is ten times slower."""
+"""Number of intra-op threads of a rank: oversubscribed, the same run is ten times slower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def intra_op_threads(
 ) -> int:
     """Threads of this rank: the flag, else the user's OMP_NUM_THREADS, else cores / local ranks (at least 1).
 
-    torchrun sets OMP_NUM_THREADS=1 by itself when there are several ranks; that 1 is not taken for the user's wish.
+    torchrun sets OMP_NUM_THREADS=1 when there are several ranks; that 1 is not taken for the user's wish.
     SLURM binds each task to its own cores, so there `cores` is not divided again. ConfigError for a variable that is no
     such number.
     """

@@ -22,7 +22,7 @@ FORMAT = 2  # changes whenever the same text and tokenizer would give another fi
 
 @dataclass(frozen=True)
 class TokenFileHeader:
-    """What a token file holds; lies beside it as JSON."""
+    """Header of a token file; a JSON file next to it."""
 
     text: str
     files: int  # or documents
@@ -42,7 +42,7 @@ class TokenFileHeader:
 
     @property
     def loss_unit(self) -> str:
-        """What a mean loss over `bytes_per_token` is counted in."""
+        """Unit of a mean loss over `bytes_per_token`."""
         return "nats per byte" if self.text_bytes else "nats per token"
 
     def describe(self) -> str:
@@ -88,7 +88,7 @@ def source_of(options: DataOptions) -> Text | DatasetText:
 
 
 def is_whole(path: Path) -> bool:
-    """True if the tokens are those that the header beside them tells: as many, with the same digest."""
+    """True if the tokens match the header next to them: same number, same digest."""
     try:
         header = TokenFileHeader(**json.loads(path.with_suffix(".json").read_bytes()))  # written last
         digest = hashlib.sha256(header.dtype.encode())
@@ -107,11 +107,11 @@ def make_tokenizer(options: DataOptions, text: Text | DatasetText, text_digest: 
     if options.tokenizer != "bpe":
         return read_tokenizer(Path(options.tokenizer))
     path = _bpe_path(options, text_digest)
-    told = path.with_suffix(".sha256")  # of the tokenizer
-    if not told.is_file() or not path.is_file() or _sha256(path) != told.read_bytes():
+    digest = path.with_suffix(".sha256")  # of the tokenizer
+    if not digest.is_file() or not path.is_file() or _sha256(path) != digest.read_bytes():
         tokenizer = train_bpe(text.documents(), options.bpe_vocab_size)
         write_whole(path, tokenizer.tokenizer.to_str().encode())
-        write_whole(told, _sha256(path))
+        write_whole(digest, _sha256(path))
     return read_tokenizer(path)
 
 
@@ -164,7 +164,7 @@ def open_token_file(path: Path, *, validation_fraction: float) -> TokenFile:
     if len(tokens) != header.tokens:
         raise ValueError(
             f"{path.with_suffix('.tokens')} holds {len(tokens)} tokens and its header says {header.tokens}; "
-            "delete both files to make them anew"
+            "delete both files to make them again"
         )
     return TokenFile(header, *cut_off(tokens, validation_fraction))
 
@@ -182,7 +182,7 @@ def window(tokens: np.ndarray, index: int, length: int) -> np.ndarray:
 
 
 def num_windows(tokens: np.ndarray, length: int) -> int:
-    """How many windows of `length` inputs, each followed by one more token, fit."""
+    """Number of windows of `length` inputs that fit, each followed by one more token."""
     return max(0, (len(tokens) - 1) // length)
 
 

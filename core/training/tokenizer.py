@@ -16,7 +16,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer(Protocol):
-    """What the token file asks of a tokenizer. `identity` tells two apart that would number a text differently."""
+    """Tokenizer as the token file uses it. `identity` differs if two would number a text differently."""
 
     vocab_size: int
     identity: str

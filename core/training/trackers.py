@@ -92,7 +92,7 @@ def check_tracker(name: str) -> None:
 
 
 def flag_of(name: str) -> str:
-    """What a user gives to have it."""
+    """The option that turns the tracker on."""
     return f"--logging.trackers {name}"
 
 

@@ -31,7 +31,7 @@ Batch = tuple[torch.Tensor, ...]  # inputs, labels, ... [windows, tokens of this
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave, the same on every rank but for the trace."""
+    """Result of one step, the same on every rank but for the trace."""
 
     loss: float  # in the trainer's unit
     grad_norm: float | None
@@ -127,7 +127,7 @@ class Trainer:
         raise NotImplementedError
 
     def counted_tokens(self, batch: Batch) -> int:
-        """How many tokens of a batch have a loss."""
+        """Number of tokens of a batch that have a loss."""
         return batch[1].numel()
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ class Trainer:
     def _mean_over_ranks(self, total: torch.Tensor, rank_tokens: int, stop: bool) -> tuple[float, bool]:
         """(the loss in `unit` over all ranks' tokens, whether any rank wants to stop), in one all-reduce of the world.
 
-        Tensor ranks bring the same sum and the same count, which leaves the ratio as it is.
+        Tensor ranks bring the same sum and the same count, which leaves the ratio unchanged.
         """
         sums = torch.stack([total, total.new_tensor(float(rank_tokens)), total.new_tensor(float(stop))])
         with waiting("the mean loss", dist.group.WORLD):

@@ -1,4 +1,4 @@
-"""What torch's flight recorder knows of this process's collectives, in words."""
+"""The collectives of this process as torch's flight recorder has them, in words."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, where t
 def unfinished_collective() -> str:
     """The first collective of this process that has not ended; "" for none, or where none are recorded.
 
-    A GPU's collective goes on while the host is somewhere else, so the host's place does not tell it. torch records
-    those of NCCL by itself, and those of gloo where TORCH_FR_BUFFER_SIZE is set when the process starts.
+    A GPU's collective runs while the host is elsewhere, so the host's place does not show it. torch records
+    those of NCCL always, and those of gloo where TORCH_FR_BUFFER_SIZE is set when the process starts.
     """
     for name in RECORDERS:
         dump = getattr(torch._C._distributed_c10d, name, None)

@@ -1,4 +1,4 @@
-"""What a first and a second Ctrl-C are."""
+"""Meaning of a first and of a second Ctrl-C."""
 
 import signal
 

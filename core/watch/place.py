@@ -1,4 +1,4 @@
-"""Where the main thread is: what it waits for, or the module, call and line that it runs. Read from another thread."""
+"""The main thread's place: what it waits for, or the module, call and line that it runs. Read from another thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def place_of_main_thread(before: Place) -> Place:
         return Place(f"{words}{step}", time.monotonic(), waits, (), key)
     try:
         ranks = wait.ranks
-    except (KeyError, ValueError):  # the wait has ended meanwhile, and its group is destroyed
+    except (KeyError, ValueError):  # the wait has just ended, and its group is destroyed
         return before
     words = f"waiting for {wait}{call_of(vars(main))}, {in_words(ranks)}"
     return Place(words, time.monotonic(), True, tuple(ranks), key, str(wait))

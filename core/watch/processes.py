@@ -24,5 +24,5 @@ def runs(pid: int) -> bool:
 
 
 def boot_id() -> str:
-    """What tells this host from others, which may have the same name. Raises OSError where there is no /proc."""
+    """The id of this boot: it distinguishes hosts of the same name. Raises OSError where there is no /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -23,7 +23,7 @@ class _Question:
 class PromptStore:
     """A torch store; a call that takes longer than limit_s raises RuntimeError, and so does each call after it.
 
-    The client of torch's TCPStore reads its socket without a limit, so calls are made by a thread that nobody waits
+    The client of torch's TCPStore reads its socket without a limit, so calls are made by a thread that no other waits
     for. Several threads may use it at once.
     """
 

@@ -1,8 +1,8 @@
 """RankWatch: says within seconds which rank has ended or hangs, and where every rank waits.
 
-A collective waits for all ranks, and a backend does not say for whom. So each process runs one thread beside the
-training. Every BEAT_S it tells the job's store where the main thread is, looks at the processes of its own host, and
-reads the beat of the next rank. The thread calls no collective and never touches a GPU.
+A collective waits for all ranks, and a backend does not say for whom. So each process runs one thread next to the
+training. Every BEAT_S it publishes where the main thread is in the job's store, looks at the processes of its own
+host, and reads the beat of the next rank. The thread calls no collective and never touches a GPU.
 
 - A process of this host that has ended, or that was stopped (SIGSTOP, a debugger), is seen in /proc.
 - A rank whose beats stop for SILENT_S is silent: its host is lost, or the process is stopped there. One of this host
@@ -10,7 +10,7 @@ reads the beat of the next rank. The thread calls no collective and never touche
 - What one rank has found it appends to a list in the store. All ranks read it, and log it with their own place.
 - A rank that ends on purpose says so. One that fails because another rank was lost waits until that one is named. So
   the rank that fell first is blamed, and not those that followed.
-- A wait that fails takes its message from here (`account`). One that goes on END_AFTER_S after a rank has ended can
+- A wait that fails takes its message from here (`account`). One that lasts for END_AFTER_S after a rank has ended can
   never succeed; the process is then ended, as NCCL's watchdog does.
 """
 
@@ -53,7 +53,7 @@ STUCK_S = 2.0  # in one place, before torch's flight recorder is asked for the c
 END_AFTER_S = 60.0  # in one wait after a rank has ended, before this process is ended too
 COMPARE_BEATS = 4  # from one look at everybody's step times to the next
 LEFT_EARLY = "has left without an error, and others wait for it: it ended, or called destroy_model_parallel"
-LEFT = -1  # the last beat of a rank that has ended by itself
+LEFT = -1  # the last beat of a rank that has left
 
 DEAD, PAUSED, SILENT, MISSED, BACK = "dead", "paused", "silent", "missed", "back"  # what a finding says of a rank
 
@@ -65,7 +65,7 @@ class Member:
     """One rank's process.
 
     machine: equal for ranks that see each other's processes. born: the start of the process, because process numbers
-    are used again; "" where the system does not tell. stage: of the pipeline; ranks of one stage do equal work.
+    are used again; "" where the system does not say. stage: of the pipeline; ranks of one stage do equal work.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class Member:
 
     @property
     def state(self) -> str | None:
-        """What the process does, as a letter of /proc; None once it has ended."""
+        """State of the process, a letter of /proc; None once it has ended."""
         found = state_of(self.pid)
         return None if found is None or found[1] != self.born or found[0] in ENDED else found[0]
 
@@ -93,7 +93,7 @@ def this_member(rank: int, stage: int = 0) -> Member:
 
 @dataclass(frozen=True)
 class Finding:
-    """What has happened to a rank: one of the kinds above, in words."""
+    """A finding about a rank: one of the kinds above, in words."""
 
     kind: str
     words: str
@@ -120,7 +120,7 @@ class RankWatch:
         self.unfinished = ""  # the collective that the backend is at, if the place has not changed for a while
         self.failed = ""  # the last wait that failed here, in words
         self.stragglers = Stragglers()
-        self._told: Counter[int] = Counter()  # findings about each rank that were read
+        self._num_read: Counter[int] = Counter()  # findings about each rank that were read
         self._beats: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when this rank saw it change
         self._beat = 0
         self._arrived = 0
@@ -132,7 +132,7 @@ class RankWatch:
 
     def start(self) -> None:
         """Begin to watch; returns at once, whether or not the other ranks have come."""
-        self._tell_beat()  # a member has a beat
+        self._publish_beat()  # a member has a beat
         self.store.set(f"member/{self.rank}", json.dumps(asdict(self.members[self.rank])))
         self.store.add("members", 1)
         atexit.register(self._end)
@@ -152,11 +152,11 @@ class RankWatch:
                 self.members[rank] = Member(**json.loads(self.store.get(f"member/{rank}")))
 
     def stop(self, failure: BaseException | None = None) -> None:
-        """End the thread, and tell the others that this rank leaves. May be called twice.
+        """End the thread, and publish that this rank leaves. May be called twice.
 
         failure: what ends this rank, if it ends by an error. If other ranks are its cause, they are named first.
         """
-        if self._ending.is_set() or os.getpid() != self.members[self.rank].pid:  # a forked process ends by itself
+        if self._ending.is_set() or os.getpid() != self.members[self.rank].pid:  # a forked process ends without it
             return
         atexit.unregister(self._end)
         if self._at_exit is not None:
@@ -170,12 +170,12 @@ class RankWatch:
         with suppress(RuntimeError):  # the store has gone, and with it everybody who could read this
             if own is not None:
                 self._publish(self.rank, DEAD, f"{self.members[self.rank]} failed: {own}", _place_of(failure))
-            told = {"beat": LEFT, "place": "it has left", "failed": self.failed}
-            self.store.set(_beat_key(self.rank), json.dumps(told))
+            beat = {"beat": LEFT, "place": "it has left", "failed": self.failed}
+            self.store.set(_beat_key(self.rank), json.dumps(beat))
         self.store.close()
 
-    def tell_failure(self, error: BaseException) -> None:
-        """Log on all ranks that a call has failed here in which others may be waiting. This rank goes on."""
+    def report_failure(self, error: BaseException) -> None:
+        """Log on all ranks that a call has failed here in which others may be waiting. This rank continues."""
         words = f"{self.members[self.rank]} failed, and others may wait for it: {in_short(error)}"
         with suppress(RuntimeError):
             self._publish(self.rank, BACK, words, _place_of(error))
@@ -190,7 +190,7 @@ class RankWatch:
         return [m for m in list(self.members.values()) if m.machine == own.machine and m is not own and m.born]
 
     def account(self, wait: waiting) -> str:
-        """Who did not come to a wait of this rank that has failed, and where the others are, in words.
+        """Name the ranks that did not come to a failed wait of this rank, and where the others are.
 
         Takes at most GRACE_S: until a lost rank is found, or all others have said what they wait for.
         """
@@ -199,24 +199,24 @@ class RankWatch:
         self._find_lost(others)
         lost = dict(self.lost)
         said: dict[str, list[int]] = defaultdict(list)
-        told: dict[int, dict[str, Any]] = {}
+        beats: dict[int, dict[str, Any]] = {}
         with suppress(RuntimeError):  # the store may have gone with its rank
-            told = self._told_by_all(others)
+            beats = self._beats_of(others)
         for rank in others:
             if rank not in lost:
-                beat = told.get(rank, {})
+                beat = beats.get(rank, {})
                 said[beat.get("failed") or f"did not come: {beat.get('place', 'nothing is known')}"].append(rank)
         found = [finding.words for finding in lost.values()]
         found += [f"{in_words(ranks)} {words}" for words, ranks in said.items()]
         return "".join(f"; {words}" for words in found)
 
     def beats_in_vain(self, patience_s: float) -> dict[int, int]:
-        """The last beats of the ranks that can never go on; nothing where this rank can, or where that is not known."""
-        told: dict[int, dict[str, Any]] = {}
+        """Rank -> last beat of the ranks that wait forever; empty if this rank does not, or if that is not known."""
+        beats: dict[int, dict[str, Any]] = {}
         with suppress(RuntimeError):  # the store may have gone
-            told = self._told_by_all(range(self.world))
-        stuck = in_vain(told, patience_s)
-        return {rank: told[rank]["beat"] for rank in stuck} if self.rank in stuck else {}
+            beats = self._beats_of(range(self.world))
+        stuck = in_vain(beats, patience_s)
+        return {rank: beats[rank]["beat"] for rank in stuck} if self.rank in stuck else {}
 
     def come(self, place: str, times: int) -> int:
         """Come so many times to a place in the job's store; how often ranks have come there."""
@@ -227,14 +227,14 @@ class RankWatch:
         begun = time.monotonic()
         looked = -BEAT_S
         with suppress(RuntimeError):
-            self._tell_beat()
+            self._publish_beat()
         while not self.lost and (waited := time.monotonic() - begun) < GRACE_S and self._thread.is_alive():
             if waited - looked >= BEAT_S:
                 looked = waited
                 with suppress(RuntimeError):
-                    told = self._told_by_all([rank for rank in others if rank != self.rank])
+                    beats = self._beats_of([rank for rank in others if rank != self.rank])
                     # A process that was killed is seen a beat later than its connections close.
-                    if waited > 3 * BEAT_S and all(beat.get("failed") for beat in told.values()):
+                    if waited > 3 * BEAT_S and all(beat.get("failed") for beat in beats.values()):
                         return
                     for rank in self.left & set(others):
                         self._miss(rank)
@@ -248,9 +248,9 @@ class RankWatch:
                 self._look()
         except RuntimeError as error:
             if not self._ending.is_set():
-                self._go_on_alone(error)
+                self._watch_own_host(error)
 
-    def _go_on_alone(self, error: Exception) -> None:
+    def _watch_own_host(self, error: Exception) -> None:
         """The store has gone: what happens to the processes of this host is still seen."""
         lost = "the job's store does not answer; the process that holds it has ended, or cannot be reached"
         log.error("rank %d: %s (%s)%s", self.rank, lost, str(error).splitlines()[0], self._here())
@@ -271,9 +271,9 @@ class RankWatch:
         self._find_place()
         self.meet()
         found = self._look_at_processes()
-        self._tell_beat()
+        self._publish_beat()
         found = found or self._look_at_beats()
-        waits = {rank: self._told_by(rank).get("waits", False) for rank in found}
+        waits = {rank: self._beat_of(rank).get("waits", False) for rank in found}
         for rank, (kind, what) in sorted(found.items(), key=lambda entry: waits[entry[0]]):  # one that waited followed
             self._publish(rank, kind, what)
         self._look_for_those_who_left()
@@ -292,7 +292,7 @@ class RankWatch:
             state = member.state
             if state is None:
                 with suppress(RuntimeError):  # the store may have ended with it
-                    self._told_by(rank)  # a process that ended by itself has said so
+                    self._beat_of(rank)  # a process that left has said so
                 if rank not in self.left:
                     found[rank] = DEAD, f"{member} has ended"
             elif known is None and state in STOPPED:
@@ -308,7 +308,7 @@ class RankWatch:
                 self._miss(rank)
 
     def _miss(self, rank: int) -> None:
-        if rank not in self.lost and not self._told_by(rank).get("failed"):  # one whose wait has failed was not first
+        if rank not in self.lost and not self._beat_of(rank).get("failed"):  # one whose wait has failed was not first
             self._publish(rank, MISSED, f"{self.members[rank]} {LEFT_EARLY}")
 
     def _look_at_beats(self) -> dict[int, tuple[str, str]]:
@@ -321,7 +321,7 @@ class RankWatch:
         found: dict[int, tuple[str, str]] = {}
         beats = {}
         for rank in (*silent, *self.busy.difference(silent), *itertools.islice(there, 1)):
-            beat = self._told_by(rank).get("beat", 0)
+            beat = self._beat_of(rank).get("beat", 0)
             before, since = self._beats.get(rank, (beat, now))
             beats[rank] = (beat, since if beat == before else now)
             if beat != before:
@@ -330,7 +330,7 @@ class RankWatch:
                     found[rank] = BACK, f"{self.members[rank]} is there again"
             elif now - since > SILENT_S and rank not in self.lost and rank not in self.busy:
                 found[rank] = self._without_beats(self.members[rank], now - since)
-        self._beats = beats  # a rank that is looked at anew has all the time again
+        self._beats = beats  # a rank that is looked at again has all the time
         return found
 
     def _without_beats(self, member: Member, seconds: float) -> tuple[str, str]:
@@ -345,9 +345,9 @@ class RankWatch:
     def _publish(self, rank: int, kind: str, what: str, place: str = "") -> None:
         """Append a finding to the store's list. Of several about one event all ranks take the first."""
         if kind in (DEAD, PAUSED, SILENT) and not place:
-            place = self._told_by(rank).get("place", "")
+            place = self._beat_of(rank).get("place", "")
         words = f"{what}{f', last seen {place}' if place else ''}"
-        self.store.append("findings", json.dumps([rank, self._told[rank], kind, words]) + "\n")
+        self.store.append("findings", json.dumps([rank, self._num_read[rank], kind, words]) + "\n")
 
     def _read_findings(self) -> None:
         if not self.store.check(["findings"]):
@@ -355,8 +355,8 @@ class RankWatch:
         lines = self.store.get("findings").decode().splitlines()
         for line in lines[self._read :]:
             rank, number, kind, words = json.loads(line)
-            if number == self._told[rank]:
-                self._told[rank] += 1
+            if number == self._num_read[rank]:
+                self._num_read[rank] += 1
                 self._note(rank, kind, words)
         self._read = len(lines)
 
@@ -378,11 +378,11 @@ class RankWatch:
         self._next_report_s *= 2
         places: dict[str, list[int]] = defaultdict(list)
         for rank in range(self.world):
-            told = self._told_by(rank)
-            if rank < self.rank and told.get("waits") and told.get("seconds", 0.0) >= LONG_WAIT_S:
+            beat = self._beat_of(rank)
+            if rank < self.rank and beat.get("waits") and beat.get("seconds", 0.0) >= LONG_WAIT_S:
                 return  # a lower rank says it
             unknown = "unknown" if rank in self.members else "not come to initialize_model_parallel"
-            places[told.get("place", unknown)].append(rank)
+            places[beat.get("place", unknown)].append(rank)
         fewest_first = sorted(places.items(), key=lambda entry: len(entry[1]))
         said = "; ".join(f"{in_words(ranks)} {place}" for place, ranks in fewest_first)
         log.warning("rank %d has waited %.0f s: %s", self.rank, waited, said)
@@ -392,8 +392,8 @@ class RankWatch:
         lower = any(rank not in self.lost and rank not in self.left for rank in range(self.rank))
         if self._beat % COMPARE_BEATS or lower or len(self.members) < self.world:
             return
-        told = self._told_by_all([rank for rank in self.members if rank not in self.left])
-        times = {rank: beat.get("own") for rank, beat in told.items()}
+        beats = self._beats_of([rank for rank in self.members if rank not in self.left])
+        times = {rank: beat.get("own") for rank, beat in beats.items()}
         for words in self.stragglers.compare(times, self.members):
             log.warning("rank %d: %s", self.rank, words)
 
@@ -411,9 +411,9 @@ class RankWatch:
             sys.stdout.flush()
             os._exit(1)
 
-    def _tell_beat(self) -> None:
+    def _publish_beat(self) -> None:
         self._beat += 1
-        told = {
+        beat = {
             "beat": self._beat,
             "place": self._place_in_words(),
             "waits": self.place.waits,
@@ -423,24 +423,24 @@ class RankWatch:
             "failed": self.failed,
             "own": own_times(),
         }
-        self.store.set(_beat_key(self.rank), json.dumps(told))
+        self.store.set(_beat_key(self.rank), json.dumps(beat))
 
-    def _told_by(self, rank: int) -> dict[str, Any]:
-        """What a rank has told last; notes a rank that has left."""
+    def _beat_of(self, rank: int) -> dict[str, Any]:
+        """The last beat of a rank; notes a rank that has left."""
         key = _beat_key(rank)
-        told: dict[str, Any] = json.loads(self.store.get(key)) if self.store.check([key]) else {}
-        if told.get("beat") == LEFT:
+        beat: dict[str, Any] = json.loads(self.store.get(key)) if self.store.check([key]) else {}
+        if beat.get("beat") == LEFT:
             self.left.add(rank)
-        return told
+        return beat
 
-    def _told_by_all(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+    def _beats_of(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         """The same of several ranks, in one request; nothing of ranks that have not come."""
         come = [rank for rank in ranks if rank in self.members]
         beats = self.store.multi_get([_beat_key(rank) for rank in come]) if come else []
-        told: dict[int, dict[str, Any]] = {rank: {} for rank in ranks}
-        told.update((rank, json.loads(beat)) for rank, beat in zip(come, beats, strict=True))
-        self.left.update(rank for rank, beat in told.items() if beat.get("beat") == LEFT)
-        return told
+        read: dict[int, dict[str, Any]] = {rank: {} for rank in ranks}
+        read.update((rank, json.loads(beat)) for rank, beat in zip(come, beats, strict=True))
+        self.left.update(rank for rank, beat in read.items() if beat.get("beat") == LEFT)
+        return read
 
     def _here(self) -> str:
         words = self._place_in_words()
@@ -451,7 +451,7 @@ class RankWatch:
 
 
 def start_watch(stage: int) -> RankWatch | None:
-    """Watch the ranks of the default group, on which every rank calls this. Waits for nobody.
+    """Watch the ranks of the default group, on which every rank calls this. Returns without waiting.
 
     stage: of this rank in its pipeline. None in a job of one rank or with torch's fake backend; and, with a warning,
     where the job's store cannot be shared.
@@ -474,7 +474,7 @@ def start_watch(stage: int) -> RankWatch | None:
 
 
 def _place_of(error: BaseException | None) -> str:
-    """Where an error was raised."""
+    """The file and line at which an error was raised."""
     trace = None if error is None else error_chain(error)[-1].__traceback__
     if trace is None:
         return ""

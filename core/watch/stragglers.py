@@ -29,7 +29,7 @@ class Stragglers:
         self.slow: dict[int, float] = {}
 
     def compare(self, times: Mapping[int, tuple[float, float] | None], members: Mapping[int, Any]) -> list[str]:
-        """What has changed, in words. times: of each rank, by `own_times`. members: what has `stage`, and its words."""
+        """Return changes in words. times: of each rank, by `own_times`. members: what has `stage`, and its words."""
         known = {rank: time for rank, time in times.items() if time is not None}
         said: list[str] = []
         slow: dict[int, float] = {}

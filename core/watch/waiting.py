@@ -1,4 +1,4 @@
-"""What a rank waits for: kept on its thread while it waits, and on the error of a wait that fails. Whose error one is.
+"""A rank's wait: on its thread while it lasts, and on the error of one that fails. The rank an error is of.
 
 `waiting` surrounds a wait for other ranks, `calling` a call of the user that waits. Both cost about a microsecond where
 nothing fails. The rank watch reads them from its own thread.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 SHOWN = 8  # ranks of a long list
 LOOK_S = 1.5  # from one look at where the other ranks are to the next, in a wait that may be in vain
 SLICE = timedelta(seconds=LOOK_S)
-PATIENCE_S = 5.0  # in one wait, before a rank counts as one that may never go on
+PATIENCE_S = 5.0  # in one wait, before a rank counts as one that may wait forever
 RECENT = 10  # steps whose own time is remembered
 BACKENDS_WORDS = re.compile(
     "gloo|nccl|connection (closed|reset|refused)|timed out|application timeout|broken pipe|socket", re.IGNORECASE
@@ -35,16 +35,16 @@ ADVICE = (
 
 
 class Watch(Protocol):
-    """What a wait that fails or lasts asks of the rank watch. lost: the ranks that have ended, or do not answer."""
+    """The rank watch as seen by a wait that fails or lasts. lost: the ranks that have ended, or do not answer."""
 
     @property
     def lost(self) -> Mapping[int, object]: ...
 
     def account(self, wait: waiting) -> str:
-        """Who did not come to a wait that has failed, in words."""
+        """Name the ranks that did not come to a failed wait."""
 
     def beats_in_vain(self, patience_s: float) -> dict[int, int]:
-        """Rank -> last beat, of the ranks that can never go on."""
+        """Rank -> last beat, of the ranks that wait forever."""
 
     def come(self, place: str, times: int) -> int:
         """Come so many times to a place in the job's store; how often ranks have come there."""
@@ -147,7 +147,7 @@ class waiting:
                 steps_of(self.thread).waited_s += self.waited_s
 
     def _lost(self, error: BaseException) -> PeerLost:
-        """What is raised instead of a backend's error. Takes a few seconds, because others have to be asked."""
+        """The error that is raised instead of a backend's. Takes a few seconds, because others have to be asked."""
         self.call = call_of(self.thread)
         found = "" if _watch is None else _watch.account(self)
         lost = PeerLost(f"rank {dist.get_rank()} {self.failed} ({_reason(error)}){found}. {self.advice or ADVICE}")
@@ -163,7 +163,7 @@ class waiting:
 
     @property
     def failed(self) -> str:
-        """How the wait failed, in words."""
+        """The failed wait in words."""
         return f"waited {self.waited_s:.1f} s for {self}{self.call}, {in_words(self.ranks)}, which failed"
 
     def __str__(self) -> str:
@@ -208,7 +208,7 @@ class VainLook:
         beats = self.watch.beats_in_vain(PATIENCE_S + self.slack_s)
         # A rank that cannot say where it is keeps its beat, and may be elsewhere by now.
         if beats and beats.keys() == self.before.keys() and all(beats[rank] > self.before[rank] for rank in beats):
-            raise PeerLost(f"{in_words(list(beats))} wait for different things, and none can go on") from None
+            raise PeerLost(f"{in_words(list(beats))} wait for different things, and none can continue") from None
         self.before = beats
 
 
@@ -249,15 +249,15 @@ def starting(store: dist.Store, rank: int, world: int) -> Iterator[dist.Store]:
         raise PeerLost(f"rank {rank} waited for all {world} ranks to start, and {words} ({_reason(error)})") from error
 
 
-def in_vain(told: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[int]:
-    """Ranks that can never go on, by what each has told of its place. Pure.
+def in_vain(beats: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[int]:
+    """Ranks that wait forever, found from the last beat of each. Pure.
 
-    A rank can go on if it does not wait, or not for long, or if each rank that it waits for can go on or waits for the
-    same. A wait whose ranks are not known is one for all.
+    A rank can continue if it does not wait, or not for long, or if each rank that it waits for can continue or waits
+    for the same. A wait whose ranks are not known is one for all.
     """
     stays = {
-        rank: (beat["for"], beat["ranks"] or list(told))
-        for rank, beat in told.items()
+        rank: (beat["for"], beat["ranks"] or list(beats))
+        for rank, beat in beats.items()
         if beat.get("waits") and beat["seconds"] >= patience_s
     }
     while True:

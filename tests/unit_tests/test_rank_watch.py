@@ -353,7 +353,7 @@ def ask_where_the_other_is(rank: int) -> None:
     assert watch is not None
     if rank == 1:
         time.sleep(rank_watch.STUCK_S + 3 * rank_watch.BEAT_S)
-        logging.warning(watch._told_by(0)["place"])
+        logging.warning(watch._beat_of(0)["place"])
     dist.all_reduce(torch.ones(5, 3))
     until = time.monotonic() + 10.0  # gloo's thread writes down that it has ended after the caller has gone on
     while unfinished_collective() and time.monotonic() < until:

@@ -136,7 +136,7 @@ class HybridParallelModel(LowLevelZeroModel):
         except (RuntimeError, MemoryError) as error:
             watch = get_rank_watch()
             if watch is not None and not is_peers(error):
-                watch.tell_failure(error)
+                watch.report_failure(error)
             raise
 
     def expect_values(self) -> None:

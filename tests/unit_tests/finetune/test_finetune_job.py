@@ -414,7 +414,7 @@ def test_a_small_part_of_another_document_is_seen(
         (["--plugin", "torch_ddp", "--tp", "2"], "--parallel.plugin torch_ddp has dp only"),
         (["--plugin", "torch_fsdp", "--zero", "2"], "--parallel.plugin torch_fsdp has 3; leave"),
         (["--plugin", "torch_fsdp", "--model.dtype", "bfloat16"], "torch_fsdp keeps no fp32 masters"),
-        (["--plugin", "torch_ddp", "--checkpoint.dir", "kept"], "torch_ddp keeps no checkpoints to go on from"),
+        (["--plugin", "torch_ddp", "--checkpoint.dir", "kept"], "torch_ddp keeps no checkpoints to resume from"),
         (["--plugin", "torch_fsdp", "--dry-run"], "torch's own wrapper holds is not planned"),
         (["--plugin", "gemini", "--pp", "2"], "--parallel.plugin gemini has dp and tp only"),
         (

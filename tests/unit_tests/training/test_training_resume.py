@@ -214,7 +214,7 @@ def test_a_full_disk_under_the_run_ends_no_training(
     with contextlib.redirect_stderr(heard):
         result = train(config, plan_job(config, world), CPU, prepares_data=True)
     assert len(result.losses) == 3 and result.validation_loss is not None
-    assert heard.getvalue().count("training goes on without these files") == 1, heard.getvalue()
+    assert heard.getvalue().count("training continues without these files") == 1, heard.getvalue()
     assert "No space left on device" in heard.getvalue()
 
 
