@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.step_figures import Figures, figures_of, formula_of
-from benchmarks.step_table import beside_states, ordered
+from benchmarks.step_table import bytes_without_states, ordered
 
 AIMS = {  # of a stage, or of one of its arms
     "no_shard": 0.85,
@@ -64,7 +64,7 @@ def aims_of(result: dict[str, Any]) -> list[Aim]:
     """The aims of one workload, of the stages of which an arm of ours was measured."""
     name, plan, baseline = result["workload"]["name"], result["plan"], result["baseline"]["name"]
     found = _measured(result)
-    beside = beside_states(result)
+    beside = bytes_without_states(result)
     aims = []
     for setting, aim in (AIMS | AIMS_OF.get(name, {})).items():
         stage = setting.partition(" ")[0]

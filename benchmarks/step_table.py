@@ -22,7 +22,7 @@ COLORS = {"floor": "#bbbbbb", "peer": "#7fb3d5", "ours": "#2e6da4"}
 def table(result: dict[str, Any], about: dict[str, Any]) -> list[str]:
     """The lines of one workload's table, what the columns mean included."""
     workload, plan, baseline = result["workload"], result["plan"], result["baseline"]
-    beside = beside_states(result)
+    beside = bytes_without_states(result)
     lines = [
         f"{workload['name']}: {workload['sizes']}",
         f"{plan['ranks']} ranks, gloo, 1 thread each, accumulation {plan['accumulation']}; torch {about['torch']}, "
@@ -65,7 +65,7 @@ def ordered(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (STAGES.index(row["stage"]), KINDS.index(row["kind"])))
 
 
-def beside_states(result: dict[str, Any]) -> float | None:
+def bytes_without_states(result: dict[str, Any]) -> float | None:
     """Activations, the batch and all else: what a plain loop holds beside parameters, gradients and moments.
 
     Of the one that keeps its gradients. Where they are freed, the next forward's activations take their memory, and it

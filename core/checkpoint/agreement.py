@@ -1,4 +1,4 @@
-"""What ranks tell one another about a save or load: small Python values over one group, in the caller's thread."""
+"""Collective helpers of save and load: exchange small Python values within a group."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Ranks:
         if self.rank == 0:
             try:
                 answer = act()
-            except Exception as failure:  # whatever it is: the others are waiting in the gather
+            except Exception as failure:  # of any kind: the others are waiting in the gather
                 cause = failure
                 error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
                 if where is not None and isinstance(failure, OSError):
@@ -71,7 +71,7 @@ class Ranks:
         return answer  # type: ignore[return-value]
 
     def agree(self, error: str | None) -> None:
-        """Raise one CheckpointError on all ranks when any rank has an error to tell."""
+        """Raise one CheckpointError on all ranks when any rank has an error."""
         errors = self.gather(error)
         if errors.count(None) < len(errors):
             raise CheckpointError(self.joined(errors))

@@ -1,4 +1,4 @@
-"""Which state an algorithm keeps of a parameter: found by letting another one of its class take a first step."""
+"""State that an algorithm keeps of a parameter: found by letting another one of its class take a first step."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class AlgorithmKeys:
 
 
 def keys_by_group(inner: torch.optim.Optimizer) -> list[AlgorithmKeys | None]:
-    """What the algorithm of each param group keeps; None where it cannot be found out. Touches nothing of `inner`."""
+    """Keys of the state that each param group's algorithm keeps; None if unknown. Does not change `inner`."""
     members: list[torch.optim.Optimizer] = getattr(inner, "members", [inner])
     home = {id(group): member for member in members for group in member.param_groups}
     return [algorithm_keys(home.get(id(group), inner), group) for group in inner.param_groups]
 
 
 def algorithm_keys(member: torch.optim.Optimizer, group: dict[str, Any]) -> AlgorithmKeys | None:
-    """What a torch optimizer keeps of the parameters of one of its groups, or None.
+    """Keys of the state that a torch optimizer keeps of the parameters of one group, or None.
 
     A class that needs more to be built than its groups and defaults says it: `state_keys = ("momentum_buffer",)`.
     """

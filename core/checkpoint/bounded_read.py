@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have made: regular ones only, and no more of them than is expected."""
+"""Reading files of unknown origin: regular ones only, and no more of them than is expected."""
 
 from __future__ import annotations
 

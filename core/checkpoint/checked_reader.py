@@ -42,12 +42,12 @@ class CheckedReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of tensors, from the manifest; from torch's own index where an earlier version has saved."""
-        if self.manifest.tells_boxes:
+        if self.manifest.has_boxes:
             return index_of(self.manifest)
         if not self.trust_foreign_files:
             raise CheckpointError(
                 f"{self.path} was saved by an earlier version, whose index of tensors is a pickle. If you trust those "
-                "who made it, load it with trust_foreign_files=True (--checkpoint.trust-foreign-files) and save it anew"
+                "who made it, load it with trust_foreign_files=True (--checkpoint.trust-foreign-files) and save again"
             )
         data = read_whole(self.path, METADATA_NAME, self.manifest)
         if isinstance(data, Damage):
@@ -59,7 +59,7 @@ class CheckedReader(StorageReader):
         self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -38,7 +38,7 @@ Part = tuple[FileRecord, ...]
 
 
 def part_path(saving: Path, rank: int) -> Path:
-    """Where a rank says that its data files are durable."""
+    """The file in which a rank says that its data files are durable."""
     return saving / f"part-{rank:05d}.json"
 
 
@@ -115,9 +115,9 @@ def commit_save(
 
 
 class KnownIntact:
-    """Which directories this process has written or checked, by the sizes and times of their files.
+    """Directories that this process has written or checked, by the sizes and times of their files.
 
-    So a checkpoint's bytes are read once more only if somebody may have changed them.
+    So a checkpoint's bytes are read again only if they may have changed.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ def _sizes_and_times(directory: Path) -> list[tuple[str, int, int]]:
 
 
 def places(parts: Sequence[Part], results: Sequence[Sequence[WriteResult]]) -> dict[Any, _StorageInfo]:
-    """Where each item of the index lies: a rank's results and its segments are in the same order."""
+    """File and offset of each item of the index: a rank's results and its segments are in the same order."""
     found: dict[Any, _StorageInfo] = {}
     for rank, (part, rank_results) in enumerate(zip(parts, results, strict=True)):
         segments = [(record.name, segment) for record in part for segment in record.segments]

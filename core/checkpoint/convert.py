@@ -46,7 +46,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class IndexedTensors:
-    """Tensors that an index of torch.distributed.checkpoint tells, each put together from its chunks when asked for."""
+    """Tensors in an index of torch.distributed.checkpoint, each put together from its chunks when it is read."""
 
     def __init__(self, reader: StorageReader) -> None:
         self.reader = reader
@@ -197,7 +197,7 @@ def parse_size(text: str) -> int:
 
 
 def kind_of(path: Path) -> str | None:
-    """'checkpoint', 'state_dict', 'safetensors', 'megatron' or 'foreign' (of torch's dcp); None if nothing tells.
+    """'checkpoint', 'state_dict', 'safetensors', 'megatron' or 'foreign' (of torch's dcp); None if unknown.
 
     What lies at the path decides, or its name.
     """
@@ -277,7 +277,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> str:
-    """What was written, in a sentence. Raises CheckpointError, ValueError or OSError before the target exists."""
+    """Return in a sentence what was written. Raises CheckpointError, ValueError or OSError before the target exists."""
     source_path, target = options.source, options.target
     kind = options.to or ("state_dict" if target.suffix in PLAIN_SUFFIXES else None)
     if kind is None:

@@ -33,7 +33,7 @@ class Damage:
 
     file: str
     what: str  # how it differs
-    tensors: tuple[str, ...] = ()  # the items with hurt bytes, as far as one can tell
+    tensors: tuple[str, ...] = ()  # the items with damaged bytes, as far as known
     rank: int | None = None  # that wrote the file
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ def read_whole(directory: Path, name: str, manifest: Manifest) -> bytes | Damage
 
 
 def shares(files: Sequence[FileRecord], world: int) -> list[list[FileRecord]]:
-    """Who reads which file in a check by `world` ranks: about as many bytes each, the same answer on every rank."""
+    """Divide files among `world` ranks for a check: about as many bytes each, the same answer on every rank."""
     parts: list[list[FileRecord]] = [[] for _ in range(world)]
     load = [0] * world
     for record in sorted(files, key=lambda file: (-file.size, file.name)):
@@ -146,7 +146,7 @@ def _damage(record: FileRecord, what: str, names: tuple[str, ...]) -> Damage:
 
 def _wrong_item(stream: BinaryIO, record: FileRecord, manifest: Manifest) -> Damage | None:
     for part in record.segments:
-        if part.box is None:  # no tensor, or told by torch's own index
+        if part.box is None:  # no tensor, or in torch's own index
             continue
         wrong = wrong_content(stream, part.offset, part.length, part.box[1], manifest.tensors[part.name].dtype)
         if wrong is not None:

@@ -38,7 +38,7 @@ class CheckpointDirectory:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What the save was given as `meta`."""
+        """The `meta` of the save."""
         return self.manifest.meta
 
     @property
@@ -52,7 +52,7 @@ class CheckpointDirectory:
         return self.manifest.tensors
 
     def reader(self, *, trust_foreign_files: bool = False) -> StorageReader:
-        """What `dcp.load` reads from; it checks each item once more.
+        """Storage reader for `dcp.load`; it checks each item again.
 
         trust_foreign_files: read the pickled index of a checkpoint of an earlier version, whose manifest has none.
         """
@@ -110,7 +110,7 @@ def find_intact(
 
 
 def _newest_intact(path: Path, step: int | None, ranks: Ranks, strict: bool) -> CheckpointDirectory | None:
-    """What `find_intact` wants; None if the job that saves here deleted everything while we looked."""
+    """The directory for `find_intact`; None if the job that saves here has just deleted everything."""
     candidates = ranks.on_first(lambda: list_committed(path)[::-1])
     if not candidates:
         if ranks.on_first(lambda: read_latest(path)) is not None:

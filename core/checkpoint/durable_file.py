@@ -18,7 +18,7 @@ BUFFER_BYTES = 1 << 20
 class DurableFile:
     """A new file, written once from front to back; its checksum is taken of the bytes on their way to the disk.
 
-    A checksum of what is read back would vouch for whatever a torn write has left. `write` and `flush` are what
+    A checksum of what is read back would vouch for the bytes of a torn write. `write` and `flush` are what
     torch.save wants of a file.
     """
 
@@ -57,7 +57,7 @@ class DurableFile:
 
     @contextlib.contextmanager
     def segment(self, name: str, box: Box | None = None) -> Iterator[None]:
-        """What is written inside is the item `name`, or that box of it."""
+        """Context manager: bytes written inside are the item `name`, or that box of it."""
         start, self._segment_crc32 = self.size, 0
         yield
         self._segments.append(Segment(name, start, self.size - start, self._segment_crc32, box))
@@ -71,7 +71,7 @@ class DurableFile:
         return FileRecord(self.path.name, self.rank, self.size, self._crc32, tuple(self._segments))
 
     def abandon(self) -> None:
-        """Close it after a failure, whatever the file system says to that."""
+        """Close the file after a failure, and ignore errors of the file system."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.close()
 

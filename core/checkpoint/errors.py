@@ -70,6 +70,6 @@ def amount(count: int) -> str:
 
 
 def code_in(error: Exception) -> str:
-    """What torch's safe unpickler has refused, in one line: the name of a function or class, or its first words."""
+    """Name what the safe unpickler refused, in one line: the name of a function or class, or its first words."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return str(error).strip().partition("\n")[0] if found is None else found[1]

@@ -1,4 +1,4 @@
-"""Global slices: what this rank's parameters are in the whole model, whatever layout cuts it.
+"""Global slices: the place of this rank's parameters in the whole model, in any layout.
 
 A parameter's global name, shape and boxes do not depend on tensor, pipeline, data or expert parallel sizes: layers and
 experts are counted over the whole model, and a vocabulary is not padded. Checkpoints and the oracle go by them.
@@ -28,7 +28,7 @@ from core.groups.rank_grid import COPY_AXES, MODEL_AXES, axes_of
 
 
 class Places(Protocol):
-    """Where this rank stands on each axis; ProcessGroups is one."""
+    """This rank's index on each axis; ProcessGroups is one."""
 
     def size(self, name: str) -> int:
         """Ranks of an axis."""
@@ -39,7 +39,7 @@ class Places(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GlobalSlice:
-    """What one local tensor is in the whole model.
+    """The place of one local tensor in the whole model.
 
     shape: of the whole tensor, without padding. boxes: what the local tensor holds of it; none where it is all padding.
     replica_axes: the groups over which ranks hold the same boxes; this rank is number `replica` of `replicas` of them.
@@ -105,7 +105,7 @@ def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
 
 
 def _splits(local_name: str, name: str, param: torch.Tensor, places: Places) -> tuple[list[Split], tuple[str, ...]]:
-    """How a parameter is cut, and the groups over which ranks hold the same of it."""
+    """The splits of a parameter, and the groups over which ranks hold the same of it."""
     data_group = data_group_of(param)
     is_expert = data_group == "expt_dp"
     tp_axis = "expt_tp" if is_expert else "tp"

@@ -1,7 +1,7 @@
 """The index that torch.distributed.checkpoint loads by: which box of which tensor lies where.
 
 It is made from the manifest. A checkpoint also has torch's own index, a pickle named .metadata, for torch's reader; it
-is read here for checkpoints of earlier versions alone, whose manifests do not tell the boxes, and runs no code.
+is read here for checkpoints of earlier versions alone, whose manifests have no boxes, and runs no code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CLASSES = {
 
 
 def index_of(manifest: Manifest) -> Metadata:
-    """The index of a manifest that tells the boxes."""
+    """The index of a manifest that has boxes."""
     records: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for file in manifest.files:

@@ -1,4 +1,4 @@
-"""What one can learn of checkpoints without a job: steps, layouts, tensors, files, and whether all is as saved."""
+"""Inspect checkpoints without a job: steps, layouts, tensors, files, and whether all is as saved."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _inspect_step(directory: Path, print_line: Print, with_files: bool) -> int:
         manifest = _unvouched(directory)
         if manifest is None:
             return 1
-        print_line("  what manifest.json says, with nobody to vouch for it:")
+        print_line("  what manifest.json says; no commit.json vouches for it:")
     else:
         commit, manifest = opened
         print_line(f"  step {commit.step}, commit {commit.sequence} of this root, saved {commit.saved_at}")

@@ -1,4 +1,4 @@
-"""What an item of a checkpoint says of itself: which tensor lies in it, told without making it.
+"""Read the shape and dtype of a saved tensor without loading it.
 
 torch.save writes a zip file: a small pickle that describes the tensor, and its bytes. The pickle is read here by rules
 that know tensors alone. It runs no code, makes no tensor, and costs no more memory than it has bytes.
@@ -54,7 +54,7 @@ class Described:
 
 
 def wrong_content(stream: BinaryIO, start: int, length: int, shape: Sequence[int], dtype: str) -> str | None:
-    """How an item differs from the tensor that the manifest tells; None where it is that tensor."""
+    """Return how an item differs from the tensor in the manifest; None if it is that tensor."""
     try:
         with Archive(stream, start, length) as archive:
             found = described(archive.read("data.pkl", LONGEST_PICKLE))
@@ -83,7 +83,7 @@ def described(data: bytes) -> Described:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    dtype: torch.dtype | None  # None where the tensor tells it
+    dtype: torch.dtype | None  # None if the tensor says it
     name: str
 
 

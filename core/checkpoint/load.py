@@ -1,6 +1,6 @@
 """load_checkpoint: every rank reads the boxes it holds now, from whatever boxes were written.
 
-Three phases, so that a run that cannot go on is left as it was: find out what is missing or does not fit, on all ranks;
+Three phases, so that a run that cannot continue is unchanged: find out what is missing or does not fit, on all ranks;
 read into memory of its own; and only when every rank has all of it, put it in place.
 """
 
@@ -53,7 +53,7 @@ META_KINDS = {
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded. notes: what the file holds and was not taken, or was wanted and is not in it, in sentences."""
+    """Result of a load. notes: sentences about state that was not taken, or is not in the file."""
 
     step: int
     path: Path
@@ -78,7 +78,7 @@ def load_checkpoint(
     trust_foreign_files: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
-    """Go on from a checkpoint, saved at this layout or another. Collective over `group`, all ranks of the job.
+    """Load a checkpoint, saved at this layout or another. Collective over `group`, all ranks of the job.
 
     step: that one, or the newest intact one. strict: refuse a file whose tensors are not exactly the model's; without
     it what both have is loaded, and the report's notes name the rest. Learning rates, decay and all other settings stay
@@ -121,7 +121,7 @@ def load_checkpoint(
     except CheckpointException as failure:
         raise CheckpointError(f"cannot load {directory.path}: {_first_reason(failure)}") from None
 
-    planner.pieces, plan.pieces = [], []  # what was read is freed as it is put in place
+    planner.pieces, plan.pieces = [], []  # what was read is freed when it is put in place
     meta = directory.meta
     random_state, wrong = None, None
     try:
@@ -178,7 +178,7 @@ def _refuse_together(
     *,
     strict: bool,
 ) -> None:
-    """One CheckpointError on all ranks if any of them cannot load, or if nobody wants a tensor of the file."""
+    """One CheckpointError on all ranks if any of them cannot load, or if no rank reads a tensor of the file."""
     everybody = ranks.gather((error, plan.problems, plan.used, given))
     failures = [failure for failure, *_ in everybody if failure is not None]
     if failures:
@@ -240,13 +240,13 @@ def put_in_place(chunks: list[Any], optimizer: Any, plan: LoadPlan) -> None:
 
 
 class _Taken(dict[str, Any]):
-    """A dict that forgets a value that it was asked for: nobody else keeps the memory of what was read."""
+    """A dict whose values are removed when read, so that their memory is freed."""
 
     __getitem__ = dict.pop
 
 
 def _taken_from(plan: LoadPlan, leaf: Any) -> _Taken:
-    """What a plan has read for one optimizer, by its names of parameters. The plan has it no more."""
+    """Take a plan's values for one optimizer out of the plan, by names of parameters."""
     entries, plan.entries = plan.entries, [found for found in plan.entries if found[0].optimizer is not leaf]
     by_name: dict[str, list[dict[str, Any]]] = {}
     for entry, state in entries:
@@ -284,7 +284,7 @@ def _with_tuples(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _set_learning_rates(scheduler: Any) -> None:
-    """torch's schedulers go on from the groups' learning rates, which come with an optimizer's state in torch."""
+    """torch's schedulers continue from the groups' learning rates, which come with an optimizer's state in torch."""
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
@@ -300,7 +300,7 @@ def _load_numbers(directory: CheckpointDirectory, optimizer: Any, scheduler: Any
     undo: list[Callable[[], Any]] = [partial(_set_groups, groups, [dict(group) for group in groups])]
     name = "optimizer"
     try:
-        # Ours sets all that it writes from its own state, by its options. torch's go on from what the groups hold.
+        # Ours sets all that it writes from its own state, by its options. torch's continue from what the groups hold.
         if scheduler is not None and meta.get("scheduler") and not isinstance(scheduler, OptimizerParamScheduler):
             for leaf, record in zip(leaves(optimizer), meta.get("optimizer", []), strict=False):
                 if "written" in record and _algorithms(record["param_groups"]) == _algorithms(leaf.param_groups):
@@ -310,7 +310,7 @@ def _load_numbers(directory: CheckpointDirectory, optimizer: Any, scheduler: Any
                 before = copy.deepcopy(target.state_dict())
                 target.load_state_dict(meta[name])
                 undo.append(partial(target.load_state_dict, before))
-    except Exception as failure:  # whatever a user's own scheduler raises: the others wait in the next gather
+    except Exception as failure:  # any error of a user's own scheduler: the others wait in the next gather
         for put_back in reversed(undo):
             put_back()
         return f"cannot load {directory.path}: the {name} refuses its state: {words_of(failure)}"

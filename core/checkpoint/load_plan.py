@@ -22,7 +22,7 @@ LACKS = "the checkpoint lacks "  # how a problem begins that strict=False allows
 
 @dataclass(frozen=True)
 class Keeps:
-    """What is known of the algorithm that updates a parameter. keys: None where nobody can say."""
+    """Facts about the algorithm that updates a parameter. keys: None if unknown."""
 
     algorithm: str
     keys: AlgorithmKeys | None
@@ -31,7 +31,7 @@ class Keeps:
 
 @dataclass
 class LoadPlan:
-    """What one rank will read, and what it has found to be wrong or worth saying."""
+    """The boxes that one rank will read, its errors and its notes."""
 
     pieces: list[Piece] = field(default_factory=list)
     staged: list[tuple[LocalTensor, torch.Tensor]] = field(default_factory=list)
@@ -145,7 +145,7 @@ def _plan_entry(
         plan.without_state.add(entry.local.slice.name)
     state: dict[str, Any] = {"offset": entry.offset, "numel": entry.numel}
     if WEIGHTS in entry.state:
-        # A file of full precision has no masters beside the weights: they are them.
+        # A file of full precision has no separate masters: the weights are the masters.
         key = entry.key(WEIGHTS) if WEIGHTS in in_file else entry.local.key
         state[WEIGHTS] = _staged(plan, entry, WEIGHTS, entry.state[WEIGHTS].dtype, key)
     for key in sorted(_wanted(plan, keeps, saved)):

@@ -1,14 +1,14 @@
-"""What a step's directory promises: its files with sizes and checksums, the tensors in them, and who vouches for it.
+"""Contents of a step's directory: its files with sizes and checksums, the tensors in them, and who vouches for it.
 
 Two JSON files. `manifest.json` lists every file, and in every file every segment: the run of bytes that one item (a
 tensor's slice, or an object) was written as. `commit.json` is small, carries its own checksum, and vouches for the
-manifest. So a reader that trusts 32 bits of one line can tell whether any other bit of the directory has changed, and
+manifest. So a reader that trusts 32 bits of one line can find whether any other bit of the directory has changed, and
 which tensor it belongs to.
 
 CRC-32, of each file and of each segment: it is in the standard library, leaves the interpreter to other threads, and
 ran at 3.9 GiB/s on one core where hashlib's BLAKE2b ran at 0.9 and SHA-256 at 1.7. It finds every burst of up to 32
-bits and misses other damage once in 2^32, and a file's damage must be missed twice. It is no defence against somebody
-who forges a checkpoint on purpose; no hash that lies beside the data is.
+bits and misses other damage once in 2^32, and a file's damage must be missed twice. It is no defence against
+deliberate forgery; no hash that is stored with the data is.
 
 This module is pure: bytes to values and back.
 """
@@ -112,7 +112,7 @@ class Manifest:
         return sum(file.size for file in self.files)
 
     @property
-    def tells_boxes(self) -> bool:
+    def has_boxes(self) -> bool:
         """False for a manifest of an earlier version."""
         return all(part.box is not None for file in self.files for part in file.segments if part.name in self.tensors)
 
@@ -146,7 +146,7 @@ class Manifest:
                 },
                 meta=dict(tree["meta"]),
             )
-            if manifest.tells_boxes:
+            if manifest.has_boxes:
                 _check_boxes(manifest)
             return manifest
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -228,7 +228,7 @@ def _file_tree(file: FileRecord) -> dict[str, Any]:
     segments = [[part.name, part.offset, part.length, f"{part.crc32:08x}"] for part in file.segments]
     boxes = [part.box for part in file.segments]
     tree = {"name": file.name, "rank": file.rank, "size": file.size, "crc32": f"{file.crc32:08x}", "segments": segments}
-    return tree | ({"boxes": boxes} if any(boxes) else {})  # beside the segments: earlier versions read on
+    return tree | ({"boxes": boxes} if any(boxes) else {})  # not in the segments: earlier versions read those
 
 
 def _file_from(tree: dict[str, Any]) -> FileRecord:

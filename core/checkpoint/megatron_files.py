@@ -111,7 +111,7 @@ class MegatronReader(FileSystemReader):
 
 
 class _PickleModule:
-    """What torch.load asks of a module that unpickles; `load` for files of before the zip format."""
+    """Module that unpickles, as torch.load expects it; `load` for files of before the zip format."""
 
     Unpickler = Unpickler
 
@@ -131,7 +131,7 @@ def _without_inert(value: Any) -> Any:
 
 
 def pieces_in(piece: Piece, records: Records) -> list[Piece]:
-    """Where the values of a box of a whole tensor are in the file; [] where it does not have them."""
+    """Find the values of a box of a whole tensor in the file; [] if it does not have them."""
     for name in dict.fromkeys((piece.key, _renamed(piece.key, RENAMED))):
         layer = re.fullmatch(r"(.*\.layers)\.(\d+)(\..*)", name)
         stacked = "" if layer is None else f"{layer[1]}{layer[3]}"
@@ -147,7 +147,7 @@ def pieces_in(piece: Piece, records: Records) -> list[Piece]:
 
 
 def _cut(piece: Piece, records: Records) -> list[Piece]:
-    """A box as it is; or its runs, where the file has each rank's slice flat: [slices along each axis, elements]."""
+    """The box unchanged; or its runs, where the file has each rank's slice flat: [slices along each axis, elements]."""
     *slices, elements = records[piece.key].size or [0]
     size = [whole // parts for whole, parts in zip(piece.shape, slices, strict=False)]  # of one slice
     if [n * parts for n, parts in zip(size, slices, strict=False)] != [*piece.shape] or math.prod(size) != elements:
@@ -215,7 +215,7 @@ def layers_lacking(asked: set[tuple[str, int]], records: Records) -> str | None:
 
 
 def _half(piece: Piece, number: int, key: str) -> list[Piece]:
-    """What a part of a gated weight holds of its gate (0) or of its value (1), which are tensors of their own."""
+    """The part of a gated weight's gate (0) or value (1), which are separate tensors in the file."""
     half, begin = piece.shape[0] // 2, piece.offset[0]
     first, last = max(begin, number * half), min(begin + piece.data.shape[0], (number + 1) * half)
     place = (first - number * half, *piece.offset[1:])
@@ -228,7 +228,7 @@ def _half(piece: Piece, number: int, key: str) -> list[Piece]:
 
 
 def plan_states(optimizer: Any, records: Records, blobs: Iterable[str], common: Any) -> LoadPlan:
-    """What an optimizer and its model chunks read of the file: masters, moments and steps. Local.
+    """Plan what an optimizer and its model chunks read of the file: masters, moments and steps. Local.
 
     Raises CheckpointError for states that only the layout which wrote them can read, and where there are none.
     """
@@ -238,7 +238,7 @@ def plan_states(optimizer: Any, records: Records, blobs: Iterable[str], common: 
         raise CheckpointError(_unreadable(records, blobs))
     if len(steps) != 1 and any(kind not in MASTERS for _, kind in kinds):
         raise CheckpointError(
-            f"its common.pt tells the step counts {sorted(steps)} of the optimizer, and one is needed; leave the "
+            f"its common.pt has the step counts {sorted(steps)} of the optimizer, and one is needed; leave the "
             "optimizer out of the tree, and begin with the weights"
         )
     index: dict[str, Any] = {}

@@ -137,7 +137,7 @@ def sharded_weights(tensors: Sequence[LocalTensor]) -> list[Entry]:
 
 
 def optimizer_pieces(entries: Sequence[Entry]) -> list[Piece]:
-    """What these entries are in the file: tensors along the parameters, and numbers once for each parameter.
+    """Pieces of these entries in the file: tensors along the parameters, and numbers once for each parameter.
 
     Raises ValueError, naming parameter and key, for state that is neither.
     """
@@ -168,5 +168,5 @@ def as_scalar(value: Any) -> Tensor:
 
 
 def is_number(value: Any) -> bool:
-    """Is a state value one number for the whole parameter, such as a step count?"""
+    """True if a state value is one number for the whole parameter, such as a step count."""
     return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)

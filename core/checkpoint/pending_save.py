@@ -25,7 +25,7 @@ AFTER_THE_END_S = 10.0  # once training has ended, rank 0 waits for parts while 
 
 @dataclass(frozen=True, slots=True)
 class SaveState:
-    """How far one rank's save has come."""
+    """Progress of one rank's save."""
 
     elapsed_s: float
     is_written: bool = False
@@ -60,7 +60,7 @@ class PendingSave:
     _bytes_there: int = -1  # in the directory then, of all ranks
 
     def state(self) -> SaveState:
-        """What this rank tells the others at a step edge."""
+        """State that this rank sends the others at a step edge."""
         return SaveState(time.monotonic() - self.started_s, self.is_written, self.committed, self.error)
 
     def write(self) -> None:
@@ -94,9 +94,9 @@ class PendingSave:
         self.thread.start()
 
     def finish_alone(self) -> None:
-        """After an exception in training, when nobody knows which ranks are left. Returns at once.
+        """Finish after an exception in training, when the ranks that remain are unknown. Returns at once.
 
-        The thread goes on: this rank's files are written; rank 0 waits for those of the others as long as they grow,
+        The thread continues: this rank's files are written; rank 0 waits for those of the others as long as they grow,
         and commits. Then another job may save here. The interpreter does not end before.
         """
         self._alone_since_s = time.monotonic()
@@ -114,7 +114,7 @@ class PendingSave:
         if self.thread is not None:
             self.thread.join(limit_s)
             if self.thread.is_alive():
-                return False  # keeps its hold, so that nobody deletes the directory under it
+                return False  # keeps its hold, so that no process deletes the directory under it
         self.hold.release()
         return True
 
@@ -134,7 +134,7 @@ class PendingSave:
             self._alone_since_s = time.monotonic()
         if self._alone_since_s is not None:
             bytes_there = _bytes_in(self.saving)
-            if bytes_there != self._bytes_there:  # somebody is writing
+            if bytes_there != self._bytes_there:  # a rank is writing
                 self._bytes_there, self._alone_since_s = bytes_there, time.monotonic()
             if time.monotonic() - self._alone_since_s > AFTER_THE_END_S:
                 return f"training has ended here, and nothing was written for {AFTER_THE_END_S:g} s"

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: named tensors, of which each rank writes and reads boxes.
+"""Pieces of a checkpoint: named tensors, of which each rank writes and reads boxes.
 
     model.<parameter or buffer>              as in the whole model's state_dict
     optimizer.<state key>.<parameter>        'master', 'exp_avg', 'step', ...: the algorithm's own keys

@@ -1,4 +1,4 @@
-"""How torch.distributed.checkpoint writes and reads pieces: each rank its own, nothing is gathered but the plans."""
+"""Planners of torch.distributed.checkpoint: each rank writes and reads its own pieces; only plans are gathered."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PieceSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """What is to be written."""
+        """Data of a write item."""
         index = write_item.index
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self.blobs[index.fqn])
@@ -95,8 +95,8 @@ def check_coverage(plans: Sequence[Sequence[WriteItem]]) -> None:
         if len(tensors) < len(found):
             if len(found) > 1:
                 raise ValueError(
-                    f"ranks {sorted(rank for rank, _ in found)} all write {key!r}; do their process groups tell them "
-                    "apart?"
+                    f"ranks {sorted(rank for rank, _ in found)} all write {key!r}; do their process groups distinguish "
+                    "them?"
                 )
             continue
         first_rank, first = tensors[0]
@@ -141,7 +141,7 @@ def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
 
 
 class PieceLoadPlanner(LoadPlanner):
-    """Reads these pieces, from whatever chunks they were saved in, and blobs."""
+    """Reads these pieces, from any chunks they were saved in, and blobs."""
 
     def __init__(self, pieces: Sequence[Piece], blob_keys: Iterable[str]) -> None:
         self.pieces = list(pieces)
@@ -176,7 +176,7 @@ class PieceLoadPlanner(LoadPlanner):
         self.blobs[read_item.storage_index.fqn] = value.getvalue()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where an overlap goes."""
+        """Destination of an overlap."""
         number = read_item.dest_index.index
         assert number is not None, "items are planned with the number of their piece"
         target = self.pieces[number].data
@@ -203,7 +203,7 @@ def read_items(piece: Piece, number: int, metadata: Metadata) -> list[ReadItem]:
             f"the checkpoint's chunks hold {found} of the {piece.data.numel()} elements of {piece.key!r} at offset "
             f"{list(piece.offset)}, size {list(piece.data.shape)}"
         )
-    # One tensor may be read twice (a master weight from the model's tensor), so a piece's number tells them apart.
+    # One tensor may be read twice (a master weight from the model's tensor), so pieces are distinguished by number.
     return [replace(item, dest_index=MetadataIndex(piece.key, item.dest_index.offset, number)) for item in items]
 
 

@@ -23,7 +23,7 @@ def random_key(groups: ProcessGroups) -> str:
 
 
 def save_random_state() -> bytes:
-    """Where every stream of this process stands."""
+    """State of every random stream of this process."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state = {
         "python": random.getstate(),
@@ -50,7 +50,7 @@ def read_random_state(blob: bytes) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put every stream of this process back to where it stood; one that the state has not stays as it is."""
+    """Put every stream of this process back to the saved state; one that is not in it is unchanged."""
     random.setstate(state["python"])
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))

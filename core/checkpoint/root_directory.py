@@ -43,7 +43,7 @@ LONGEST_NAME = 4096  # bytes that are read of `latest` and of a lock
 
 @dataclass(frozen=True, slots=True, order=True)
 class Committed:
-    """One committed directory, as its name tells it; sorted by the order of commit."""
+    """One committed directory, read from its name; sorted by the order of commit."""
 
     sequence: int
     step: int
@@ -73,7 +73,7 @@ def list_committed(root: Path) -> list[Committed]:
 
 
 class SharedHold:
-    """A shared lock on a file: whoever wants to delete the directory around it sees that this process is at work."""
+    """A shared lock on a file: a process that wants to delete its directory sees that this one works there."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -90,7 +90,7 @@ _open_roots: weakref.WeakSet[RootDirectory] = weakref.WeakSet()
 
 
 class RootDirectory:
-    """What rank 0 of a job does to the root. Every method that changes it needs the lock."""
+    """Rank 0's operations on the root. Every method that changes it needs the lock."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         # A symlinked root is followed once: repointing the link in mid-run must not split one save over two places.
@@ -134,7 +134,7 @@ class RootDirectory:
                 os.close(descriptor)
                 raise CheckpointError(
                     f"The file system of {self.path} cannot lock files ({explain(error, path)}). Without that, two "
-                    "jobs in one root cannot be told apart; mount it with locks (Lustre: -o flock)."
+                    "jobs in one root cannot be distinguished; mount it with locks (Lustre: -o flock)."
                 ) from error
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         os.ftruncate(descriptor, 0)
@@ -151,7 +151,7 @@ class RootDirectory:
         return name, text
 
     def sees_token(self, name: str, text: str, timeout_s: float) -> bool:
-        """Whether the file of `put_token` is here too; network file systems may take a while to show it."""
+        """True if the file of `put_token` is here too; network file systems may take a while to show it."""
         until = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(OSError):
@@ -177,7 +177,7 @@ class RootDirectory:
         return path
 
     def next_commit(self, step: int) -> Committed:
-        """What the save of `step` will be called."""
+        """Name of the save of `step`."""
         sequence = self._next_sequence()
         return Committed(sequence, step, self.path / committed_name(step, sequence))
 
@@ -259,7 +259,7 @@ class RootDirectory:
 
 
 def read_latest(root: Path) -> str | None:
-    """What `latest` says; None where there is none."""
+    """Content of `latest`; None if there is none."""
     try:
         return read_bytes(root / LATEST, LONGEST_NAME).decode().strip()
     except (OSError, UnicodeDecodeError):
@@ -271,17 +271,17 @@ def _this_process() -> str:
 
 
 def _is_abandoned(saving: Path) -> bool:
-    """Whether no process holds the token of this save."""
+    """True if no process holds the token of this save."""
     try:
         descriptor = os.open(saving / TOKEN, os.O_RDWR | os.O_CLOEXEC)  # to write: NFS wants that of an exclusive lock
-    except FileNotFoundError:  # ended between making the directory and its token: nobody has been told of it
+    except FileNotFoundError:  # ended between making the directory and its token: no rank knows it
         return True
     except OSError:  # another user's
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
-    except OSError:  # held, or nobody can say
+    except OSError:  # held, or unknown
         return False
     finally:
         os.close(descriptor)

@@ -119,7 +119,7 @@ def _check_saver(saver: CheckpointSaver | None, root: str | os.PathLike[str], ke
 
 
 def _differing(extras: Sequence[str]) -> str | None:
-    """What is wrong where ranks gave other extras; only the first rank's would be written."""
+    """Error text if ranks gave different extras; only the first rank's would be written."""
     odd = next((rank for rank, text in enumerate(extras) if text != extras[0]), None)
     if odd is None:
         return None
@@ -130,7 +130,7 @@ def _differing(extras: Sequence[str]) -> str | None:
 
 
 def given_by_some(everybody: Sequence[Mapping[str, bool]]) -> str | None:
-    """What is wrong where some ranks alone were given an optimizer, say: parts of its state would be missing."""
+    """Error text if only some ranks gave an optimizer, for example: parts of its state would be missing."""
     for what in everybody[0]:
         without = [rank for rank, given in enumerate(everybody) if not given[what]]
         if 0 < len(without) < len(everybody):
@@ -150,7 +150,7 @@ def checked_chunks(model_chunks: Sequence[Any]) -> list[Any]:
 
 
 def _wrapper_in(chunk: Any) -> Any:
-    """The wrapper inside of modules around it, which finalize_model_grads looks for too; a bare module as it is."""
+    """The wrapper inside other modules, as finalize_model_grads finds it too; a bare module is returned unchanged."""
     part = chunk
     while part is not None:
         if isinstance(getattr(part, "groups", None), ProcessGroups):
@@ -160,7 +160,7 @@ def _wrapper_in(chunk: Any) -> Any:
 
 
 def words_of(failure: Exception) -> str:
-    """What an error says; with its type where it is no refusal of ours."""
+    """Text of an error; with its type if the error is not ours."""
     return (
         str(failure) if isinstance(failure, (ValueError, CheckpointError)) else f"{type(failure).__name__}: {failure}"
     )
@@ -189,7 +189,7 @@ def _pieces(chunks: Sequence[Any], optimizer: Any) -> list[Piece]:
 
 
 def _warn_of_extra_state(chunks: Sequence[Any]) -> None:
-    """What modules give by get_extra_state has no global name and no slice: say that it is not saved."""
+    """Warn that values of get_extra_state are not saved: they have no global name and no slice."""
     for chunk in chunks:
         for name, value in module_of(chunk).state_dict(keep_vars=True).items():
             if name.endswith("_extra_state") and value is not None:
@@ -246,12 +246,12 @@ def _meta(
 
 
 def _groups(groups: list[dict[str, Any]]) -> Any:
-    """Hyperparameters for the record, and for who asks for them; what is no number or name is kept as text."""
+    """Hyperparameters for readers of the checkpoint; a value that is no number or name is kept as text."""
     return json.loads(json.dumps(plain(save_groups(groups)), default=str))
 
 
 def _written(groups: list[dict[str, Any]], built: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a schedule has changed in the groups or added to them since the optimizer was made: part of its state."""
+    """Values that a schedule has changed in the groups or added to them: part of its state."""
     return [
         {k: v for k, v in group.items() if k == GROUP_NAME or k not in before or v != before[k]}
         for group, before in zip(groups, built, strict=True)
@@ -259,7 +259,7 @@ def _written(groups: list[dict[str, Any]], built: list[dict[str, Any]]) -> list[
 
 
 def versions() -> dict[str, Any]:
-    """What wrote the file."""
+    """Versions of the software that wrote the file."""
     return {"versions": {"core": core.__version__, "torch": torch.__version__, "python": platform.python_version()}}
 
 

@@ -1,4 +1,4 @@
-"""What may be asked of a save: judged on one rank alone, so that what is wrong there can be told to the others."""
+"""Checks of a save's arguments on one rank; its error can then be reported on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE_BYTES = 4 << 30  # a rank begins a new data file after so many bytes
 
 @dataclass(frozen=True)
 class SaverOptions:
-    """The arguments of a CheckpointSaver, as one rank was given them; whatever they are."""
+    """The arguments of a CheckpointSaver, as one rank was given them, unchecked."""
 
     root: Any
     keep_last: Any
@@ -44,12 +44,12 @@ class SaverOptions:
         return None
 
     def alike(self) -> dict[str, Any]:
-        """What must be the same on every rank: each of these decides which collectives a rank calls, or who deletes."""
+        """Arguments that must be equal on every rank: each decides which collectives a rank calls, or who deletes."""
         return {"keep_last": self.keep_last, "asynchronous": self.asynchronous, "on_error": self.on_error}
 
 
 def wrong_keep_last(keep_last: Any) -> str | None:
-    """Why so many checkpoints cannot be kept; None if they can."""
+    """Return why so many checkpoints cannot be kept; None if they can."""
     if keep_last is None:
         return None
     number = whole_number(keep_last)

@@ -31,7 +31,7 @@ LONGEST_PAUSE_S = 0.2
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What became of one save, as this rank saw it."""
+    """Result of one save, as this rank saw it."""
 
     step: int
     committed: bool
@@ -59,7 +59,7 @@ class CheckpointSaver:
     disk, and nothing older is deleted before. All ranks must see one file system, which is checked here.
 
     keep_last: committed checkpoints to keep; None keeps all. on_error 'warn': a save that failed leaves a warning and a
-    report with `error`, and training goes on. timeout_s: how long a save may take. snapshot_limit_bytes: a rank whose
+    report with `error`, and training continues. timeout_s: how long a save may take. snapshot_limit_bytes: a rank whose
     copy would be larger writes before `save` returns, although the others do not.
     """
 
@@ -103,7 +103,7 @@ class CheckpointSaver:
         fill(writer) calls `dcp.save(state, storage_writer=writer, process_group=group)` exactly once. meta: what JSON
         can hold; rank 0's is kept, and comes back as `CheckpointDirectory.meta`.
         An asynchronous save has copied everything when this returns, and the tensors may change; it is committed later,
-        and `step_edge` tells. A save that is still in flight is waited for first.
+        and `step_edge` reports it. A save that is still in flight is waited for first.
         """
         wrong: str | None = None
         kept_meta: dict[str, Any] = {}
@@ -317,7 +317,7 @@ class CheckpointSaver:
         if self.on_error == "raise":
             raise CheckpointError(message)
         if self.ranks.rank == 0:
-            warn_caller(f"{message} Training goes on without this checkpoint.", RuntimeWarning)
+            warn_caller(f"{message} Training continues without this checkpoint.", RuntimeWarning)
         if save is None:
             return SaveReport(step, False, None, False, 0, 0.0, 0.0, 0.0, message)
         return self._report(save, error=message)
@@ -346,7 +346,7 @@ class CheckpointSaver:
 
 
 def _storage_error(error: CheckpointException, ranks: Ranks) -> str:
-    """What storage had to say, by rank; any other error of dcp.save is not ours, and is passed on as it is."""
+    """Errors of the storage, by rank; any other error of dcp.save is raised unchanged."""
     texts: list[str | None] = [None] * ranks.world
     for rank, (failure, _) in error.failures.items():
         if isinstance(failure, OSError):

@@ -28,7 +28,7 @@ class SnapshotMemory:
 
     @staticmethod
     def bytes_for(tensors: Sequence[torch.Tensor]) -> int:
-        """What a snapshot of `tensors` needs."""
+        """Bytes that a snapshot of `tensors` needs."""
         return sum(_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,8 +2,8 @@
 
 `dcp.save` plans with collectives and calls `write_data` on every rank, all in the caller's thread. A synchronous save
 writes its files there, straight from the tensors. An asynchronous one copies the tensors there and writes later, in a
-thread that talks to no other rank. Where an item came to lie is therefore told by the rank's part of the manifest, not
-by the results that `dcp.save` collects; rank 0 puts the two together when all parts are there.
+thread that communicates with no other rank. So the place of an item is in the rank's part of the manifest, and not
+in the results that `dcp.save` collects; rank 0 puts the two together when all parts are there.
 
 The files are those of torch's own FileSystemWriter (items by torch.save, an index named .metadata), so that its
 FileSystemReader reads a committed directory.
@@ -82,11 +82,11 @@ class StagingWriter(StorageWriter):
         self.was_used = True
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0: is there room for what all ranks are going to write?"""
+        """On rank 0: check the free space for what all ranks are going to write."""
         self._check_space(sum(planned_bytes(plan.items) for plan in plans))
         return plans
 

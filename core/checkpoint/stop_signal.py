@@ -26,7 +26,7 @@ class StopSignal:
                     break                           # and the process ends with status 0
 
     A scheduler that ends a job sends SIGTERM to some or all processes, at moments that differ, and kills what is left
-    after a grace period (torchrun: 30 s). A rank that saved or left by itself would let the others wait in their next
+    after a grace period (torchrun: 30 s). A rank that saved or left alone would let the others wait in their next
     collective. A second Ctrl-C interrupts at once. SIGHUP comes from a terminal that is closed; under nohup it is not
     heard.
     """
@@ -49,7 +49,7 @@ class StopSignal:
             self.requested, self._at_s = number, time.monotonic()
 
     def agreed(self) -> bool:
-        """Whether any rank has been asked to stop. Collective: one small all-reduce, until it has been True once."""
+        """True if any rank has been asked to stop. Collective: one small all-reduce, until it has been True once."""
         if self.reason is None and self.ranks.any(self.requested is not None):
             asked = self.ranks.gather(None if self.requested is None else self.requested.name)
             named = [f"rank {self.ranks.global_rank(rank)} got {name}" for rank, name in enumerate(asked) if name]

@@ -35,7 +35,7 @@ FREE = {"params_dtype", "bf16", "fp16", "init_method_std", "hidden_dropout", "at
 
 
 def is_of_transformers(place: Path) -> bool:
-    """True for a directory whose config.json tells a model_type."""
+    """True for a directory whose config.json has a model_type."""
     if not (place / CONFIG).is_file():
         return False
     content = parse_json(read_bytes(place / CONFIG))
@@ -123,7 +123,7 @@ def save_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
 def load_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
     """Give a GPTModel the weights of a directory that transformers has written. A whole model, in one process.
 
-    ValueError for a part of a model, and for a config.json that tells another model than this.
+    ValueError for a part of a model, and for a config.json of another model.
     """
     ours = _config_of_whole(model, "load_pretrained")
     config, state = read_transformers(Path(directory))

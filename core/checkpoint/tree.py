@@ -1,4 +1,4 @@
-"""What a tree for `save_tree` is made of: parts of tensors, objects, factories; and how trees are changed.
+"""Leaves of a tree for `save_tree`: parts of tensors, objects, factories; and functions that change trees.
 
 The names are those of Megatron's dist_checkpointing.
 """
@@ -120,7 +120,7 @@ class LocalNonpersistentObject:
 
 @dataclass(eq=False)
 class OptimizerState:
-    """Stands for an optimizer's state. It is written by core.checkpoint, beside the tree, with the model's weights."""
+    """Stands for an optimizer's state. It is written by core.checkpoint, next to the tree, with the model's weights."""
 
     optimizer: Any
     loaded: bool = False

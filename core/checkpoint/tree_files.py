@@ -195,7 +195,7 @@ def is_tree(directory: str | os.PathLike[str]) -> bool:
 
 @dataclass
 class _Files:
-    """What a directory holds: tensors and blobs by key, and where a leaf's values are among them."""
+    """Contents of a directory: tensors and blobs by key. Finds a leaf's values among them."""
 
     reader: Any
     records: Mapping[str, Any]
@@ -227,7 +227,7 @@ def _open(root: Path, group: dist.ProcessGroup | None = None) -> _Files:
 
 @dataclass(frozen=True)
 class LoadedTree:
-    """What `load_tree` gives back.
+    """Result of `load_tree`.
 
     tree: with values in the places of the leaves. unasked: keys of the file that no rank has asked for. lacking: keys
     that a rank asked for and the file does not have; their leaves are left out.
@@ -272,7 +272,7 @@ def load_tree(
     everybody = ranks.gather((asked, lacking, layers_of(flat)))
     lacked = sorted(set().union(*(theirs for _, theirs, _ in everybody)))
     unasked = sorted({*files.records, *files.blobs} - {COMMON} - set().union(*(theirs for theirs, _, _ in everybody)))
-    if not files.objects:  # Megatron's layers keep a state of TransformerEngine's beside their weights
+    if not files.objects:  # Megatron's layers keep a state of TransformerEngine's next to their weights
         unasked = [key for key in unasked if "._extra_state/" not in key]
         short = layers_lacking(set().union(*(theirs for _, _, theirs in everybody)), files.records)
         ranks.agree(None if short is None else f"cannot load {root}: {short}")
@@ -306,7 +306,7 @@ def load_tree(
 
 
 def _plans(optimizers: list[Any], files: _Files, ranks: Ranks, place: Any) -> list[LoadPlan]:
-    """What the optimizers read of Megatron's files. CheckpointError on all ranks for what one of them cannot."""
+    """Load plans of optimizers from Megatron's files. CheckpointError on all ranks if one of them cannot load."""
     plans: list[LoadPlan] = []
     problem = None
     try:
@@ -324,9 +324,9 @@ def _plans(optimizers: list[Any], files: _Files, ranks: Ranks, place: Any) -> li
 def _refusal(lacked: list[str], unasked: list[str], place: Path) -> str | None:
     if lacked:
         names = ", ".join(map(repr, lacked[:3]))
-        return f"cannot load {place}: it does not have {names}; refuse_lacking=False (strict='ignore_all') goes on"
+        return f"cannot load {place}: it does not have {names}; refuse_lacking=False (strict='ignore_all') ignores it"
     if unasked:
-        return f"cannot load {place}: nobody asks for {', '.join(map(repr, unasked[:3]))}, which it has"
+        return f"cannot load {place}: no leaf of the tree reads {', '.join(map(repr, unasked[:3]))}, which it has"
     return None
 
 
@@ -350,6 +350,6 @@ def tree_tensors(directory: str | os.PathLike[str]) -> StateDict:
 
 
 def tree_metadata(directory: str | os.PathLike[str]) -> Any:
-    """What `save_tree` was given as content_metadata. Collective over the default group."""
+    """The content_metadata given to `save_tree`. Collective over the default group."""
     files = _open(Path(directory))
     return files.meta.get("content_metadata") if files.objects else files.common({}).get("content_metadata")

@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ForeignArguments:
-    """What a face does with its arguments. refused: argument -> (values that are taken, what to do instead)."""
+    """Treatment of a face's arguments. refused: argument -> (values that are taken, what to do instead)."""
 
     refused: Mapping[str, tuple[tuple[Any, ...], str]]
     dropped: frozenset[str]

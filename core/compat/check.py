@@ -27,10 +27,10 @@ from core.compat.install import Surface
 
 SURFACES: tuple[Surface, ...] = (megatron.SURFACE, colossalai.SURFACE)
 SERVED, OTHERWISE, WARNED, ABSENT = "served", "obeyed otherwise", "warned of", "absent"
-GUARDED = "absent, and guarded"  # by a try around its import, after which the program goes on
+GUARDED = "absent, and guarded"  # by a try around its import, after which the program continues
 CATCHES_IMPORTS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 MOST_LISTED = 12  # arguments, in a sentence
-UNKNOWN: Any = object()  # a value that only a run would tell
+UNKNOWN: Any = object()  # a value that only a run would show
 
 
 @dataclass(frozen=True, order=True)
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """What stands for a foreign name: an object of ours, or a sentence where there is none."""
+    """Our object for a foreign name: an object of ours, or a sentence where there is none."""
 
     value: Any = UNKNOWN
     missing: str | None = None
@@ -60,7 +60,7 @@ def check_program(text: str) -> list[Finding]:
 
 @functools.cache
 def find(dotted: str) -> Found | None:
-    """What a foreign path means here; None for a name of no package that is stood for."""
+    """Find our object for a foreign path; None for a name of no package that is stood for."""
     for surface in SURFACES:
         for root in (surface.foreign, surface.here):
             if dotted == root or dotted.startswith(f"{root}."):
@@ -258,7 +258,7 @@ class _Reader(ast.NodeVisitor):
         self.add(node, SERVED, what.partition("=")[0] + ")")
 
     def value_of(self, node: ast.expr) -> Any:
-        """A value that the text tells: a literal, an object of ours, or one of torch."""
+        """A value that is known from the text: a literal, an object of ours, or one of torch."""
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError):
@@ -271,7 +271,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def _makers(called: Any) -> list[Any]:
-    """What runs when it is called."""
+    """The functions that run when it is called."""
     return [called.__init__, called.__new__] if inspect.isclass(called) else [called]
 
 
@@ -322,7 +322,7 @@ def _short(value: ast.expr) -> str:
 
 
 def report(file: Path, findings: Sequence[Finding]) -> str:
-    """What is printed of one program: what is not served by line, then what is."""
+    """Text about one program: calls that are not served, by line, then those that are."""
     if not findings:
         names = " and ".join(surface.foreign for surface in SURFACES)
         return f"{file}: nothing of {names} is used"

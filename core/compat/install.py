@@ -28,7 +28,7 @@ REPLACE = "--replace-installed"
 
 @dataclass(frozen=True, eq=False)
 class Surface:
-    """What is served of a foreign package.
+    """The part of a foreign package that is served.
 
     foreign: its import name. here: our package that stands for it.
     modules: a module's path below the package ('' for the package itself) -> {module that has the names: the names}.
@@ -115,7 +115,7 @@ def read_rows(text: str, faces: str = "") -> Rows:
     """`Surface.modules` from lines: a path ('-' for the package itself), then modules, each with the names it has.
 
     A word that begins with '.' (a module below `faces`) or with 'core.' is a module; '@path' stands for all that
-    another line says. 'path,a,b': path.a and path.b have the same. A line that is indented goes on with the one before.
+    another line says. 'path,a,b': path.a and path.b have the same. A line that is indented continues the one before.
     """
     found: Rows = {}
     included: list[tuple[Any, str]] = []

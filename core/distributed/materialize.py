@@ -146,8 +146,8 @@ def make_and_cut(
 def _make(part: nn.Module, init: Init, names: Mapping[int, str]) -> None:
     own = list(part.parameters(recurse=False))
     for param in own:
-        is_anew = param.untyped_storage().nbytes() < param.nbytes  # torch has made another one on another device
-        if type(param) is DeferredParameter or is_anew:
+        is_replaced = param.untyped_storage().nbytes() < param.nbytes  # torch has made another one on another device
+        if type(param) is DeferredParameter or is_replaced:
             param.__class__ = nn.Parameter
             param.data = torch.full(param.shape, _unset(param), dtype=param.dtype, device=param.device)
     try:

@@ -32,7 +32,7 @@ class Accumulation:
         self.handlers = 0  # that share this state, and must run before a step
         self.handled: set[int] = set()
         self.schedule_due = False  # True while the scheduler has not followed an update
-        self.optimizer: Callable[[], Any] = _nobody  # a weak reference to the GradAccumOptimizer
+        self.optimizer: Callable[[], Any] = _no_optimizer  # a weak reference to the GradAccumOptimizer
 
     @property
     def is_due(self) -> bool:
@@ -113,10 +113,10 @@ class Accumulation:
             optimizer.hold_reductions()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "handled": set(self.handled), "optimizer": _nobody}  # a copy has no optimizer to tell
+        return {**self.__dict__, "handled": set(self.handled), "optimizer": _no_optimizer}  # a copy has no optimizer to tell
 
 
-def _nobody() -> None:
+def _no_optimizer() -> None:
     """In place of a weak reference."""
 
 

@@ -307,7 +307,7 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
     groups = resolve_groups(None)
     only = ""
     if hasattr(inner[0], "peft_config"):
-        _tell_all_targets(inner, groups)
+        _pass_targets(inner, groups)
         only, options = "lora_", {"save_embedding_layers": False, **options}
     error: Exception | None = None
     whole: dict[str, Tensor] = {}
@@ -334,7 +334,7 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
     agree.refuse(error, None, f"saving to {os.fspath(directory)!r}")
 
 
-def _tell_all_targets(parts: Sequence[Any], groups: ProcessGroups) -> None:
+def _pass_targets(parts: Sequence[Any], groups: ProcessGroups) -> None:
     """Give every stage's config the names of layers with adapters on all stages: peft spells out 'all-linear'."""
     configs = [item for part in parts for item in part.peft_config.items() if isinstance(item[1].target_modules, set)]
     told = [[(key, config.target_modules) for key, config in configs]]

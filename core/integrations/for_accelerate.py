@@ -24,7 +24,7 @@ else:
 
 
 class AcceleratorParts(Base):
-    """What differs from accelerate's class; `from core.integrations import Accelerator` is both.
+    """The differences from accelerate's class; `from core.integrations import Accelerator` is both.
 
     ddp_config: how gradients are kept and reduced, and what is sharded; None replicates everything, as torch's DDP.
     The other arguments are accelerate's. Its plugins for DeepSpeed, FSDP and Megatron are refused, and so is a
@@ -269,7 +269,7 @@ def _prepared_class() -> Any:
     from accelerate.optimizer import AcceleratedOptimizer
 
     class PreparedOptimizer(AcceleratedOptimizer):
-        """Tells a step that ours has skipped, with or without a loss scale, so that schedulers wait."""
+        """Reports a step that ours has skipped, with or without a loss scale, so that schedulers wait."""
 
         @property
         def step_was_skipped(self) -> bool:

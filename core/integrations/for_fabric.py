@@ -22,7 +22,7 @@ else:
 
 
 class StrategyParts(Base):
-    """What differs from Fabric's DDPStrategy; `from core.integrations import FabricStrategy` is both.
+    """The differences from Fabric's DDPStrategy; `from core.integrations import FabricStrategy` is both.
 
         strategy = FabricStrategy(DistributedDataParallelConfig(...))
         fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
@@ -121,7 +121,7 @@ class StrategyParts(Base):
 
 
 class SyncControl:
-    """What Fabric asks for `no_backward_sync`."""
+    """The object that Fabric asks for `no_backward_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """The wrapper's `no_sync` where `enabled` is True."""
@@ -132,7 +132,7 @@ class SyncControl:
 
 
 def _package() -> Any:
-    """Fabric, of the package `lightning` or by itself."""
+    """Fabric, of the package `lightning`, or its own."""
     try:
         return importlib.import_module("lightning.fabric")
     except ImportError:

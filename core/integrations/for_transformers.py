@@ -1,4 +1,4 @@
-"""Transformers' Trainer over this package's wrapper, by way of the Accelerator beside it."""
+"""Transformers' Trainer over this package's wrapper, through the Accelerator of for_accelerate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
 
 
 class TrainerParts(Base):
-    """What differs from Transformers' class; `from core.integrations import Trainer` is both.
+    """The differences from Transformers' class; `from core.integrations import Trainer` is both.
 
         config = DistributedDataParallelConfig(...)
         trainer = Trainer(model, arguments, train_dataset=data, ddp_config=config)

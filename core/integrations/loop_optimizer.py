@@ -101,7 +101,7 @@ class LoopOptimizer(AdoptedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a whole state, of this class or of the torch optimizer over the same parameters."""
+        """Continue from a whole state, of this class or of the torch optimizer over the same parameters."""
         load_whole_state_dict(self, self.param_names, state_dict)
 
 

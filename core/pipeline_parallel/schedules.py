@@ -137,7 +137,7 @@ def build_schedule(kind: ScheduleKind, stages: list[Any], microbatches: int) -> 
         raise RuntimeError(f"this version of torch has no {kind.torch_class}; choose another schedule or upgrade torch")
     # scale_grads would divide .grad while buckets are in flight; the loss carries the factor instead.
     return schedule_class(
-        stages if kind.many_chunks else stages[0], microbatches, loss_fn=_loss_as_it_is, scale_grads=False
+        stages if kind.many_chunks else stages[0], microbatches, loss_fn=_unchanged, scale_grads=False
     )
 
 
@@ -158,5 +158,5 @@ def most_in_flight(schedule: Any) -> int | None:
     return most
 
 
-def _loss_as_it_is(output: Any, target: Any) -> Any:
+def _unchanged(output: Any, target: Any) -> Any:
     return output

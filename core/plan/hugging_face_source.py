@@ -63,7 +63,7 @@ class PassBy:
 
 
 @contextmanager
-def told_in_a_line(what: str, but: type[Exception] = ConfigError) -> Iterator[None]:
+def as_config_error(what: str, but: type[Exception] = ConfigError) -> Iterator[None]:
     """Inside, whatever transformers raises of a configuration is a ConfigError: what, and its own first line.
 
     but: what is raised as it is.
@@ -96,11 +96,11 @@ class WholeModel:
         self.between: dict[tuple[Any, ...], dict[int, PartFigures]] = {}  # by what else it depends on, and size
         auto = transformers_package().AutoModelForCausalLM
         name = getattr(configuration, "name_or_path", "") or configuration.model_type
-        with told_in_a_line(f"{name}: transformers makes no model of it"), torch.device("meta"):
+        with as_config_error(f"{name}: transformers makes no model of it"), torch.device("meta"):
             self.model = auto.from_config(self.configuration, dtype=dtype)
         self.model.config.use_cache = False
         if recompute:
-            with told_in_a_line(f"{name}: transformers does not run its layers again"):
+            with as_config_error(f"{name}: transformers does not run its layers again"):
                 checkpoint_each_layer(self.model)
         self.model.train()
 

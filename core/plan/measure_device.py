@@ -139,14 +139,14 @@ def operator_costs(clock: Clock) -> tuple[float, float]:
     if clock.device.type == "cuda":
         count, _, run = _gpt_in_wrapper(clock, *GPTS[0])
         return clock.alone(run) / count, 0.0
-    (own_small, beside_small), (own_large, beside_large) = (
-        _own_and_beside(clock, *size) for size in (GPTS[0], GPTS[1 if clock.share <= 0.1 else 2])
+    (own_small, rest_small), (own_large, rest_large) = (
+        _own_and_rest(clock, *size) for size in (GPTS[0], GPTS[1 if clock.share <= 0.1 else 2])
     )
-    share = max(0.0, (beside_large - beside_small) / (own_large - own_small))
-    return max(0.0, beside_small - share * own_small), share
+    share = max(0.0, (rest_large - rest_small) / (own_large - own_small))
+    return max(0.0, rest_small - share * own_small), share
 
 
-def _own_and_beside(clock: Clock, rows: int, tokens: int, width: int) -> tuple[float, float]:
+def _own_and_rest(clock: Clock, rows: int, tokens: int, width: int) -> tuple[float, float]:
     """Seconds of an operator of a GPT, and beside it, in turns so that a machine that slows down slows both."""
     count, bare, wrapped = _gpt_in_wrapper(clock, rows, tokens, width)
     own, beside = [], []

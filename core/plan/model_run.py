@@ -13,7 +13,7 @@ from core.hugging_face.sequence import MODES, OVER_CONTEXT, OVER_TENSOR
 from core.hugging_face.tiny import tiny_of_bytes
 from core.pipeline_parallel.schedules import plan_pipeline
 from core.plan.config_notes import config_notes
-from core.plan.hugging_face_source import HuggingFaceSource, WholeModel, WholeModels, told_in_a_line, whole_model
+from core.plan.hugging_face_source import HuggingFaceSource, WholeModel, WholeModels, as_config_error, whole_model
 from core.plan.run_memory import Run
 from core.training.config import OptimizerOptions, ParallelOptions
 from core.training.errors import ConfigError
@@ -63,7 +63,7 @@ class ModelRun:
         require_installed("transformers", "planning a Hugging Face model", "transformers")
         try:
             if self.model.startswith(TINY):
-                with told_in_a_line(f"--model {self.model}", LookupError):
+                with as_config_error(f"--model {self.model}", LookupError):
                     found = tiny_of_bytes(self.model.removeprefix(TINY), self.sequence_length)
                 found.update({"_experts_implementation": None})  # as for one that is read from a directory
                 return found
@@ -77,7 +77,7 @@ class ModelRun:
         except (LookupError, OSError, ValueError) as error:
             words = error.args[0] if isinstance(error, LookupError) else str(error).strip().splitlines()[0]
             raise ConfigError(f"--model {self.model}: {words}") from error
-        with told_in_a_line(f"--model {self.model}"):
+        with as_config_error(f"--model {self.model}"):
             found = read_configuration(path)
         vocabulary = getattr(found.get_text_config(), "vocab_size", None)
         if isinstance(vocabulary, int) and vocabulary < 1:

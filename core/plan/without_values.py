@@ -143,8 +143,8 @@ def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     makers = mapped(result, maker)
     of_each = (makers,) if isinstance(result, Tensor) else makers
-    is_told = isinstance(of_each, (tuple, list)) and all(map(callable, of_each))
-    return mapped(result, hollow), makers if is_told else None
+    is_given = isinstance(of_each, (tuple, list)) and all(map(callable, of_each))
+    return mapped(result, hollow), makers if is_given else None
 
 
 def _new(shape: Any, strides: Any, dtype: torch.dtype, args: Any) -> Hollow:

@@ -162,7 +162,7 @@ def _backward_line(
 ) -> tuple[int | None, list[str]]:
     """(the row where the fault begins, a sentence); of the last gradient that is wrong, and the last own weight."""
     last = _last_wrong_gradient(rows, parameters, wrong)
-    own = _last_wrong_by_itself(rows, wrong)
+    own = _last_wrong_alone(rows, wrong)
     if own is not None and (last is None or own > last):
         module = rows[own].module
         names = [name.rpartition(".")[2] for name in wrong if name.rpartition(".")[0] == module]
@@ -216,7 +216,7 @@ def _innermost(rows: Sequence[Row], number: int) -> int:
     return number
 
 
-def _last_wrong_by_itself(rows: Sequence[Row], wrong: Sequence[str]) -> int | None:
+def _last_wrong_alone(rows: Sequence[Row], wrong: Sequence[str]) -> int | None:
     """A module whose own parameters have wrong gradients though the gradient at its output is right."""
     owners = {name.rpartition(".")[0] for name in wrong}
     for number in reversed(range(len(rows))):

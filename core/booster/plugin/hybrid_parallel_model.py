@@ -88,7 +88,7 @@ class HybridParallelModel(LowLevelZeroModel):
         if count is not None:
             total = given_items(kwargs, count.device)
             kwargs.pop(NUM_ITEMS, None)
-        with self.failures_told():
+        with self.failures_reported():
             output = super().forward(*args, **kwargs)
             if count is not None:
                 output = self._with_whole_loss(output, count, total)
@@ -107,7 +107,7 @@ class HybridParallelModel(LowLevelZeroModel):
         self.expect_values()
         if self.groups.size("ep") > 1:
             kwargs.setdefault("synced_gpus", True)
-        with self.failures_told():
+        with self.failures_reported():
             return super().generate(*args, **kwargs)
 
     @cached_property
@@ -126,7 +126,7 @@ class HybridParallelModel(LowLevelZeroModel):
         return output
 
     @contextmanager
-    def failures_told(self) -> Iterator[None]:
+    def failures_reported(self) -> Iterator[None]:
         """Name this rank on all others if a forward fails here alone: they wait in its exchanges.
 
         A ValueError is a refusal of the inputs, which all ranks of a replica have alike.

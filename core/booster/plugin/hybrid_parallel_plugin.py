@@ -292,7 +292,7 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
                         "the optimizer has made steps on the whole model, and its state cannot be cut; boost a new "
                         "one, and load the state by booster.load_optimizer"
                     )
-                self._freeze_what_nobody_trains(model, optimizer)
+                self._freeze_untrained(model, optimizer)
                 whole_groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
             tied = parts_of.ties_of(model)
             learning = {n for name, p in model.named_parameters() if p.requires_grad for n in tied.get(name, (name,))}

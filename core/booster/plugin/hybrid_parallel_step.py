@@ -81,7 +81,7 @@ def run_pipeline(
         )
     runner: PipelineRunner = model.runner
     runner.forward_step = forward_step
-    with model.failures_told():
+    with model.failures_reported():
         if trains:
             outcome = runner.step(parts, finalize=model.is_syncing(), activations=shape)
         else:

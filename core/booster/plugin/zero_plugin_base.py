@@ -207,7 +207,7 @@ class ZeroPluginBase(DPPluginBase):
         cast_to = DTYPES[self.precision] if self.cast_inputs else None
         if optimizer is None:
             return self._boosted_model(model, cast_to, None), None, criterion, dataloader, lr_scheduler
-        self._freeze_what_nobody_trains(model, optimizer)
+        self._freeze_untrained(model, optimizer)
         ddp_config, optimizer_config = self.engine_configs(model, optimizer)
         wrapped = DistributedDataParallel(None, ddp_config, model, pg_collection=self.groups())
         engine = AdoptedOptimizer(optimizer_config, wrapped, optimizer)
@@ -229,7 +229,7 @@ class ZeroPluginBase(DPPluginBase):
             raise ValueError("use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16. Leave it out")
         return model
 
-    def _freeze_what_nobody_trains(self, model: nn.Module, optimizer: Any) -> None:
+    def _freeze_untrained(self, model: nn.Module, optimizer: Any) -> None:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         left = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         if left:

@@ -1,7 +1,7 @@
 """One file of tensors, as torch.save or safetensors writes it: whole or not there, durable, checked when it is read.
 
-Each file carries the CRC-32 of its other bytes, as 8 digits where its format has room for words of others: the comment
-at the end of a zip file, the metadata in a safetensors header. A file without these digits is somebody else's.
+Each file carries the CRC-32 of its other bytes, as 8 digits. They are in the comment at the end of a zip file, or in
+the metadata of a safetensors header. A file without these digits was written by another program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOCK_LIMIT_S = 5.0
 
 
 def save_torch(path: Path, content: Any) -> None:
-    """torch.save, in the place of whatever was at `path`."""
+    """torch.save; replaces what was at `path`."""
 
     def write(temporary: str) -> None:
         torch.save(content, temporary)
@@ -43,7 +43,7 @@ def save_torch(path: Path, content: Any) -> None:
 
 
 def save_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file, in the place of whatever was at `path`. CheckpointError without the package."""
+    """Write a safetensors file; replaces what was at `path`. CheckpointError without the package."""
     save_file = safetensors("safetensors.torch").save_file
     kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = {"format": "pt", "crc32": DIGITS.decode()}
@@ -74,7 +74,7 @@ def in_turn(path: Path, rank: int, world: int) -> bool:
 
 
 def load(path: Path) -> Any:
-    """The content of a file of either kind, on the CPU, whatever its name ends in. Runs no code from it.
+    """The content of a file of either kind, on the CPU; the suffix does not matter. Runs no code from it.
 
     Raises CheckpointDamaged where it cannot be read, and OSError where it cannot be opened.
     """
@@ -157,7 +157,7 @@ def _is_ours(descriptor: int, place: Path) -> bool:
 
 
 def _replace(path: Path, write: Callable[[str], Any]) -> None:
-    """Write beside `path`, durably, then take its place: others see the old file or all of the new one."""
+    """Write next to `path`, durably, then replace it: other processes see the old file or all of the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with only_writer(temporary, Path.touch):

@@ -45,7 +45,7 @@ class ShardWriter:
         self.finish = finish
 
     def all(self, shards: Iterable[tuple[dict[Any, Any], int]]) -> None:
-        """Everything, beside what is there; then it takes the place of that."""
+        """Write all shards next to the old ones, then replace those."""
         self.directory.mkdir(parents=True, exist_ok=True)
         journal = journal_of(self.directory, self.names)
         with contextlib.ExitStack() as stack:

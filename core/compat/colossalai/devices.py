@@ -22,7 +22,7 @@ _RANDOM = ("manual_seed", "get_rng_state", "set_rng_state", "initial_seed", "see
 
 
 def get_current_device() -> torch.device:
-    """Where this rank trains: the device of the default group's collectives, or the accelerator before a start."""
+    """This rank's device: that of the default group's collectives, or the accelerator before a start."""
     return device_of_group() if dist.is_initialized() else default_device()
 
 

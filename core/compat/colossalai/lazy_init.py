@@ -28,7 +28,7 @@ class LazyInitContext:
 
     @staticmethod
     def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
-        """The module as it is. Raises RuntimeError for parameters on the meta device, whose values nobody knows."""
+        """Return the module unchanged. Raises RuntimeError for parameters on the meta device, which have no values."""
         name = next((name for name, param in module.named_parameters() if param.is_meta), None)
         if name is not None:
             words = "is on the meta device and has no values; build the model without torch.device('meta')"

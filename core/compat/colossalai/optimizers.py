@@ -40,7 +40,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 class CPUAdam(FusedAdam):
-    """Adam on whatever device the parameters are. Moments on disk (nvme_offload_fraction above 0) are refused."""
+    """Adam on the device of the parameters. Moments on disk (nvme_offload_fraction above 0) are refused."""
 
     @arguments(
         f"self model_params>params {_ADAM} weight_decay=0 adamw_mode=True !nvme_offload_fraction=0.0 "
@@ -65,7 +65,7 @@ class FusedSGD(torch.optim.SGD):
 
 
 def _use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
-    """Where torch has one for the parameters' device; it takes the flag of the groups."""
+    """Turn torch's fused kernel on if it has one for the parameters' device: a flag of the groups."""
     for group in optimizer.param_groups:
         params: list[Tensor] = group["params"]
         if all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params):

@@ -27,7 +27,7 @@ _ADVICE = {
 
 
 class ShardConfig(SimpleNamespace):
-    """How ShardFormer splits. tensor_parallel_process_group: None for the world. parallel_output: logits stay split.
+    """Options of ShardFormer. tensor_parallel_process_group: None for the world. parallel_output: logits stay split.
 
     ValueError, with what to do instead, for a field that nothing here obeys and that is not at its default.
     """
@@ -60,7 +60,7 @@ class ShardFormer:
         """(the model, split in place; [], since no parameter is on two stages). Collective over the group.
 
         policy: a core.hugging_face.Policy; by default the family's. Raises PlanError where the family has no rules.
-        ValueError where a plain loop would train on parts of gradients; the model is then to be made anew.
+        ValueError where a plain loop would train on parts of gradients; the model must then be made again.
         """
         config, whole = self.shard_config, model
         if config.enable_flash_attention:

@@ -31,7 +31,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         optimizer = LowLevelZeroOptimizer(adam, partition_grad=True, clip_grad_norm=1.0)
         optimizer.zero_grad(); optimizer.backward(loss); optimizer.step()
 
-    The model is used as it is; its parameters become rank 0's. partition_grad: stage 2. reduce_bucket_size: in
+    The model is used unchanged; its parameters become rank 0's. partition_grad: stage 2. reduce_bucket_size: in
     elements. The other arguments are those of LowLevelZeroPlugin, which does the same for a Booster. Collective.
     Raises ValueError for groups and contexts of the caller's own, and for parameters of several dtypes.
     """
@@ -98,7 +98,7 @@ class GeminiOptimizer(ShardedOptimizer):
 
     def __init__(self, optim: torch.optim.Optimizer, module: GeminiDDP, **options: Any) -> None:
         if not isinstance(module, GeminiDDP) or isinstance(module.module, ModelWrapper):
-            raise TypeError("GeminiOptimizer takes a GeminiDDP that no other optimizer has sharded; make it anew")
+            raise TypeError("GeminiOptimizer takes a GeminiDDP that no other optimizer has sharded; make it again")
         plugin = GeminiPlugin(**{"initial_scale": 2**32, **module.options, **options})
         plain = module.module
         module.module, made, *_ = plugin.configure(plain, optim)

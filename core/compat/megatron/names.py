@@ -1,4 +1,4 @@
-"""Where Megatron Core's names are here: lines that core.compat.install.read_rows explains, and aliases of modules.
+"""Places of Megatron Core's names here: lines that core.compat.install.read_rows explains, and aliases of modules.
 
 A word that begins with '.' is a module of this package's faces.
 """

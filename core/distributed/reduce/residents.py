@@ -103,7 +103,7 @@ class Budget:
         self.steady = steady
         self.stats = stats
         self.uses: list[int] = []  # of the step that is learned from
-        self.is_told = True  # the same on all ranks
+        self.is_common = True  # the same on all ranks
         self.places: dict[int, list[int]] = {}  # of each bucket in the learned order
         self.place = 0  # there, behind the last use
         self.saved = Kept()  # what forwards have saved since the last backward
@@ -186,7 +186,7 @@ class Budget:
             except ValueError as caught:  # ranks that map one memory may use different modules
                 error = caught
             agree.refuse(error, groups, "the budget of memory", ValueError)
-            self.is_told = agree.equal(self.uses, groups, "the order of uses")
+            self.is_common = agree.equal(self.uses, groups, "the order of uses")
         elif most > self.stats.non_model_bytes:
             warnings.warn(
                 f"a step has kept {most} bytes for backward on some rank, and the budget of {self.budget} bytes counts "
@@ -199,7 +199,7 @@ class Budget:
     @property
     def memstats(self) -> MemStats | None:
         """What the first step has found; None before its end, and where ranks have used different buckets."""
-        return self.stats if self.is_told else None
+        return self.stats if self.is_common else None
 
     def describe(self) -> str:
         """The budget, as a line behind the table of buckets."""

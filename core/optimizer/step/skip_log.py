@@ -20,13 +20,13 @@ class SkipLog:
     def __init__(self) -> None:
         self._made = False  # True once a step has been made
         self._from: float | None = None  # the scale at the first skip of the search
-        self._untold = 0
+        self._unreported = 0
 
     def skipped(self, reason: str, scaler: LossScaler | None, scale_before: float) -> None:
         """A step was skipped. scale_before: what this step's loss was multiplied by."""
         searching = scaler is not None and not self._made and scaler.value > getattr(scaler, "min_scale", scaler.value)
         if searching and self._from is not None:
-            self._untold += 1
+            self._unreported += 1
             return
         if scaler is not None:
             reason += f"; the next loss scale is {scaler.value:g}"
@@ -40,11 +40,11 @@ class SkipLog:
         if self._made:
             return
         self._made = True
-        if self._untold:
+        if self._unreported:
             logger.warning(
                 "%d more steps were skipped while the loss scale came down from %g to %g, where gradients do not "
                 "overflow; an initial_scale (initial_loss_scale) near that starts sooner",
-                self._untold,
+                self._unreported,
                 self._from,
                 scale,
             )

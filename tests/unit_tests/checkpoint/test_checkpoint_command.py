@@ -76,7 +76,7 @@ def test_inspect_shows_what_is_left_of_a_damaged_directory(root: Path, capsys: p
     (newest / "commit.json").write_bytes(b"{}")
     assert main(["inspect", str(root)]) == DAMAGED
     text = capsys.readouterr().out
-    assert "DAMAGED: commit.json is JSON of another kind" in text and "with nobody to vouch for it" in text
+    assert "DAMAGED: commit.json is JSON of another kind" in text and "no commit.json vouches for it" in text
     assert "rank1.weight" in text
     (newest / "manifest.json").write_bytes(b"\x00\xff")
     assert main(["inspect", str(root)]) == DAMAGED

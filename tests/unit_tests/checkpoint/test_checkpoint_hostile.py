@@ -337,7 +337,7 @@ def test_a_checkpoint_of_an_earlier_version_loads_where_it_is_trusted(tmp_path: 
 
     edit(directory, forget_boxes)
     opened = open_manifest(directory)
-    assert isinstance(opened, tuple) and not opened[1].tells_boxes
+    assert isinstance(opened, tuple) and not opened[1].has_boxes
     found = find_intact(tmp_path, strict=True)
     with pytest.raises(CheckpointError, match="earlier version, whose index of tensors is a pickle.*trust_foreign_fi"):
         found.reader().read_metadata()

@@ -365,7 +365,7 @@ def test_gemini_without_a_booster_trains_as_one_process_and_shards_parameters(ra
     assert optimizer.model.ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
     with optimizer.model.gathered():
         assert_equal_training(model, reference, start, bound=2e-6)
-    with pytest.raises(TypeError, match="make it anew"):
+    with pytest.raises(TypeError, match="make it again"):
         GeminiOptimizer(inner, model)
     with pytest.raises(ValueError, match="nowhere"):
         GeminiDDP(start, placement_policy="nowhere")

@@ -155,7 +155,7 @@ def test_a_tree_of_every_kind_of_leaf_comes_back(rank: int, world: int, tmp_path
     more = {"new": ShardedTensor.from_rank_offsets("new", torch.zeros(2))}
     with pytest.raises(CheckpointError, match="does not have 'new'"):
         mcore.dist_checkpointing.load(more, tmp_path / "tree")
-    with pytest.raises(CheckpointError, match="nobody asks for 'columns'"):
+    with pytest.raises(CheckpointError, match="no leaf of the tree reads 'columns'"):
         mcore.dist_checkpointing.load({}, tmp_path / "tree", strict="raise_all")
     state, missing, unexpected = mcore.dist_checkpointing.load(more, tmp_path / "tree", strict="return_all")
     assert "new" not in state and "columns" in missing and unexpected == {"new"}

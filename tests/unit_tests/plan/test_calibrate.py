@@ -95,10 +95,10 @@ def test_a_line_finds_latency_and_speed() -> None:
 def test_what_surrounds_an_operator_grows_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(1.0)
     monkeypatch.setattr(clock, "device", torch.device("cpu"))
-    own_and_beside = {size: pair for size, pair in zip(GPTS[::2], ((1e-5, 6e-6), (1.1e-4, 1.6e-5)), strict=True)}
-    monkeypatch.setattr(measure_device, "_own_and_beside", lambda clock, *size: own_and_beside[size])
+    own_and_rest = {size: pair for size, pair in zip(GPTS[::2], ((1e-5, 6e-6), (1.1e-4, 1.6e-5)), strict=True)}
+    monkeypatch.setattr(measure_device, "_own_and_rest", lambda clock, *size: own_and_rest[size])
     assert operator_costs(clock) == pytest.approx((5e-6, 0.1))  # 5 us each, and a tenth of its own time
-    own_and_beside[GPTS[2]] = 1.1e-4, 5e-6  # noise: what surrounds the large ones would take less
+    own_and_rest[GPTS[2]] = 1.1e-4, 5e-6  # noise: what surrounds the large ones would take less
     assert operator_costs(clock) == pytest.approx((6e-6, 0.0))
 
 

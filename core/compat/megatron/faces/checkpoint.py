@@ -28,7 +28,7 @@ class Strategy:
 
 
 class StrictHandling(enum.Enum):
-    """What to do where a checkpoint lacks what is asked for ('unexpected') or has more ('missing')."""
+    """Behaviour if a checkpoint lacks what is asked for ('unexpected') or has more ('missing')."""
 
     ASSUME_OK_UNEXPECTED, IGNORE_ALL = "assume_ok_unexpected", "ignore_all"
     LOG_UNEXPECTED, LOG_ALL = "log_unexpected", "log_all"

@@ -40,7 +40,7 @@ def clip_grad_by_total_norm_fp32(parameters: Tensor | Iterable[Tensor], max_norm
 
 @arguments("parameters grad_stats_parallel_group !use_decoupled_grad=False tp_group=None -expert_tp_group=None")
 def count_zeros_fp32(parameters: Tensor | Iterable[Tensor], grad_stats_parallel_group: Any, tp_group: Any) -> float:
-    """How many elements of all `.grad` on the ranks of a group are zero; copies of a parameter count once. Collective.
+    """Count the zeros of all `.grad` on the ranks of a group; copies of a parameter count once. Collective.
 
     A parameter without a gradient counts none.
     """

@@ -86,10 +86,10 @@ _ModelParallel: Any = _base(
 
 @dataclass
 class DistributedDataParallelConfig(_DDP):
-    """How gradients are kept and reduced: the fields of core.distributed.DistributedDataParallelConfig, and Megatron's.
+    """Options of the wrapper: the fields of core.distributed.DistributedDataParallelConfig, and Megatron's.
 
     data_parallel_sharding_strategy: followed with use_megatron_fsdp=True, as in Megatron, and refused without it.
-    align_param_gather: refused as it is used, since gathers are complete when the optimizer's step returns.
+    align_param_gather: refused when it is used, since gathers are complete when the optimizer's step returns.
     """
 
     use_megatron_fsdp: bool = False
@@ -106,7 +106,7 @@ class DistributedDataParallelConfig(_DDP):
 
 @dataclass
 class OptimizerConfig(_Optimizer):
-    """Which algorithm updates the parameters: the fields of core.optimizer.OptimizerConfig, and Megatron's.
+    """Options of the optimizer: the fields of core.optimizer.OptimizerConfig, and Megatron's.
 
     overlap_param_gather: must be what the model was wrapped with. muon_use_nesterov: the older name of muon_nesterov.
     """
@@ -220,7 +220,7 @@ class TransformerConfig(_Transformer):
         if self.recompute_granularity == "full" and self.recompute_method not in ("uniform", "block", None):
             yield f"recompute_method is {self.recompute_method!r}; it is 'uniform' or 'block'"
         if self.recompute_granularity == "selective" and self.recompute_modules != ["core_attn"]:
-            yield f"recompute_modules is {self.recompute_modules}; ['core_attn'] is what can be recomputed by itself"
+            yield f"recompute_modules is {self.recompute_modules}; ['core_attn'] is what can be recomputed alone"
         if isinstance(self.cp_comm_type, list) and len(set(self.cp_comm_type)) != 1:
             yield f"cp_comm_type is {self.cp_comm_type}; it must be one for all layers"
         if not isinstance(self.moe_router_load_balancing_type, str):

@@ -70,7 +70,7 @@ is_vp_last_stage = _chunk(lambda vp_stage, vp_size: (vp_size or 1) <= 1 or vp_st
 
 
 def layers_of_stage(config: Any, pp_rank: int | None, vp_stage: int | None) -> range:
-    """The layers that a rank, or one chunk of it, holds: even shares, beside those that the ends are given."""
+    """The layers that a rank, or one chunk of it, holds: even shares, after those that are given to the ends."""
     rank = resolve_groups(None).rank("pp") if pp_rank is None else pp_rank
     pp, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     if (chunks is None) != (vp_stage is None):

@@ -123,7 +123,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """core.tensor_parallel's, for a vocabulary of equal parts without padding, as Megatron reads the logits.
 
-    Logits that were gathered cannot be told from a rank's part: pass vocab_size to ours, which finds them out.
+    Logits that were gathered cannot be distinguished from a rank's part: pass vocab_size to ours, which finds them out.
     """
     group = _group(tp_group)
     size = vocab_parallel_logits.shape[-1] * group_size(group)
@@ -165,7 +165,7 @@ reduce_scatter_last_dim_to_tensor_parallel_region = _last_dim(ours.reduce_scatte
     "!egtp_remat_world_size=None|1"
 )
 def model_parallel_cuda_manual_seed(seed: int, tp_rank: Any, ep_rank: Any, etp_rank: Any) -> None:
-    """core.tensor_parallel.model_parallel_manual_seed; the streams begin anew in any case."""
+    """core.tensor_parallel.model_parallel_manual_seed; the streams begin again in any case."""
     said = {"tp": tp_rank, "ep": ep_rank, "expt_tp": etp_rank}
 
     def rank(axis: str) -> int:
@@ -211,7 +211,7 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: Any = None) -> Tensor:
 
 
 class VocabUtility:
-    """Which ids of a vocabulary a rank holds: [first, last)."""
+    """Ids of a vocabulary that a rank holds: [first, last)."""
 
     vocab_range_from_per_partition_vocab_size = staticmethod(
         arguments("per_partition_vocab_size>size rank -world_size")(lambda size, rank: (rank * size, (rank + 1) * size))

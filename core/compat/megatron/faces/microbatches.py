@@ -1,4 +1,4 @@
-"""How many microbatches a step has, where the batch of all data ranks may grow with the samples that were seen."""
+"""Number of microbatches of a step; the batch of all data ranks may grow with the samples seen."""
 
 from __future__ import annotations
 

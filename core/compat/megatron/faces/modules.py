@@ -93,7 +93,7 @@ def get_model_xattn(model: Any) -> bool:
 
 
 def unwrap_model(model: Any, module_instances: Any = None) -> Any:
-    """What is inside all wrappers, or inside those of the types `module_instances`; of a list, a list."""
+    """The module inside all wrappers, or inside those of the types `module_instances`; of a list, a list."""
     if isinstance(model, list):
         return [unwrap_model(part, module_instances) for part in model]
     while isinstance(model, module_instances) if module_instances else hasattr(model, "module"):
@@ -131,7 +131,7 @@ def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
 
 
 def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make what a spec names; a function is given back as it is."""
+    """Make what a spec names; a function is returned unchanged."""
     found, spec = get_module(spec_or_module), spec_or_module
     if isinstance(found, type) and isinstance(spec, ModuleSpec):
         parts = {} if spec.submodules is None else {"submodules": spec.submodules}

@@ -73,7 +73,7 @@ class DistributedDataParallel(OurWrapper):
 
 
 class _MegatronMethods:
-    """What Megatron's optimizers can be asked beyond ours."""
+    """Methods of Megatron's optimizers that ours do not have."""
 
     model_chunks: list[Any]
 

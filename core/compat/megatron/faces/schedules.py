@@ -77,7 +77,7 @@ def _the() -> MicrobatchCalculator:
     "decrease_batch_size_if_needed>decrease=False !step_batch_size_schedule=None -seq_length=None"
 )
 def reconfigure_num_microbatches_calculator(rank: int, rampup: Any, **sizes: Any) -> None:
-    """Make the job's calculator anew."""
+    """Replace the job's calculator."""
     if None in sizes.values():
         raise ValueError("give global_batch_size, micro_batch_size and data_parallel_size")
     _of_the_job[:] = [MicrobatchCalculator(**sizes, rampup=rampup and list(map(int, rampup)))]

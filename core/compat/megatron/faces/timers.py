@@ -41,7 +41,7 @@ class Timer:
             self.begun = None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds so far; a running timer goes on."""
+        """Seconds so far; a running timer continues."""
         running = self.begun is not None
         if running:
             self.stop(barrier)

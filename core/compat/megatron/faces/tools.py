@@ -1,4 +1,4 @@
-"""What programs take from megatron.core.utils."""
+"""Functions that programs import from megatron.core.utils."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """False: TransformerEngine's layers are not used, in whatever version they are installed."""
+    """False: TransformerEngine's layers are not used, in any version."""
     return False
 
 
