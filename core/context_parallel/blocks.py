@@ -130,7 +130,7 @@ def _visible(block: Block, query_documents: Tensor | None, key_documents: Tensor
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Where sums over blocks are kept: fp64 for fp64, else fp32."""
+    """Dtype of sums over blocks: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -23,7 +23,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class CutSequence:
-    """How a sequence is cut over a group. in_halves: True if a rank has a chunk of the head and one of the tail."""
+    """Division of a sequence over a group. in_halves: True if a rank has a chunk of the head and one of the tail."""
 
     def __init__(self, group: dist.ProcessGroup, *, in_halves: bool) -> None:
         self.group, self.in_halves = group, in_halves
@@ -60,7 +60,7 @@ class CutSequence:
 
 
 class _Linear(torch.autograd.Function):
-    """What a linear function makes of a tensor, with the gradient that another function makes."""
+    """Apply a linear function to a tensor; another function gives the gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, function: Map, gradient: Map) -> Tensor:

@@ -1,4 +1,4 @@
-"""Packed documents: which tokens see which, and what a model is told of them."""
+"""Packed documents: which tokens attend to which, and the arguments a model gets for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.watch.waiting import waiting
 
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
-    """What attention must know of a microbatch's tokens besides their hidden states.
+    """Document boundaries of a microbatch's tokens, for attention.
 
     documents: [b, s], one number a token of the whole sequence, on every rank; a token attends to those before it with
     the same number. positions: [b, s / cp], those of this rank's tokens, where they are not counted through.

@@ -1,7 +1,7 @@
 """Keys and values travel around a ring; each rank adds the blocks it sees with an online softmax.
 
-Ring attention (arXiv 2310.01889) with head-tail chunks. Of a block that a rank receives it computes one half, whoever
-sent it: an earlier rank's head chunk is before all queries here and its tail after them; a later rank's chunks lie both
+Ring attention (arXiv 2310.01889) with head-tail chunks. Of a block that a rank receives it computes one half, from any
+sender: an earlier rank's head chunk is before all queries here and its tail after them; a later rank's chunks lie both
 between this rank's head and tail. So all ranks work equally long in every step, and no block needs a causal mask but
 the rank's own. While a block is computed the next one is under way.
 """
@@ -32,7 +32,7 @@ def ring_attention(
 
 
 def ring_block(length: int, rank: int, source: int) -> Block:
-    """What `rank` computes of the keys of `source`; both hold `length` positions, their head chunk first."""
+    """Block that `rank` computes with the keys of `source`; both hold `length` positions, their head chunk first."""
     everything, half = slice(0, length), length // 2
     if source == rank:
         return Block(everything, everything, causal=True)

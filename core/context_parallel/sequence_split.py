@@ -1,4 +1,4 @@
-"""Which positions of a sequence lie on which context-parallel rank.
+"""Positions of a sequence that each context-parallel rank holds.
 
 A causal token attends to all before it, so the last positions cost the most. A sequence is cut into 2 * size chunks and
 rank r holds chunk r from the head and chunk 2 * size - 1 - r from the tail: every rank has the same number of pairs of

@@ -41,7 +41,7 @@ def accumulate_gradient(
 ) -> tuple[
     GradAccumOptimizer, GradAccumDataloader, list[GradAccumGradientHandler] | None, GradAccumLrSchedulerByStep | None
 ]:
-    """Make a loop's objects accumulate over `accumulate_size` microbatches. The loop stays as it is.
+    """Make a loop's objects accumulate over `accumulate_size` microbatches. The loop is unchanged.
 
         optimizer, loader, _, scheduler = accumulate_gradient(
             model, optimizer, loader, 4, lr_scheduler=scheduler
@@ -111,7 +111,7 @@ class GradAccumDataloader(StandIn):
         self._position = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches of this epoch were given."""
+        """Number of batches of this epoch that were given."""
         return {"position": self._position}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

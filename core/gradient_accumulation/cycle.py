@@ -113,7 +113,7 @@ class Accumulation:
             optimizer.hold_reductions()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "handled": set(self.handled), "optimizer": _no_optimizer}  # a copy has no optimizer to tell
+        return {**self.__dict__, "handled": set(self.handled), "optimizer": _no_optimizer}  # a copy has no optimizer
 
 
 def _no_optimizer() -> None:

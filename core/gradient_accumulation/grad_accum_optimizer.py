@@ -93,7 +93,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, num_tokens: float | torch.Tensor | None = None
     ) -> None:
-        """Go on with a gradient from elsewhere (the next pipeline stage), whose loss has been scaled there already."""
+        """Continue with a gradient from elsewhere (the next pipeline stage), whose loss is scaled already."""
         tokens = self._begin(num_tokens)
         if hasattr(self.optim, "backward_by_grad"):
             self.optim.backward_by_grad(tensor, grad)
@@ -149,7 +149,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         return self.clip_grad_norm(self.model, max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, with this rank's place in the cycle and its partial gradients beside it."""
+        """The inner optimizer's, and this rank's place in the cycle, and its partial gradients."""
         state = self.accumulation
         if state.reduced or state.handled or (state.is_due and self._ours):
             raise AccumulationError(

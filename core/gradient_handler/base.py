@@ -1,4 +1,4 @@
-"""What every gradient handler is: something to call once a step, after backward and before clipping."""
+"""Base class of gradient handlers: called once a step, after backward and before clipping."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class GroupGradientHandler(BaseGradientHandler):
         """The gradients that this handler reduces, in an order that all ranks of a group share. Asked once."""
 
     def not_ready(self) -> Exception | None:
-        """What keeps this rank from reducing now, if anything."""
+        """Return what keeps this rank from reducing now, or None."""
         if [id(param) for param in self._model.parameters()] != self._planned:
             return GradientHandlerError(
                 "the model's parameters are not those of the first call; make a new handler after changing the model"

@@ -204,7 +204,7 @@ def _code(gradient: LooseGradient) -> int:
         return MISSING
     if hasattr(grad, "device_mesh"):
         raise GradientHandlerError(
-            f"the gradient of {gradient.name!r} is a DTensor, which whoever sharded it reduces; leave the handler out"
+            f"the gradient of {gradient.name!r} is a DTensor, which its own code reduces; leave the handler out"
         )
     if grad.layout is not torch.strided:
         raise GradientHandlerError(

@@ -51,7 +51,7 @@ def build_gradient_handler(
 ) -> BaseGradientHandler:
     """Make the handler that a configuration names.
 
-    config: a registered name, or a dict with the name under "type" and further arguments of the class beside it; it is
+    config: a registered name, or a dict with the name under "type" and further arguments of the class; it is
     not changed. options: further arguments, which win over the config's.
 
         config = {"type": "DataParallelGradientHandler", "bucket_cap_mb": 25}

@@ -1,4 +1,4 @@
-"""What a boosted model and a boosted optimizer look like to a loop, whichever plugin made them."""
+"""Interface of boosted models and optimizers: the same for a loop under every plugin."""
 
 from core.interface.model import AMPModelMixin, ModelWrapper
 from core.interface.optimizer import OptimizerWrapper

@@ -26,7 +26,7 @@ class ModelWrapper(nn.Module):
         return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What a transformers model's own `generate` gives. Every rank calls it; data ranks may have other prompts."""
+        """Call a transformers model's own `generate`. Every rank calls it; data ranks may have other prompts."""
         model: Any = self.unwrap()
         return model.generate(*args, **kwargs)
 

@@ -70,7 +70,7 @@ class OptimizerWrapper:
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
-        """Go on with a gradient that comes from elsewhere, from the next pipeline stage say. It is never scaled."""
+        """Continue with a gradient from elsewhere, for example from the next pipeline stage. It is never scaled."""
         if isinstance(self.optim, OptimizerWrapper):
             self.optim.backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
         else:

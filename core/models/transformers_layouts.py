@@ -213,7 +213,7 @@ def _same_names(expected: set[str], found: Mapping[str, Tensor]) -> None:
     missing, unknown = sorted(expected - set(found)), sorted(set(found) - expected)
     if missing or unknown:
         parts = [f"{what} {', '.join(names[:5])}" for what, names in (("lacks", missing), ("has", unknown)) if names]
-        raise ValueError(f"these are not the weights that the configuration tells: the file {'; it '.join(parts)}")
+        raise ValueError(f"these are not the weights that the configuration describes: the file {'; it '.join(parts)}")
 
 
 def _entries(config: TransformerConfig) -> Iterator[Entry]:

@@ -1,4 +1,4 @@
-"""A loss that is in nobody's sum: it enters in backward, where the activation it hangs on passes by."""
+"""A loss that is in no sum: it enters in backward, with the gradient of the activation it is attached to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """Passes an activation on, and in backward starts a gradient in a loss that is in nobody's sum.
+    """Passes an activation on, and in backward starts a gradient in a loss that is in no sum.
 
     The loss gets the gradient that the caller's own loss is given: with n microbatches, each divided by n, call
     `MoEAuxLossAutoScaler.set_loss_scale(1 / n)`; with a loss scaler, its scale too. Read in backward; 1 at the start.

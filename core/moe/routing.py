@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with what weight, and how uneven that is: functions from logits to values.
+"""Choice of experts for each token, their weights, and a measure of imbalance: functions from logits to values.
 
 Logits, probabilities and choices are [tokens, experts]; a choice is a boolean, a probability is 0 where not chosen.
 """
@@ -45,7 +45,7 @@ def choose(
 
 
 def balance_scores(logits: Tensor, score_function: str) -> Tensor:
-    """How much a token leans to each expert, summing to 1: what a load-balancing loss can move."""
+    """A token's score of each expert, summing to 1: what a load-balancing loss can change."""
     if score_function == "sigmoid":
         scores = torch.sigmoid(logits)
         return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)

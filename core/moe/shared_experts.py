@@ -1,4 +1,4 @@
-"""The shared expert: an MLP that every token goes to, beside those the router chooses."""
+"""The shared expert: an MLP that every token goes to, in addition to those the router chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tokens get to their experts and back: sent one by one, or all tokens to all ranks that share the experts.
+"""Dispatch of tokens to their experts and back: one by one, or all tokens to all ranks that share the experts.
 
 Both leave each rank with the tokens of its experts, those of one expert together, and bring back for each token the sum
 of its experts' outputs, weighted by the router's probabilities. Ranks may have different numbers of tokens, and none.
@@ -34,7 +34,7 @@ class Dispatched:
 
 
 class HostCounts:
-    """What the host has to know of the choices on the device: how many rows there are, and whose."""
+    """Facts about the choices that the host needs: the number of rows of each expert."""
 
     def rows(self, choices: Tensor) -> tuple[Tensor, ...]:
         """(expert, token) of each choice in [tokens, experts], sorted by expert."""

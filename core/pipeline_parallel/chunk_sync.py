@@ -1,4 +1,4 @@
-"""ChunkSync: tells one wrapped model chunk which backward of a step is its last, and so when its buckets may leave."""
+"""ChunkSync: marks a wrapped model chunk's last backward of a step, after which its buckets may be reduced."""
 
 from __future__ import annotations
 

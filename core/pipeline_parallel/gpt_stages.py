@@ -65,7 +65,7 @@ def wrap_stages(
 
 
 def gpt_activations(config: TransformerConfig, microbatch_size: int, sequence_length: int) -> list[Tensor]:
-    """What one stage sends the next: hidden states [s / cp, b, hidden]; under sequence parallelism [s / (cp tp), b, h].
+    """Outputs of a stage: hidden states [s / cp, b, hidden]; under sequence parallelism [s / (cp tp), b, h].
 
     sequence_length: of the whole sequence, before context parallelism splits it. On the meta device. ValueError, with
     the nearest legal lengths, for a sequence that does not divide.

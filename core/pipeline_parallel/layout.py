@@ -24,7 +24,7 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class PipelineLayout:
-    """How a model of several layers is cut into stages.
+    """Division of a model's layers into stages.
 
     layers_per_stage: in the model's order. The embeddings lie on the first stage, the last norm, the head and the loss
     on the last; 0 gives a stage that holds nothing else. pp: ranks; each holds the same number of stages, its chunks.
@@ -141,11 +141,11 @@ class PipelineLayout:
 
     @property
     def ends_share_a_rank(self) -> bool:
-        """Do the first and the last of several stages lie on one rank, so that a tied weight needs no copy?"""
+        """True if the first and the last of several stages lie on one rank: a tied weight then needs no copy."""
         return self.num_stages > 1 and self.last_rank == 0
 
     def stage(self, index: int) -> StageSpec:
-        """What lies on stage `index`."""
+        """Layers and ends of stage `index`."""
         first = sum(self.layers_per_stage[:index])
         layers = range(first, first + self.layers_per_stage[index])
         return StageSpec(index, layers, index == 0, index == self.num_stages - 1)

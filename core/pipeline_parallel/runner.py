@@ -34,7 +34,7 @@ from core.watch.waiting import add_wait, calling, waiting
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLoss:
-    """What a forward step returns on the last stage; a tensor alone means `MicrobatchLoss(tensor)`.
+    """Return value of a forward step on the last stage; a tensor alone means `MicrobatchLoss(tensor)`.
 
     value: 0-dim, with a graph: the mean over the microbatch, or the sum over `num_tokens` where that is given.
     num_tokens: the sum of the loss mask, which need not be a whole number. Under context parallelism value and
@@ -253,7 +253,7 @@ class PipelineRunner:
             dist.all_reduce(numbers, group=group)
 
     def _weight_of_a_loss(self) -> Tensor:
-        """What `_record` multiplies a microbatch's loss by, for the auxiliary losses that earlier stages hold."""
+        """Factor that `_record` applies to a microbatch's loss, for auxiliary losses of earlier stages."""
         share = 1.0 if self.per_token else 1.0 / len(self.microbatches)
         weight = torch.full((), share, dtype=LOSS_DTYPE, device=self.device)
         grad_scale = getattr(self.config, "grad_scale_func", None)
@@ -321,7 +321,7 @@ class PipelineRunner:
         )
 
     def _received(self, activations: Activations, stage: int) -> list[Tensor]:
-        """What a stage receives, on the meta device; nothing on the first stage, nor past the last."""
+        """Tensors that a stage receives, on the meta device; none on the first stage, nor past the last."""
         if stage == 0 or stage == self.layout.num_stages:
             return []
         tensors = activations(stage - 1) if callable(activations) else activations

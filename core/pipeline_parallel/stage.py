@@ -24,7 +24,7 @@ LOSS_DTYPE = torch.float64  # holds any loss exactly; torch 2.11 compares it wit
 
 @dataclass(frozen=True, slots=True)
 class StageEvent:
-    """What a stage did for one microbatch, and when, in perf_counter seconds; on an accelerator, when it was asked to.
+    """Work of a stage for one microbatch, with perf_counter seconds; on an accelerator, times of its launch.
 
     work: 'forward', 'backward', or where weight gradients are put off 'input gradient' and 'weight gradient'.
     """
@@ -132,7 +132,7 @@ class Stage(PipelineStage):
         self.leaving_back.clear()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Note which microbatch it is; an error of the model leaves as it is, without torch's dump of the tensors."""
+        """Note the microbatch; an error of the model is raised unchanged, without torch's dump of the tensors."""
         self.microbatch = fwd_chunk_id
         with _unwrapped(), self._timed("forward", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -190,7 +190,7 @@ class Stage(PipelineStage):
         """Sends of gradients of what was received; none where this stage has begun and waits for them itself.
 
         The stage before has forwarded the microbatches of all gradients under way. It can have so many between forward
-        and backward, so it has taken the oldest of more than that, and nobody waits.
+        and backward, so it has taken the oldest of more than that, and no rank waits.
         """
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if self.most_in_flight is None or not ops:
@@ -252,7 +252,7 @@ def check_sent(output: Any, expected: Sequence[Tensor], stage: int) -> None:
 
 @contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Let an error of the model, or of a wait in it, leave as it is: torch raises another one from it."""
+    """Let an error of the model, or of a wait in it, pass unchanged: torch raises another one from it."""
     try:
         yield
     except RuntimeError as error:

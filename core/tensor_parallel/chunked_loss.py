@@ -66,7 +66,7 @@ def chunked_cross_entropy(
     The gradient of a 16-bit weight is added up in fp32, and given in fp32 to a parameter whose `grad_dtype` is that.
     gradient_accumulation_fusion: add it straight to `weight.main_grad` where there is one.
     vocab_size, tp_group, pg_collection: as in vocab_parallel_cross_entropy. Collective over the tensor-parallel group:
-    two small all-reduces, whatever the number of chunks. ValueError for shapes and ids that do not fit.
+    two small all-reduces, for any number of chunks. ValueError for shapes and ids that do not fit.
     """
     if tp_group is None:
         tp_group = resolve_groups(pg_collection).tp

@@ -30,7 +30,7 @@ def vocab_parallel_cross_entropy(
     target: [...], token ids of the whole vocabulary, equal on all ranks of the group.
     label_smoothing: this share of the target's weight is spread evenly over the vocabulary, as in torch.
     tp_group, pg_collection: the group, or where to find it; by default parallel_state's, and no group without one.
-    vocab_size: may be left out without tensor parallelism. With it, the size is what tells a rank's part of the logits
+    vocab_size: may be left out without tensor parallelism. With it, the size distinguishes a rank's part of the logits
         from gathered ones, whose loss would be too large by log(tp) without any error.
     Raises ValueError when the shape of the logits is not that of this rank's part.
     """
@@ -55,7 +55,7 @@ def check_target(
         if size > 1:
             raise ValueError(
                 f"vocab_parallel_cross_entropy over {size} tensor-parallel ranks needs vocab_size=: without it logits "
-                "that were gathered cannot be told from this rank's part, and their loss would be silently wrong"
+                "that were gathered look like this rank's part, and their loss would be silently wrong"
             )
         vocab_size = columns
     expected = math.ceil(vocab_size / size)

@@ -4,7 +4,7 @@ Tensors that come from split parameters differ between tensor-parallel ranks unt
 parameter that meets one of them (the norm of queries, a learned activation) has a gradient that is a part of a sum. A
 whole activation that meets one without a seam sends a partial gradient to everything before it: the model is wrong.
 
-This is not a tracer: the model runs as it is, and each torch function is looked at as it passes. A seam is a forward
+This is not a tracer: the model runs unchanged, and each torch function is looked at as it passes. A seam is a forward
 that calls the collectives of `core.tensor_parallel.mappings`; while it is watched its attribute `watch` is the
 Dataflow, and it says what it has done.
 """
@@ -25,7 +25,7 @@ ATTENTION = "scaled_dot_product_attention"  # it drops weights of its own
 
 
 class Dataflow(TorchFunctionMode):
-    """What whole parameters and activations meet in the forward that runs inside it.
+    """Records where whole parameters meet split activations in the forward that runs inside it.
 
     partial: parameters that meet split tensors. complete: parameters that are used where all ranks compute the same.
     A parameter may be both. drops: modules that drop elements of split tensors, and those that drop of whole ones,
@@ -73,7 +73,7 @@ class Dataflow(TorchFunctionMode):
         finally:
             self._is_paused = False
 
-    # -- what seams tell -------------------------------------------------------------------------------------------
+    # -- reports of seams -----------------------------------------------------------------------------------------
 
     def enter(self, whole: Tensor, copied: Tensor) -> Tensor:
         """A seam has made a copy whose gradient it sums. Returns the copy; a new tensor where there is one rank."""
@@ -212,7 +212,7 @@ def _is_tail(part: Tensor, whole: Tensor, features: int) -> bool:
 
 
 def _storage_of(tensor: Tensor) -> int | None:
-    """Where its memory is; None where it has none: it is empty, or a stand-in inside torch.vmap (masks)."""
+    """Address of its memory; None if it has none: it is empty, or a stand-in inside torch.vmap (masks)."""
     try:
         storage = tensor.untyped_storage()
         if storage.device.type == "meta":  # a tensor without values has no place; its storage is one object

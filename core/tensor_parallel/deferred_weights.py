@@ -16,7 +16,7 @@ _queue: WeightWork | None = None  # of the backward that is running; a process r
 
 
 def current_queue() -> WeightWork | None:
-    """Where a linear layer's backward leaves its weight gradient; None where it is to be computed at once."""
+    """Queue for weight gradients of a linear layer's backward; None if they are computed at once."""
     return _queue
 
 

@@ -17,7 +17,7 @@ def normal_init(std: float) -> InitMethod:
 
 
 def draw_master(shape: tuple[int, ...], init_method: InitMethod, name: str | None, seed: int) -> Tensor:
-    """The whole weight in fp32 on the CPU, whatever dtype, device and layout it will be used in.
+    """The whole weight in fp32 on the CPU, for use in any dtype, device and layout.
 
     name: the parameter's path in the whole model; with `seed` it alone decides the numbers. None draws from torch's
     default CPU generator, which the ranks of a tensor-parallel group must then have seeded alike.
@@ -35,7 +35,7 @@ def draw_master(shape: tuple[int, ...], init_method: InitMethod, name: str | Non
 
 
 def tensor_parallel_slice(master: Tensor, dim: int, size: int, rank: int, stride: int = 1) -> Tensor:
-    """What rank `rank` of `size` keeps of a master weight split along `dim`.
+    """Part of a master weight that rank `rank` of `size` keeps when it is split along `dim`.
 
     stride: the master's `dim` is this many parts (2 for SwiGLU's gate and up), each of which is split for itself.
     A dimension that does not divide is padded with zeros at its end (a vocabulary).

@@ -58,7 +58,7 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
 
 
 class _ParallelLayer(nn.Module):
-    """What the three layers share: their group, and weights sliced from a master."""
+    """Base of the three layers: their group, and weights sliced from a master."""
 
     def __init__(
         self, config: ModelParallelConfig, tp_group: dist.ProcessGroup | None, pg_collection: ProcessGroups | None
@@ -330,7 +330,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     sequence_parallel: bool,
     tp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """input @ weight^T + bias; in backward communication runs beside the weight gradient's product.
+    """input @ weight^T + bias; in backward communication runs during the weight gradient's product.
 
     gradient_accumulation_fusion: add the weight's gradient straight into `weight.main_grad` where there is one.
     allreduce_dgrad: the input is replicated, its gradient is summed over the group.
@@ -420,10 +420,10 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
 
 
 def _is_accumulated(parameter: Tensor) -> bool:
-    """Will the running backward do no more with the gradient of a leaf than add it to .grad?
+    """True if the running backward only adds the gradient of this leaf to .grad.
 
     autograd.grad and backward(inputs=...) may pass through a layer and leave its weight's .grad alone, and a tensor
-    hook (Tensor.register_hook) is to see the gradient, or to change it. False also where torch cannot tell, and in a
+    hook (Tensor.register_hook) is to see the gradient, or to change it. False also where torch does not know, and in a
     compiled backward, which is traced once for all of them.
     """
     if torch.compiler.is_compiling():
@@ -438,7 +438,7 @@ def _is_accumulated(parameter: Tensor) -> bool:
 
 
 def _add_weight_gradient(parameter: Tensor, grad: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
-    """What backward put off: the weight's gradient, added to the parameter's. Collective over a sequence's group."""
+    """Compute a deferred weight gradient, and add it to the parameter's. Collective over a sequence's group."""
     if group is not None:
         input = gather_first(input, group)
     grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])

@@ -1,4 +1,4 @@
-"""How activations cross between the regions of a tensor-parallel model: the collectives, and autograd around them.
+"""Mappings between the regions of a tensor-parallel model: the collectives, and autograd around them.
 
 A tensor is replicated over the group, split along its last dimension (heads, features), or split along its first
 (the sequence). Each mapping's backward is its dual, itself a mapping, so gradients of gradients work too:
@@ -274,12 +274,12 @@ def _map(function: type[torch.autograd.Function], tensor: Tensor, group: dist.Pr
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The input as it is; its gradient is summed over the group."""
+    """Return the input; its gradient is summed over the group."""
     return _map(_Copy, input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The input summed over the group; its gradient as it is."""
+    """The input summed over the group; its gradient is unchanged."""
     return _map(_Reduce, input_, group)
 
 

@@ -47,7 +47,7 @@ DROPOUT_STREAMS = {
 
 
 class RNGState(TypedDict):
-    """Where a stream stands, on the CPU and on this rank's GPU; a plain dict, so that checkpoints can hold it.
+    """State of a stream, on the CPU and on this rank's GPU; a plain dict, so that checkpoints can hold it.
 
     gpu: None until CUDA has been used.
     """
@@ -58,7 +58,7 @@ class RNGState(TypedDict):
 
 
 def current_state(seed: int = 0) -> RNGState:
-    """Where torch's default generators stand, on the CPU and on this rank's GPU."""
+    """State of torch's default generators, on the CPU and on this rank's GPU."""
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return RNGState(seed=seed, cpu=torch.get_rng_state(), gpu=gpu)
 
@@ -80,7 +80,7 @@ def begin_state(seed: int) -> None:
 
 
 class RNGStatesTracker:
-    """Named random streams beside torch's default one."""
+    """Named random streams in addition to torch's default one."""
 
     def __init__(self) -> None:
         self._states: dict[str, RNGState] = {}
@@ -93,7 +93,7 @@ class RNGStatesTracker:
         self._seeds = set()
 
     def get_states(self) -> dict[str, RNGState]:
-        """Where every stream stands; a state is never changed in place, so this is a snapshot."""
+        """State of every stream; a state is never changed in place, so this is a snapshot."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, RNGState]) -> None:
@@ -213,4 +213,4 @@ def _replay(states: dict[str, RNGState]) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """What is called after a backward in which a fork was asked for."""
+    """Do nothing; called after a backward in which a fork was requested."""

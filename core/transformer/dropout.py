@@ -1,4 +1,4 @@
-"""Which random stream a dropout draws from: Note [Random streams] in core/tensor_parallel/random.py."""
+"""The random stream that a dropout draws from: Note [Random streams] in core/tensor_parallel/random.py."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class ExpertConfig(ModelParallelConfig):
         return self.tensor_model_parallel_size if size is None else size
 
     def is_moe_layer(self, number: int) -> bool:
-        """Does layer `number`, counted from 0, hold experts?"""
+        """True if layer `number`, counted from 0, holds experts."""
         if self.num_moe_experts is None:
             return False
         if isinstance(self.moe_layer_freq, int):

@@ -1,4 +1,4 @@
-"""TransformerConfig: the shape of a transformer, on top of its experts and what every model tells the gradient path."""
+"""TransformerConfig: the shape of a transformer, its experts, and the fields that the gradient path reads."""
 
 from __future__ import annotations
 
