@@ -49,7 +49,7 @@ from core.groups.rank_grid import COPY_AXES, DATA_KINDS
 
 @dataclass(frozen=True, eq=False)
 class Engine:
-    """What `assemble` has made for one model chunk."""
+    """Result of `assemble` for one model chunk."""
 
     module: nn.Module
     ids: frozenset[int]  # of the module and of the parameters that are reduced
@@ -260,7 +260,7 @@ def _param_units(
     tier: MemoryTier | None,
     places: Places,
 ) -> list[list[ParamUnit]]:
-    """Where parameters are sharded, the units of each buffer of trained parameters, then of frozen ones."""
+    """If parameters are sharded: the units of each buffer of trained parameters, then of frozen ones."""
     units: list[list[ParamUnit]] = []
     if not ddp_config.shards_parameters:
         return units
@@ -288,7 +288,7 @@ def _param_units(
 
 
 def _tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> MemoryTier | None:
-    """What lies below the device. Collective over the data groups; raises on all ranks where one cannot have it."""
+    """Make the tier for offloaded shards. Collective over the data groups; raises on all ranks if it fails on one."""
     if not placement.offloads:
         return None
     tier: MemoryTier | None = None

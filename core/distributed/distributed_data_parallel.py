@@ -310,7 +310,7 @@ class DistributedDataParallel(nn.Module):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and torch.save keep: a copy, as from copy.deepcopy."""
+        """State for pickle and torch.save: a copy, as from copy.deepcopy."""
         return copy.deepcopy(self).__dict__
 
     def __getattr__(self, name: str) -> Any:
@@ -338,21 +338,21 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def memstats(self) -> MemStats | None:
-        """What the first step under `Placement(memory_budget_bytes=...)` has found, for the next run; else None.
+        """Statistics of the first step under `Placement(memory_budget_bytes=...)`, for the next run; else None.
 
         None too where ranks have used different modules.
         """
         return None if self.engine.unsharder is None else self.engine.unsharder.residents.memstats
 
     def where(self, name: str) -> str:
-        """Where the gradient of a parameter is now, and why `.grad` is what it is, in a sentence.
+        """Say in a sentence where the gradient of a parameter is now, and why `.grad` is what it is.
 
         name: as in `module.named_parameters()`. Raises ValueError for any other. Looks at this rank alone.
         """
         return where(name, self.all_buffers, self.plan.frozen)
 
     def step_report(self) -> StepReport:
-        """What the reductions of the last finished step cost on this rank."""
+        """Cost of the reductions of the last finished step on this rank."""
         report = self.reducer.step_report()
         resolve(report.events)
         return report

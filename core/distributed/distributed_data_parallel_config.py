@@ -14,11 +14,11 @@ from core.number_ranges import COUNT, check_ranges, whole
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Which parts of a model a rank holds under a sharding strategy.
+    """Parts of a model that a rank holds under a sharding strategy.
 
     sharded: True if each rank's optimizer updates its own shard, so that gradients are reduce-scattered. keeps_whole:
     True if the memory of whole gradients stays; otherwise the shard stays, and whole gradients borrow memory from a
-    BucketPool while they fill and travel. keeps_params: likewise of parameters; otherwise the shard stays, and a bucket
+    BucketPool while they fill and travel. keeps_params: the same of parameters; if False the shard stays, and a bucket
     is gathered around its use.
     """
 
@@ -58,9 +58,9 @@ RANGES = {
 
 @dataclass(frozen=True)
 class DistributedDataParallelConfig:
-    """How gradients are kept and reduced, and what is sharded. Names are Megatron Core's; the last block is ours.
+    """Options of the wrapper: reduction of gradients, and sharding. Names are Megatron Core's; the last block is ours.
 
-    grad_reduce_in_fp32: accumulate and reduce in fp32 whatever the parameter's dtype.
+    grad_reduce_in_fp32: accumulate and reduce in fp32 for any dtype of the parameter.
     overlap_grad_reduce: backward launches a bucket's collective as soon as its gradients are there.
     overlap_param_gather: the optimizer's step gathers a bucket's parameters while it updates the next bucket (needs a
         sharded strategy). When `step()` returns all are complete; nothing is gathered under the next forward.
@@ -244,7 +244,7 @@ class DistributedDataParallelConfig:
 
     @property
     def residency(self) -> Residency:
-        """What a rank holds under the strategy."""
+        """Parts that a rank holds under the strategy."""
         return RESIDENCIES[self.strategy]
 
     @property

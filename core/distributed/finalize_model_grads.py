@@ -235,7 +235,7 @@ def _update_router_expert_bias(chunks: Sequence[DistributedDataParallel], groups
 def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel) -> torch.Tensor:
     """The number of tokens of the whole batch, 0-dim fp64; 1 where there is none.
 
-    The last stage knows this data rank's part, the data group adds the parts. Stays on the device: nobody waits for it.
+    The last stage knows this data rank's part, the data group adds the parts. Stays on the device, without a wait.
     """
     groups = chunk.groups
     # One dtype on all ranks; exact up to 2**53 tokens, and the weights of a loss mask need not be whole.
@@ -247,7 +247,7 @@ def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel)
 
 
 def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
-    """What a sum over tokens is divided by: their number, which a loss mask may make less than 1; 1 where it is 0."""
+    """Divisor of a sum over tokens: their number, which a loss mask may make less than 1; 1 where it is 0."""
     return total.masked_fill(total <= 0, 1)
 
 

@@ -1,4 +1,4 @@
-"""How autograd and a forward reach the engine: hooks on parameters and on the wrapped module.
+"""Hooks on parameters and on the wrapped module, by which autograd and a forward reach the engine.
 
 Hooks of modules are functions without state, which find the engine by the module's identity. So a copied or pickled
 module takes nothing of the engine along, and is a plain one.

@@ -70,7 +70,7 @@ def materialize(module: nn.Module, init: Init | None = None, *, device: torch.de
     if present is not None:
         raise ValueError(
             f"parameter {present!r} has values already; build the module inside `with torch.device('meta'):`, or wrap "
-            "it as it is"
+            "it unchanged"
         )
     names = {id(part): name for name, part in module.named_modules()}
     for part in _parts(module):

@@ -31,7 +31,7 @@ from core.groups.agree import SyncError
 
 
 class BucketState(Enum):
-    """Where a bucket's gradients are on their way from autograd to the optimizer."""
+    """State of a bucket's gradients between autograd and the optimizer."""
 
     ACCUMULATING = "accumulating"  # autograd adds this rank's gradients
     IN_FLIGHT = "in flight"  # a collective owns the memory
@@ -77,8 +77,8 @@ class Bucket(BucketMemory):
         self._due_scale = scale if scale_later else 1.0
         # The true gradient is `grad` times this. A 0-dim fp64 tensor once a number of tokens is part of it.
         self.pending_scale: float | torch.Tensor = 1.0
-        # Once an optimizer has made its step of these gradients, it tells (memory of gradients, factor): what that step
-        # has not multiplied there, and one that adds to it must.
+        # Set by an optimizer's step on these gradients. Returns (memory of gradients, factor): the step has not applied
+        # the factor to that memory; code that adds to the memory must.
         self.owed: Callable[[torch.Tensor], list[tuple[torch.Tensor, float]]] | None = None
         self.held: dict[int, torch.Tensor] = {}  # kept gradients that cannot be added to where they lie, if not dropped
         self.lost: str | None = None  # a parameter to whose gradient of that kind others were added
@@ -188,7 +188,7 @@ class Bucket(BucketMemory):
                 self.lost = self.contracts[index].name
 
     def _note_written(self) -> None:
-        """Note parameters whose gradient somebody has written into the buffer himself, so that no hook has run."""
+        """Mark parameters as used whose gradient user code wrote into the buffer directly."""
         pairs = zip(self.params, self.views, strict=False)
         silent = [i for i, (param, view) in enumerate(pairs) if not self.used[i] and param.grad is view]
         if silent:
@@ -335,7 +335,7 @@ class Bucket(BucketMemory):
         return self.owned_grad.clone() if self.sums else None
 
     def restore(self, reduced: torch.Tensor) -> None:
-        """Go on from what `reduced_so_far` gave, in a step that has just begun."""
+        """Continue from the result of `reduced_so_far`, in a step that has just begun."""
         self._expect(BucketState.ACCUMULATING, "restored")
         self.owned_grad.copy_(reduced)
         self.sums = 1
@@ -405,11 +405,11 @@ class Bucket(BucketMemory):
 
     @property
     def scale_is_due(self) -> bool:
-        """True if a factor is left that nobody has applied."""
+        """True if a factor is left that has not been applied."""
         return isinstance(self.pending_scale, torch.Tensor) or self.pending_scale != 1.0
 
     def pop_scale(self) -> float | torch.Tensor:
-        """The factor that is still due. Whoever takes it applies it: the gradients count as scaled from now on."""
+        """Return the factor that is still due; the caller must apply it. The gradients count as scaled from now on."""
         factor, self.pending_scale = self.pending_scale, 1.0
         return factor
 

@@ -53,10 +53,10 @@ class BucketMemory:
         self.shard_range = 0, layout.numel
         if sharded:
             self.shard_range = layout.shard_of(dist.get_rank(groups.shard))
-        # The same memory in every step; it may lie on the host beside `device`.
+        # The same memory in every step; it may lie on the host, not on `device`.
         self.owned_grad = self.shard_of(memory) if pool is None else memory
         self.grad, self.views = memory[:0], list[torch.Tensor]()  # whole gradients, and each parameter's in its shape
-        self._views_at: dict[int, list[torch.Tensor]] = {}  # by address: a bucket comes to the same two places again
+        self._views_at: dict[int, list[torch.Tensor]] = {}  # by address: a bucket gets the same two places again
         if pool is None:
             self._lie_in(memory)
 
@@ -109,7 +109,7 @@ class BucketMemory:
         return self.part_of(self.valid_grad, index, self.valid_range)
 
     def part_of(self, flat: torch.Tensor, index: int, within: tuple[int, int]) -> torch.Tensor:
-        """What parameter `index` has in a tensor that holds the elements `within` = [start, end) of the bucket."""
+        """Elements of parameter `index` in a tensor that holds the elements `within` = [start, end) of the bucket."""
         low, high = within
         start, end = max(self.ranges[index][0], low), min(self.ranges[index][1], high)
         return flat[start - low : max(start, end) - low]
@@ -120,6 +120,6 @@ class BucketMemory:
         return whole[low:high]
 
     def copy_to_shard(self) -> None:
-        """Where the shard lies apart, copy what was done to the whole gradient."""
+        """Copy changes of the whole gradient to the shard, if that is separate memory."""
         if self.pool is not None and self.gathered:
             self.owned_grad.copy_(self.shard_of(self.grad))

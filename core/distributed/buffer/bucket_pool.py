@@ -36,8 +36,8 @@ class BucketPool:
     Note [Backward waits for memory]
     Buckets acquire memory in launch order, which is the same on all ranks. A bucket that finds no room waits for the
     oldest reduction in flight, in backward too. No rank waits for ever: the rank that has launched the fewest buckets
-    waits for one of its own, which all other ranks have launched as well, so it goes on. A rank without gradients for a
-    bucket launches it at the end of its backward or in finalize_model_grads.
+    waits for one of its own, which all other ranks have launched as well, so it continues. A rank that has no
+    gradients for a bucket launches it at the end of its backward or in finalize_model_grads.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:

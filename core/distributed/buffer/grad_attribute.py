@@ -16,7 +16,7 @@ from torch import nn
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
 
 _GRAD, _REQUIRES_GRAD, _TOUCHED = map(attrgetter, ("grad", "requires_grad", "touched"))
-_WRITTEN = "grad_added_to_main_grad"  # set by somebody's fused kernel that has written the gradient into the buffer
+_WRITTEN = "grad_added_to_main_grad"  # set by a fused kernel of user code that has written the gradient into the buffer
 
 
 class GradAttribute:
@@ -51,7 +51,7 @@ class GradAttribute:
     def begin(self, kept: bytes) -> None:
         """Begin a step. kept: 1 for each parameter whose reduced gradient this step adds to.
 
-        A placeholder of such a gradient stays in `.grad` and collects what comes, because it tells what is dropped.
+        A placeholder of such a gradient stays in `.grad` and collects what comes, because it shows what is dropped.
         """
         self.withdraw(kept if 1 in kept and self.is_hidden else b"")
         self.used[:] = kept
@@ -82,7 +82,7 @@ class GradAttribute:
 
         watched: put placeholders into `.grad`, so that what comes until the reduction is done is noticed; without, no
         code of the user runs until then. without: for each parameter whether it counts as used where it has no gradient
-        now; None where an earlier microbatch has told.
+        now; None if an earlier microbatch has decided that.
         """
         if watched and not self.placeholders:
             self._make_placeholders()

@@ -1,8 +1,8 @@
 """GradPlaceholder: what stands in `.grad` while a gradient is in flight, sharded, or still to be scaled.
 
 With None there, `torch.nn.utils.clip_grad_norm_` would return 0 and clip nothing, and an edit would change nothing. It
-also tells gradients that the user has dropped (`p.grad = None`, any zero_grad) from those that the next backward adds
-to, which torch's rule for `.grad` needs.
+also shows which gradients the user has dropped (`p.grad = None`, any zero_grad). The next backward adds to the
+others, as torch's rule for `.grad` says.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GradPlaceholder(torch.Tensor):
         raise SyncError(next(value for value in _tensors(args) if type(value) is cls).refusal(func.__name__))
 
     def refusal(self, use: str) -> str:
-        """Why it cannot be used, and what to call instead."""
+        """Text that says why it cannot be used, and what to call instead."""
         return (
             f"{use} was asked of the gradient of {self.of_param!r}, which is not in `.grad` now: its reduction has "
             "begun, or it is sharded, so that each rank holds a part, or scale_in_optimizer leaves its division to the "

@@ -32,7 +32,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an elemen
 
 
 class Stays(Enum):
-    """How long a bucket stays whole after its use."""
+    """Time that a bucket stays whole after its use."""
 
     WINDOW = "until a few others have been used"
     BACKWARD = "from a forward that records gradients to the end of the next backward"
@@ -45,7 +45,7 @@ class Gather(NamedTuple):
     unit: ParamUnit
     whole: torch.Tensor
     flight: Flight
-    copied: torch.Event | None  # where this rank's shard is copied beside what the device computes
+    copied: torch.Event | None  # if this rank's shard is copied while the device computes
 
     def wait(self) -> None:
         """Have what is computed from now on find the bucket whole."""
@@ -65,7 +65,7 @@ class ParamUnit:
     that group which carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where
     they are processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other.
     tier: what the shard lies in if that is below the device; a gather then copies the bucket to the device. blocks:
-    memory for whole buckets on CPUs; beside files none is kept when it is freed. device: where whole buckets lie.
+    memory for whole buckets on CPUs; with files none is kept when it is freed. device: where whole buckets lie.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class ParamUnit:
         self.whole = None if self.moves else self.mapped  # [layout.numel] while the unit is gathered
         self.views: list[torch.Tensor] = []  # of the parameters in it, while they are shown
         self.versions = [0] * len(self.params)  # of the parameters, when they were last shown or hidden
-        self.data_of: list[tuple[str, torch.Tensor]] = []  # (parameter, its `.data`) that somebody has since asked for
+        # (parameter, its `.data`) handed out while unsharded; a write to it must be detected
+        self.data_of: list[tuple[str, torch.Tensor]] = []
 
     @property
     def is_collective(self) -> bool:
@@ -120,7 +121,7 @@ class ParamUnit:
 
     @property
     def copies(self) -> bool:
-        """True if a gather goes on beside what this rank computes."""
+        """True if a gather runs while this rank computes."""
         return self.is_collective or isinstance(self.tier, HostTier)
 
     @property
@@ -188,7 +189,7 @@ class ParamUnit:
         """Give the parameters their values. Raises SyncError if one was written or moved while it had none.
 
         kind: their class until they are hidden, where it is not the owner's. in_backward: True for a recomputation,
-        which may save what is frozen as it is.
+        which may save frozen parameters unchanged.
         """
         assert self.whole is not None, "a unit is gathered before it is shown"
         if self.shown:
@@ -213,7 +214,7 @@ class ParamUnit:
             )
 
     def hide(self) -> None:
-        """Take the values away again. Raises SyncError if somebody has written a parameter meanwhile."""
+        """Take the values away again. Raises SyncError if user code has written a parameter since."""
         if not self.shown:
             return
         views, self.views = self.views, []
@@ -268,7 +269,7 @@ class ParamUnit:
             self.versions = [param._version for param in self.params]
 
     def accept_writes(self) -> None:
-        """What was written while the parameters were shown is not refused when they are hidden."""
+        """Accept writes that were made while the parameters were shown: `hide` does not refuse them."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr():
                 DATA.__set__(param, view)

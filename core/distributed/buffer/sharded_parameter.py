@@ -3,7 +3,7 @@
 A parameter may be read where no hook of its module runs: a tied weight, `F.linear(x, emb.weight)`, attention that takes
 its projection's weight, a custom function that kept it. torch asks a tensor's class before it computes with it, so the
 class is exchanged with the values: GatheredParameter while they are there, ShardedParameter while they are not.
-Whatever computes with the second has its bucket gathered first, or is refused. The first costs nothing.
+An operation on the second has its bucket gathered first, or is refused. The first costs nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ attributes_alone = torch._C.DisableTorchFunctionSubclass
 
 
 class Owner(Protocol):
-    """Who can give parameters their values."""
+    """Interface of the owner that gives parameters their values."""
 
     def gather_for(self, missing: list[ShardedParameter], others: list[nn.Parameter]) -> None:
         """Make `missing` plain parameters with values, and leave `others` so."""
@@ -53,13 +53,13 @@ class Owner(Protocol):
         """Raise SyncError that names the parameter."""
 
     def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Remember `values`, the `.data` of a gathered parameter, which somebody may write."""
+        """Remember `values`, the `.data` of a gathered parameter, which user code may write."""
 
 
 class GatheredParameter(nn.Parameter):
     """A parameter whose values are here; each owner has a subclass of its own.
 
-    torch counts writes to a tensor's `.data` apart from writes to the tensor. So whoever asks for it is noted.
+    torch counts writes to a tensor's `.data` apart from writes to the tensor. So each request for it is noted.
     """
 
     owner: Callable[[], Owner | None]  # a weak reference
@@ -88,7 +88,7 @@ class LentParameter(GatheredParameter):
     """A frozen parameter whose values are here for a recomputation within a backward.
 
     torch's checkpoint saves a tensor without gradients itself, and this one has no values any more when it is asked
-    for. So whatever computes with it is given another tensor in the same memory, which stays as long as it is saved.
+    for. So operations get another tensor in the same memory, which stays until backward has used it.
     """
 
     @classmethod
@@ -131,7 +131,7 @@ class ShardedParameter(GatheredParameter):
         if not missing:
             raise SyncError(
                 f"{getattr(func, '__name__', func)} was given a sharded parameter inside something else than lists, "
-                "tuples and dictionaries, so its values cannot be gathered; pass it by itself, or make the call inside "
+                "tuples and dictionaries, so its values cannot be gathered; pass it alone, or make the call inside "
                 "`with model.gathered():`"
             )
         owner.gather_for(missing, [param for param in given if type(param) is not cls])
@@ -180,7 +180,7 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _written(func: Any, args: Any) -> Any:
-    """What an in-place function writes: its first argument."""
+    """The tensor that an in-place function writes: its first argument."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     assigns = name in ("__set__", "__setitem__") or (name.startswith("__i") and name not in ("__int__", "__index__"))
@@ -188,7 +188,7 @@ def _written(func: Any, args: Any) -> Any:
 
 
 def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `torch.autograd.grad` or `backward` gives for sharded parameters; torch does not make zeros for an edge."""
+    """Run `torch.autograd.grad` or `backward` for sharded parameters; torch makes no zeros for an edge."""
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
     if not kwargs.get("materialize_grads") or isinstance(inputs, dict):
         return func(*_with_edges(args), **_with_edges(kwargs))

@@ -1,4 +1,4 @@
-"""where(): a sentence that says where a parameter's gradient is now, and what `.grad` holds meanwhile."""
+"""where(): a sentence that says where a parameter's gradient is now, and what `.grad` holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.distributed.buffer.grad_buffer import GradBuffer
 
 
 def where(name: str, buffers: Sequence[GradBuffer], frozen: Collection[str]) -> str:
-    """Where the gradient of the parameter `name` is. frozen: names of parameters that were frozen at the wrap."""
+    """Say where the gradient of the parameter `name` is. frozen: names of parameters that were frozen at the wrap."""
     for number, buffer in enumerate(buffers):
         for bucket in buffer.buckets:
             for index, contract in enumerate(bucket.contracts):
@@ -59,7 +59,7 @@ def _in_flight(bucket: Bucket, index: int, place: str) -> str:
 
 
 def _held(bucket: Bucket, index: int) -> str:
-    """Which part of the gradient this rank holds."""
+    """Name the part of the gradient that this rank holds."""
     numel = bucket.params[index].numel()
     start, end = bucket.ranges[index]
     low, high = (max(min(bound, end), start) - start for bound in bucket.valid_range)
@@ -71,7 +71,7 @@ def _held(bucket: Bucket, index: int) -> str:
 
 
 def _shown(bucket: Bucket, index: int) -> str:
-    """What `.grad` is of a gradient that is reduced."""
+    """Describe `.grad` of a gradient that is reduced."""
     grad = bucket.params[index].grad
     if grad is None:
         return "you have set `.grad` to None; the next backward makes a new gradient"

@@ -1,1 +1,1 @@
-"""What each parameter's gradient needs: tags on parameters in, one frozen contract out."""
+"""Gradient contracts: tags on parameters in, one frozen contract out."""

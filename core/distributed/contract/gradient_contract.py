@@ -28,7 +28,7 @@ class ContractError(ValueError):
 
 # A tuple: there is one for each parameter of a model, and a frozen dataclass takes four times as long to make.
 class GradientContract(NamedTuple):
-    """What happens to one parameter's gradient between backward and the optimizer."""
+    """Rules for one parameter's gradient between backward and the optimizer."""
 
     name: str
     is_expert: bool
@@ -50,7 +50,7 @@ class GradientContract(NamedTuple):
 
 
 class Tags(NamedTuple):
-    """What the attributes of a parameter say. With the name, a contract is read from nothing else."""
+    """Attributes of a parameter. A contract is read from these and the name, and from nothing else."""
 
     is_expert: bool
     sharded: bool  # True if tensor-parallel ranks hold different slices

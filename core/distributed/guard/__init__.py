@@ -1,1 +1,1 @@
-"""What ranks compare, and what is refused: other models, other copies, NaN, and calls out of order."""
+"""Comparisons between ranks, and refusals: other models, other copies, NaN, and calls out of order."""

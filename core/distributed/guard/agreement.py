@@ -1,6 +1,6 @@
 """One small maximum a step, in which the ranks of a data group learn what happened on any of them, and decide alike.
 
-It tells whether ranks are at the same step of the same model, which buckets got gradients after their launch, whether a
+It finds whether ranks are at the same step of the same model, which buckets got gradients after their launch, whether a
 rank reports a problem, and whether some ranks left a parameter unused or froze it. Where each backward is reduced,
 ranks also agree before each one. A rank that ends its step then meets one that begins another backward; both raise.
 """
@@ -38,20 +38,20 @@ class ControlGroup:
 
 
 class Moment(IntEnum):
-    """What a rank does after it has asked the others."""
+    """A rank's next action after the agreement."""
 
-    BACKWARD = 0  # goes on with a backward, which has produced its first gradient
+    BACKWARD = 0  # continues with a backward, which has produced its first gradient
     END = 1  # launches the buckets that are left, after the last backward of the step
     FINISH = 2  # waits for the reductions
     DROP = 3  # forgets them
 
 
 class StepAnswer(NamedTuple):
-    """What all ranks know after they agreed on a step."""
+    """Result of the agreement on a step, known to all ranks."""
 
     late: set[int]  # ids of the buckets that got gradients after their launch on any rank
     whole: set[dist.ProcessGroup]  # data groups of which a rank wants whole gradients
-    goes_on: bool  # True if some ranks begin a backward while others end the step
+    continues: bool  # True if some ranks begin a backward while others end the step
 
 
 def agree_on_step(
@@ -67,7 +67,7 @@ def agree_on_step(
     wants_whole: bool = False,
     gathers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> StepAnswer:
-    """Tell the other ranks how this one ends its step; count a parameter as used where any rank has used it.
+    """Agree with the other ranks on the end of the step; count a parameter as used where any rank has used it.
 
     backwards: how many this rank has begun in this step, where each is reduced. launches: of buckets, ever. may_join:
     True where a rank that ends its step can add zeros to a backward that another one begins. problems: in words.
@@ -75,7 +75,7 @@ def agree_on_step(
     group, in their order, in words. Raises SyncError on all ranks of a data group if one has a problem, or if they are
     at different steps. Collective over the data groups.
     """
-    late_buckets, wanting, goes_on = set[int](), set[dist.ProcessGroup](), False
+    late_buckets, wanting, continues = set[int](), set[dist.ProcessGroup](), False
     found: SyncError | None
     failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
     for entry in control:
@@ -105,8 +105,8 @@ def agree_on_step(
         if low["moment"] != high["moment"]:  # what else differs follows from it
             joins = (low["moment"], high["moment"]) == (Moment.BACKWARD, Moment.END) and low["model"] == high["model"]
             # The first group has all ranks of the others, so that all of them know.
-            goes_on = goes_on or (may_join and joins and entry is control[0])
-            if goes_on:
+            continues = continues or (may_join and joins and entry is control[0])
+            if continues:
                 continue
             found = _unequal_backwards(entry, moment, backwards)
             failure = failure or found
@@ -129,11 +129,11 @@ def agree_on_step(
         late_buckets.update(id(bucket) for bucket, is_late in flags if is_late)
     if failure is not None:
         raise failure
-    return StepAnswer(late_buckets, wanting, goes_on)
+    return StepAnswer(late_buckets, wanting, continues)
 
 
 def _contradiction(entry: ControlGroup, low: dict[str, int], high: dict[str, int]) -> str | None:
-    """Why the ranks of a data group cannot end this step together, from what all of them know. Pure."""
+    """Return why the ranks of a data group cannot end this step together, from what all know. Pure."""
     if low["model"] != high["model"]:
         name = next((bucket.contracts[-1].name for bucket in reversed(entry.buckets)), "no parameter")
         return (
@@ -162,25 +162,25 @@ def _contradiction(entry: ControlGroup, low: dict[str, int], high: dict[str, int
 
 
 def _reported(entry: ControlGroup, problems: Sequence[str]) -> SyncError:
-    told = agree.gather(problems, entry.group, "the problems of other ranks")
-    rank, found = next((rank, found) for rank, found in told.items() if found)
+    answers = agree.gather(problems, entry.group, "the problems of other ranks")
+    rank, found = next((rank, found) for rank, found in answers.items() if found)
     return SyncError(f"rank {rank}: {found[0]}")
 
 
 def _unequal_backwards(entry: ControlGroup, moment: Moment, backwards: int) -> SyncError:
     does = f"begins backward {backwards + 1}" if moment is Moment.BACKWARD else f"ends its step after {backwards}"
     does = "drops its step (zero_grad)" if moment is Moment.DROP else does
-    told = agree.gather(does, entry.group, "the number of backwards")
-    if any("drops" in theirs for theirs in told.values()):
+    answers = agree.gather(does, entry.group, "the number of backwards")
+    if any("drops" in theirs for theirs in answers.values()):
         return SyncError(
-            f"the ranks of data group {entry.name!r} {list(told)} do not drop a step together: "
-            + ", ".join(f"rank {rank} {does.split(' after')[0]}" for rank, does in told.items())
+            f"the ranks of data group {entry.name!r} {list(answers)} do not drop a step together: "
+            + ", ".join(f"rank {rank} {does.split(' after')[0]}" for rank, does in answers.items())
             + ". When reductions have begun a step is dropped on all ranks, or on none. zero_grad_buffer() on all of "
             "them drops it"
         )
     return SyncError(
-        f"the ranks of data group {entry.name!r} {list(told)} have different numbers of backwards in this step: "
-        + ", ".join(f"rank {rank} {does}" for rank, does in told.items())
+        f"the ranks of data group {entry.name!r} {list(answers)} have different numbers of backwards in this step: "
+        + ", ".join(f"rank {rank} {does}" for rank, does in answers.items())
         + ". reduce_microbatches='every' needs as many on every rank where all ranks gather parameters, and where "
         "experts have other ranks: give ranks without data a microbatch whose loss is "
         "multiplied by 0, or set reduce_microbatches='last'. zero_grad_buffer() on all ranks drops the step"
@@ -192,10 +192,10 @@ def unequal_gathers(name: str, group: dist.ProcessGroup, gathers: Sequence[str])
 
     gathers: of this rank, in words.
     """
-    told = agree.gather(list(gathers), group, "the order in which parameters were gathered")
+    answers = agree.gather(list(gathers), group, "the order in which parameters were gathered")
     return SyncError(
         f"the ranks of data group {name!r} have gathered sharded parameters in different orders, so that they "
-        f"may have computed with other parameters' values: {agree.first_difference(told)}. All ranks must use the "
+        f"may have computed with other parameters' values: {agree.first_difference(answers)}. All ranks must use the "
         "modules in one order, as often; put what only some ranks run inside `with model.gathered():`, on all ranks"
     )
 
@@ -227,9 +227,9 @@ def unequal_copies(
         (bucket.contracts[i].name, bucket.params[i].requires_grad, not must or bucket.used[i] == 1)
         for (bucket, i), must in zip(members, alike or bytes(len(members)), strict=True)
     ]
-    told = agree.gather(mine, group, f"the copies of {group_name}")
-    ranks = list(told)
-    copies = next(column for column in zip(*told.values(), strict=True) if len({about[1:] for about in column}) > 1)
+    answers = agree.gather(mine, group, f"the copies of {group_name}")
+    ranks = list(answers)
+    copies = next(column for column in zip(*answers.values(), strict=True) if len({about[1:] for about in column}) > 1)
     by_rank = dict(zip(ranks, copies, strict=True))
     frozen = [rank for rank, (_, trains, _) in by_rank.items() if not trains]
     if 0 < len(frozen) < len(ranks):

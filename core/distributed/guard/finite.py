@@ -22,7 +22,7 @@ FINE, COARSE = 1e-5, 1e-2
 MARKS_OFF = 1e-6  # equal marks of what is not finite differ by rounding
 NOISE = 0.05  # of the largest norm: a gradient that is zero but for rounding (a bias of keys) is not compared closer
 
-Finding = tuple[int, int, str]  # (order of importance, rank, what): `agree.first` tells all ranks the smallest
+Finding = tuple[int, int, str]  # (order of importance, rank, what): `agree.first` gives all ranks the smallest
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -85,7 +85,7 @@ class NonFiniteWatch:
         return self.names[n], int(self.first_bad[n])
 
     def finding(self) -> str | None:
-        """What `first` gives, in words."""
+        """The result of `first` in words."""
         bad = self.first()
         return None if bad is None else f"the gradient of {bad[0]!r} became non-finite in microbatch {bad[1]}"
 
@@ -106,7 +106,7 @@ def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> No
 
 
 def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
-    """What is not finite here, if anything. What backward made (0) comes before what came later (1)."""
+    """Find what is not finite here. A value of backward (0) has priority over a later one (1)."""
     rank = dist.get_rank()
     for watch in watches:
         seen = watch.finding()
@@ -217,20 +217,20 @@ def _compare_over(
     if not bool(differs.any()):
         return None
     n = int(differs.int().argmax())
-    told = agree.gather(sketches[n].cpu(), group, what)
-    (first_rank, mine), *others = told.items()
+    answers = agree.gather(sketches[n].cpu(), group, what)
+    (first_rank, mine), *others = answers.items()
     rank, theirs = max(others, key=lambda other: float((other[1] - mine)[:3].abs().max()))
     also = ", and elements that are not finite are not the same ones" if bool(off[n, 2] > MARKS_OFF) else ""
     bucket, i = served[n]
     return (
         f"the gradient of {bucket.contracts[i].name!r} differs between ranks {first_rank} and {rank} of group "
-        f"{name!r} {list(told)}: norms {float(mine[0]):.6g} and {float(theirs[0]):.6g}{also}. Each of these ranks "
+        f"{name!r} {list(answers)}: norms {float(mine[0]):.6g} and {float(theirs[0]):.6g}{also}. Each of these ranks "
         f"holds a copy of it, so they must be equal. {_cause(name, served, differs.tolist(), n)}"
     )
 
 
 def _cause(name: str, served: Sequence[tuple[Bucket, int]], differs: Sequence[bool], first: int) -> str:
-    """What is likeliest wrong, from where in the model the copies differ, and its remedy. Pure."""
+    """Name the likeliest cause, from where in the model the copies differ, and its remedy. Pure."""
     bucket, i = served[first]
     count = sum(differs)
     if name in DATA_KINDS:

@@ -71,7 +71,7 @@ class Sample(NamedTuple):
 
 
 class FirstSteps:
-    """What is remembered of one wrapped chunk until its second step has been looked at.
+    """Records of one wrapped chunk until its second step has been checked.
 
     module, plan, buckets: of the chunk. config: of the model, or None. own_part: of a sharded parameter this rank's
     elements, and where they begin; None for any other.
@@ -194,14 +194,14 @@ def look(watches: Sequence[FirstSteps], groups: ProcessGroups, optimizer_steps: 
     overflows = first.seen == 0 and not _finite([bucket for watch in watches for bucket in watch.buckets])
     same = _same_on_data_ranks(inputs, groups)
     chain = world_groups(groups)
-    _, told = agree.bounds([found is not None, overflows], chain, "the first steps")
-    if told[0]:
+    _, answers = agree.bounds([found is not None, overflows], chain, "the first steps")
+    if answers[0]:
         everyone = agree.gather(found, chain, "what is wrong in the first steps").values()
         _report(min(finding for finding in everyone if finding is not None), first)
     unmasked = [text for watch in watches if first.seen == 0 for text in watch.tables.unmasked()]
     if doubt and first.speaks:
         _warn(f"{doubt[2]}. This is right only if each rank is meant to have a part of a batch")
-    if told[1]:
+    if answers[1]:
         _count_for_nothing(watches)
         return
     for watch in watches:
@@ -280,13 +280,13 @@ def _unequal(mine: dict[str, Any], groups: ProcessGroups, name: str, rule: str) 
     group, what = groups.control(name), f"the inputs over group {name}"
     if agree.equal(mine, group, what):
         return None
-    told = agree.gather(mine, group, what)
-    (rank, reference), *others = told.items()
+    answers = agree.gather(mine, group, what)
+    (rank, reference), *others = answers.items()
     for other, theirs in others:
         path = next((path for path in reference if path in theirs and theirs[path] != reference[path]), None)
         if path is not None:
             text = (
-                f"the inputs differ between ranks {rank} and {other} of group {name!r} {list(told)}, first in {path}. "
+                f"the inputs differ between ranks {rank} and {other} of group {name!r} {list(answers)}, first in {path}. "
                 f"The ranks of this group must {rule}: choose data by parallel_state.get_data_parallel_rank(), and "
                 "draw it from one seed in such a group"
             )
@@ -303,9 +303,9 @@ def _other_microbatches(ends: Sequence[Leaf], groups: ProcessGroups) -> Finding 
         return None
     is_end = groups.rank("pp") in (0, groups.size("pp") - 1)
     mine = {leaf.path: leaf.shape + leaf.sums for leaf in ends if leaf.varies} if is_end else {}
-    told = agree.gather(mine, groups.control("pp"), "the microbatches of the ends of a pipeline")
-    ranks = list(told)
-    start, end = told[ranks[0]], told[ranks[-1]]
+    answers = agree.gather(mine, groups.control("pp"), "the microbatches of the ends of a pipeline")
+    ranks = list(answers)
+    start, end = answers[ranks[0]], answers[ranks[-1]]
     common = [path for path in start if path in end]
     if not common or any(start[path] == end[path] for path in common):
         return None

@@ -61,7 +61,7 @@ class Inputs:
         self.forwards += 1
 
     def take(self) -> list[Leaf]:
-        """What was noted since the last call, read from the device at once."""
+        """Take what was noted since the last call, read from the device at once."""
         noted, self.noted, self.forwards = self.noted, [], 0
         if not noted:
             return []

@@ -1,4 +1,4 @@
-"""Misuse that raises no error by itself: a model changed after its wrap, a step on gradients that are not reduced."""
+"""Misuse that would raise no error: a model changed after its wrap, a step on gradients that are not reduced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from core.groups.agree import SyncError
 
 
 class Snapshot(NamedTuple):
-    """What a wrapped model was when ModelWatch looked: identities and addresses only."""
+    """State of a wrapped model when ModelWatch looked: identities and addresses only."""
 
     thawed: list[bool]  # of the parameters that were frozen at the wrap
     dtypes: list[torch.dtype]  # of all parameters
@@ -119,7 +119,7 @@ class ModelWatch:
 
 
 class Reduction(Protocol):
-    """What StepGuard reads of a reducer."""
+    """A reducer as StepGuard reads it."""
 
     buckets: list[Bucket]
     gradients: int
@@ -131,7 +131,7 @@ class Reduction(Protocol):
 class StepGuard:
     """Refuses an optimizer's step on gradients of one wrapped model chunk that are not reduced yet.
 
-    Without `finalize_model_grads` every rank would train on its own data, and nothing would tell. torch calls a hook
+    Without `finalize_model_grads` every rank would train on its own data, without any error. torch calls a hook
     before every `optimizer.step()`; a look costs one flag, and one pass over the parameters of a new optimizer.
 
     owner: the hook is removed when it goes. params: ids of those that are reduced.
@@ -176,7 +176,7 @@ class StepGuard:
         self.steps += 1
 
     def not_ready(self) -> str | None:
-        """Why an optimizer may not step now; None when it may."""
+        """Return why an optimizer may not step now; None if it may."""
         reducer = self.reducer
         if reducer.open:
             return "on gradients that were not reduced over the data-parallel ranks" if reducer.gradients else None

@@ -30,7 +30,7 @@ _WATCHED: weakref.WeakValueDictionary[int, Outputs] = weakref.WeakValueDictionar
 
 
 class Outputs:
-    """What one module gives in two steps, and what its parts are given; nothing waits for the device on the way."""
+    """Outputs of one module in two steps, and inputs of its parts; recording never waits for the device."""
 
     def __init__(self, module: nn.Module, *, sees_evaluation: bool) -> None:
         self.module = module
@@ -96,7 +96,7 @@ class Outputs:
             self.sums_again.append((id(module), sums, 1e-5 if tensor.dtype.itemsize > 2 else 1e-3))
 
     def end_step(self, *, counts: bool, is_second: bool) -> list[str]:
-        """What is wrong, in words, after the second step that counts."""
+        """Return what is wrong, in words, after the second step that counts."""
         self._end_backward()
         targets = {number: _target(*column) for number, column in self.columns.items()} if counts else {}
         texts = [*self._broadcast(targets), *self._recomputed()] if counts and is_second else []
@@ -110,7 +110,7 @@ class Outputs:
         return texts
 
     def random_evaluation(self) -> str | None:
-        """What is wrong with a forward in training mode that records no gradients, in words; of the first one alone."""
+        """Return what is wrong with the first forward in training mode that records no gradients."""
         sees, self.sees_evaluation = self.sees_evaluation, False
         for name, part in self.module.named_modules() if sees else ():
             if isinstance(part, DROPOUTS) and part.training and part.p > 0:

@@ -39,15 +39,15 @@ def held_twice(chunks: Sequence[tuple[nn.Module, ModelPlan]], groups: ProcessGro
             whole = name_of(name)
             is_said = whole != without_transparent(name.split("."))
             mine.append((whole, is_said, plan.contracts[name].crosses_stages))
-    told = agree.gather(mine, groups.control("pp"), "the names of parameters of all stages")
+    answers = agree.gather(mine, groups.control("pp"), "the names of parameters of all stages")
     first: dict[str, tuple[int, bool, bool]] = {}
-    for rank, names in told.items():
+    for rank, names in answers.items():
         for name, is_said, is_added in names:
             other, was_said, was_added = first.setdefault(name, (rank, is_said, is_added))
             if other != rank and (is_said or was_said) and not (is_added and was_added):
                 text = (
                     f"parameter {name!r} of the whole model is held by two stages, on ranks {other} and {rank} of "
-                    f"pipeline {list(told)}, and no rule adds their gradients. Tie copies of one weight "
+                    f"pipeline {list(answers)}, and no rule adds their gradients. Tie copies of one weight "
                     "(shared_embedding = True on both), or give each layer to one stage and name it so (global_names)"
                 )
                 return AFTER_INPUTS, dist.get_rank(), text
@@ -55,7 +55,7 @@ def held_twice(chunks: Sequence[tuple[nn.Module, ModelPlan]], groups: ProcessGro
 
 
 class Tables:
-    """Which rows of split tables of words the tokens of a step have asked for."""
+    """Rows of split embedding tables that the tokens of a step have used."""
 
     def __init__(self, buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
         self.groups = groups

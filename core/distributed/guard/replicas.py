@@ -150,7 +150,7 @@ def unequal_within_stage(
 ) -> Finding | None:
     """The first weight of a model chunk whose copies within its stage are not equal. Collective over their groups.
 
-    values: by parameter what is compared in its place, such as a checksum. shards: likewise this rank's elements of
+    values: by parameter what is compared in its place, such as a checksum. shards: the same for this rank's part of
     each sharded parameter, of which data ranks hold no copies, but those of other optimizer instances do.
     """
     finding: Finding | None = None

@@ -1,1 +1,1 @@
-"""Where each parameter lies, before any memory exists: buffers, buckets, shards, and the plan of a model."""
+"""Layout of parameters before any memory exists: buffers, buckets, shards, and the plan of a model."""

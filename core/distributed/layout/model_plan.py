@@ -64,7 +64,7 @@ class ModelPlan:
         return {name: self.named[name] for name in self.copies.get(group, ())}
 
     def fingerprint(self, group: str) -> list[str]:
-        """What the ranks of a data group or a tensor-parallel group must have in common, one line a fact.
+        """Facts that ranks of a data or tensor-parallel group must have in common, one line each.
 
         Tensor-parallel ranks hold slices of different shapes: of what they split, only the reductions are listed.
         """

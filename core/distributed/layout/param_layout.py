@@ -42,7 +42,7 @@ class BufferKey(NamedTuple):
 
 
 class ParamSpec(NamedTuple):
-    """What the layout has to know of one parameter."""
+    """Properties of one parameter that the layout needs."""
 
     name: str
     shape: tuple[int, ...]
@@ -151,7 +151,7 @@ def resolve_bucket_size(
 
 
 def bucket_end_alignment(shards: int, *, high_busbw: bool) -> int:
-    """What a sharded bucket's length is a multiple of."""
+    """Number that a sharded bucket's length is a multiple of."""
     return math.lcm(shards, BUCKET_END_ALIGNMENT, HIGH_BUSBW_ALIGNMENT if high_busbw else 1)
 
 
@@ -167,7 +167,7 @@ def plan_buffer(
     """Lay out one buffer.
 
     specs: in registration order, of one key. shards: the size of the shard group. strict_size: True if only one
-    parameter by itself may exceed `bucket_size`.
+    parameter alone may exceed `bucket_size`.
     """
     buckets: list[BucketLayout] = []
     begin = 0

@@ -31,7 +31,7 @@ class Places:
 
 
 def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Places:
-    """Where the buckets of a model lie by its placement. ValueError for the memstats of another model.
+    """Places of a model's buckets by its placement. ValueError for the memstats of another model.
 
     Buckets are ordered as an earlier run has used them, and then as their parameters are registered.
     """

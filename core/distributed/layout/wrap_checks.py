@@ -1,4 +1,4 @@
-"""What cannot be wrapped, said by name before any storage or collective exists."""
+"""Checks of what cannot be wrapped, by name, before any storage or collective exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     """Raise ValueError for a ScriptModule, and for a wrapper of torch's inside; modules: all of `root`, by name."""
     if isinstance(root, torch.jit.ScriptModule):
         raise ValueError(
-            f"{type(root).__name__} takes no Python hooks, which tell when a forward begins; wrap a plain module that "
+            f"{type(root).__name__} takes no Python hooks, which show when a forward begins; wrap a plain module that "
             "holds it: torch.nn.Sequential(scripted)"
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a model holds one of its wrappers only if it was imported
@@ -22,7 +22,7 @@ def check_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     for name, inner in modules.items():
         if isinstance(inner, wrappers):
             raise ValueError(
-                f"module {name!r} is torch's {type(inner).__name__}, which reduces the same gradients by itself; take "
+                f"module {name!r} is torch's {type(inner).__name__}, which reduces the same gradients too; take "
                 "the module out of it (its `.module`) before wrapping, or leave this wrapper out"
             )
 
@@ -111,7 +111,7 @@ def _others(
             for name, value in table.items():
                 if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
                     continue
-                # Beside `weight_orig` a `weight` is made anew in each forward (torch's spectral_norm, prune).
+                # For `weight_orig` a `weight` is made again in each forward (torch's spectral_norm, prune).
                 if id(value) not in own and not hasattr(module, f"{name}_orig"):
                     yield f"{kind} {f'{path}.{name}'.lstrip('.')!r}", value
 

@@ -1,1 +1,1 @@
-"""What a step's communication took, and the tables that describe a wrapped model."""
+"""Time of a step's communication, and the tables that describe a wrapped model."""

@@ -72,7 +72,7 @@ def _sharded_parameters(unit: ParamUnit) -> str:
 
 
 def _sharded_gradients(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:
-    """What a sharded gradient costs with either way of accumulating microbatches; `nbytes` of the whole buffer."""
+    """Cost of a sharded gradient with each way of accumulating microbatches; `nbytes` of the whole buffer."""
     kept = nbytes // buffer.layout.shards
     pool = 0 if buffer.pool is None else buffer.pool.nbytes
     sent = nbytes - kept  # (shards - 1) / shards

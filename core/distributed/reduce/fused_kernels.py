@@ -34,7 +34,7 @@ def ignore_dummies(param: nn.Parameter, name: str) -> None:
 
 
 def check_declared(param: torch.Tensor, name: str) -> None:
-    """Raise SyncError where autograd has added the dummy of a kernel that nobody had declared."""
+    """Raise SyncError where autograd has added the dummy of a kernel that was not declared."""
     if not asks_for_zeros(param):
         raise SyncError(
             f"rank {dist.get_rank()}: a kernel set grad_added_to_main_grad on parameter {name!r}, and autograd has "
@@ -58,5 +58,5 @@ def take_flag(param: torch.Tensor, name: str) -> None:
 
 
 def asks_for_zeros(param: torch.Tensor) -> bool:
-    """True if the kernel was told to make its dummy of zeros, so that adding it changes nothing."""
+    """True if the kernel must make its dummy of zeros, so that adding it changes nothing."""
     return bool(getattr(param, "zero_out_wgrad", False))

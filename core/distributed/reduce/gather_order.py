@@ -36,7 +36,7 @@ def needs_all(caller: str, group: dist.ProcessGroup) -> waiting:
 
 
 class GatherOrder:
-    """What a rank has gathered, in its order."""
+    """A rank's gathers, in order."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()  # that made all parameters whole
@@ -59,7 +59,7 @@ class GatherOrder:
     def note(self, unit: ParamUnit, why: str) -> None:
         """A gather that other ranks take part in begins."""
         gathers = self.gathers.setdefault(unit.data_group, [])
-        if len(gathers) == MOST_GATHERS:  # nobody takes them where nothing is trained
+        if len(gathers) == MOST_GATHERS:  # they are not read where nothing is trained
             gathers[:] = [f"{MOST_GATHERS} earlier ones of checksum {zlib.crc32(repr(gathers).encode())}"]
         gathers.append(unit.name + why)
 

@@ -2,9 +2,8 @@
 
     ACCUMULATING -> LAUNCHING -> LAUNCHED -> REDUCED -> FINAL -> AWAITED -> ACCUMULATING    (StepState)
 
-Buckets are launched in that order and in no other, whatever order their gradients arrive in; what backward never made
-complete is launched by `start` or `finish`. So a rank that did not use a parameter contributes zeros, and nobody waits
-for it.
+Buckets are launched in that order and in no other, in any order of arrival; what backward never made complete is
+launched by `start` or `finish`. So a rank that did not use a parameter contributes zeros, and no rank waits for it.
 
 With `every_microbatch` the end of each backward completes a microbatch reduction, a launch of every bucket. All ranks
 must have equally many. So they agree before each one and at the end of the step. A rank that ends its step while
@@ -38,7 +37,7 @@ from core.watch.waiting import calling
 
 @dataclass(slots=True)
 class StepReport:
-    """What the gradients of one step cost: times in milliseconds, bytes this rank sent, collectives it took part in.
+    """Cost of the gradients of one step: times in milliseconds, bytes this rank sent, collectives it took part in.
 
     exposed_ms: from the last launch to the end of the last wait and sync rule, agreement between ranks included. It is
     the host's time: on CUDA, where a wait only queues, it does not say what the wait cost; the events' times do.
@@ -52,7 +51,7 @@ class StepReport:
 
     @property
     def hidden_share(self) -> float:
-        """Of the time collectives were in flight, the part that nobody waited for."""
+        """Share of the time of collectives in flight that no rank waited for."""
         return measure_overlap(self.events).hidden_share
 
 
@@ -61,7 +60,7 @@ class GradReducer:
 
     problems: what was done to the model since it was wrapped that its buffers cannot follow, in words. launches: when
     buckets leave. every_microbatch: True if every backward is reduced, else only the last one of a step. may_join: True
-    if a rank can have fewer backwards than others then. take_gathers: tells the gathers of sharded parameters since it
+    if a rank can have fewer backwards than others then. take_gathers: gives the gathers of sharded parameters since it
     was called last.
     """
 
@@ -100,7 +99,7 @@ class GradReducer:
         self.polled = 0  # index of the first launched bucket that was not seen done
         self.gradients = 0  # of this step that have arrived here
         self.microbatches = 0  # whose reduction was begun in this step
-        self.in_microbatch = False  # True while the end of a running backward is going to be told
+        self.in_microbatch = False  # True while the end of a running backward is still to be reported
         self.no_sync_depth = 0
         self.at_begin: Callable[[], None] | None = None  # before a step adds to gradients that are kept
         self.at_end: Callable[[], None] | None = None  # after finalize_model_grads, on all ranks
@@ -225,7 +224,7 @@ class GradReducer:
 
     def _agree(self, moment: Moment) -> bool:
         """Ask all ranks; True if some begin a backward while others end the step."""
-        return agree_on_step(self.control, moment, self.microbatches, self.launches, may_join=self.may_join).goes_on
+        return agree_on_step(self.control, moment, self.microbatches, self.launches, may_join=self.may_join).continues
 
     # -- the beginning of a step ------------------------------------------------------------------------------------
 
@@ -235,7 +234,7 @@ class GradReducer:
         return self.state in OPEN
 
     def begin(self, *, keep: bool = True) -> None:
-        """A new step: every bucket accumulates again. The memory is left as it is.
+        """A new step: every bucket accumulates again. The memory is unchanged.
 
         keep: add to the reduced gradients that are still in `.grad`, as torch does.
         """
@@ -294,7 +293,7 @@ class GradReducer:
         self.begin(keep=False)
 
     def _drain(self) -> None:
-        """Wait for whatever is in flight, before its memory is used otherwise."""
+        """Wait for all collectives in flight, before its memory is used otherwise."""
         for bucket in self.buckets:
             bucket.wait()
 
@@ -340,7 +339,7 @@ class GradReducer:
     def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
         """Complete the reduction over the data groups; a second call does nothing. Collective, after `take_turn`.
 
-        then: called with each bucket as soon as it is whole, in launch order.
+        then: called with each bucket once it is whole, in launch order.
         """
         for chunk in self.pipeline_chunks():  # no chunk may launch after a chunk's agreement on some ranks only
             if chunk is self or chunk.state is not StepState.REDUCED:
@@ -437,7 +436,7 @@ class GradReducer:
         return calling(call, self.steps + 1)
 
     def step_report(self) -> StepReport:
-        """What the last finished step cost so far, its sync rules included."""
+        """Cost of the last finished step so far, its sync rules included."""
         if self.open:
             return self.report
         traffic = self.collectives.traffic

@@ -1,4 +1,4 @@
-"""Which of several wrapped chunks are parts of one model: a tied weight has copies there, of the same name.
+"""Groups of wrapped chunks that are parts of one model: a tied weight has copies there, of the same name.
 
 Two chunks of one model that hold a parameter of one name across stages hold two copies of one weight: their gradients
 are added, and their sum counts once in a norm. In two models the same name means two weights.
@@ -24,8 +24,8 @@ def models_of(chunks: Sequence[Any]) -> list[int]:
     size = _virtual_size(chunks)
     if len(chunks) > size and len(chunks) % size:
         raise ValueError(
-            f"{len(chunks)} model chunks were given and virtual_pipeline_model_parallel_size is {size}, so nobody can "
-            f"tell which of them are one model; pass all {size} chunks of each model, next to one another"
+            f"{len(chunks)} model chunks were given and virtual_pipeline_model_parallel_size is {size}, so it is not "
+            f"known which of them are one model; pass all {size} chunks of each model, next to one another"
         )
     return [number // size for number in range(len(chunks))]
 

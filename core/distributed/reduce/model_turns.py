@@ -64,7 +64,7 @@ class ModelTurns:
         return self.living is not None and len(self.living) > 1
 
     def others(self, chunks: Sequence[GradReducer]) -> int:
-        """How many models use the communicator, beside that of these chunks.
+        """Number of other models that use the communicator.
 
         Where gradients are sharded backward waits for other ranks, so all ranks must get the same answer. A deleted
         model goes at different times on different ranks. So the last answer to the ranks' question counts there.
@@ -78,8 +78,8 @@ class ModelTurns:
     def settle(self, control: dist.ProcessGroup | None) -> None:
         """Before the first collective of a wrap: launch the rest of every step that some rank has begun to launch.
 
-        Collective. control: a gloo group of the same ranks. They ask each other beside it, because it may be busy.
-        Without one each rank goes by itself. Raises SyncError on all ranks where a model was deleted in a step whose
+        Collective. control: a gloo group of the same ranks. They agree over it, because the other may be busy.
+        Without one each rank decides alone. Raises SyncError on all ranks where a model was deleted in a step whose
         reductions only some ranks have launched: the next collective would be paired with one of those.
         """
         if self.wraps == 0:
@@ -107,8 +107,8 @@ class ModelTurns:
                 )
 
     def refusal(self, reducer: GradReducer) -> str | None:
-        """Why this model must not be reduced now: other ranks are about to reduce another one. None if all reduce this
-        one. Collective; only where the communicator is shared.
+        """Return why this model must not be reduced now: other ranks are about to reduce another one. None if all
+        reduce this one. Collective; only where the communicator is shared.
         """
         models = self._alive()
         own = next(number for number, other in models.items() if other is reducer)
@@ -137,12 +137,12 @@ class ModelTurns:
 
     def _largest(self, values: Sequence[int]) -> list[int]:
         """Each value's maximum over the ranks."""
-        assert self._questions is not None, "settle connects the ranks before anybody asks"
-        told, options = torch.tensor(values, dtype=torch.int64, device="cpu"), dist.AllreduceOptions()
+        assert self._questions is not None, "settle connects the ranks before the first question"
+        largest, options = torch.tensor(values, dtype=torch.int64, device="cpu"), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         with waiting("the question which model is reduced", self.ranks):
-            self._questions.allreduce([told], options).wait()
-        found: list[int] = told.tolist()
+            self._questions.allreduce([largest], options).wait()
+        found: list[int] = largest.tolist()
         return found
 
 

@@ -47,7 +47,7 @@ class ParamGatherer:
         if entry is not None:
             bucket, flight = entry
             flight.wait()
-            self.pending.pop(bucket_id, None)  # not before: whoever saves the weights takes up an interrupted wait
+            self.pending.pop(bucket_id, None)  # not before: a save of the weights resumes an interrupted wait
             self.finished[bucket_id] = flight.event
             increment_version(bucket.params)
 

@@ -52,19 +52,19 @@ class Window:
         self.prefetch = 1 if prefetch is None else prefetch
 
     def victims(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
-        """Which of `whole`, the one used last at the end, are given up for `unit`. Called for each use of a bucket."""
+        """Buckets of `whole` (used last at the end) to give up for `unit`. Called for each use of a bucket."""
         others = [other for other in whole if other not in pinned]
         return others[: max(0, len(whole) + 1 - WINDOW)]
 
     def watch(self, pack: Pack, unpack: Unpack, *, again: bool, by_value: bool) -> tuple[Pack, Unpack] | None:
-        """What a forward that begins now saves tensors for backward with; None for what it does anyway.
+        """Saved-tensor hooks for a forward that begins now; None for the usual ones.
 
         again: it is run again in a backward. by_value: inside the saved-tensor hooks of who runs it.
         """
         return None if by_value else (pack, unpack)
 
     def end_backward(self) -> None:
-        """What forwards have saved is freed."""
+        """Free what forwards have saved."""
 
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Values of the parameters have changed. Collective."""
@@ -84,7 +84,7 @@ class Budget:
     Raises ValueError where two buckets that follow each other do not fit.
     """
 
-    prefetch = 0  # a bucket that nobody uses yet is not in the budget
+    prefetch = 0  # a bucket that is not in use yet is not in the budget
 
     def __init__(
         self,
@@ -160,14 +160,14 @@ class Budget:
             self.non_model_bytes = max(self.non_model_bytes, self.saved.nbytes + self.recomputed.nbytes)
             return packed if outer is None else outer[0](tensor)
 
-        def forget(saved: Any) -> torch.Tensor:  # backward goes on, so what was run again before is freed, or will be
+        def forget(saved: Any) -> torch.Tensor:  # backward continues, so what was run again before is freed, or will be
             self.recomputed = Kept()
             return unpack(saved)
 
         return count, forget if outer is None else outer[1]
 
     def end_backward(self) -> None:
-        """What forwards have saved is freed."""
+        """Free what forwards have saved."""
         self.saved, self.recomputed = Kept(), Kept()
 
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -178,7 +178,7 @@ class Budget:
         self.place = 0
         if self.steps == 0:
             return
-        _, (most,) = agree.bounds([self.non_model_bytes], groups, "the memory beside the model")
+        _, (most,) = agree.bounds([self.non_model_bytes], groups, "the memory outside of the model")
         if self.stats is None:
             error = None
             try:
@@ -198,7 +198,7 @@ class Budget:
 
     @property
     def memstats(self) -> MemStats | None:
-        """What the first step has found; None before its end, and where ranks have used different buckets."""
+        """Statistics of the first step; None before its end, and if ranks have used different buckets."""
         return self.stats if self.is_common else None
 
     def describe(self) -> str:
@@ -218,7 +218,7 @@ class Budget:
             self.uses.append(unit.number)
 
     def _distance(self, number: int) -> int:
-        """How many uses are before this bucket's next one."""
+        """Number of uses before this bucket's next one."""
         if self.stats is None:  # the order is not known yet: what was used last is used next, as in a backward
             return self.uses[::-1].index(number) if number in self.uses else len(self.uses)
         places, count = self.places.get(number, []), len(self.stats.uses)

@@ -24,4 +24,4 @@ class Launches(Enum):
 
     AT_THE_END = "at the end"  # `start` and `finish` launch all of them
     IN_BACKWARD = "in backward"  # each as soon as its gradients are there
-    ONE_BY_ONE = "one by one"  # likewise, and backward waits for each, so that nothing overlaps
+    ONE_BY_ONE = "one by one"  # the same, and backward waits for each, so that nothing overlaps

@@ -169,7 +169,7 @@ def sync_across_stages(chunks: Sequence[GradSync]) -> None:
         handles = []
         for first, *others in copies.values():
             device = next(bucket.device for chunk in chunks for bucket in chunk.buckets)
-            total = first.to(device)  # itself, unless it lies on the host beside that
+            total = first.to(device)  # itself, unless it lies on the host
             for other in others:
                 total.add_(other.to(total.device))
             if rule.op == "mean" and others:
@@ -207,8 +207,8 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
             )
         )
         unused = any(not bucket.used[i] for bucket, i in members)
-        told = [unused, failure is not None, digest]
-        (*_, lowest), (any_unused, any_failure, highest) = agree.bounds(told, group, f"the copies over group {name}")
+        mine = [unused, failure is not None, digest]
+        (*_, lowest), (any_unused, any_failure, highest) = agree.bounds(mine, group, f"the copies over group {name}")
         if highest != lowest:
             failure = unequal_copies(members, group, f"group {name!r}", must)
         elif any_failure:
@@ -240,7 +240,7 @@ def check_stages(chunks: Sequence[GradSync]) -> None:
     """Raise LayoutMismatch on every stage if stages bring different copies to a stage-crossing rule.
 
     Called once, before the rules first run. Collective over every group that crosses stages. The group of all stages
-    comes last, and tells the stages between what an earlier group found.
+    comes last, and passes the result of an earlier group to the stages between.
     """
     groups = chunks[0].groups
     names = [name for name in (*sorted(STAGE_CROSSING - {"pp"}), "pp") if groups.size(name) > 1]

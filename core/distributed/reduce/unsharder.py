@@ -2,12 +2,12 @@
 nothing else.
 
     forward     a parameter is used -> its bucket is gathered -> the bucket used longest ago is given up
-    backward    a weight that was saved for it is asked for -> likewise
+    backward    a weight that was saved for it is asked for -> the same
     step        the shards have new values -> nothing gathered is valid any more
 
 Few buckets are whole at a time (residents.py says which), and more only where one operation takes parameters of more
 buckets, or where a bucket's `stays` says so. Weights are saved for backward by their place, not by value (Note [Weights
-are saved by place]), so their memory is free meanwhile.
+are saved by place]), so their memory is free until then.
 
 Where the ranks of one host map one memory that holds the shards of all, a bucket is whole there, and a gather copies
 nothing. Elsewhere it is a collective on a communicator of its own, and ranks must use their parameters in one order.
@@ -17,13 +17,13 @@ Note [One bucket ahead]
 Where gathers are collectives, or copies from the host to a GPU, the one that came next when the last two were used in
 this order is launched at once, as it was learned in earlier steps. Ranks have the same order and so the same guesses. A
 wrong guess is waited for and thrown away, as is any from before a write; no value ever comes from one that was not
-asked for by its bucket. Where a bucket lies in a mapped file the system is told to read it meanwhile, which takes none
+asked for by its bucket. Where a bucket lies in a mapped file the system is asked to read it ahead, which takes none
 of this process' memory.
 
 Note [Who writes the one memory of all ranks]
 A rank writes its own shard alone: in an optimizer's step, when `gathered` ends, in a load. Before the first two all
-ranks wait for each other, so nobody computes with the old values any more; after all three they wait again, so nobody
-begins before the new values are complete. `gathered` gives each rank a copy, because all may write it.
+ranks wait for each other, so no rank computes with the old values any more. After all three they wait again, so no
+rank begins before the new values are complete. `gathered` gives each rank a copy, because all may write it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from core.groups.process_groups import ProcessGroups
 
 
 class SavedWeight(NamedTuple):
-    """Where a weight that backward needs was: elements of a unit's whole bucket, in a version of its values.
+    """Place of a weight that backward needs: elements of a unit's whole bucket, in a version of its values.
 
     Note [Weights are saved by place]
     `F.linear` saves a view of its weight, which would keep the whole bucket's memory until backward. So a tensor in the
@@ -91,7 +91,7 @@ class Unsharder:
         self.ahead: Gather | None = None  # Note [One bucket ahead]
         self.order = GatherOrder()
         self.saves_by_place = any(unit.moves for unit in self.units)  # Note [Weights are saved by place]
-        self.tiers = [unit.tier for unit in self.units if unit.tier is not None][:1]  # one tells of all
+        self.tiers = [unit.tier for unit in self.units if unit.tier is not None][:1]  # one stands for all
         self.depth = 0  # forwards that run, one inside the other
         self.in_backward = False
         self.is_held = False  # True inside `gathered`
@@ -118,7 +118,7 @@ class Unsharder:
         by_value = _hooks_are_active()
         if by_value and not runs:  # what they keep may be a parameter itself, which has no values when backward comes
             raise SyncError(
-                f"rank {dist.get_rank()}: a forward of a model with sharded parameters begins inside somebody's "
+                f"rank {dist.get_rank()}: a forward of a model with sharded parameters begins inside other "
                 "saved-tensor hooks: save_on_cpu, checkpoint(use_reentrant=False), or another model with sharded "
                 "parameters. Use them around modules inside this model, and wrap one model around the other"
             )
@@ -131,7 +131,7 @@ class Unsharder:
 
     def leave(self) -> None:
         """The forward has ended, or failed."""
-        if self.depth == 0:  # somebody's hook has failed before ours was called
+        if self.depth == 0:  # a hook of user code has failed before ours was called
             return
         self.depth -= 1
         if self.depth > 0:
@@ -153,14 +153,14 @@ class Unsharder:
             self.enter()
             yield
         finally:
-            self.depth = depth + 1  # after a Ctrl-C torch tells no hook that a module's forward has ended
+            self.depth = depth + 1  # after a Ctrl-C torch calls no hook at the end of a module's forward
             self.leave()
         if not (torch.is_grad_enabled() or self.is_held or self.runs()):
             self.order.compare(self.compared)
 
     def runs(self) -> bool:
         """True inside a forward or a backward, where a use of a parameter gathers it."""
-        if self.depth == 0:  # a backward that fails tells nobody, so torch is asked each time
+        if self.depth == 0:  # a backward that fails calls no hook, so torch is asked each time
             leave = _nothing if self.in_backward else weakref.WeakMethod(self._leave_backward)
             self.in_backward = call_after_backward(leave)
         return self.depth > 0 or self.in_backward
@@ -171,7 +171,7 @@ class Unsharder:
         self._hide(ended=Stays.BACKWARD)
 
     def _hide(self, ended: Stays | None = None) -> None:
-        """Outside of forward, backward and `gathered` nobody shall find values that a write could be lost in.
+        """Outside of forward, backward and `gathered` no code shall find values in which a write could be lost.
 
         ended: buckets that stay as long are given up.
         """
@@ -197,7 +197,7 @@ class Unsharder:
                 unit.show(in_backward=self.in_backward)
 
     def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Somebody may write `values`, a gathered parameter's `.data`, which torch does not count as a write to it."""
+        """Note that user code may write `values`, a gathered parameter's `.data`: torch counts no write to it."""
         unit = self.unit_of.get(id(param))
         if unit is not None and unit.shown:
             unit.data_of.append((unit.names[unit.index_of[id(param)]], values))
@@ -258,7 +258,7 @@ class Unsharder:
         return whole
 
     def _take_ahead(self) -> Gather | None:
-        """The gather that was launched on a guess, complete: its memory is free if nobody wants it."""
+        """Wait for the prefetch, if any; the caller uses it or drops it."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
             ahead.wait()
@@ -287,7 +287,7 @@ class Unsharder:
             number = bisect_right(self.addresses, address) - 1  # the address of a storage takes 40 us to find
             unit = self.at[self.addresses[number]] if number >= 0 else None
             offset = -1 if unit is None else (address - self.addresses[number]) // unit.shard.itemsize
-            # A view may have a sign beside its place (`conj().imag`), and is saved as it is then.
+            # A view may have a sign in addition to its place (`conj().imag`); it is then saved unchanged.
             is_place = unit is not None and offset < unit.layout.numel and tensor.dtype is unit.shard.dtype
             if unit is not None and is_place and not tensor.is_neg():
                 index = bisect_right(unit.starts, offset) - 1
@@ -384,7 +384,7 @@ class Unsharder:
         self.meet()
 
     def forget(self) -> None:
-        """This rank's shards have other values now: so has whatever is gathered. A use before `meet` waits."""
+        """Note that this rank's shards have new values, so gathered ones are stale. A use before `meet` waits."""
         self.awaits_others = True
         self.order.learn(None)
         self._take_ahead()
@@ -469,7 +469,7 @@ class Unsharder:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often torch has seen a write to a tensor, which may be a parameter that is not gathered."""
+    """Number of writes to a tensor that torch has counted; it may be a parameter that is not gathered."""
     with attributes_alone():
         return tensor._version
 
@@ -491,7 +491,7 @@ def _all_of(actions: Iterable[Callable[[], None]]) -> None:
 
 
 def _hooks_are_active() -> bool:
-    """True if somebody's saved-tensor hooks are. torch has no question for it, but cannot disable hooks then."""
+    """True if other saved-tensor hooks are active. torch has no query for it, but cannot disable hooks then."""
     try:
         with disable_saved_tensors_hooks("asked whether hooks are active"):
             return False

@@ -1,1 +1,1 @@
-"""How bytes reach other ranks: torch.distributed, or memory that the ranks of a host share. Knows no bucket."""
+"""Transport of bytes to other ranks: torch.distributed, or memory that the ranks of a host share. Knows no bucket."""

@@ -1,4 +1,4 @@
-"""What torch tells about a group's backends."""
+"""Properties of a group's backends, from torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a rank of a group with a CPU backend waits for the others; 30 minutes where the backend does not say."""
+    """Timeout of a group with a CPU backend; 30 minutes where the backend does not say."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return timedelta(minutes=30) if options is None else options._timeout

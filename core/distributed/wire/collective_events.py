@@ -54,7 +54,7 @@ class CollectiveEvent:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that somebody waited for it."""
+        """Seconds that this rank waited for it."""
         if self.wait_start_s is None or self.wait_end_s is None:
             return 0.0
         return self.wait_end_s - self.wait_start_s

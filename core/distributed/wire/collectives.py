@@ -35,7 +35,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(slots=True)
 class Traffic:
-    """What this rank has put on the wire since the last `reset`."""
+    """Counts of what this rank has sent since the last `reset`."""
 
     bytes_sent: int = 0
     collectives: int = 0
@@ -95,7 +95,7 @@ class Handle:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """What every call of Collectives returns: a collective in flight whose end and wait are noted."""
+    """Handle of a collective in flight, returned by every call of Collectives; notes its end and wait."""
 
     inner: InFlight
     event: CollectiveEvent
@@ -122,7 +122,7 @@ class Flight:
 
 
 class Collectives:
-    """The gradient collectives of one wrapped model; `ordered` adds in rank order whatever the backend would do.
+    """The gradient collectives of one wrapped model; `ordered` adds in rank order with every backend.
 
     In ordered mode (deterministic_reduction, or fp32 accumulation of a 16-bit wire) the parts of a bucket are
     exchanged and added locally, rank 0 first, so that a sum does not depend on where bucket borders lie or on the

@@ -1,4 +1,4 @@
-"""What gradients look like on the wire where that is not what they look like in memory.
+"""Formats of gradients on the wire that differ from the format in memory.
 
 A bucket is copied into the dtype that travels, reduced there, and copied back when its handle is waited for. Sums are
 made in the wire's dtype, by the backend (in fp32 with ordered collectives); 8-bit floats are added in fp32, in blocks
@@ -17,7 +17,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def gradient_collectives(dtype: torch.dtype | None, plain: Collectives) -> Collectives:
-    """What buckets are reduced with: `plain`, or with its traffic counted together another format of theirs."""
+    """Collectives that reduce buckets: `plain`, or another format that counts into the same traffic."""
     if dtype is None:
         return plain
     if dtype is FP8:

@@ -27,7 +27,7 @@ def quantize(tensor: torch.Tensor) -> torch.Tensor:
     blocks = tensor.float().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     scale = torch.where(largest > 0, largest / LARGEST, 1.0)
-    # An inf would be rounded to 448 by some versions of torch; a scale of NaN tells of it in all.
+    # An inf would be rounded to 448 by some versions of torch; a scale of NaN shows it in all.
     scale = torch.where(largest.isfinite(), scale, torch.nan)
     # A scale in the subnormal numbers would lose its own precision, and numbers below it are zero to fp32.
     numbers = (blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)).clamp(-LARGEST, LARGEST).to(FP8)

@@ -1,4 +1,4 @@
-"""What of a step's communication was hidden behind computing: arithmetic over the events of its collectives."""
+"""Communication of a step that was hidden behind computing: arithmetic over the events of its collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Overlap:
 
     flight_ms: at least one collective was in flight; time in which several were counts once. exposed_ms: the main
     thread (on CUDA: the model's stream) waited for one. seen_late_ms: by so much at most flight_ms is too long, because
-    the end of a collective that nobody waited for is noticed at the next look (0 on CUDA).
+    the end of a collective that no rank waited for is noticed at the next look (0 on CUDA).
     """
 
     flight_ms: float = 0.0
@@ -23,7 +23,7 @@ class Overlap:
 
     @property
     def hidden_share(self) -> float:
-        """Of the time in flight, the part that nobody waited for; 0 where nothing was in flight."""
+        """Share of the time in flight that no rank waited for; 0 where nothing was in flight."""
         return _share(self.exposed_ms, self.flight_ms)
 
     @property

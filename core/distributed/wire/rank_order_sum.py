@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 # Elements added at a time: few enough to be still in the processor's cache when they are scaled, and so many that the
-# calls take no time beside them.
+# calls take no time compared with them.
 CHUNK = 2**17
 
 

@@ -8,7 +8,7 @@ The memory is an anonymous file (memfd), which the other ranks open through /pro
 own, and it is gone with the last process that maps it.
 
 Note [Counters]
-All ranks launch the collectives of a group in one order. Three counters in each rank's memory tell what it has done:
+All ranks launch the collectives of a group in one order. Three counters in each rank's memory record what it has done:
 
     counter 0: I have launched collective k: my gradients are complete and may be read
     counter 1: I have added up my part; or, in a gather, I have read what I need
@@ -42,7 +42,7 @@ from core.watch.waiting import PeerLost
 PAGE = 4096
 STRIDE = 8  # int64 between two counters: a cache line each
 PLACES = 3 * STRIDE  # where the places of launches begin, behind the counters
-RING = 1000  # launches whose place is told at a time: as many can be in flight, and a further one waits
+RING = 1000  # launches whose place is published at a time: as many can be in flight, and a further one waits
 CONTROL_BYTES = 16384  # of one rank and channel: counters, then (offset, elements) of the last RING launches
 SPINS = 100  # looks at the counters before this rank sleeps in between
 LOOK_S = 0.5  # between two looks whether the ranks waited for still run
@@ -178,7 +178,7 @@ class HostChannel:
     def progress(self) -> None:
         """Run every action that waits for no rank, in the order of launches.
 
-        A counter tells that an action is done in all earlier collectives too. So none overtakes an earlier one.
+        A counter says that an action is done in all earlier collectives too. So none overtakes an earlier one.
         """
         most = 2  # actions that a collective has
         for handle in self.in_flight:
@@ -239,7 +239,7 @@ class HostHandle:
 
     channel: HostChannel
     number: int
-    place: int  # where in the control memory this launch is told
+    place: int  # where in the control memory this launch is published
     tensor: torch.Tensor
     actions: tuple[Action, ...]
     scale: float
@@ -304,7 +304,7 @@ def channel_of(channels: Sequence[HostChannel], tensor: torch.Tensor, group: dis
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a process of this host finds another one's memory, and what tells that it is the right one."""
+    """Address of another process's memory on this host, and what identifies it."""
 
     boot: str  # of the host: processes of other hosts may have the same number
     pid: int
