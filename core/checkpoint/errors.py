@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints, said with the file, the bytes and the next step."""
+"""Errors of checkpoints, which name the file, the bytes and the next step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes that this user may still write at `path` or its nearest existing parent; None where nobody can say."""
+    """Bytes that this user may still write at `path` or its nearest existing parent; None if unknown."""
     for place in (path, *path.parents):
         try:
             return shutil.disk_usage(place).free

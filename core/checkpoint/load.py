@@ -1,4 +1,4 @@
-"""load_checkpoint: every rank reads the boxes it holds now, from whatever boxes were written.
+"""load_checkpoint: every rank reads the boxes it holds now, from any boxes that were written.
 
 Three phases, so that a run that cannot continue is unchanged: find out what is missing or does not fit, on all ranks;
 read into memory of its own; and only when every rank has all of it, put it in place.

@@ -286,9 +286,9 @@ def _unequal(mine: dict[str, Any], groups: ProcessGroups, name: str, rule: str) 
         path = next((path for path in reference if path in theirs and theirs[path] != reference[path]), None)
         if path is not None:
             text = (
-                f"the inputs differ between ranks {rank} and {other} of group {name!r} {list(answers)}, first in {path}. "
-                f"The ranks of this group must {rule}: choose data by parallel_state.get_data_parallel_rank(), and "
-                "draw it from one seed in such a group"
+                f"the inputs differ between ranks {rank} and {other} of group {name!r} {list(answers)}, first in "
+                f"{path}. The ranks of this group must {rule}: choose data by "
+                "parallel_state.get_data_parallel_rank(), and draw it from one seed in such a group"
             )
             return INPUTS, dist.get_rank(), text
     return None

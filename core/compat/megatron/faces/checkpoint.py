@@ -72,7 +72,7 @@ def load_plain_tensors(checkpoint_dir: Any) -> Any:
 
 @arguments("checkpoint_dir=None * preloaded_state_dict=None")
 def load_content_metadata(checkpoint_dir: Any, preloaded_state_dict: Any) -> Any:
-    """What `save` was given as content_metadata."""
+    """The content_metadata given to `save`."""
     if preloaded_state_dict is not None:
         return preloaded_state_dict.get("content_metadata")
     if checkpoint_dir is None:

@@ -37,7 +37,7 @@ OF_GPT = ("vocab_size", "max_sequence_length", "position_embedding_type", "rotar
 
 
 class _Written:
-    """A configuration that may be written to; a value that nothing obeys is refused, or warned of, as it is set."""
+    """A configuration that may be written to; a value that nothing obeys is refused, or warned of, when it is set."""
 
     rules: Mapping[str, Rule] = {}
 

@@ -10,6 +10,6 @@ AttnBackend = Enum("AttnBackend", "flash fused unfused local auto")
 
 
 class Fp8Recipe(str, Enum):
-    """How 8-bit products are scaled."""
+    """Scaling of 8-bit products."""
 
     delayed, tensorwise, mxfp8, blockwise, custom = "delayed", "tensorwise", "mxfp8", "blockwise", "custom"

@@ -1,4 +1,4 @@
-"""Which tokens see each other: the causal mask, and documents that share a row, by Megatron's PackedSeqParams."""
+"""Attention masks: the causal mask, and documents that share a row, by Megatron's PackedSeqParams."""
 
 from __future__ import annotations
 

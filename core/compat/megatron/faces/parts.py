@@ -1,4 +1,4 @@
-"""What a layer spec of Megatron's is written of: the fields of each layer's parts, and the parts that are no layers."""
+"""Parts of Megatron's layer specs: the fields of each layer's parts, and the parts that are no layers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WrappedTorchNorm:
 
 
 class DotProductAttention:
-    """Stands in specs for the attention that SelfAttention computes; it is not made by itself."""
+    """Stands in specs for the attention that SelfAttention computes; it is not made alone."""
 
     __init__ = refusal(
         "DotProductAttention is a part of SelfAttention here; call torch.nn.functional.scaled_dot_product_attention"

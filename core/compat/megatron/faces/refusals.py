@@ -1,6 +1,6 @@
 """Fields of Megatron Core's configurations and arguments of its functions (0.16 to 0.20) that nothing here obeys.
 
-A line is what to tell a user, '|', and the fields with their defaults: False where none is said, 'a|b' where versions
+A line is a message to the user, '|', and the fields with their defaults: False where none is said, 'a|b' where versions
 differ. A letter is the first one of the configuration that has them: DistributedDataParallel, Optimizer, ModelParallel,
 Transformer; A is for arguments, whose defaults the functions say. A refused field is an error with any other value. One
 without effect chooses a kernel or a schedule whose result is the same: any other value is a warning.
@@ -169,7 +169,7 @@ stages send hidden states of [seq_length, micro_batch_size, hidden_size] through
     core.pipeline_parallel.PipelineRunner(activations=...) | A: adjust_tensor_shapes_fn p2p_communicator
 use rampup_batch_size, or reconfigure the calculator at each step | A: step_batch_size_schedule
 modules say their place by global_names | A: sharded_offsets
-core.checkpoint.CheckpointSaver(asynchronous=True) saves while the program goes on | A: async_sharded_save
+core.checkpoint.CheckpointSaver(asynchronous=True) saves while the program continues | A: async_sharded_save
 gathers use the gradients' group | A: create_all_gather_group
 gradients lie in .grad | A: use_decoupled_grad
 [without effect]
@@ -185,7 +185,7 @@ the step is timed from outside: start a timer before optimizer.step() | O: timer
 state on the CPU is stepped by torch in any case | O: use_torch_optimizer_for_cpu_offload
 the same products are made by torch | O: muon_use_syrk
 weights are drawn whole on the CPU in any case, the same ones in every layout | M: use_cpu_initialization
-gradients of inputs are reduced beside the weight's product in any case | M: async_tensor_model_parallel_allreduce=True
+gradients of inputs are reduced during the weight's product in any case | M: async_tensor_model_parallel_allreduce=True
 it belongs to tp_comm_overlap | M: tp_comm_bulk_wgrad=True tp_comm_bulk_dgrad=True tp_comm_overlap_ag=True
     tp_comm_overlap_rs=True tp_comm_overlap_rs_dgrad tp_comm_split_ag=True tp_comm_atomic_ag tp_comm_split_rs=True
     tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend='nccl'
@@ -204,7 +204,7 @@ tokens travel by the all-to-all of torch | T: moe_enable_deepep moe_flex_dispatc
     moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms=None moe_hybridep_num_blocks_permute=None
     moe_hybridep_num_blocks_unpermute=None moe_hybridep_num_sms_preprocessing=108 moe_ncclep_static_shape
     moe_ncclep_zero_copy high_priority_a2a_comm_stream moe_shared_expert_overlap
-our layers are used whatever the implementation is called | T: transformer_impl='transformer_engine'|'local'
+our layers are used for any name of the implementation | T: transformer_impl='transformer_engine'|'local'
 nothing is offloaded | T: min_offloaded_tensor_size=1048576
 the embedding's output is a tensor of its own | T: clone_scatter_output_in_embedding=True
 it is read by tests of TransformerEngine's layers alone | T: test_mode
@@ -213,7 +213,7 @@ it is read by tests of TransformerEngine's layers alone | T: test_mode
 
 @dataclass(frozen=True)
 class Rule:
-    """A field that nothing obeys: its defaults, what to tell a user, and True if another value is an error."""
+    """A field that nothing obeys: its defaults, a message to the user, and True if another value is an error."""
 
     defaults: tuple[Any, ...]
     sentence: str
