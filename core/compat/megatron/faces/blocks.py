@@ -33,7 +33,7 @@ _INPUTS = f"{_ROTARIES} !attention_bias=None !inference_context=None packed_seq_
 
 
 def _path(name: str | None) -> str:
-    """Name by which weights are drawn: the one given, or one from torch's CPU generator, which ranks have seeded alike."""
+    """Name by which weights are drawn: the one given, or one from torch's CPU generator, seeded alike on all ranks."""
     return f"drawn.{int(torch.randint(2**60, ()))}" if name is None else name
 
 
@@ -230,7 +230,7 @@ def check_spec(spec: Any, config: Any, numbers: Sequence[int]) -> None:
     for layer, has_experts in zip(layers, experts, strict=True):
         if not isinstance(layer, ModuleSpec) or layer.module is not TransformerLayer or layer.submodules is None:
             raise ValueError(
-                "transformer_layer_spec must come from get_gpt_layer_local_spec() or a function of that module: GPTModel is "
+                "transformer_layer_spec must come from get_gpt_layer_local_spec() or a function near it: GPTModel is "
                 f"built of our layers; {_OWN}"
             )
         for name, value in layer.metainfo.items():
