@@ -1,6 +1,6 @@
 """AdoptedOptimizer: a torch optimizer that a user has made, stepping this rank's shard of a wrapped model.
 
-The user's object stays the one that steps, with its own group dictionaries, so whoever holds them (a learning rate
+The user's object stays the one that steps, with its own group dictionaries, so code that holds them (a learning rate
 scheduler) keeps driving it. Only what the groups list is exchanged: master weights in the place of parameters.
 """
 
@@ -145,7 +145,7 @@ class AdoptedOptimizer(DistributedOptimizer):
 
 
 def needs_shapes(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer must see whole parameters in their shape; False if it updates each element by itself.
+    """True if the optimizer must see whole parameters in their shape; False if it updates each element alone.
 
     Known of torch's classes, and of classes derived from them with the same `step`. Another class says it with
     `needs_shapes = True` or False; ValueError where it does not, because a wrong guess would train wrongly.
@@ -162,7 +162,7 @@ def needs_shapes(optimizer: torch.optim.Optimizer) -> bool:
     if cls.__module__.startswith("core.optimizer."):
         return algorithm_needs_shapes(cls)
     raise ValueError(
-        f"{cls.__name__} does not say whether it updates each element by itself, so it is not known whether a rank may "
+        f"{cls.__name__} does not say whether it updates each element alone, so it is not known whether a rank may "
         f"step a part of a parameter. Set `{cls.__name__}.needs_shapes = False` if it does (Adam, SGD and their kin), "
         "True if it looks at whole parameters (LAMB, LARS, Muon)"
     )

@@ -12,8 +12,8 @@ class DistributedOptimizer(MegatronOptimizer):
     """The sharded optimizer (ZeRO-1): state for 1 / data ranks of the parameters; updated shards are gathered.
 
     Every bucket is gathered once a step, and all are complete when `step` returns. With the wrapper's
-    `overlap_param_gather` or the optimizer's `overlap_param_gather_with_optimizer_step` a bucket sets out as soon as it
-    is updated, while the next one is being stepped.
+    `overlap_param_gather` or the optimizer's `overlap_param_gather_with_optimizer_step` a bucket's gather starts
+    once it is updated, while the next one is being stepped.
     """
 
     def _update(self, step: InnerStep, factors: Sequence[Factors]) -> None:

@@ -69,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         self._overflowed.clear()
 
     def _stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """An optimizer of one number, whose gradient tells torch's class whether `optimizer`'s overflowed."""
+        """An optimizer of one number, whose gradient shows torch's class whether `optimizer`'s overflowed."""
         if id(optimizer) not in self._stand_ins:
             device = optimizer.meter.device if isinstance(optimizer, MegatronOptimizer) else "cpu"
             number = torch.zeros(1, device=device, requires_grad=True)

@@ -40,11 +40,11 @@ class LossScaler:
         """A step ended; found_inf: True if a gradient of any rank overflowed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers to go on from."""
+        """Numbers to continue from."""
         return {"scale": self.value}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from saved numbers."""
+        """Continue from saved numbers."""
 
 
 class ConstantLossScaler(LossScaler):
@@ -109,7 +109,7 @@ class DynamicLossScaler(LossScaler):
         return {"scale": self.value, "growth_tracker": self.good_steps, "hysteresis_tracker": self.lives}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from saved numbers; tensors of one element do as well. Saved limits are not: those are configured."""
+        """Continue from saved numbers; also from tensors of one element. Saved limits are not: those are configured."""
         scale = float(state_dict["scale"])
         _expect_scale("the saved scale", scale)
         self.value = min(max(scale, self.min_scale), self.max_scale)

@@ -182,7 +182,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return calling("optimizer.step", self.model_chunks[0].reducer.steps)
 
     def _settings(self) -> Settings:
-        """What all ranks must step with alike."""
+        """Settings that must be equal on all ranks."""
         others = {name: getattr(self.config, name) for name in ("clip_grad", "grad_norm_skip_threshold")}
         return settings_of(self.param_groups, {**others, "loss_scale": self._scale})
 
@@ -263,7 +263,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         }
 
     def _reductions(self) -> list[int]:
-        """Counts that tell these gradients from those before them; finalized steps for a stage without parameters."""
+        """Counts that distinguish these gradients from earlier ones; finalized steps for a stage without parameters."""
         steps = [chunk.reducer.steps for chunk in self.model_chunks]
         return steps + [masters.bucket.reductions for masters in self.masters]
 
@@ -380,7 +380,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return self.meter.measure(count_zeros=count_zeros, loss_scale=scale, problem=problem)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero all gradients and begin a new step. They stay views of the buffer, whatever `set_to_none` is."""
+        """Zero all gradients and begin a new step. They stay views of the buffer for any `set_to_none`."""
         self._stats = None
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()

@@ -68,7 +68,7 @@ class OptimizerConfig:
     overlap_param_gather_with_optimizer_step: step bucket by bucket, and gather a bucket's updated parameters while the
         next one is stepped; for sharded optimizers. The wrapper's overlap_param_gather is the same.
     optimizer_cpu_offload, optimizer_offload_fraction: keep and step this part of the state on the CPU.
-    overlap_cpu_optimizer_d2h_h2d: copies to and from the device run beside the steps on the CPU.
+    overlap_cpu_optimizer_d2h_h2d: copies to and from the device run during the steps on the CPU.
     pin_cpu_grads, pin_cpu_params: hold those copies in locked memory, from which a device reads faster.
     loss_scale: a constant factor of the loss; None with fp16 for a dynamic one, and otherwise for none.
     initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis: of the dynamic scale, see DynamicLossScaler.

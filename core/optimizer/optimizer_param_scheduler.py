@@ -49,7 +49,7 @@ class HasParamGroups(Protocol):
 class OptimizerParamScheduler:
     """Sets 'lr' and 'weight_decay' of every param group from the samples seen. Megatron's names and meaning.
 
-    Steps are whatever `step` counts: samples where it is called with the global batch size.
+    Steps are what `step` counts: samples if it is called with the global batch size.
     init_lr -> max_lr in `lr_warmup_steps`, then `lr_decay_style` down to min_lr at `lr_decay_steps`, and min_lr ever
         after; 'constant' stays at max_lr. 'WSD' stays there until `wsd_decay_steps` before the end and then goes down
         as `lr_wsd_decay_style` says.
@@ -103,7 +103,7 @@ class OptimizerParamScheduler:
         self.step(0)
 
     def _own_fields(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What a group has for itself. One that repeats the scheduler's number follows the scheduler."""
+        """Settings of a group's own. One that repeats the scheduler's number follows the scheduler."""
         if group.get("default_config") and group.get("max_lr", self.max_lr) != self.max_lr:
             raise ValueError(
                 f"param group {group.get('name', '')!r} has the configured lr {group['max_lr']} and the scheduler's "
@@ -200,8 +200,8 @@ class OptimizerParamScheduler:
                 f"{field} (saved {saved[field]}, configured {configured[field]})" for field in different
             )
             raise ValueError(
-                f"the saved scheduler differs in {numbers}; set {self.SAVED_HOLD} to go on with the saved numbers, or "
-                f"{self.CONFIGURED_HOLD} to go on with the configured ones"
+                f"the saved scheduler differs in {numbers}; set {self.SAVED_HOLD} to continue with the saved numbers, "
+                f"or {self.CONFIGURED_HOLD} to continue with the configured ones"
             )
         if self.use_checkpoint_opt_param_scheduler:
             self._check({**configured, **saved})

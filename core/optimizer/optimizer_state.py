@@ -1,4 +1,4 @@
-"""The optimizer's state by parameter name and place, whatever buckets, segments, strategy and dtypes hold it in memory.
+"""The optimizer's state by parameter name and place, for any buckets, segments, strategy and dtypes in memory.
 
 An entry says which elements of the flattened parameter it covers; a parameter has one or several, over disjoint
 elements. A state that covers more than a rank needs (one saved by the replicated optimizer) loads into a shard.
@@ -50,7 +50,7 @@ def segment_entries(
 
 
 def needed_part(name: str, shard: ParamShard, saved: Entry | Sequence[Entry]) -> Entry:
-    """What saved entries hold of a shard; ValueError when they do not cover the shard."""
+    """Part of saved entries that a shard needs; ValueError when they do not cover the shard."""
     entries = sorted([saved] if isinstance(saved, Mapping) else saved, key=lambda entry: entry["offset"])
     first, last = shard.offset, shard.offset + shard.numel
     parts: list[Entry] = []
@@ -137,7 +137,7 @@ def load_parts(
 
 
 def _step_counts(part: Entry) -> dict[str, float | None]:
-    """What neighbours that share a segment have alike: their keys, and the numbers that are not one an element."""
+    """State that neighbours in a segment must share: keys, and numbers that are not per element."""
     return {
         key: float(value) if isinstance(value, torch.Tensor) and value.dim() == 0 else None
         for key, value in part.items()

@@ -108,8 +108,8 @@ def advise(
         raise ConfigError(search.why_none(ranks))
     room = search.device.room(ranks)
     best = search.planned([estimate for estimate in found if estimate.peak <= SURE * room], ranks, most)
-    told = [replace(one, reason=_reason(best[0], one)) if place else one for place, one in enumerate(best)]
-    return Advice(told, len(found), sum(one.peak <= room for one in found), search.fewest(ranks))
+    shown = [replace(one, reason=_reason(best[0], one)) if place else one for place, one in enumerate(best)]
+    return Advice(shown, len(found), sum(one.peak <= room for one in found), search.fewest(ranks))
 
 
 class Search:
@@ -132,7 +132,7 @@ class Search:
             for recompute in (False, True) if "recompute" not in self.fixed else (True,):
                 one = choice._replace(recompute=recompute)
                 run = self._run(one, ranks)
-                if run is None:  # whatever is computed again
+                if run is None:  # with any recomputation
                     break
                 legal = [micro for micro in micros if _is_legal(run, micro)]
                 built.append((one, run, legal[:1] if smallest else legal))
@@ -163,9 +163,9 @@ class Search:
             if split in self.refused:
                 continue
             for zero in [self.fixed["zero"]] if "zero" in self.fixed else range(4):
-                told = self._run(choice._replace(zero=zero), run.grid.world_size)
+                sharded = self._run(choice._replace(zero=zero), run.grid.world_size)
                 with contextlib.suppress(ValueError, RuntimeError):  # what is sharded so, or the split, is refused
-                    found |= {zero: Sharding.of(told)} if told is not None else {}
+                    found |= {zero: Sharding.of(sharded)} if sharded is not None else {}
             if found:
                 break
             self.refused.add(split)
@@ -179,7 +179,7 @@ class Search:
             return None
 
     def why_none(self, ranks: int) -> str:
-        """Why no layout of some ranks can be built, and how many ranks have one. ConfigError where a plan says it."""
+        """Say why no layout of some ranks can be built, and how many ranks have one. ConfigError if a plan says it."""
         dps = sorted({dp for *_, dp in axes(self.sizes, ranks, self.fixed)})
         near = (n for step in range(1, ranks + 1) for n in (ranks - step, ranks + step) if n > 0)
         built = next((n for n in near if next(choices(self.sizes, n, self.fixed), None) is not None), None)

@@ -1,4 +1,4 @@
-"""What would make a run fit: one change at a time, those that cost the least time first."""
+"""Changes that make a run fit: one at a time, those that cost the least time first."""
 
 from __future__ import annotations
 
@@ -53,27 +53,27 @@ def single_changes(config: JobConfig, ranks: int) -> Iterator[tuple[str, JobConf
         more *= 2
 
 
-def single_model_changes(told: ModelRun, ranks: int) -> Iterator[tuple[str, ModelRun, int]]:
+def single_model_changes(config: ModelRun, ranks: int) -> Iterator[tuple[str, ModelRun, int]]:
     """As `single_changes`, of a Hugging Face model."""
-    for zero in range(told.zero + 1, len(STRATEGIES)):
-        yield f"--zero {zero}", replace(told, zero=zero), ranks
-    source: Any = run_of_model(told, ranks).source
+    for zero in range(config.zero + 1, len(STRATEGIES)):
+        yield f"--zero {zero}", replace(config, zero=zero), ranks
+    source: Any = run_of_model(config, ranks).source
     for size in sorted(divisors(source.micro_batch_size), reverse=True)[1:]:
-        yield f"--micro-batch {size}", replace(told, micro_batch_size=size), ranks
-    if not told.recompute:
-        yield "--recompute", replace(told, recompute=True), ranks
-    for axis in ("tp", "pp", *["ep"] * (told.whole.num_experts is not None)):
-        for size in larger_sizes(getattr(told, axis), ranks):
+        yield f"--micro-batch {size}", replace(config, micro_batch_size=size), ranks
+    if not config.recompute:
+        yield "--recompute", replace(config, recompute=True), ranks
+    for axis in ("tp", "pp", *["ep"] * (config.whole.num_experts is not None)):
+        for size in larger_sizes(getattr(config, axis), ranks):
             larger: dict[str, Any] = {axis: size}
-            yield f"--{axis} {size}", replace(told, **larger), ranks
-    mode = told.sequence_parallel
+            yield f"--{axis} {size}", replace(config, **larger), ranks
+    mode = config.sequence_parallel
     if mode is None or mode in OVER_CONTEXT:
         words = "" if mode else f" --sequence-parallel {OVER_CONTEXT[0]}"
-        for size in larger_sizes(told.cp, ranks):
-            yield f"--cp {size}{words}", replace(told, cp=size, sequence_parallel=mode or OVER_CONTEXT[0]), ranks
+        for size in larger_sizes(config.cp, ranks):
+            yield f"--cp {size}{words}", replace(config, cp=size, sequence_parallel=mode or OVER_CONTEXT[0]), ranks
     more = 2 * ranks
     while more <= MOST_RANKS:
-        yield f"--ranks {more}", told, more
+        yield f"--ranks {more}", config, more
         more *= 2
 
 

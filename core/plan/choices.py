@@ -19,7 +19,7 @@ NO_MODE = "none"  # of sequence parallelism, as an option
 
 
 class Sizes(NamedTuple):
-    """What arithmetic rules layouts out by, of a model and a batch.
+    """Sizes of a model and a batch by which arithmetic rules layouts out.
 
     of_tp: sizes that tp has to divide; others are refused when a model is cut. experts: None for a model without.
     expert_width: what etp has to divide; None for experts that tp splits. numel: of all parameters.
@@ -34,14 +34,14 @@ class Sizes(NamedTuple):
     numel: int
 
     @classmethod
-    def of(cls, told: JobConfig | ModelRun) -> Sizes:
+    def of(cls, config: JobConfig | ModelRun) -> Sizes:
         """Of the main job's model, or of a Hugging Face model."""
-        if isinstance(told, ModelRun):
-            whole = told.whole
+        if isinstance(config, ModelRun):
+            whole = config.whole
             numel = sum(parameter.numel() for parameter in whole.model.parameters())
-            batch, length = told.global_batch_size, told.sequence_length
-            return cls(batch, told.num_layers, length, (), whole.num_experts, None, numel)
-        model, batch = told.model, told.run.global_batch_size
+            batch, length = config.global_batch_size, config.sequence_length
+            return cls(batch, config.num_layers, length, (), whole.num_experts, None, numel)
+        model, batch = config.model, config.run.global_batch_size
         of_tp = model.num_attention_heads, model.query_groups, model.ffn_width
         width = None if model.num_experts is None else model.expert_width
         return cls(
@@ -63,12 +63,12 @@ class Choice(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """How the ranks are divided, in the order of AXES."""
+        """Sizes of the axes, in the order of AXES."""
         return self[: len(AXES)]
 
     @property
     def split(self) -> tuple[int, ...]:
-        """What one layer's cost depends on, beside the microbatch."""
+        """Fields that one layer's cost depends on, in addition to the microbatch."""
         return self.tp, self.cp, self.ep, self.etp, self.recompute
 
     def words(self, *, has_experts: bool) -> str:
@@ -92,7 +92,7 @@ def choices(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tupl
 
 
 def axes(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tuple[int, int, int, int]]:
-    """(tp, pp, cp, dp) that the model has room for, whatever the batch."""
+    """(tp, pp, cp, dp) that the model has room for, with any batch."""
     sizes = {axis: [fixed[axis]] if axis in fixed else divisors(ranks) for axis in ("tp", "pp", "cp")}
     for tp, pp, cp in itertools.product(*sizes.values()):
         if ranks % (tp * pp * cp) or pp > model.layers or any(size % tp for size in model.of_tp):
@@ -117,19 +117,19 @@ def _expert_sizes(model: Sizes, ranks: int, tp: int, fixed: Mapping[str, int]) -
             yield ep, etp
 
 
-def with_choice(told: JobConfig | ModelRun, choice: Choice) -> JobConfig | ModelRun:
-    """What a run of a layout is told. All that is not part of a layout stays."""
-    return _model_with(told, choice) if isinstance(told, ModelRun) else _job_with(told, choice)
+def with_choice(config: JobConfig | ModelRun, choice: Choice) -> JobConfig | ModelRun:
+    """Configuration of a run in a layout. All that is not part of a layout is unchanged."""
+    return _model_with(config, choice) if isinstance(config, ModelRun) else _job_with(config, choice)
 
 
-def _model_with(told: ModelRun, choice: Choice) -> ModelRun:
+def _model_with(config: ModelRun, choice: Choice) -> ModelRun:
     """A mode of sequence parallelism stays where its axis has several ranks. Context parallelism always has one."""
-    mode = told.sequence_parallel
+    mode = config.sequence_parallel
     if choice.cp > 1:
         mode = mode if mode in OVER_CONTEXT else OVER_CONTEXT[0]
     elif choice.tp == 1 or mode not in OVER_TENSOR:
         mode = None
-    return told.in_layout(
+    return config.in_layout(
         tp=choice.tp,
         pp=choice.pp,
         cp=choice.cp,
@@ -167,42 +167,42 @@ def _job_with(config: JobConfig, choice: Choice) -> JobConfig:
     )
 
 
-def flags_of(told: JobConfig | ModelRun, choice: Choice) -> str:
-    """The options that make a layout of what was told, if they are added to it: of the main job, or of a plan of a
-    Hugging Face model. What a layout takes back is told too.
+def flags_of(config: JobConfig | ModelRun, choice: Choice) -> str:
+    """The options that turn a configuration into a layout when they are added: those of the main job, or of a plan
+    of a Hugging Face model. Options that a layout resets are among them.
     """
-    if isinstance(told, ModelRun):
-        return _flags_of_model(told, _model_with(told, choice))
-    return _flags_of_job(told, _job_with(told, choice))
+    if isinstance(config, ModelRun):
+        return _flags_of_model(config, _model_with(config, choice))
+    return _flags_of_job(config, _job_with(config, choice))
 
 
-def _flags_of_model(told: ModelRun, found: ModelRun) -> str:
+def _flags_of_model(config: ModelRun, found: ModelRun) -> str:
     given: dict[str, object] = {axis: getattr(found, axis) for axis in ("tp", "pp", "cp", "ep")}
     given |= {"zero": found.zero, "micro-batch": found.micro_batch_size}
-    if (found.sequence_parallel, told.sequence_parallel) != (None, None):
+    if (found.sequence_parallel, config.sequence_parallel) != (None, None):
         given["sequence-parallel"] = found.sequence_parallel or NO_MODE
     return " ".join([*(f"--{name} {value}" for name, value in given.items()), *["--recompute"] * found.recompute])
 
 
-def _flags_of_job(told: JobConfig, found: JobConfig) -> str:
+def _flags_of_job(config: JobConfig, found: JobConfig) -> str:
     parallel, ddp = found.parallel, found.ddp
     has_experts = found.model.num_experts is not None
     words = [f"--parallel.{axis} {getattr(parallel, axis)}" for axis in (AXES if has_experts else AXES[:3])]
     words.append(f"--run.micro-batch-size {found.run.micro_batch_size}")
     if not ddp.use_distributed_optimizer:
         words.append("--ddp.no-use-distributed-optimizer")
-    elif not told.ddp.use_distributed_optimizer:
+    elif not config.ddp.use_distributed_optimizer:
         words.append("--ddp.use-distributed-optimizer")
     words.append(f"--ddp.data-parallel-sharding-strategy {ddp.data_parallel_sharding_strategy}")
     if not ddp.overlap_param_gather:
         words.append("--ddp.no-overlap-param-gather")
     granularity = found.model.recompute_granularity
-    if granularity != told.model.recompute_granularity:
+    if granularity != config.model.recompute_granularity:
         words.append(f"--model.recompute-granularity {granularity}")
     for name in ("dp", "etp", "sequence_parallel", "vpp", "schedule"):
         value = getattr(parallel, name)
-        if value != getattr(told.parallel, name) and name not in (AXES if has_experts else ()):
+        if value != getattr(config.parallel, name) and name not in (AXES if has_experts else ()):
             words.append(f"--parallel.{name.replace('_', '-')} {value}")
-    if parallel.layers_per_stage != told.parallel.layers_per_stage:
+    if parallel.layers_per_stage != config.parallel.layers_per_stage:
         words.append("--parallel.layers-per-stage")  # none
     return " ".join(words)

@@ -79,16 +79,16 @@ def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
 
 
 def _long_sizes(config: JobConfig | ModelRun, more: Sequence[str]) -> dict[str, int]:
-    """What flags of the main job give by their full names. A file's options are not kept."""
+    """Sizes that flags of the main job give by their full names. A file's options are not kept."""
     if isinstance(config, ModelRun):
         return {}
-    told = given_options([], spell_out(more))
-    found = {axis: getattr(config.parallel, axis) for axis in AXIS_OPTIONS if f"parallel.{axis}" in told}
-    if "run.micro_batch_size" in told:
+    given = given_options([], spell_out(more))
+    found = {axis: getattr(config.parallel, axis) for axis in AXIS_OPTIONS if f"parallel.{axis}" in given}
+    if "run.micro_batch_size" in given:
         found["micro"] = config.run.micro_batch_size
-    if told.keys() & {"ddp.data_parallel_sharding_strategy", "ddp.use_distributed_optimizer"}:
+    if given.keys() & {"ddp.data_parallel_sharding_strategy", "ddp.use_distributed_optimizer"}:
         found["zero"] = STRATEGIES.index(config.ddp.strategy)
-    if "model.recompute_granularity" in told and config.model.recompute_granularity == "full":
+    if "model.recompute_granularity" in given and config.model.recompute_granularity == "full":
         found["recompute"] = 1
     return {name: size for name, size in found.items() if size is not None}
 
@@ -175,9 +175,9 @@ _FIELDS = {"model", "tp", "pp", "cp", "ep", *NAMES.values(), *OF_MODELS}
 
 def _refuse_contradictions(named: dict[str, Any], more: Sequence[str]) -> None:
     """ConfigError for an option of the main job that says otherwise than the plan's own option for it."""
-    told = given_options([], spell_out(more))
+    given = given_options([], spell_out(more))
     for flag, value in named.items():
-        other = told.get(flag.removeprefix("--").replace("-", "_"), str(value))
+        other = given.get(flag.removeprefix("--").replace("-", "_"), str(value))
         if other != str(value):
             raise ConfigError(f"{flag} is {other}, and the plan's own option for it is {value}; give one of them")
 

@@ -42,7 +42,7 @@ def _of_gradients(run: Run, plan: ModelPlan) -> list[str]:
 
 
 def _lanes(run: Run, plans: Sequence[ModelPlan], groups: PlannedGroups) -> list[tuple[str, int]]:
-    """Where parameters are sharded, the communicators of their gathers."""
+    """Communicators of the gathers of sharded parameters."""
     if not run.ddp.shards_parameters:
         return []
     keys = [layout.key for plan in plans for layout in (*plan.layout.buffers, *plan.frozen_layout.buffers)]

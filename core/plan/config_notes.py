@@ -1,7 +1,7 @@
-"""What a config.json says that a plan does not follow: misspelt keys, sizes that are left out, quantization.
+"""Entries of a config.json that a plan does not follow: misspelt keys, sizes that are left out, quantization.
 
 transformers takes any key in silence, and a size that is not given is the default of its class. Real files have keys
-that nobody reads. So an unknown key is told only where it is like a known one, or where it has a number of its own.
+that no code reads. So a warning names an unknown key only if it resembles a known one, or has a number of its own.
 """
 
 from __future__ import annotations

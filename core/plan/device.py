@@ -48,10 +48,10 @@ class Device:
     What a measured file adds: matmul_sizes: by dtype, (operations of a product, operations a second). memory_sizes:
     (bytes of an operator, bytes a second). operators: of a host, by name and dtype (operations or bytes of an operator,
     seconds of a core); operator_overhead_s is what a host adds to each. optimizer_bandwidth: bytes a second of the
-    update; 0 takes the memory's. optimizer_bucket_s, step_overhead_s: what a bucket and a step cost beside. gradients:
+    update; 0 takes the memory's. optimizer_bucket_s, step_overhead_s: what a bucket and a step add. gradients:
     the link that reductions of gradients have within a machine, with the latency of a bucket; None takes `inside`.
     collectives: by name, (ranks, latency, bytes a second) within a machine. communicator_bytes: what a rank holds for
-    each communicator; None where nobody has measured it, and then it is not counted. ranks: that were measured at once.
+    each communicator; None if it was not measured; then it is not counted. ranks: that were measured at once.
     cores: those that the ranks of a host share; 0 for a device of a rank's own. turns: ranks that take turns on a core.
     """
 
@@ -113,7 +113,7 @@ class Device:
         return points[0][1] if size <= points[0][0] else size / rate_at(rates, size)
 
     def link(self, collective: str, ranks: int) -> Link:
-        """What carries a collective of some ranks of one machine."""
+        """The link of a collective of some ranks of one machine."""
         points = self.collectives.get(collective)
         if not points:
             return self.inside
@@ -122,7 +122,7 @@ class Device:
 
     @property
     def link_turns(self) -> float:
-        """How much longer a core takes to come to a rank than it did when links were measured."""
+        """Ratio of a core's time until it runs a rank to that when links were measured."""
         return self.turns / (max(1.0, self.ranks / self.cores) if self.cores else 1.0)
 
     def room(self, ranks: int) -> int:

@@ -62,11 +62,11 @@ def refuse_what_cannot_fit(config: JobConfig | Plannable, options: RunOptions, r
     if needed <= MARGIN * device.memory_bytes:
         return
     changes = changes_that_fit(config, ranks, device)
-    told = f"it would fit with {' or '.join(words for words, _ in changes)}; " if changes else ""
+    advice = f"it would fit with {' or '.join(words for words, _ in changes)}; " if changes else ""
     what = f"{ranks_here} ranks of this machine" if device.is_host else f"rank {plan.fullest.rank}"
     raise ConfigError(
         f"{what} would hold {gib(needed)} at the highest point of a step, and {gib(device.memory_bytes)} are there; "
-        f"{told}--dry-run shows what is held, and --run.no-check-memory starts the job all the same"
+        f"{advice}--dry-run shows what is held, and --run.no-check-memory starts the job all the same"
     )
 
 

@@ -60,7 +60,7 @@ class Stage(NamedTuple):
 class Order(NamedTuple):
     """A schedule's order where a forward takes 1 and a backward 2, by pipeline position.
 
-    in_flight: stages whose activations are alive at once. waits: until it is done, beside its own work. hops: messages
+    in_flight: stages whose activations are alive at once. waits: until it is done, without its own work. hops: messages
     between stages that a step waits for.
     """
 
@@ -83,7 +83,7 @@ class Place(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a position holds between steps, and what its update and its reductions cost.
+    """State of a position between steps, and the cost of its update and reductions.
 
     total: bytes. update_s: of the optimizer. buckets: their number. tied: bytes that leave for the other copy of an
     embedding. sent: for each data group its name, and the calls and bytes of one reduction and of one gather.
@@ -97,7 +97,7 @@ class State(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """What is sharded, with the bytes that an element costs where it is kept, by kind; of the scratch all bytes."""
+    """Sharded kinds of state, with the bytes of an element where it is kept; of the scratch all bytes."""
 
     ddp: DistributedDataParallelConfig
     each: Mapping[str, float]
@@ -184,7 +184,7 @@ class Estimates:
         return Stage(part.saved, max(part.forward, part.backward), forward_s, backward_s, sum(moved.values()))
 
     def _state(self, zero: int, run: Run, place: Place, groups: PlannedGroups) -> State:
-        """What a position holds between steps."""
+        """State of a position between steps."""
         each, ddp = self.shardings[zero].each, run.ddp
         residency = ddp.residency
         mapped = run.on_cpu and run.one_host and ddp.share_host_memory
@@ -321,7 +321,7 @@ def activations_of(place: Place, rows: Sequence[Stage], order: Order, sent: int)
 
 @lru_cache(maxsize=4096)
 def order_of(schedule: str, layout: PipelineLayout, microbatches: int) -> Order:
-    """What the order of a schedule comes to; more microbatches than four a stage only repeat."""
+    """Summary of a schedule's order; more microbatches than four a stage only repeat."""
     stages = layout.num_stages
     if stages == 1:
         return Order((1,), (0.0,), 0.0)

@@ -31,7 +31,7 @@ class PassOn(nn.Module):
     """Stands in a layer of which only what surrounds attention and MLP is to run."""
 
     def forward(self, hidden: Tensor, *_: Any) -> Tensor:
-        """What it was given."""
+        """Return the input."""
         return hidden
 
 
@@ -58,13 +58,13 @@ class GptSource:
         return is_tagged(name, param)
 
     def sent_bytes(self) -> int:
-        """What one stage sends the next for a microbatch."""
+        """Bytes that one stage sends to the next for a microbatch."""
         return sum(
             tensor.nbytes for tensor in gpt_activations(self.config, self.micro_batch_size, self.sequence_length)
         )
 
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> list[str | LayerKind]:
-        """What runs on a stage, in order: the names of its ends, and the kinds of its layers."""
+        """Parts of a stage, in order: the names of its ends, and the kinds of its layers."""
         spec = layout.stage(stage)
         granularity, count = self.config.recompute_granularity, self.config.recompute_num_layers
         recomputed = len(spec.layer_numbers) if count is None else count

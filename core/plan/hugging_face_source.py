@@ -43,7 +43,7 @@ from core.plan.without_values import WithoutValues
 from core.training.errors import ConfigError
 
 BETWEEN = "before the layers"  # of a later stage
-NUMBERS = {"layer_idx", "layer_id", "layer_number"}  # attributes of a layer's modules that tell layers alike apart
+NUMBERS = {"layer_idx", "layer_id", "layer_number"}  # attributes of a layer's modules that distinguish equal layers
 AROUND_ADAPTERS = "base_model.model."  # before the names of a model with adapters
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_k")
 
@@ -64,9 +64,9 @@ class PassBy:
 
 @contextmanager
 def as_config_error(what: str, but: type[Exception] = ConfigError) -> Iterator[None]:
-    """Inside, whatever transformers raises of a configuration is a ConfigError: what, and its own first line.
+    """Turn any error of transformers inside into a ConfigError: `what`, and the error's first line.
 
-    but: what is raised as it is.
+    but: errors that are raised unchanged.
     """
     try:
         yield
@@ -120,7 +120,7 @@ class WholeModel:
         ]
 
     def plan(self, groups: PlannedGroups) -> Plan:
-        """How the model is cut over some groups. PlanError for what the family refuses."""
+        """Plan of the model's split over some groups. PlanError for what the family refuses."""
         sizes = tuple(groups.size(name) for name in ("tp", "ep", "expt_tp"))
         if sizes not in self.plans:
             try:
@@ -183,7 +183,7 @@ class HuggingFaceSource:
 
     @property
     def config(self) -> Any:
-        """What wrappers of stages are given; None for a model without a pipeline."""
+        """Configuration of the wrappers of stages; None for a model without a pipeline."""
         return stages_config(self.layout, self.tp) if self.layout.pp > 1 else None
 
     @property
@@ -215,12 +215,12 @@ class HuggingFaceSource:
         return name.removeprefix(AROUND_ADAPTERS) in self._whole_model.experts
 
     def sent_bytes(self) -> int:
-        """What one stage sends the next for a microbatch."""
+        """Bytes that one stage sends to the next for a microbatch."""
         width = self.configuration.get_text_config().hidden_size
         return self.micro_batch_size * self.sequence_length * width * self.dtype.itemsize
 
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> list[str | int]:
-        """What runs on a stage, in order: the names of its ends, and the kinds of its layers."""
+        """Parts of a stage, in order: the names of its ends, and the kinds of its layers."""
         spec = layout.stage(stage)
         if layout.num_layers != len(self.kinds):
             raise PlanError(
@@ -325,7 +325,7 @@ class HuggingFaceSource:
         return found
 
     def _between(self, groups: PlannedGroups, sizes: Sequence[int]) -> list[PartFigures]:
-        """What comes before the layers of a later stage; it is the same over any ranks of experts."""
+        """Parts before the layers of a later stage; they are the same for any expert ranks."""
         known = self._whole_model.between.setdefault(
             (groups.size("tp"), groups.size("cp"), self.sequence_parallel, self.sequence_length, self.has_documents), {}
         )
@@ -402,7 +402,7 @@ class HuggingFaceSource:
         return adapted, getattr(adapted, REPORT)
 
     def _hidden(self, *shape: int) -> Tensor:
-        """What the stage before would send."""
+        """Hidden states that the stage before would send."""
         width = self.configuration.get_text_config().hidden_size
         return torch.empty(*shape, width, dtype=self.dtype, requires_grad=True)
 
@@ -435,7 +435,7 @@ class HuggingFaceSource:
 
     @contextmanager
     def _without_values(self, mode: WithoutValues, groups: PlannedGroups) -> Iterator[None]:
-        """Inside, tensors have no values, experts get as many tokens each, and masks know what no value tells."""
+        """Run without values inside: experts get equal numbers of tokens, and masks need no values."""
         import transformers.masking_utils as masks
 
         found = masks.find_packed_sequence_indices
@@ -460,11 +460,11 @@ class HuggingFaceSource:
 
 
 def _no_documents(position_ids: Any) -> None:
-    """What is found in the positions of one document."""
+    """Stand-in for the search for documents in positions: there is one document."""
 
 
 def _signature(layer: nn.Module) -> Any:
-    """What is equal for layers that cost the same: modules, their numbers and words, shapes of parameters."""
+    """Key that is equal for layers of equal cost: modules, their numbers and words, shapes of parameters."""
     return tuple(
         (
             name,

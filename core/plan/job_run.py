@@ -13,7 +13,7 @@ from core.training.sizes import check_ranks, check_vocabulary
 
 
 def run_of_job(config: JobConfig, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
-    """What a configuration comes to on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
+    """The run of a configuration on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
     plan = plan_job(config, world_size)
     tokens = {"bytes": BYTES, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer, 1)
     vocabulary = check_vocabulary(tokens, config.model, config.parallel.tp)

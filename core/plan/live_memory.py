@@ -30,7 +30,7 @@ FLOPS = {str(operator): count for operator, count in flop_registry.items()}
 
 
 class Place(NamedTuple):
-    """Where a step is: in the forward or backward of which part of the model."""
+    """Position in a step: forward or backward of one part of the model."""
 
     phase: str
     part: str
@@ -46,7 +46,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any, result: Any) -> Work | None:
-        """What an operator does to its arguments; None for one that makes nothing, such as a view."""
+        """Work of an operator on its arguments; None for one that makes nothing, such as a view."""
         made = _tensors(result)
         if not made or func.is_view:
             return None

@@ -131,10 +131,10 @@ def memory_rates(clock: Clock) -> list[list[float]]:
 
 
 def operator_costs(clock: Clock) -> tuple[float, float]:
-    """(seconds of an operator beside its own, share of its own that comes on top), of a GPT in its wrapper.
+    """(seconds of an operator in addition to its own, share of its own that is added), of a GPT in its wrapper.
 
     Modules, hooks and autograd cost something for each operator. What they free, and what the caches have lost when
-    they go on, costs by its size. On a GPU: (the least that an operator takes, 0).
+    they continue, costs by its size. On a GPU: (the least that an operator takes, 0).
     """
     if clock.device.type == "cuda":
         count, _, run = _gpt_in_wrapper(clock, *GPTS[0])
@@ -147,16 +147,16 @@ def operator_costs(clock: Clock) -> tuple[float, float]:
 
 
 def _own_and_rest(clock: Clock, rows: int, tokens: int, width: int) -> tuple[float, float]:
-    """Seconds of an operator of a GPT, and beside it, in turns so that a machine that slows down slows both."""
+    """Seconds of an operator of a GPT, and in addition to it, in turns so that a machine that slows down slows both."""
     count, bare, wrapped = _gpt_in_wrapper(clock, rows, tokens, width)
-    own, beside = [], []
+    own, rest = [], []
     for _ in range(ROUNDS):
         timed = TimedOperators()
         with timed:
             bare()
         own.append(timed.total() / count)
-        beside.append(clock.processor(wrapped, 1) / count - own[-1])
-    return statistics.median(of_all(statistics.median(own))), statistics.median(of_all(statistics.median(beside)))
+        rest.append(clock.processor(wrapped, 1) / count - own[-1])
+    return statistics.median(of_all(statistics.median(own))), statistics.median(of_all(statistics.median(rest)))
 
 
 def _gpt_in_wrapper(
@@ -209,7 +209,7 @@ def operator_times(clock: Clock, on_top: float) -> dict[str, list[list[float]]]:
 
 
 def step_costs(clock: Clock) -> tuple[dict[str, Any], dict[str, dict[str, float]] | None]:
-    """What a step costs beside its layers, and the link that reductions of gradients see; None on one rank.
+    """Cost of a step outside of its layers, and the link that reductions of gradients see; None on one rank.
 
     Three models give the cost of a step, of a bucket, and of a byte.
     """

@@ -78,7 +78,7 @@ def collective_lines(clock: Clock) -> dict[str, list[list[float]]]:
 
 
 def communicator_bytes(clock: Clock) -> int:
-    """What a communicator of all ranks holds once it has carried 64 KiB, the median of ranks. Collective.
+    """Bytes of a communicator of all ranks once it has carried 64 KiB, the median of ranks. Collective.
 
     Of a GPU's memory, or of a process's resident memory on a CPU.
     """

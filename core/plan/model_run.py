@@ -34,7 +34,7 @@ def known_models() -> list[str]:
 
 @dataclass(frozen=True)
 class ModelRun:
-    """What a run of a Hugging Face model is told, as fine-tuning and `split_model` take it.
+    """Configuration of a run of a Hugging Face model, as in fine-tuning and `split_model`.
 
     model: the path of a config.json, a directory with one, one of known_models(), or tiny:FAMILY. zero: 0 to 3, what is
     sharded over data ranks. sequence_parallel: a mode of `split_model`. recompute: True if each layer runs again in
@@ -71,8 +71,7 @@ class ModelRun:
             if not path.is_file():
                 raise LookupError(
                     f"there is no {path}; give a config.json, a directory with one, {', '.join(known_models())}, or "
-                    f"{TINY}FAMILY for a small model"
-                    + how_to_download(self.model, "model")
+                    f"{TINY}FAMILY for a small model" + how_to_download(self.model, "model")
                 )
         except (LookupError, OSError, ValueError) as error:
             words = error.args[0] if isinstance(error, LookupError) else str(error).strip().splitlines()[0]
@@ -90,7 +89,7 @@ class ModelRun:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What the file of the configuration says that the plan does not follow, in sentences."""
+        """Sentences about entries of the configuration's file that the plan does not follow."""
         if self.model.startswith(TINY):
             return ()
         return tuple(config_notes(json.loads(self._file.read_bytes()), self.configuration))
@@ -104,7 +103,7 @@ class ModelRun:
 
     @property
     def num_layers(self) -> int:
-        """What the configuration says."""
+        """Number of layers in the configuration."""
         return int(self.configuration.get_text_config().num_hidden_layers)
 
     @cached_property
@@ -124,49 +123,49 @@ class ModelRun:
         return found
 
 
-def run_of_model(told: ModelRun, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
-    """What a Hugging Face model comes to on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
-    parallel = ParallelOptions(tp=told.tp, pp=told.pp, cp=told.cp, ep=told.ep)
+def run_of_model(config: ModelRun, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
+    """The run of a Hugging Face model on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
+    parallel = ParallelOptions(tp=config.tp, pp=config.pp, cp=config.cp, ep=config.ep)
     grid = check_ranks(parallel, world_size)
-    text, num_layers = told.configuration.get_text_config(), told.num_layers
+    text, num_layers = config.configuration.get_text_config(), config.num_layers
     try:
-        layout = plan_pipeline(num_layers, told.pp)
+        layout = plan_pipeline(num_layers, config.pp)
     except ValueError as error:
         words = str(error).partition("; or say how many")[0]  # a Hugging Face model's stages are equally long
-        raise ConfigError(f"--pp {told.pp}: {words}") from error
-    micro, count = share_batch(grid, parallel, layout, told.global_batch_size, told.micro_batch_size)
-    _check_lengths(told, text)
+        raise ConfigError(f"--pp {config.pp}: {words}") from error
+    micro, count = share_batch(grid, parallel, layout, config.global_batch_size, config.micro_batch_size)
+    _check_lengths(config, text)
     source = HuggingFaceSource(
-        told.configuration,
-        DTYPES[told.dtype],
+        config.configuration,
+        DTYPES[config.dtype],
         micro,
-        told.sequence_length,
+        config.sequence_length,
         layout,
-        told.tp,
-        told.sequence_parallel,
-        told.recompute,
-        told.documents,
-        made=told.made,
+        config.tp,
+        config.sequence_parallel,
+        config.recompute,
+        config.documents,
+        made=config.made,
     )
-    tokens = told.global_batch_size * told.sequence_length
-    ddp, optimizer = zero_config(told.zero), optimizer_config(told.optimizer, told.dtype)
-    return Run(source, grid, layout, "1F1B", count, tokens, ddp, optimizer, on_cpu, one_host, notes=told.notes)
+    tokens = config.global_batch_size * config.sequence_length
+    ddp, optimizer = zero_config(config.zero), optimizer_config(config.optimizer, config.dtype)
+    return Run(source, grid, layout, "1F1B", count, tokens, ddp, optimizer, on_cpu, one_host, notes=config.notes)
 
 
-def _check_lengths(told: ModelRun, text: Any) -> None:
-    if told.zero not in range(4):
-        raise ConfigError(f"--zero is {told.zero}; expected 0 to 3")
-    if told.sequence_parallel not in (None, *MODES):
-        raise ConfigError(f"--sequence-parallel is {told.sequence_parallel!r}; expected one of {', '.join(MODES)}")
-    for modes, axis, size in ((OVER_TENSOR, "tp", told.tp), (OVER_CONTEXT, "cp", told.cp)):
-        if told.sequence_parallel in modes and size == 1:
+def _check_lengths(config: ModelRun, text: Any) -> None:
+    if config.zero not in range(4):
+        raise ConfigError(f"--zero is {config.zero}; expected 0 to 3")
+    if config.sequence_parallel not in (None, *MODES):
+        raise ConfigError(f"--sequence-parallel is {config.sequence_parallel!r}; expected one of {', '.join(MODES)}")
+    for modes, axis, size in ((OVER_TENSOR, "tp", config.tp), (OVER_CONTEXT, "cp", config.cp)):
+        if config.sequence_parallel in modes and size == 1:
             raise ConfigError(
-                f"--sequence-parallel {told.sequence_parallel} cuts the sequence over --{axis}, which is 1; give "
+                f"--sequence-parallel {config.sequence_parallel} cuts the sequence over --{axis}, which is 1; give "
                 f"--{axis} 2 or more"
             )
-    if told.cp > 1 and told.sequence_parallel not in OVER_CONTEXT:
+    if config.cp > 1 and config.sequence_parallel not in OVER_CONTEXT:
         words = " or ".join(OVER_CONTEXT)
-        raise ConfigError(f"--cp {told.cp} cuts the sequence by --sequence-parallel {words}; give one of these")
+        raise ConfigError(f"--cp {config.cp} cuts the sequence by --sequence-parallel {words}; give one of these")
     longest = getattr(text, "max_position_embeddings", None)
-    if isinstance(longest, int) and longest > 0 and told.sequence_length > longest:
-        raise ConfigError(f"--seq {told.sequence_length} is longer than the model's positions, {longest}")
+    if isinstance(longest, int) and longest > 0 and config.sequence_length > longest:
+        raise ConfigError(f"--seq {config.sequence_length} is longer than the model's positions, {longest}")

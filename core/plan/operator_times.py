@@ -1,6 +1,6 @@
 """Processor time of operators as they run in a model, by name and size: the part of a device file that is a CPU's.
 
-A speed of memory and one of products do not tell what an operator takes on a CPU: exp() is not memory-bound, a
+A speed of memory and one of products do not give the time of an operator on a CPU: exp() is not memory-bound, a
 product of many small matrices is slower than one large one, and a fresh result has pages that the kernel clears
 first. So a small model with the operators of the field's layers runs forward and backward, and each operator is timed
 where it is called. Processor time does not count when other ranks have the core.
@@ -117,7 +117,7 @@ def operator_key(work: Work) -> str:
 
 
 def work_size(work: Work) -> int:
-    """By what an operator's speed is told: floating-point operations, or for one without any the bytes."""
+    """Size of an operator's work for its speed: floating-point operations, or bytes if it has none."""
     return work.flops or work.nbytes
 
 

@@ -22,7 +22,7 @@ ACTIONS |= {
 
 
 def draw_memory(path: Path, plan: RunPlan) -> None:
-    """What the fullest rank holds in each action of a step, by kind; a line says what it may hold."""
+    """Memory of the fullest rank in each action of a step, by kind; a line shows the limit."""
     memory = plan.fullest
     numbers = range(len(memory.moments))
     held = {kind: [{**memory.state, **moment.held}.get(kind, 0) / GIB for moment in memory.moments] for kind in KINDS}

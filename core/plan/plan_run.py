@@ -28,7 +28,7 @@ BELOW_TAKES_NO_TIME = (
 
 @runtime_checkable
 class Plannable(Protocol):
-    """What a job is told, where the job itself says what that comes to."""
+    """Configuration of a job that makes the plan's run itself."""
 
     def run_on(self, ranks: int, *, on_cpu: bool, one_host: bool) -> Run:
         """The run on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
@@ -143,12 +143,12 @@ def in_thousands(count: int) -> str:
     return str(count)
 
 
-def run_of(told: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> Run:
-    """What is told comes to this on some ranks. ConfigError or PlanError for what cannot be built."""
+def run_of(config: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> Run:
+    """The run of a configuration on some ranks. ConfigError or PlanError for what cannot be built."""
     where = {"on_cpu": device.is_host, "one_host": device.is_host and ranks <= device.ranks_per_machine}
-    if isinstance(told, Plannable):
-        return told.run_on(ranks, **where)
-    return run_of_model(told, ranks, **where) if isinstance(told, ModelRun) else run_of_job(told, ranks, **where)
+    if isinstance(config, Plannable):
+        return config.run_on(ranks, **where)
+    return run_of_model(config, ranks, **where) if isinstance(config, ModelRun) else run_of_job(config, ranks, **where)
 
 
 def plan_run(
@@ -156,8 +156,8 @@ def plan_run(
 ) -> RunPlan:
     """Plan a run of the main job, or of a Hugging Face model. Local: no process group, and no memory for weights.
 
-    config: what the main job is told, or the path of a TOML file of it; or a ModelRun, of a Hugging Face model; or what
-    another job is told, such as core.finetune.planned.PlannedTuning. ranks: of the whole job. device: a name of
+    config: of the main job, or the path of a TOML file of it; or a ModelRun, of a Hugging Face model; or that of
+    another job, such as core.finetune.planned.PlannedTuning. ranks: of the whole job. device: a name of
     `known_devices`, the path of a file like theirs, or a Device.
 
     Raises ConfigError, with the arithmetic, for a model or a layout that cannot be built.

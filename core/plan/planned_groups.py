@@ -35,7 +35,7 @@ class NoWork:
 
 
 class Ledger:
-    """What a planned rank sends. during: a word of the caller's for what is running, kept with each entry.
+    """Record of what a planned rank sends. during: a word of the caller's for what is running, kept with each entry.
 
     over_gloo: True for ranks on CPU.
     """

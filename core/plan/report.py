@@ -31,7 +31,7 @@ def shown(memories: Sequence[RankMemory]) -> list[RankMemory]:
 def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
     """Bytes by kind at the highest point of a step, a column a rank; room: what one rank may use.
 
-    What lies below the device comes last, and takes no room: in files, or beside a GPU on the host.
+    What lies below the device comes last, and takes no room: in files, or with a GPU on the host.
     """
     columns = shown(memories)
     head = [f"rank {memory.rank} (stage {', '.join(map(str, memory.stages))})" for memory in columns]
@@ -60,7 +60,7 @@ def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
 
 
 def _rows_of_parts(columns: Sequence[RankMemory]) -> list[tuple[str, list[str]]]:
-    """What activations are of: microbatches in flight, for each stage of a rank, and copies of what each part saves."""
+    """Rows that explain activations: microbatches in flight per stage of a rank, and copies of what each part saves."""
     in_flight = [", ".join(map(str, memory.highest.in_flight.values())) for memory in columns]
     counts = [{(saved.part, saved.each): saved.copies for saved in memory.activations} for memory in columns]
     parts = dict.fromkeys(part for count in counts for part in count if part[1])
@@ -74,7 +74,7 @@ def _rows_of_parts(columns: Sequence[RankMemory]) -> list[tuple[str, list[str]]]
 
 
 def time_table(time: StepTime, ranks: int, *, on_cpu: bool) -> str:
-    """How fast a step is, and where its seconds go. ranks: of the whole job."""
+    """Speed of a step, and its seconds by kind. ranks: of the whole job."""
     kinds = {
         "forward and backward": time.compute,
         "exchanges within layers": time.exchanges,
@@ -92,7 +92,7 @@ def time_table(time: StepTime, ranks: int, *, on_cpu: bool) -> str:
 
 
 def traffic_table(time: StepTime, *, has_seconds: bool) -> str:
-    """What one rank sends over which group, and how long that takes where it is known; '' for a rank that is alone."""
+    """Bytes that one rank sends over each group, and the time if known; '' for a rank that is alone."""
     totals: dict[tuple[str, str, str], list[float]] = {}
     for row in time.travels:
         total = totals.setdefault((row.group, row.collective, row.link), [0, 0, 0.0])

@@ -45,10 +45,10 @@ class Source(Protocol):
         """True for a parameter of experts, by its name in its stage."""
 
     def sent_bytes(self) -> int:
-        """What one stage sends the next for a microbatch."""
+        """Bytes that one stage sends to the next for a microbatch."""
 
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> Sequence[Any]:
-        """What runs on a stage, in order: keys of `figures`."""
+        """Parts of a stage, in order: keys of `figures`."""
 
     def name_of_layers(self, kind: Any) -> str:
         """Layers of a kind in words. All other keys of `figures` are words."""
@@ -106,7 +106,7 @@ class RankMemory:
     """One rank: bytes by kind between steps, and at the highest point of each action of a step.
 
     plans: what the wrapper would plan for each of its chunks. files, host: bytes by kind below the device,
-    in files and, beside a GPU, in the memory of the host. experts: what of `state` is experts', without padding. parts:
+    in files and, with a GPU, in the memory of the host. experts: what of `state` is experts', without padding. parts:
     the figures of the parts of its stages.
     """
 
@@ -162,7 +162,7 @@ def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
 
 
 def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts | None = None) -> list[RankMemory]:
-    """What some ranks hold; by default one rank of each pipeline position. parts: those of `parts_of_stages`."""
+    """Memory of some ranks; by default one rank of each pipeline position. parts: those of `parts_of_stages`."""
     ranks = run.first_ranks() if ranks is None else ranks
     orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
     parts = parts_of_stages(run) if parts is None else parts

@@ -23,7 +23,7 @@ class Action(NamedTuple):
 
 @dataclass
 class StandIn:
-    """What torch's schedules read of a stage when they make their table."""
+    """A stage as torch's schedules read it when they make their table."""
 
     stage_index: int
     num_stages: int

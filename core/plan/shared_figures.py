@@ -1,6 +1,6 @@
 """SharedFigures: what a microbatch of any size costs in each part of a model, from two sizes that were watched.
 
-Layouts that split a layer alike share these figures, whatever their pipeline, their data ranks and their batch.
+Layouts that split a layer alike share these figures, for any pipeline, data ranks and batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What stands in for other ranks, for a GPU and for the start of a run while a model runs without values.
+"""Stand-ins for other ranks, for a GPU and for the start of a run while a model runs without values.
 
 Experts have even loads, a ring has a neighbour, and there are random streams for dropout. Tensors without values are on
 the CPU, where torch drops otherwise than on a GPU: it writes scores of attention out, and a mask in the input's dtype.
@@ -50,7 +50,7 @@ class EvenLoads(HostCounts):
 
 
 def pass_on(tensor: Tensor, group: Any) -> ring.Passing:
-    """What the neighbour of a ring would send."""
+    """Stand-in for the tensor that the neighbour of a ring would send."""
     return ring.Passing([group.send([tensor], 0)], tensor, torch.empty_like(tensor), group)
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds between steps, to the byte: parameters, gradients, pools, masters and moments.
+"""State of a rank between steps, to the byte: parameters, gradients, pools, masters and moments.
 
 The layout and the places of buckets are the wrapper's, and the optimizer's masters are made by its own code, on tensors
 of the meta device.
@@ -47,7 +47,7 @@ UserOptimizer = Callable[[Sequence[nn.Module]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """What master weights read of a bucket, on the meta device."""
+    """A bucket as master weights read it, on the meta device."""
 
     layout: BucketLayout
     shard_range: tuple[int, int]
@@ -64,7 +64,7 @@ IsExpert = Callable[[str, nn.Parameter], bool]
 
 
 class TierBytes(NamedTuple):
-    """Bytes by kind on each tier: what lies on the device, and below it, in files or beside a GPU on the host.
+    """Bytes by kind on each tier: what lies on the device, and below it, in files or with a GPU on the host.
 
     experts: of those on the device what belongs to experts; padding does not.
     """
@@ -184,7 +184,7 @@ def _param_itemsize(layout: BufferLayout) -> int:
 def _gathered_bytes(
     plan: ModelPlan, ddp_config: DistributedDataParallelConfig, places: Places, *, mapped: bool, on_cpu: bool
 ) -> int:
-    """Of sharded parameters: the buckets that are whole at a time beside their shards, and the one gathered ahead.
+    """Of sharded parameters: the memory of whole buckets on top of their shards, and of the one gathered ahead.
 
     mapped: True if ranks map each other's shards; then a gather copies nothing but what lies in files.
     """

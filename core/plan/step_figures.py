@@ -1,4 +1,4 @@
-"""What one microbatch costs in each part of a model: memory, work and traffic, from one watched step without values.
+"""Cost of one microbatch in each part of a model: memory, work and traffic, from one step without values.
 
 The parts are the embeddings, each layer, and the head with the loss. A stage of many layers is put together from the
 figures of one layer of each kind, so a model of any depth takes as long to plan as one of two layers.
@@ -27,8 +27,8 @@ Params = Sequence[tuple[int, bool]]
 class PartFigures:
     """One part of a model, for one microbatch.
 
-    saved: bytes that its forward leaves for backward. forward, backward: the most bytes beside what earlier parts have
-    saved, while it runs. work, sent: of both phases, by name. params: (elements on this rank, True for an expert's) of
+    saved: bytes that its forward leaves for backward. forward, backward: most bytes while it runs, without what
+    earlier parts have saved. work, sent: of both phases, by name. params: (elements on this rank, True for an expert's) of
     each trainable parameter; those before the layers are the first part's, and those behind them the last part's.
     name: in a table.
     """
@@ -43,7 +43,7 @@ class PartFigures:
 
 
 def with_more(part: PartFigures, layer: PartFigures, alike: PartFigures) -> PartFigures:
-    """A part beside the layers, and what the layer next to it does beyond another that is like it."""
+    """A part outside of the layers, and what the layer next to it does beyond an equal one."""
     more = layer.saved - alike.saved
     sent: dict[str, Sent] = {}
     for phase, calls in part.sent.items():
@@ -162,7 +162,7 @@ def _figures(
 
 
 def _when_differentiated(value: Any, call: Callable[[], None]) -> None:
-    """Call it when backward comes to the first tensor in `value` that has a gradient."""
+    """Call it when backward reaches the first tensor in `value` that has a gradient."""
     for item in _flat(value):
         if item.requires_grad:
             item.register_hook(lambda _: call())

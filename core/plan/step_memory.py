@@ -16,7 +16,7 @@ STEP_KINDS = (ACTIVATIONS, WORKING, WHOLE, RECEIVED)
 
 
 class Highest(NamedTuple):
-    """The most bytes while an action runs: its own, and beside it whole gradients that wait for the last backward.
+    """The most bytes while an action runs: its own, and whole gradients that wait for the last backward.
 
     parts: so many parts of the stage, the first ones, still hold what their forward has saved.
     """
@@ -32,7 +32,7 @@ class Highest(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What one part of a stage has saved, by name: bytes of one microbatch, and how many of these are there."""
+    """Tensors that one part of a stage has saved, by name: bytes of one microbatch, and number of microbatches."""
 
     part: str
     each: int
@@ -92,7 +92,7 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive at the highest point of one action, by kind.
+    """Memory at the highest point of one action, by kind.
 
     in_flight: by stage, the microbatches that activations are there of. parts: of the action's own microbatch only
     those of so many parts are.

@@ -87,7 +87,7 @@ def stage_seconds(parts: Sequence[PartFigures], device: Device) -> dict[str, flo
 
 
 def model_flops(parts: Sequence[PartFigures]) -> Counter[torch.dtype]:
-    """Of one stage and microbatch on one rank, by dtype: thrice the forward's, whatever is computed twice."""
+    """Of one stage and microbatch on one rank, by dtype: three times the forward's, without recomputation."""
     total: Counter[torch.dtype] = Counter()
     for part in parts:
         for work, count in part.work[FORWARD].items():

@@ -1,4 +1,4 @@
-"""What travels in a step: over which group, how often, how many bytes, and how long that takes."""
+"""Communication of a step: group, number of calls, bytes, and time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from core.plan.step_figures import PartFigures
 
 @dataclass(frozen=True)
 class Travel:
-    """What one rank sends over one group in a step. link: 'inside' a machine or 'between' machines."""
+    """One rank's communication over one group in a step. link: 'inside' a machine or 'between' machines."""
 
     group: str
     collective: str
@@ -75,7 +75,7 @@ def _parts_like(groups: PlannedGroups, name: str, whole: list[int]) -> list[list
 
 
 def _places_of_firsts(grid: RankGrid, tokens: str, expert: bool, ranks_per_machine: int) -> set[int]:
-    """Where in their machines the first ranks of all groups lie that span the axes `tokens`."""
+    """Index in its machine of the first rank of each group that spans the axes `tokens`."""
     places = {0}
     for token in set(grid.axes) - set(parse_tokens(tokens)):
         stride, size = grid.stride(token, expert), grid.size(token, expert)
@@ -123,7 +123,7 @@ def hops_seconds(collective: str, ranks: int, machines: int, inside: Link, betwe
 
 
 def layer_travels(parts: Sequence[PartFigures], phase: str, groups: PlannedGroups, device: Device) -> list[Travel]:
-    """What the layers of one stage exchange for one microbatch."""
+    """Communication of the layers of one stage for one microbatch."""
     total: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for part in parts:
         for key, (calls, nbytes) in part.sent[phase].items():
@@ -168,14 +168,14 @@ def gradient_travels(
 
 
 def param_gathers(ddp_config: DistributedDataParallelConfig, microbatches: int) -> int:
-    """How often the parameters of a bucket are gathered in a step of a sharded optimizer."""
+    """Number of gathers of a bucket's parameters in a step of a sharded optimizer."""
     if not ddp_config.shards_parameters:
         return 1
     return 2 * microbatches if ddp_config.reshard_after_forward else microbatches
 
 
 def part_sent(nbytes: int, ranks: int) -> int:
-    """What a rank puts on the wire where each of them has a part, of `nbytes` in all."""
+    """Bytes that a rank sends if each has a part, of `nbytes` in all."""
     return nbytes * (ranks - 1) // ranks
 
 
@@ -191,7 +191,7 @@ def _travels(counted: Mapping[tuple[str, str, int], int], groups: PlannedGroups,
 def rule_travels(
     plans: Sequence[ModelPlan], ddp_config: DistributedDataParallelConfig, groups: PlannedGroups, device: Device
 ) -> list[Travel]:
-    """What sync rules add up after the data-parallel reduction, by the contracts."""
+    """Communication of the sync rules after the data-parallel reduction, by the contracts."""
     counted: Counter[tuple[str, str, int]] = Counter()
     for plan in plans:
         grads = {slot.name: layout for layout in plan.layout.buffers for slot in layout.slots}

@@ -79,7 +79,7 @@ class WithoutValues(TorchDispatchMode):
         return result
 
     def _asked(self, func: Any, tensor: Hollow) -> Any:
-        """What operators give that ask for values: a check of values passes, a count is 0."""
+        """Results of operators that ask for values: a check of values passes, a count is 0."""
         if func.name() == A_VALUE:
             return False if tensor.dtype == torch.bool else 0
         if self.live is None or self.live.place.part in ("", BEFORE):  # a check of masks: nothing is found
@@ -88,7 +88,7 @@ class WithoutValues(TorchDispatchMode):
 
 
 def _answered(func: Any, args: Any, kwargs: Any) -> tuple[Any, Work | None]:
-    """What an operator gives, and its work."""
+    """Result of an operator, and its work."""
     asked = func, described(args), described(kwargs.items()) if kwargs else (), torch.get_default_dtype()
     if asked in KNOWN:
         makers, work = KNOWN[asked]
@@ -103,7 +103,7 @@ def _answered(func: Any, args: Any, kwargs: Any) -> tuple[Any, Work | None]:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """What an operator gives, and what makes the same of arguments alike; None where nothing does."""
+    """Result of an operator, and a function that makes the same of equal arguments; None if there is none."""
     given: dict[int, Hollow] = {}
     storages: set[int] = set()  # of the arguments
 
@@ -161,7 +161,7 @@ def _same(args: Any) -> Any:
 
 
 def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """What a product of groups of rows would give: [rows, n], or of a gradient of weights [groups, k, n]."""
+    """Result of a product of groups of rows: [rows, n], or of a gradient of weights [groups, k, n]."""
     if first.dim() == second.dim() == 2:
         assert offs is not None, "two matrices are cut into groups by offsets"
         return first.new_empty(len(offs), first.shape[0], second.shape[1])

@@ -40,8 +40,8 @@ def cause_of_gradient(
     mine = [held for held in job.model.trained if held.name == wrong[0]]
     part = _part(job, mine, expected, plain, got) if mine else None
     job.clear()
-    told = agree.gather((part, _reductions(job)), None, "the cause").values()
-    parts, tables = [part for part, _ in told], [table for _, table in told]
+    answers = agree.gather((part, _reductions(job)), None, "the cause").values()
+    parts, tables = [part for part, _ in answers], [table for _, table in answers]
     answer: Explanation | None = None
     if dist.get_rank() == 0:  # one rank's round-off decides, so that all report the same
         present = [part for part in parts if part is not None]
@@ -74,7 +74,7 @@ def cause_of_gradient(
 
 
 def cause_of_bias(job: Job, batch: Any, name: str, moved: dict[tuple[int, str], Tensor]) -> Explanation:
-    """Why a router's bias moved elsewhere, from the counts of one more backward. moved: by how much, by `Held.key`."""
+    """Explain a router's wrong bias, from the counts of one more backward. moved: by how much, by `Held.key`."""
     routers = [
         (held, job.model.chunks[held.chunk].module.get_submodule(held.place.local_name.rpartition(".")[0]))
         for held in job.model.biases
@@ -101,7 +101,7 @@ def _part(
     plain: Expected | None,
     got: dict[tuple[int, str], Tensor],
 ) -> RankPart:
-    """What this rank has; of copies in several chunks the sum, and the first one's result."""
+    """This rank's part; of copies in several chunks the sum, and the first one's result."""
     held = mine[0]
     own = [job.model.own_gradient(held).detach().cpu().double().reshape(-1) for held in mine]
     local = torch.stack(own).sum(dim=0)
@@ -132,7 +132,7 @@ def _axes(groups: ProcessGroups, held: Held) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Reductions:
-    """What happens to one parameter's gradient. axes: each reduction, in the contract's words -> its axes, in ours."""
+    """Reductions of one parameter's gradient. axes: each reduction, in the contract's words -> its axes, in ours."""
 
     axes: dict[str, frozenset[str]]
     sizes: dict[str, int]

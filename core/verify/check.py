@@ -290,7 +290,7 @@ def compare(
 
 
 class Allowed:
-    """How far a gradient may be off, relative: `bound`, or ALLOWANCE times what the layout's dtype costs the reference.
+    """Allowed relative error of a gradient: `bound`, or ALLOWANCE times what the layout's dtype costs the reference.
 
     A parameter of few elements can be right by chance in the reference, so the cost is the largest of this parameter in
     all layers, and the middle one of all parameters at least.
@@ -308,11 +308,11 @@ class Allowed:
 
     @property
     def least(self) -> float:
-        """What a tensor may be off by where the dtype costs the reference nothing."""
+        """Allowed error of a tensor where the dtype costs the reference nothing."""
         return max(self.bound or 0.0, ALLOWANCE * self.eps / 4 if self.expected.noise else 0.0)
 
     def scale(self, name: str) -> float:
-        """What an error is relative to."""
+        """Norm that an error is relative to."""
         return max(self.norms[name], self.floor)
 
     def gradient(self, name: str) -> float:

@@ -1,4 +1,4 @@
-"""Which part of an activation of the whole model a rank's activation is, read from the two shapes. Pure.
+"""Part of a whole activation that a rank's activation is, found from the two shapes. Pure.
 
 A dimension that is shorter on a rank is cut over context parallelism, over tensor parallelism, or over both. A cut
 takes equal chunks, or of each of n sections its chunk: gate and value (2), queries, keys and values (3), or the samples
@@ -41,7 +41,7 @@ class Cut:
         return whole
 
     def without_padding(self, mine: Tensor) -> Tensor:
-        """What of a rank's tensor is in the whole."""
+        """The elements of a rank's tensor that are in the whole."""
         return mine if self.here is None else mine.index_select(mine.dim() - 1, self.here)
 
 

@@ -1,4 +1,4 @@
-"""Why is a gradient wrong? Pure: from what each rank had before and after the reductions to a sentence.
+"""Cause of a wrong gradient. Pure: from each rank's values before and after the reductions to a sentence.
 
 A reduced gradient is a sum of the ranks' own gradients with some factor each. The factors that are there are found by
 least squares, and compared with those that give the reference: a rank that is missing has 0, one that was added twice
@@ -38,7 +38,7 @@ class Explanation(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank has of one parameter, over the same sample of its elements on all ranks."""
+    """One rank's gradient of one parameter, over the same sample of elements on all ranks."""
 
     rank: int
     place: Mapping[str, int]  # its coordinate on each axis, {'dp': 1, 'tp': 0}
@@ -51,7 +51,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Mixture:
-    """How often each rank's part is in a gradient, relative to how often it should be."""
+    """Count of each rank's part in a gradient, relative to the right count."""
 
     rank: int
     times: Mapping[int, float]  # rank -> 1.0 where right; ranks with equal parts are represented by the first of them
@@ -85,7 +85,7 @@ def explain(
     if weight is not None:
         weight = 0.0 if abs(weight) < SAME else weight  # round-off
         reason = _name_auxiliary(weight, sizes.get("cp", 1), microbatches)
-        return Explanation(f"auxiliary losses have {weight:.6g} times the weight that is due beside the loss{reason}")
+        return Explanation(f"auxiliary losses have {weight:.6g} times their due weight relative to the loss{reason}")
     classes = _representatives(parts)
     columns = sorted(set(classes.values()))
     by_rank = {part.rank: part for part in parts}
@@ -136,7 +136,7 @@ def explain(
 
 
 def _weight_of_auxiliary(parts: Sequence[RankPart]) -> float | None:
-    """How much auxiliary losses count, where another weight of theirs alone explains what is wrong on every rank."""
+    """Weight of the auxiliary losses, if a wrong weight alone explains the error on every rank."""
     weights = []
     for part in parts:
         if part.auxiliary is None or not bool(part.valid.any()):
@@ -164,7 +164,7 @@ def _name_auxiliary(weight: float, cp: int, microbatches: int) -> str:
 
 @dataclass(frozen=True)
 class BiasPart:
-    """What one rank has of a router: its place on each axis, its own counts of tokens, by how much its bias moved."""
+    """One rank's part of a router: index on each axis, own counts of tokens, and the move of its bias."""
 
     rank: int
     place: Mapping[str, int]
@@ -173,7 +173,7 @@ class BiasPart:
 
 
 def explain_bias(parts: Sequence[BiasPart], rate: float) -> str:
-    """Whose counts moved a router's bias. rate: by how much it is to move, up or down."""
+    """Name the ranks whose counts moved a router's bias. rate: by how much it is to move, up or down."""
     axes = [axis for axis in parts[0].place if len({part.place[axis] for part in parts}) > 1]
     for left_out in (chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)):
         for factor in (1.0, 2.0, 0.5, 0.0, -1.0):
@@ -187,7 +187,7 @@ def explain_bias(parts: Sequence[BiasPart], rate: float) -> str:
 
 
 def _moved_by(part: BiasPart, parts: Sequence[BiasPart], left_out: Sequence[str], rate: float) -> bool:
-    """Did it move by the counts of the ranks that share its place on these axes?"""
+    """True if it moved by the counts of the ranks that share its place on these axes."""
     added = [other.counts for other in parts if all(other.place[a] == part.place[a] for a in left_out)]
     totals = [sum(counts) for counts in zip(*added, strict=True)]
     mean = sum(totals) / len(totals)
@@ -205,7 +205,7 @@ def name_factor(
     tokens: float | None = None,
     microbatches: int = 1,
 ) -> str:
-    """What multiplies a gradient by `factor`, most likely first."""
+    """Mistakes that multiply a gradient by `factor`, most likely first."""
     if abs(factor) <= SAME:
         return "it is zero: the gradient never arrives, or was overwritten"
     axes = [axis for axis in suspects if sizes.get(axis, 1) > 1]
@@ -329,7 +329,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def _fit(matrix: Tensor | None, target: Tensor) -> list[float] | str | None:
-    """Factors of the columns that add up to target; text where none do; None where they cannot be told apart."""
+    """Factors of the columns that add up to target; text if none do; None if they cannot be distinguished."""
     if matrix is None or matrix.shape[0] < matrix.shape[1]:
         return None
     scale = matrix.norm(dim=0).clamp(min=1e-300)
@@ -349,7 +349,7 @@ def _by_ratio(
     tokens: float | None,
     microbatches: int,
 ) -> Explanation:
-    """With too few elements to tell the ranks' parts apart, one factor for all is what can still be seen."""
+    """Find one factor for all ranks: there are too few elements to distinguish their parts."""
     factors = []
     for part in parts:
         have, want = part.reduced[part.valid], part.expected[part.valid]

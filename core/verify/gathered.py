@@ -23,7 +23,7 @@ BIAS = "expert_bias"  # the buffer of a router that finalize_model_grads moves
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of one tensor of the whole model."""
+    """This rank's part of one tensor of the whole model."""
 
     place: GlobalSlice
     chunk: int
@@ -37,7 +37,7 @@ class Held:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Tells it from every other tensor of this rank, copies of the same one included."""
+        """Key that differs from every other tensor's of this rank, also from copies'."""
         return self.chunk, self.place.local_name
 
     def slice_of(self, whole: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Held:
 
 
 def slice_of(place: GlobalSlice, whole: Tensor) -> Tensor:
-    """What a rank holds of a whole tensor; zeros where it holds padding."""
+    """A rank's slice of a whole tensor; zeros where it holds padding."""
     part = whole.new_zeros(place.local_shape)
     for box in place.boxes:
         part[_area(box.local_offset, box)] = whole[_area(box.global_offset, box)]
@@ -102,7 +102,7 @@ class WrappedModel:
 
     @property
     def is_split(self) -> bool:
-        """Does this rank hold less than the whole of some parameter?"""
+        """True if this rank holds less than the whole of some parameter."""
         return any(held.place.shape != held.place.local_shape for held in self.held)
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
@@ -117,7 +117,7 @@ class WrappedModel:
         return {held.key: grads[held.key] for held in self.trained}
 
     def own_gradient(self, held: Held) -> Tensor:
-        """What backward has left on this rank, before any reduction; zeros where such a gradient exists nowhere."""
+        """The gradient from backward on this rank, before any reduction; zeros if no such gradient exists."""
         if self.chunks[held.chunk].ddp_config.reduces_every_microbatch:
             return torch.zeros(held.place.local_shape)
         param: Any = held.tensor

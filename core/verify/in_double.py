@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class InDouble(TorchFunctionMode):
-    """Whatever asks for fp32 gets fp64: softmax of routers, norms and rotary tables are computed in it by families."""
+    """A request for fp32 gets fp64: softmax of routers, norms and rotary tables are computed in it by families."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -62,14 +62,14 @@ class Job(ABC):
         return parts if self.split_fn is None else [self.split_fn(part) for part in parts]
 
     def drift(self) -> str:
-        """What the engine's guard against drifting copies says: nothing, where gradients are right. Collective."""
+        """Message of the engine's guard against drifting copies: empty if gradients are right. Collective."""
         found = ""
         try:
             check_replicas([bucket for chunk in self.model.chunks for bucket in chunk.reducer.buckets], self.groups)
         except ReplicaDriftError as error:
             found = str(error)
-        told = agree.gather(found, None, "the guard against drifting copies")
-        return next((text for text in told.values() if text), "")
+        answers = agree.gather(found, None, "the guard against drifting copies")
+        return next((text for text in answers.values() if text), "")
 
     def clear(self) -> None:
         """Zero all gradients."""

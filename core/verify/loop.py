@@ -176,15 +176,15 @@ class StepCheck:
         given = Given(
             groups.rank(axis), groups.rank("cp"), groups.rank("tp"), end, [_digests(part) for part in mine], parts
         )
-        told = agree.gather(given, None, "the microbatches of the first step")
-        counts = {rank: len(given.digests) for rank, given in told.items()}
+        answers = agree.gather(given, None, "the microbatches of the first step")
+        counts = {rank: len(given.digests) for rank, given in answers.items()}
         if len(set(counts.values())) > 1 or 0 in counts.values():
             raise ValueError(
                 f"the forwards of the first step in training mode, or calls of note, are by rank {counts}; verify_with "
                 "expects one for each microbatch, as many on every rank. Call the wrapped model, and note once for "
                 "each microbatch"
             )
-        batch = whole_batch(told, self.join_fn)
+        batch = whole_batch(answers, self.join_fn)
         job.mine = mine
         job.microbatches = reference.microbatches = len(mine)
         compute = self.autocast or job.model.dtype
@@ -198,7 +198,7 @@ class StepCheck:
                 steps=1,
                 title=f"first step of the loop, {dist.get_world_size()} ranks, {len(mine)} microbatches each",
             )
-        other = other_inputs(told) or (OTHER_BACKWARDS if report.cause.startswith(NO_SUM) else "")
+        other = other_inputs(answers) or (OTHER_BACKWARDS if report.cause.startswith(NO_SUM) else "")
         return report if report.ok or not other else replace(report, cause=f"{other}; then: {report.cause}")
 
 
@@ -314,7 +314,7 @@ class PipelineLoopJob(RanJob, PipelineJob):
 
 
 class _LoopReference(Reference):
-    """Runs each microbatch by itself: they may have other lengths, and masks that have no dimension of samples."""
+    """Runs each microbatch alone: they may have other lengths, and masks that have no dimension of samples."""
 
     def piece(self, batch: Any, number: int) -> Any:
         """See Reference."""
@@ -338,11 +338,11 @@ def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _refuse_what_does_not_fit(job: RanJob, dtype: torch.dtype) -> None:
     """Raise MemoryError on all ranks if weights and gradients of the unsplit model do not fit on rank 0."""
     mine = {held.name: math.prod(held.place.shape) for held in job.model.held}
-    told = agree.gather((mine, free_bytes(job.model.device)), None, "the size of the reference")
-    numels: dict[str, int] = {name: numel for theirs, _ in told.values() for name, numel in theirs.items()}
+    answers = agree.gather((mine, free_bytes(job.model.device)), None, "the size of the reference")
+    numels: dict[str, int] = {name: numel for theirs, _ in answers.values() for name, numel in theirs.items()}
     own = job.model.dtype
     of_element = 2 * dtype.itemsize + (2 * own.itemsize if own != dtype else 0)  # weights and gradients
-    needed, free = sum(numels.values()) * of_element, told[0][1]
+    needed, free = sum(numels.values()) * of_element, answers[0][1]
     if needed > free:
         raise MemoryError(
             f"the unsplit model has {sum(numels.values()):,} parameters; its weights and gradients in {dtype} and "
@@ -364,7 +364,7 @@ def free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def _kept_random_state(device: torch.device) -> Iterator[None]:
-    """What runs on rank 0 alone must not change the random numbers that follow there."""
+    """Keep the random numbers that follow: code that runs on rank 0 alone must not change them."""
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         yield
 

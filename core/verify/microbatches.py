@@ -15,7 +15,7 @@ JoinFn = Callable[[Sequence[Tensor]], Tensor]  # parts of a context-parallel gro
 
 
 class Given(NamedTuple):
-    """What one rank was given. stage: 0 for the first, -1 for the last of several, None for one between."""
+    """Microbatches given to one rank. stage: 0 for the first, -1 for the last of several, None for one between."""
 
     data_rank: int
     cp: int
@@ -25,10 +25,10 @@ class Given(NamedTuple):
     parts: list[Microbatch] | None  # None where another rank has the same
 
 
-def whole_batch(told: Mapping[int, Given], join: JoinFn | None) -> list[list[Microbatch]]:
-    """The microbatches of each data rank, whole. told: by rank. join: None for a head and a tail chunk in dim 1."""
-    data_ranks = 1 + max(given.data_rank for given in told.values())
-    return [_of_data_rank([g for g in told.values() if g.data_rank == number], join) for number in range(data_ranks)]
+def whole_batch(answers: Mapping[int, Given], join: JoinFn | None) -> list[list[Microbatch]]:
+    """The microbatches of each data rank, whole. answers: by rank. join: None for a head and a tail chunk in dim 1."""
+    data_ranks = 1 + max(given.data_rank for given in answers.values())
+    return [_of_data_rank([g for g in answers.values() if g.data_rank == number], join) for number in range(data_ranks)]
 
 
 def _of_data_rank(given: Sequence[Given], join: JoinFn | None) -> list[Microbatch]:
@@ -39,7 +39,7 @@ def _of_data_rank(given: Sequence[Given], join: JoinFn | None) -> list[Microbatc
 
 
 def _both_ends(first: list[Microbatch], last: list[Microbatch] | None) -> list[Microbatch]:
-    """What the first stage was given; where that has nothing, such as labels, what the last one was."""
+    """Microbatches of the first stage; what these lack, such as labels, comes from the last one."""
     return first if last is None else [_filled(a, b) for a, b in zip(first, last, strict=True)]
 
 
@@ -99,13 +99,13 @@ def _with_tensors(value: Any, new: Any) -> Any:
     return value
 
 
-def other_inputs(told: Mapping[int, Given]) -> str:
+def other_inputs(answers: Mapping[int, Given]) -> str:
     """Ranks of one place that were given other microbatches, in words.
 
     Named only where a gradient is wrong: ranks of sequence parallelism may rightly be given parts.
     """
     firsts: dict[tuple[int, int, int | None], tuple[int, list[list[str]]]] = {}
-    for rank, given in told.items():
+    for rank, given in answers.items():
         first, expected = firsts.setdefault((given.data_rank, given.cp, given.stage), (rank, given.digests))
         if given.digests != expected:
             return (

@@ -1,4 +1,4 @@
-"""Where: the module at which a fault begins, found among comparisons of all modules, in words and as a table. Pure."""
+"""The module at which a fault begins, found among comparisons of all modules, in words and as a table. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a fault begins; equal on all ranks.
+    """The module at which a fault begins; equal on all ranks.
 
     rows: the modules in the order of forward. forward: the first module whose output is wrong, or None. backward: the
     last one whose gradient is wrong, or that of its own parameters alone. lines: the same in words.
@@ -97,7 +97,7 @@ def in_any_layer(name: str) -> str:
 
 
 def largest_of_layers(costs: Mapping[str, float]) -> dict[str, float]:
-    """What a dtype costs a module or parameter, by its name in any layer: in one layer it can be little by chance."""
+    """Rounding error of a module or parameter by its name in any layer: in one layer it may be small by chance."""
     found: dict[str, float] = {}
     for name, cost in costs.items():
         found[in_any_layer(name)] = max(cost, found.get(in_any_layer(name), 0.0))

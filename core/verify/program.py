@@ -41,9 +41,9 @@ NAME_IT = "name a function that builds the model without any splitting: --whole 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says. whole, loss: names of functions, 'module:function', or of the program's own.
+    """Options of the command line. whole, loss: names of functions, 'module:function', or of the program's own.
 
-    goes_on: True if the program trains on after the report.
+    continues: True if the program continues to train after the report.
     """
 
     program: str
@@ -51,7 +51,7 @@ class Asked:
     is_module: bool = False
     whole: str | None = None
     loss: str | None = None
-    goes_on: bool = False
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def asked_by(arguments: Sequence[str]) -> Asked:
     parser.add_argument(
         "--loss", metavar="FUNCTION", help=f"the mean loss of a microbatch, of a model and inputs; {NAMED}"
     )
-    parser.add_argument("--go-on", dest="goes_on", action="store_true", help="train on after the report")
+    parser.add_argument("--go-on", dest="continues", action="store_true", help="train on after the report")
     parser.add_argument("program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     found = vars(parser.parse_args(arguments))
@@ -212,13 +212,13 @@ class Watch:
         return ProgramCheck(self, job, module=job.model.chunks[0].module)
 
     def end(self, report: GradientReport) -> None:
-        """Print a report, on rank 0; end the program on all ranks, unless it goes on."""
+        """Print a report, on rank 0; end the program on all ranks, unless it continues."""
         self.reports.append(report)
         if dist.get_rank() == 0:
             print(report, flush=True)
             if report.where is not None:
                 print(report.where.table(), flush=True)
-        if not self.asked.goes_on:
+        if not self.asked.continues:
             raise SystemExit(0 if report.ok else 1)
 
     def starts_ranks(self) -> bool:
@@ -245,7 +245,7 @@ class ProgramCheck(StepCheck):
         self.job.model.note_dtype(module)
 
     def prepare(self) -> None:
-        """See StepCheck. Raises ValueError on all ranks if nothing tells what the whole model is."""
+        """See StepCheck. Raises ValueError on all ranks if the whole model is not known."""
         noted = self.watch.noted
         if noted:
             self.noted = [each.microbatch for each in noted]
@@ -259,7 +259,7 @@ class ProgramCheck(StepCheck):
                 self.structure = structure
                 break
         is_known = self.watch.asked.whole or self.structure is not None or builder_of(self.module) is not None
-        error = None if is_known else ValueError(f"nothing tells what the whole model is; {NAME_IT}")
+        error = None if is_known else ValueError(f"the whole model is not known; {NAME_IT}")
         agree.refuse(error, None, "the reference", ValueError)
         super().prepare()
 

@@ -1,6 +1,6 @@
 """RankPool: started processes on this machine that run a function as the ranks of a gloo group, again and again.
 
-The ranks meet at a store that this process holds, on a port that the system chose. Whatever happens, no process is
+The ranks meet at a store that this process holds, on a port that the system chose. In all cases no process is
 left: a rank ends when the pipe to this process closes, and when this process is gone.
 """
 
@@ -217,7 +217,7 @@ def _perform(task: _Task, port: int) -> tuple[str | None, Any]:
             timeout=limit,
         )
         result = task.function(*task.arguments, **task.options)
-        dist.barrier()  # nobody takes the group down while another rank still uses it
+        dist.barrier()  # no rank destroys the group while another still uses it
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         return None, result if task.rank == 0 else None

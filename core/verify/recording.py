@@ -110,7 +110,7 @@ class Recorder:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A DTensor put together, which is collective over its mesh; any other tensor as it is."""
+    """A DTensor put together, which is collective over its mesh; any other tensor is returned unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -26,7 +26,7 @@ ModelFn = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class Expected:
-    """What is right after one step. Whole and on the CPU, on every rank. tokens: None where the loss is a mean.
+    """Expected values after one step. Whole and on the CPU, on every rank. tokens: None where the loss is a mean.
 
     biases: those of the routers, as this step leaves them. loss_noise, noise: how far loss and gradients are off in the
     layout's dtype, absolute; nothing where that is the reference's own. unreached: parameters that got no gradient at
@@ -45,7 +45,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one data rank's microbatches give in the reference: its modules' outputs and the gradients at them.
+    """One data rank's microbatches in the reference: its modules' outputs and the gradients at them.
 
     Each with its noise: how far the layout's dtype alone takes it from there, relative. calls: of each module, in the
     order of forward. stale: as in Recorder.
@@ -81,12 +81,12 @@ class Reference:
 
     @property
     def moves(self) -> bool:
-        """Does a step change what the next one computes, although no weight is updated?"""
+        """True if a step changes what the next one computes, although no weight is updated."""
         return bool(getattr(self.config, "moe_router_enable_expert_bias", False))
 
     @property
     def has_auxiliary(self) -> bool:
-        """Are there losses that are not in the loss?"""
+        """True if there are losses that are not in the loss."""
         config = self.config
         has = getattr(config, "moe_aux_loss_coeff", 0.0) or getattr(config, "moe_z_loss_coeff", None)
         return bool(has) and getattr(config, "num_moe_experts", None) is not None
@@ -160,7 +160,7 @@ class Reference:
         return piece_of(batch, self.data_ranks * self.microbatches, number)
 
     def pieces(self, batch: Any) -> list[Any]:
-        """What the whole batch is cut into; each piece goes through the model by itself."""
+        """Pieces of the whole batch; each goes through the model alone."""
         if getattr(self.config, "num_moe_experts", None) is None:
             return [batch]
         parts = [self.piece(batch, number) for number in range(self.data_ranks * self.microbatches)]

@@ -1,4 +1,4 @@
-"""What a comparison found, in numbers and in one paragraph: GradientReport."""
+"""GradientReport: the result of a comparison, in numbers and in one paragraph."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class GradientReport:
 
 
 def wrong_by_layer(names: Sequence[str], wrong: Sequence[str]) -> str:
-    """Which layers hold the wrong parameters, in one line. names: of all parameters, in their order."""
+    """Name the layers that hold wrong parameters, in one line. names: of all parameters, in their order."""
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     faulty = {name.rpartition(".")[0] for name in wrong}
     marks = [layer in faulty for layer in layers]

@@ -49,7 +49,7 @@ def with_memory(structure: nn.Module) -> nn.Module:
 
 
 def builder_of(module: nn.Module) -> Callable[[], nn.Module] | None:
-    """What builds our own model whole, from a rank's part of it; None for any other model."""
+    """Function that builds our own model whole, from a rank's part; None for any other model."""
     if not isinstance(module, GPTModel):
         return None
     config = dataclasses.replace(module.config, **WHOLE)

@@ -59,7 +59,7 @@ class TorchChunk:
 
 
 class TorchModel(WrappedModel):
-    """What this rank holds of a model that our wrapper does not hold. Collective over the world.
+    """This rank's part of a model outside of our wrapper. Collective over the world.
 
     outer: as the loop calls it. computes_in: the dtype to which forwards cast the weights, if they do.
     """
@@ -208,7 +208,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _places(outer: nn.Module, module: nn.Module, mesh: DeviceMesh | None) -> ProcessGroups:
-    """Which ranks have other data, and which split one replica. Collective over the world.
+    """Find the ranks with other data, and those that split one replica. Collective over the world.
 
     Read from the mesh (the given one, or that of the DTensors), from the group of torch's DDP, or from parallel_state.
     Without any, all ranks have other data.
@@ -225,15 +225,15 @@ def _places(outer: nn.Module, module: nn.Module, mesh: DeviceMesh | None) -> Pro
             failure = error
         agree.refuse(failure, None, "the mesh of the model", ValueError)
         place = model.index(rank)
-        told = agree.gather(place, None, "the places in the mesh")
-        data = [other for other in world if told[other] == place]
+        answers = agree.gather(place, None, "the places in the mesh")
+        data = [other for other in world if answers[other] == place]
     elif parallel_state.model_parallel_is_initialized():
         return parallel_state.get_process_groups()
     elif isinstance(outer, TorchDDP):
         data = dist.get_process_group_ranks(outer.process_group)
         place = data.index(rank)
-        told = agree.gather(place, None, "the places in the data groups")
-        model = [other for other in world if told[other] == place]
+        answers = agree.gather(place, None, "the places in the data groups")
+        model = [other for other in world if answers[other] == place]
     return MeshPlaces(data, model)
 
 

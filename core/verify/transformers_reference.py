@@ -18,7 +18,7 @@ from core.verify.in_double import InDouble
 
 
 class TransformersGPT(nn.Module):
-    """What `AutoModelForCausalLM` makes of a model that core.convert has written, with our names of parameters.
+    """A model that core.convert has written, made by `AutoModelForCausalLM`, with our names of parameters.
 
     config: of our GPT; how it is split does not matter. ValueError if it has no counterpart there, as with experts.
     Its modules are called like ours where both compute the same, so that a wrong one can be named.

@@ -67,9 +67,9 @@ def locate(
         mine.stale,
         {name: count for name, count in mine.calls.items() if count > expected.calls.get(name, count)},
     )
-    told = agree.gather(found, None, "where it begins")
+    answers = agree.gather(found, None, "where it begins")
     outputs, gradients, stale, more_calls = [
-        _by_module([part[column] for part in told.values()]) for column in range(4)
+        _by_module([part[column] for part in answers.values()]) for column in range(4)
     ]
     rows = [Row(module, outputs.get(module, {}), gradients.get(module, {})) for module in expected.calls]
     return judge(rows, parameters, wrong, stale, more_calls)
@@ -127,7 +127,7 @@ class _Comparer:
         modules: Collection[str],
         factor: float,
     ) -> dict[str, Measured]:
-        """The worst comparison of each of these modules; none where shapes tell nothing."""
+        """The worst comparison of each of these modules; none where shapes do not fit."""
         largest = max((_rms(tensor) for tensor, _ in whole.values()), default=0.0)
         costs: dict[str, float] = {}
         for point, (_, cost) in whole.items():

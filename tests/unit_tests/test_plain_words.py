@@ -43,8 +43,6 @@ EXCEPTIONS: frozenset[str] = frozenset(
         "core/distributed",
         "core/hugging_face",
         "core/optimizer",
-        "core/plan",
-        "core/verify",
         "pretrain_gpt.py",
         "docs/source",
         "CHANGELOG.md",

@@ -1,4 +1,4 @@
-"""Whose kernels run the inner step of Adam and SGD, and why not the others'.
+"""Kernels that run the inner step of Adam and SGD, and why others do not.
 
 In this order: TransformerEngine's and apex's `multi_tensor_adam` where the package is installed, has that symbol and
 agrees with torch on a small vector; torch's fused kernels; torch's foreach ones, which run on every device and dtype.
@@ -32,7 +32,7 @@ MultiTensorAdam = Callable[..., None]
 
 
 def report(optimizer: Any = None) -> str:
-    """Which kernels step an optimizer of ours, one paragraph an algorithm; without one, what Adam would use here."""
+    """Name the kernels of an optimizer of ours, one paragraph per algorithm; without one, those of Adam here."""
     if optimizer is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         return choose("adam", device, torch.float32)[2]
@@ -97,7 +97,7 @@ def find_kernel(name: str) -> tuple[MultiTensorAdam | None, str]:
 
 
 def disagreement(kernel: MultiTensorAdam, device: torch.device) -> str:
-    """How a kernel's AdamW differs from torch's single-tensor one beyond AGREEMENT; '' where it does not."""
+    """Describe a difference of a kernel's AdamW from torch's single-tensor one beyond AGREEMENT; '' if none."""
     start = torch.linspace(-1.0, 1.0, 1027, device=device)
     options: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     ours, torchs = (torch.nn.Parameter(start.clone()) for _ in range(2))
@@ -115,7 +115,7 @@ def disagreement(kernel: MultiTensorAdam, device: torch.device) -> str:
 
 
 def _torch_fused_problem(algorithm: str, device: torch.device, dtype: torch.dtype) -> str:
-    """What torch says against a fused step of this kind; '' if nothing."""
+    """torch's error for a fused step of this kind; '' if none."""
     make: Any = torch.optim.SGD if algorithm == "sgd" else torch.optim.AdamW
     probe = torch.nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
     probe.grad = torch.zeros_like(probe)

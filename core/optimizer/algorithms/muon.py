@@ -31,7 +31,7 @@ QKV_ROWS = "qkv_split_rows"  # attribute of a fused weight: rows of (queries, ke
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """How one parameter is part of a matrix.
+    """Place of one parameter in a matrix.
 
     group: the ranks that hold its other parts along `dim`, in `stride` sections each split for itself; None if whole.
     length: of the whole `dim` without padding. qkv_rows: rows of queries, key and value of a group, where they are
@@ -46,7 +46,7 @@ class MatrixLayout:
 
     @property
     def ranks(self) -> int:
-        """How many ranks hold parts."""
+        """Number of ranks that hold parts."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 

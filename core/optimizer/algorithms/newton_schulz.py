@@ -76,7 +76,7 @@ def orthogonalize(matrix: torch.Tensor, triples: tuple[Triple, ...], eps: float 
 
 
 def shape_factor(mode: str, rows: int, columns: int) -> float:
-    """What an orthogonalized update of [rows, columns] is multiplied by.
+    """Factor of an orthogonalized update of [rows, columns].
 
     'spectral': sqrt(max(rows, columns)), the entries' root mean square is then that of sign updates, one (Moonshot,
     arXiv:2502.16982; with an extra factor 0.2 that of AdamW). 'shape_scaling': sqrt(max(1, rows / columns)) (Jordan).

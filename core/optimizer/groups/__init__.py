@@ -1,1 +1,1 @@
-"""Which hyperparameters each parameter gets."""
+"""Hyperparameters of each parameter."""

@@ -1,4 +1,4 @@
-"""What a config says of the model, compared with the wrapped chunks; refused here before anything is allocated."""
+"""Checks of a config against the wrapped chunks; errors come before anything is allocated."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _check_gradients(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None
 def split_parameter(
     model_chunks: Sequence[DistributedDataParallel], needs_whole: Callable[[torch.nn.Parameter], str | None]
 ) -> str | None:
-    """What is wrong where tensor or expert parallelism splits a parameter whose algorithm must see it whole.
+    """Error text if tensor or expert parallelism splits a parameter whose algorithm must see it whole.
 
     needs_whole: the algorithm of a parameter, in words, if it is such a one. Our Muon puts split matrices together, on
     the device.
@@ -154,7 +154,7 @@ def split_axes(param: torch.nn.Parameter, contract: GradientContract) -> list[st
 def cut_by_shards(
     model_chunks: Sequence[DistributedDataParallel], needs_whole: Callable[[torch.nn.Parameter], str | None]
 ) -> str | None:
-    """What is wrong where shards may cut a parameter whose algorithm must see it whole; the hardest case of several."""
+    """Error text if shards may cut a parameter whose algorithm must see it whole; the hardest case of several."""
     found: list[tuple[int, str]] = []
     for number, param, contract in params_of(model_chunks):
         chunk = model_chunks[number]
@@ -198,7 +198,7 @@ def all_rank_groups(groups: ProcessGroups) -> list[ProcessGroup]:
 
 
 def other_ranks(groups: ProcessGroups, wrapped: ProcessGroups) -> str | None:
-    """What is wrong where `groups` reach other ranks than those that a model chunk was wrapped with."""
+    """Error text if `groups` reach other ranks than those that a model chunk was wrapped with."""
     reached, wrapped_with = (math.prod(map(held.size, world_chain(held))) for held in (groups, wrapped))
     for name in (name for chain in reversed(CHAINS) for name in chain):
         given, own = (None if getattr(held, name) is None else held.ranks(name) for held in (groups, wrapped))

@@ -1,4 +1,4 @@
-"""Which hyperparameters each parameter gets: from names, parameters and overrides to one list of groups on all ranks.
+"""Hyperparameters of each parameter: from names, parameters and overrides to one list of groups on all ranks.
 
 A group is what parameters have in common: their overrides, the algorithm, and whether they are experts. A pipeline
 stage sees its own parameters only, so the ranks put their lists together: everywhere the same groups in the same order,
@@ -37,7 +37,7 @@ BOOKKEEPING = frozenset(
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """What holds unless other overrides are given: no decay of biases and vectors; embedding and output layer learn
+    """Overrides that hold by default: no decay of biases and vectors; embedding and output layer learn
     with `decoupled_lr` where it is set. Add your own to it: `{**get_standard_config_overrides(config), key: {...}}`.
     """
     decaying_norms = {"q_layernorm", "k_layernorm"} if config.apply_wd_to_qk_layernorm else set()
@@ -122,7 +122,7 @@ class ParamGroups:
         self.config = config
         self.overrides = dict(standard if overrides is None else overrides)
         self.matched: set[ParamKey] = set()  # keys of overrides that have been used
-        self.problem: str | None = None  # the first mistake that this rank sees; told by `agree`, on all ranks
+        self.problem: str | None = None  # the first mistake that this rank sees; `agree` raises it on all ranks
         self._key_of: dict[int, GroupKey] = {}  # by id of the parameter
         for name, param, is_expert in params:
             try:
@@ -172,8 +172,8 @@ class ParamGroups:
         them matches no parameter of any rank.
         """
         used = [key in self.matched for key in self.overrides]
-        told = agree.gather((self.keys, used, self.problem), groups, "the param groups")
-        in_order = [told[rank] for rank in sorted(told)]
+        answers = agree.gather((self.keys, used, self.problem), groups, "the param groups")
+        in_order = [answers[rank] for rank in sorted(answers)]
         for *_, problem in in_order:
             if problem is not None:
                 raise ValueError(problem)

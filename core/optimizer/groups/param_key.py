@@ -19,7 +19,7 @@ COUNTING = frozenset("0123456789?[")
 
 
 class ParamGroupOverride(TypedDict, total=False):
-    """What a group of parameters gets instead of the configured numbers.
+    """Numbers of a group of parameters, in place of the configured ones.
 
     max_lr, min_lr: between which its learning rate moves. lr_mult: what the scheduled rate is multiplied by.
     wd_mult: what the weight decay is multiplied by. start_wd, end_wd: between which it moves, before `wd_mult`.
@@ -37,7 +37,7 @@ class ParamGroupOverride(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ParamPredicate:
-    """A named test of a parameter: two with one name are the same key, whatever their functions."""
+    """A named test of a parameter: two with one name are the same key, for any functions."""
 
     name: str
     fn: Callable[[nn.Parameter], bool] = field(compare=False)

@@ -1,1 +1,1 @@
-"""The memory that is stepped: master weights, gradients and moments, whatever they are kept in."""
+"""The memory that is stepped: master weights, gradients and moments, in any storage format."""

@@ -46,7 +46,7 @@ class FlatParameters:
         return flat
 
     def take_back(self) -> None:
-        """Bring home parameters that somebody has given other memory (`param.data = ...`), with their new values."""
+        """Move parameters back that user code gave other memory (`param.data = ...`), with their new values."""
         if list(map(torch.Tensor.data_ptr, self.params)) == self.addresses:  # each step: 0.1 ms for 2005 parameters
             return
         away = [i for i, param in enumerate(self.params) if param.data_ptr() != self.addresses[i]]
@@ -57,12 +57,12 @@ class FlatParameters:
         move_to([self.homes[i] for i in away], [self.params[i] for i in away])
 
     def note_written(self) -> None:
-        """Tell autograd that the parameters have changed: a graph that was made before must not be used any more."""
+        """Mark the parameters as changed for autograd: a graph from before must not be used any more."""
         increment_version(self.params)
 
 
 def _can_move(param: nn.Parameter, offset: int) -> bool:
-    """True unless somebody else uses the memory as well, or kernels would find the new place worse."""
+    """True unless another tensor uses the memory too, or the new address is worse for kernels."""
     storage = param.untyped_storage()
     if storage.nbytes() != param.nbytes or not param.is_contiguous():
         return False

@@ -1,4 +1,4 @@
-"""Where the masters of one segment are kept between steps, if the parameters are not the masters in full precision.
+"""Storage of one segment's masters between steps, if the parameters are not the masters in full precision.
 
     ParameterStorage    the 16-bit parameters themselves: there is no other master
     CopyStorage         an fp32 copy, which is stepped where it lies; the parameter is the copy rounded
@@ -29,7 +29,7 @@ class ParameterStorage:
     """Masters that are the 16-bit parameters; also the way in which the other storages reach the parameters.
 
     memory: [numel] where the parameters lie one after the other, padding included; None where each has its own.
-    kept: [numel] what is kept beside them; [0] for nothing.
+    kept: [numel] what is kept in addition; [0] for nothing.
     """
 
     def __init__(self, shards: Sequence[ParamShard], memory: torch.Tensor | None, kept: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ class ParameterStorage:
         """Make the parameters, as they are, the masters."""
 
     def take_edits(self) -> None:
-        """Follow parameters that somebody has written since the last `write`."""
+        """Follow parameters that user code has written since the last `write`."""
 
     def saved(self, low: int, high: int) -> torch.Tensor | None:
         """Masters [low, high) in full precision; None where the parameters say it all."""
@@ -91,7 +91,7 @@ class CopyStorage(ParameterStorage):
         """A parameter that is not its master rounded has been written, and becomes its own master."""
         for master, param in zip(self.views(self.kept), self.parameters(), strict=True):
             numel = CPU_NUMEL if master.is_cpu else DEVICE_NUMEL
-            param = param.to(master.device)  # the same one, but beside a host's masters
+            param = param.to(master.device)  # the same one, unless masters are on the host
             pieces = [(master, param)]
             if master.dim() == 1 and master.numel() > numel:
                 pieces = list(zip(master.split(numel), param.split(numel), strict=True))

@@ -4,7 +4,7 @@ A bucket's owned range is cut into shards of parameters. Neighbours of one param
 torch sees few long tensors instead of many short ones.
 
 Parameters in full precision are their own masters. They are stepped where they lie: in the bucket's one tensor (for a
-replicated bucket flat_parameters.py makes it), or each by itself where parameters cannot move. master_storage.py lists
+replicated bucket flat_parameters.py makes it), or each alone where parameters cannot move. master_storage.py lists
 the storages of all other masters. A segment whose master, gradients or moments are not kept in full precision is
 stepped through scratch memory (scratch.py), in pieces that fit there; but where it lies if all of them are kept in one
 16-bit dtype that torch's kernel takes (`steps_16_bits`).
@@ -77,7 +77,7 @@ class Segment:
 def storage_of(
     config: OptimizerConfig, dtype: torch.dtype, *, contiguous: bool = True, together: bool = True, apart: bool = False
 ) -> type[ParameterStorage] | None:
-    """How the masters of parameters of this dtype are kept; None where they are the parameters in full precision.
+    """Storage class of masters for this dtype; None if they are the parameters in full precision.
 
     together: True if the parameters of a bucket lie in one tensor. apart: True if they lie on another device than
     their gradients are stepped on.
@@ -128,7 +128,7 @@ class BucketMasters:
         self.copied: torch.Event | None = None  # behind that copy
         if isinstance(bucket.state_tier, HostTier) and not bucket.owned_grad.is_cpu:
             self.grad = bucket.state_tier.zeros(self.grad.numel(), self.grad.dtype)
-        self.is_apart = bucket.state_tier is not None  # stepped by itself, since what it is stepped with lies elsewhere
+        self.is_apart = bucket.state_tier is not None  # stepped alone, since its state is in other memory
         self.shards = owned_shards(bucket.layout, bucket.shard_range, bucket.params, bucket.contracts, group_of)
         self.live = [True] * len(bucket.params)  # for each parameter: True if it is updated in this step
         dtype = bucket.params[0].dtype
@@ -252,7 +252,7 @@ class BucketMasters:
                 segment.storage.take_parameters()
 
     def take_over_edits(self) -> None:
-        """Let masters follow parameters that somebody has written since the last step: loaded, pruned or clamped ones.
+        """Let masters follow parameters that user code has written since the last step: loaded, pruned or clamped ones.
 
         After it masters and parameters belong together again, wherever the parameters were left: those of a flat tensor
         lie in it again.
@@ -285,7 +285,7 @@ class BucketMasters:
         self.bucket.owed, self.bucket.pending_scale = owed, 1.0
 
     def note_written(self) -> None:
-        """Tell autograd that a step has written the parameters."""
+        """Mark the parameters as written by a step, for autograd."""
         if self.flat is not None:
             self.flat.note_written()
 

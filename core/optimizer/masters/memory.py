@@ -1,11 +1,11 @@
 """Bytes that parameters, gradients and the optimizer's state take on a rank: a formula, for planning a run.
 
     parameters      their dtype; under 'optim_grads_params' divided by the ranks of a shard group
-    gradients       the reduced dtype; under 'optim_grads' and 'optim_grads_params' likewise
+    gradients       the reduced dtype; under 'optim_grads' and 'optim_grads_params' divided too
     masters         4, or what they are kept in; 0 where the parameter is the master; 2 for a remainder
     moments         one number a moment in its dtype
 
-Where the optimizer is sharded, masters and moments are divided by the ranks of a shard group. Beside these a rank holds
+Where the optimizer is sharded, masters and moments are divided by the ranks of a shard group. In addition a rank holds
 padding (below 1 percent of a model of normal size), scratch (`scratch_bytes`, the same for a model of any size) and,
 under 'optim_grads', two whole buckets of gradients; under 'optim_grads_params' two of parameters too.
 """
@@ -56,7 +56,7 @@ def bytes_per_parameter(
     strategy: Strategy = "no_shard",
     shard_ranks: int = 1,
 ) -> BytesPerParameter:
-    """What the strategy and the dtypes cost. ValueError for an algorithm whose moments are not known here.
+    """Bytes per parameter under the strategy and dtypes. ValueError for an algorithm whose moments are not known here.
 
     strategy: DistributedDataParallelConfig.data_parallel_sharding_strategy. shard_ranks: the ranks that share one copy
     of the optimizer's state, data ranks / optimizer instances.

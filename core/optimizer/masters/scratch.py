@@ -1,7 +1,7 @@
 """Scratch: full-precision memory for segments whose masters, gradients or moments are kept otherwise.
 
 A wave of segments is unpacked, stepped by the same inner optimizer as everything else, and packed away again. So the
-memory is bounded, whatever the size of the model, and an algorithm knows nothing of how its numbers are kept.
+memory is bounded for any size of the model, and an algorithm knows nothing of how its numbers are kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ State = dict[Any, dict[str, Any]]
 
 
 def scratch_numel(device: torch.device) -> int:
-    """How long a segment that goes through scratch may be."""
+    """Longest segment that goes through scratch."""
     return CPU_NUMEL if device.type == "cpu" else DEVICE_NUMEL
 
 
@@ -120,7 +120,7 @@ class Scratch:
                     segment.moments[key].copy_(value.view(-1))
 
     def adopt(self, segment: Segment, key: str, value: torch.Tensor) -> torch.Tensor:
-        """Where the inner optimizer finds a moment from now on: in scratch, if it is to be kept in another dtype."""
+        """Return the inner optimizer's tensor of a moment: in scratch, if it is kept in another dtype."""
         dtype = kept_dtype(key, self.config)
         if dtype is None:
             return value

@@ -4,8 +4,8 @@ Every rank adds up what it owns. An element that several ranks hold is counted b
 the data rank say which), but all of them check it for NaN and Inf. One reduction goes over all ranks, so stages and
 optimizer instances, dense and expert, hold the same bits and decide alike.
 
-Memory is read as it is. What the gradients still have to be multiplied by (data average, tokens, loss scale) multiplies
-a few numbers here, and the gradients themselves when the optimizer reads them.
+Memory is read unchanged. What the gradients still have to be multiplied by (data average, tokens, loss scale)
+multiplies a few numbers here, and the gradients themselves when the optimizer reads them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from core.optimizer.norm.step_settings import Settings, digest_terms, first_diff
 
 @dataclass(frozen=True, slots=True)
 class GradStats:
-    """What all ranks know of the gradients of a step. They hold the true gradient's numbers, before clipping."""
+    """Statistics of a step's gradients, known to all ranks: of the true gradient, before clipping."""
 
     norms: Mapping[str | None, float]  # of each norm group, and under None of the gradients that are in no group
     num_zeros: int | None
@@ -55,7 +55,7 @@ def counts_here(bucket: Bucket) -> bool:
 
 
 def device_of(masters: Sequence[BucketMasters], groups: Sequence[dist.ProcessGroup]) -> torch.device:
-    """Where the sums are made; a stage without parameters follows the backend that the others' sums travel over."""
+    """Device of the sums; a stage without parameters follows the backend that the others' sums travel over."""
     if masters:
         return masters[0].bucket.device
     on_gpu = any("nccl" in dist.get_backend_config(group) for group in groups)
@@ -89,8 +89,8 @@ class GradMeter:
         self.collectives = Collectives()
         # A stage may hold none of a kind, so ranks put the names of their norm groups together.
         mine = {shard.norm_group for bucket_masters in masters for shard in bucket_masters.shards} - {None}
-        told = agree.gather(mine, groups, "the norm groups")
-        self.norm_groups: list[str | None] = [None, *sorted(str(name) for name in set().union(*told.values()))]
+        answers = agree.gather(mine, groups, "the norm groups")
+        self.norm_groups: list[str | None] = [None, *sorted(str(name) for name in set().union(*answers.values()))]
         self.counted_memory: list[torch.Tensor] = []  # that this rank counts in a norm
         memory: list[torch.Tensor] = []
         column: list[int] = []  # of each tensor: the index of its norm group; one more where nothing is counted
@@ -141,7 +141,7 @@ class GradMeter:
         return GradStats(by_group, int(num_zeros) if count_zeros else None, culprit, tuple(host_factors))
 
     def _factors(self, loss_scale: float) -> torch.Tensor:
-        """What each bucket's memory is to be multiplied by, [buckets] in fp64; a count of tokens is on the device."""
+        """Factor of each bucket's memory, [buckets] in fp64; a count of tokens is on the device."""
         pending = [masters.bucket.pending_scale for masters in self.masters]
         if any(isinstance(scale, torch.Tensor) for scale in pending):
             factors = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in pending])
@@ -169,7 +169,7 @@ class GradMeter:
         count = len(self.norm_groups)
         largest = math.isinf(self.norm_type)
         powers = norms * factors[self.bucket]
-        # What a maximum over ranks makes of NaN depends on the backend; the flag tells of it either way.
+        # A maximum over ranks of NaN depends on the backend; the flag shows it in both cases.
         powers = powers.nan_to_num(nan=math.inf) if largest else powers.pow(self.norm_type)
         sums = torch.zeros(count + 4, dtype=torch.float64, device=self.device)
         sums[: count + 1].scatter_reduce_(0, self.column, powers, "amax" if largest else "sum")
@@ -188,11 +188,11 @@ class GradMeter:
 
     def _refuse(self, settings: Settings, problem: str | None) -> None:
         """Say where a rank has a problem, or where ranks would step differently. Collective; all of them raise."""
-        told = agree.gather((settings, problem), self.groups, "the settings of a step")
-        for other, (_, found) in sorted(told.items()):
+        answers = agree.gather((settings, problem), self.groups, "the settings of a step")
+        for other, (_, found) in sorted(answers.items()):
             if found is not None:
                 raise SyncError(f"rank {other}: the step was not made: {found}")
-        difference = first_difference({rank: found for rank, (found, _) in told.items()})
+        difference = first_difference({rank: found for rank, (found, _) in answers.items()})
         raise SyncError(
             f"rank {dist.get_rank()}: the step was not made: {difference}, and both hold parts of one model. Set it "
             "alike on all ranks; a scheduler that looks at a metric needs one that is reduced over them"
@@ -203,8 +203,8 @@ class GradMeter:
 
         Collective; only on the way to a skipped step.
         """
-        told = agree.gather(self._culprit_here(), self.groups, "the gradients that are not finite")
-        culprits = sorted((found[0], rank, found[1]) for rank, found in told.items() if found is not None)
+        answers = agree.gather(self._culprit_here(), self.groups, "the gradients that are not finite")
+        culprits = sorted((found[0], rank, found[1]) for rank, found in answers.items() if found is not None)
         if not culprits:
             return None
         _, rank, what = culprits[0]
@@ -261,7 +261,7 @@ def first_non_finite(masters: Sequence[BucketMasters]) -> str | None:
 
 
 def clip_coefficient(max_norm: float, norm: float) -> float:
-    """What to multiply gradients of this norm with so that it is at most `max_norm`; 1 for a `max_norm` of 0."""
+    """Factor that makes gradients of this norm at most `max_norm`; 1 for a `max_norm` of 0."""
     if max_norm <= 0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))

@@ -30,8 +30,8 @@ def clip_loose_gradients(
     total = nn.utils.get_total_norm(sharded, norm_type, foreach=foreach).full_tensor()
     whole = [grad for grad in grads if not isinstance(grad, DTensor)]
     if whole:
-        beside = nn.utils.get_total_norm(whole, norm_type, foreach=foreach).to(total.device)
-        total = torch.linalg.vector_norm(torch.stack([total, beside]), norm_type)
+        rest = nn.utils.get_total_norm(whole, norm_type, foreach=foreach).to(total.device)
+        total = torch.linalg.vector_norm(torch.stack([total, rest]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the gradient's norm of order {norm_type} is {total.item()}, so it cannot be clipped")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)

@@ -20,7 +20,7 @@ CONVERTED_ROWS = 64
 class NormPass:
     """The norms of some tensors, cut into blocks.
 
-    tensors: flat, contiguous; some may lie on the host beside `device`, where the norms are put together. tensor_of:
+    tensors: flat, contiguous; some may lie on the host, not on `device`, where the norms are put together. tensor_of:
     for each block the index of its tensor.
     """
 

@@ -40,7 +40,7 @@ Settings = tuple[Setting, ...]
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]], others: Mapping[str, Any]) -> Settings:
-    """What the next step is made with: COMPARED of torch param groups, and `others`, in one order on all ranks.
+    """Settings of the next step: COMPARED of torch param groups, and `others`, in one order on all ranks.
 
     Off (None, False) is the same as not listed. Tensors are read where that does not wait for a device.
     """
@@ -74,7 +74,7 @@ def digest(settings: Settings) -> int:
 
 
 def digest_terms(settings: Settings, *, problem: bool = False) -> tuple[int, int]:
-    """What this rank adds to the two sums: d and d * d. A problem adds 1 to the second sum, so they cannot match."""
+    """This rank's part of the two sums: d and d * d. A problem adds 1 to the second sum, so they cannot match."""
     own = digest(settings)
     return own, own * own + problem
 
@@ -85,7 +85,7 @@ def same_digest(ranks: int, total: float, squares: float) -> bool:
 
 
 def first_difference(settings: Mapping[int, Settings]) -> str | None:
-    """Where two ranks differ, in words; None where they agree. Pure. settings: of each global rank."""
+    """Name two ranks that differ, and where; None if all agree. Pure. settings: of each global rank."""
     first = min(settings)
     there = {setting.what: setting for setting in settings[first]}
     for rank in sorted(settings):

@@ -82,7 +82,7 @@ def _make(
         return Lion(mine, lr=lr, betas=(config.lion_beta1, config.lion_beta2))
     if algorithm == "muon":
         blockwise = config.muon_tp_mode == "blockwise"
-        layouts = {  # by master; a segment whose master is made anew keeps its own
+        layouts = {  # by master; a segment whose master is replaced keeps its own
             id(segment.master): layout_of(
                 segment.shards[0].param, groups, split_qkv=config.muon_split_qkv, blockwise=blockwise
             )

@@ -13,7 +13,7 @@ class SkipLog:
     """The lines of one optimizer, on the rank that writes the log.
 
     A dynamic loss scale begins far too high (2**32) and comes down by one overflow a step, before any update is made.
-    Of these steps the first has its line, with the reason; the others are told together once a step is made. Where the
+    Of these steps the first has its line, with the reason; the others are reported together by the next step. Where the
     scale has nowhere left to go the search has failed, and each skipped step has its line again.
     """
 
@@ -32,7 +32,7 @@ class SkipLog:
             reason += f"; the next loss scale is {scaler.value:g}"
         if searching:
             self._from = scale_before
-            reason += ". Until a step is made, steps that only look for a loss scale are counted and told together"
+            reason += ". Until a step is made, steps that only look for a loss scale are counted and reported together"
         logger.warning("optimizer step skipped on all ranks, parameters unchanged: %s", reason)
 
     def made(self, scale: float) -> None:

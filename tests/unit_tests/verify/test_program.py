@@ -194,7 +194,7 @@ def test_a_forgotten_reduction_in_a_dtensor_parallel_model_is_found(rank: int, w
 @ranks(2)
 def test_a_program_goes_on_where_it_is_asked_to(rank: int, world: int) -> None:
     torch.manual_seed(4)
-    watch = Watch(Asked("a program", goes_on=True))
+    watch = Watch(Asked("a program", continues=True))
     with watch.active():
         model = nn.parallel.DistributedDataParallel(Net())
         before = model.module.up.weight.detach().clone()
@@ -219,7 +219,7 @@ def test_what_is_not_known_is_asked_for(rank: int, world: int) -> None:
 
 def test_the_command_line_ends_at_the_program() -> None:
     asked = asked_by(["--whole", "m:f", "--go-on", "-m", "core.finetune", "--loss", "3"])
-    assert asked == Asked("core.finetune", ("--loss", "3"), True, "m:f", goes_on=True)
+    assert asked == Asked("core.finetune", ("--loss", "3"), True, "m:f", continues=True)
     assert function_named(WHOLE) is build_whole
     with pytest.raises(ValueError, match="has no 'nothing'"):
         function_named(f"{__name__}:nothing")

@@ -142,11 +142,11 @@ def test_names_of_factors(factor: float, suspects: list[str], words: str) -> Non
 @pytest.mark.parametrize(
     ("weight", "words"),
     [
-        (5.0, "5 times the weight that is due beside the loss: they are not divided by the number of microbatches, 5"),
+        (5.0, "5 times their due weight relative to the loss: they are not divided by the number of microbatches, 5"),
         (1 / 5, "divided by the number of microbatches, 5, twice"),
         (0.5, "the ranks of cp (2) share them"),
-        (0.0, "auxiliary losses have 0 times the weight"),
-        (7.0, "auxiliary losses have 7 times the weight that is due beside the loss"),
+        (0.0, "auxiliary losses have 0 times their due weight"),
+        (7.0, "auxiliary losses have 7 times their due weight relative to the loss"),
     ],
 )
 def test_auxiliary_losses_with_another_weight_are_told_from_wrong_reductions(weight: float, words: str) -> None:
