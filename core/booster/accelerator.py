@@ -37,7 +37,7 @@ def default_device() -> torch.device:
 
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where the tensors of a group's collectives lie: the accelerator if the group has a backend for it, else the CPU.
+    """Device of the tensors of a group's collectives: the accelerator if the group has a backend for it, else the CPU.
 
     So a gloo group trains on the CPU of a machine with GPUs, and an NCCL group on its current GPU.
     """

@@ -258,7 +258,7 @@ class Booster:
 
 
 def _check_boosted(model: Any, optimizer: Any, criterion: Any, dataloader: Any) -> None:
-    """Tell a wrong order of arguments, which some of ColossalAI's pages have, and a second boost."""
+    """Refuse a wrong order of arguments, as on some of ColossalAI's pages, and a second boost."""
     order = "boost(model, optimizer, criterion, dataloader, lr_scheduler) returns five values in this order"
     if not isinstance(model, nn.Module):
         raise TypeError(f"boost got a {type(model).__name__} for the model; {order}")

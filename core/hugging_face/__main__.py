@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {name: getattr(options, name) for name in ("tp", "pp", "ep", "sp")}
     if options.command == "families":
         progress = functools.partial(print, file=sys.stderr, flush=True)
-        verdicts = check_families(all_families(), told=progress, overrides={}, **sizes)
+        verdicts = check_families(all_families(), report=progress, overrides={}, **sizes)
         print(table(verdicts, **sizes))
         return int(any(verdict.answer == "wrong" for verdict in verdicts))
     try:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    verdicts = check_families(kinds, told=functools.partial(print, flush=True), overrides=values, **sizes)
+    verdicts = check_families(kinds, report=functools.partial(print, flush=True), overrides=values, **sizes)
     return int(any(verdict.answer in ("wrong", "not built") for verdict in verdicts))
 
 

@@ -43,7 +43,7 @@ Answer = Literal["equal", "refused", "wrong", "not built"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one family. off: the largest difference, relative to the largest value it is compared with.
+    """Result of one family. off: the largest difference, relative to the largest value it is compared with.
 
     summed: how many whole parameters had their gradients summed over tp, and of these without a rule in the plan.
     """
@@ -135,7 +135,7 @@ def check_on_rank(
 
 
 def check_families(
-    kinds: Mapping[str, type], tp: int, told: Callable[[Verdict], object], overrides: Mapping[str, Any], **sizes: Any
+    kinds: Mapping[str, type], tp: int, report: Callable[[Verdict], object], overrides: Mapping[str, Any], **sizes: Any
 ) -> list[Verdict]:
     """The verdicts on families (by `family/ConfigClass`), one after another on processes of this machine.
 
@@ -149,7 +149,7 @@ def check_families(
             except RankFailure as error:
                 last = str(error).strip().splitlines()[-1]
                 verdict = Verdict(name, "wrong", f"it fails while it is trained: {last}")
-            told(verdict)
+            report(verdict)
             verdicts.append(verdict)
     return verdicts
 
@@ -169,7 +169,7 @@ def table(verdicts: Iterable[Verdict], tp: int, pp: int = 1, ep: int = 1, sp: st
 
 
 def ranks_of(tp: int, pp: int = 1, ep: int = 1, sp: str | None = None) -> int:
-    """How many ranks a check takes: a mode over ranks of its own has two of them."""
+    """Number of ranks of a check: a mode over ranks of its own has two of them."""
     return tp * pp * ep * (2 if sp in OVER_CONTEXT else 1)
 
 
@@ -224,7 +224,7 @@ def _data_parallel_step(wrapped: Any, batch: dict[str, Any], number: int) -> lis
 def _pipeline(
     model: Any, microbatches: list[dict[str, Any]], inputs: dict[str, Any], pp: int, sp: str | None
 ) -> tuple[Callable[[], list[list[Tensor]]], list[Any]]:
-    """What makes a step and gives output and loss of each microbatch on the last stage, and this rank's stages."""
+    """A function that makes a step and gives output and loss of each microbatch, and this rank's stages."""
     layers = find_cut(model).count
     layout = PipelineLayout(tuple(layers // pp + (stage < layers % pp) for stage in range(pp)), pp)
     (stage,) = split_stages(model, layout, example=inputs, sequence_parallel=sp)
@@ -271,7 +271,7 @@ def projected(output: Any, number: int) -> tuple[Tensor, Tensor]:
 
 
 def _off(found: Tensor, wanted: Tensor, scale: float, what: str) -> tuple[float, str]:
-    """(the largest difference beside a scale, of what)"""
+    """(the largest difference relative to a scale, of what)"""
     off = float((found - wanted).abs().max()) / scale
     return off if math.isfinite(off) else math.inf, what
 
@@ -279,7 +279,7 @@ def _off(found: Tensor, wanted: Tensor, scale: float, what: str) -> tuple[float,
 def _differences(
     what: str, found: dict[str, Tensor | None], wanted: Mapping[str, Tensor | None], plan: Plan
 ) -> Iterator[tuple[float, str]]:
-    """What `_off` gives for each tensor of this rank, beside the largest of the whole model's.
+    """`_off` of each tensor of this rank, relative to the largest of the whole model's.
 
     found: slices. Collective over the groups that they are cut over.
     """

@@ -138,8 +138,8 @@ def _load(
     options: Any,
     checked: Collection[Path],
 ) -> tuple[Any, Plan, Mapping[str, Any]]:
-    """A model, or one stage of it, with this rank's slices; tags and seams are still to come. The plan of the whole
-    model; what loading has told: `missing_keys` and `unexpected_keys`, and which names were `untied` by the files."""
+    """A model, or one stage of it, with this rank's slices, without tags and seams; the plan of the whole model; and
+    the report of loading: `missing_keys`, `unexpected_keys`, and names that were `untied` by the files."""
     layout, groups = how.layout, how.groups
     plans: list[Plan] = []
     read: list[int] = []
@@ -162,16 +162,16 @@ def _load(
 
     members = {LOADING: staticmethod(load), "__module__": kind.__module__}
     loader: Any = type(kind.__name__, (kind,), members)
-    model, told = loader.from_pretrained(directory, output_loading_info=True, **options)
+    model, loading = loader.from_pretrained(directory, output_loading_info=True, **options)
     model.__class__ = kind
-    lacking = sorted(name for name in told["missing_keys"] if name in plans[0].splits)
+    lacking = sorted(name for name in loading["missing_keys"] if name in plans[0].splits)
     if lacking:
         raise PlanError(
             f"{plans[0].family}: the checkpoint {os.fspath(directory)!r} has no {lacking[0]!r}, which is cut"
         )
     model.train()
     model.bytes_read = sum(read)
-    return model, plans[0], {**told, "untied": untied}
+    return model, plans[0], {**loading, "untied": untied}
 
 
 def read_slices(
@@ -192,10 +192,10 @@ def read_slices(
     the model, have another one, or have different values for the names of one.
     """
     checked = _checked_files(directory, groups, layout)
-    model, _, told = _load(directory, kind, policy, stage, Splitting(groups, layout), options, checked)
-    refuse_apart([(n[0], name) for name in told["untied"] for n in tied if name in n], os.fspath(directory))
-    lacking = sorted(told["missing_keys"])
-    unknown = sorted(told["unexpected_keys"]) if layout is None else []  # of other stages, otherwise
+    model, _, loading = _load(directory, kind, policy, stage, Splitting(groups, layout), options, checked)
+    refuse_apart([(n[0], name) for name in loading["untied"] for n in tied if name in n], os.fspath(directory))
+    lacking = sorted(loading["missing_keys"])
+    unknown = sorted(loading["unexpected_keys"]) if layout is None else []  # of other stages, otherwise
     if lacking or unknown:
         raise ValueError(
             f"the checkpoint {os.fspath(directory)!r} lacks {lacking[:4]}, and has {unknown[:4]} that the model lacks"
@@ -275,7 +275,7 @@ def _sliced(
 
 
 def _cut_of_part(family: str, key: str, split: Split, cut: Cut, converter: Any) -> Cut:
-    """How a tensor is cut that is stacked (one an expert) and joined (gate and up) into a parameter that is cut."""
+    """Cut of a tensor that is stacked (one an expert) and joined (gate and up) into a parameter that is cut."""
     axis, dim, blocks = cut
     kinds = [type(operation).__name__ for operation in converter.operations]
     dims = {type(operation).__name__: getattr(operation, "dim", None) for operation in converter.operations}
@@ -337,11 +337,11 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
 def _pass_targets(parts: Sequence[Any], groups: ProcessGroups) -> None:
     """Give every stage's config the names of layers with adapters on all stages: peft spells out 'all-linear'."""
     configs = [item for part in parts for item in part.peft_config.items() if isinstance(item[1].target_modules, set)]
-    told = [[(key, config.target_modules) for key, config in configs]]
+    targets = [[(key, config.target_modules) for key, config in configs]]
     if groups.size("pp") > 1:
-        told = list(agree.gather(told[0], groups.require("pp"), "the layers with adapters").values())
+        targets = list(agree.gather(targets[0], groups.require("pp"), "the layers with adapters").values())
     for key, config in configs:
-        config.target_modules = {name for each in told for other, names in each if other == key for name in names}
+        config.target_modules = {name for each in targets for other, names in each if other == key for name in names}
 
 
 def _split_part(model: Any) -> Any:

@@ -47,14 +47,14 @@ def use_chunked_loss(model: Any, logits_chunk: int | None = None) -> Any:
         base.loss_function = ParallelCausalLoss(None, head.weight.shape[0], own=base.loss_function)
     head.forward = DeferringHead(head, logits_chunk, family_of(base))
     names = tuple(inspect.signature(type(base).forward).parameters)[1:]
-    for outer in {id(one): one for one in (model, base)}.values():  # peft calls the inner one's forward by itself
+    for outer in {id(one): one for one in (model, base)}.values():  # peft calls the inner one's forward directly
         outer.register_forward_pre_hook(partial(expect_loss, names=names), with_kwargs=True)
         outer.register_forward_hook(end_forward, always_call=True)
     return model
 
 
 def why_not_in_chunks(model: Any) -> str | None:
-    """Why a model's loss cannot be computed over chunks of tokens; None if it can."""
+    """Return why a model's loss cannot be computed over chunks of tokens; None if it can."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
         return "it is no model of transformers with an output layer"
     _, head = output_layer(model)

@@ -12,7 +12,7 @@ from core.checkpoint.weights.index import model_names, open_files
 from core.hugging_face.transformers_plans import transformers_package
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-READ = (".json", ".safetensors", ".bin")  # what transformers opens by itself
+READ = (".json", ".safetensors", ".bin")  # what transformers opens on its own
 MOST_LAYERS = 65_536
 # What families call a number of layers in their files.
 LAYER_COUNTS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "layers", "depth"}

@@ -85,14 +85,14 @@ class ForwardStream:
         self._has_begun = True
         tracker = get_rng_tracker()
         mine = torch.initial_seed(), SEQUENCE_DROPOUT_STREAM in tracker
-        told = agree.gather(mine, self._groups_alike(), "the seed of dropout")
-        seeded = [rank for rank, (_, has_stream) in told.items() if has_stream]
+        answers = agree.gather(mine, self._groups_alike(), "the seed of dropout")
+        seeded = [rank for rank, (_, has_stream) in answers.items() if has_stream]
         if not seeded:
-            seed, _ = told[min(told)]
+            seed, _ = answers[min(answers)]
             tracker.add(SEQUENCE_DROPOUT_STREAM, dropout_seed(SEQUENCE_DROPOUT_STREAM, seed, self.groups))
-        elif len(seeded) < len(told):
+        elif len(seeded) < len(answers):
             raise RuntimeError(
-                f"ranks {seeded} of {list(told)} have called model_parallel_manual_seed and the others have not, so "
+                f"ranks {seeded} of {list(answers)} have called model_parallel_manual_seed and the others have not, so "
                 "dropout of what they have copies of would differ; call it on every rank"
             )
 

@@ -1,4 +1,4 @@
-"""How many labels a transformers head takes the mean over: what weighs its loss beside those of other batches."""
+"""Number of labels that a transformers head takes the mean over: the weight of its loss among batches."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def add_lora(
     """A PeftModel around a split model: new adapters (`config`, a peft.LoraConfig) or those of a directory, trainable.
 
     model: split by `split_model` or `load_split`; or this rank's stages of a pipeline, for which a list comes back.
-    example: as there. The ranks of a tensor-parallel group get equal adapters, whatever each has drawn; those of a data
+    example: as there. The ranks of a tensor-parallel group get equal adapters, from any random state; those of a data
     group must be seeded alike. A stage on which no layer is named has none. Collective over the tensor-parallel
     group, and for stages over the world. PlanError for an option or a layer whose adapter cannot be split, and where no
     layer is named.
@@ -162,7 +162,7 @@ def with_adapters(
 
 
 def cut_adapters(adapted: Any, base: Plan, groups: ProcessGroups) -> Plan:
-    """Cut and tag whole adapters as the layers beside them, by the seams that these have. Local. Returns their plan."""
+    """Cut and tag whole adapters like their layers, by the seams of these. Local. Returns their plan."""
     plan = _plan_of_adapters(adapted, base)
     cut_parameters(adapted, plan, groups)
     tag_slices({name: p for name, p in adapted.named_parameters() if p.requires_grad}, plan, groups)
@@ -186,7 +186,7 @@ def _check_options(config: Any, kind: type) -> None:
 
 
 def _plan_of_adapters(adapted: Any, base: Plan) -> Plan:
-    """How the adapters are cut, by the seams of the layers that they stand beside."""
+    """Plan of the adapters, by the seams of their layers."""
     from peft.tuners.lora import LoraLayer
     from transformers.pytorch_utils import Conv1D
 

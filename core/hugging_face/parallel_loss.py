@@ -77,7 +77,7 @@ class ParallelCausalLoss:
 
     @property
     def cut_sequence(self) -> SequenceParallel | None:
-        """How the logits' sequence is cut; None where it is whole."""
+        """Cut of the logits' sequence; None if it is whole."""
         return self.sequence if self.sequence is not None and self.sequence.local_logits else None
 
     @property
@@ -92,7 +92,7 @@ class ParallelCausalLoss:
 def why_logits_stay_whole(
     model: Any, plan: Plan, arguments: Mapping[str, Any], tp: int, *, cuts_sequence: bool
 ) -> str | None:
-    """Why the loss cannot be computed from logits that stay split; None if it can. Collective over what cuts the model.
+    """Return why split logits cannot give the loss; None if they can. Collective over what cuts the model.
 
     model: its logits are still gathered. A forward with labels shows it: the logits go to `model.loss_function`, and
     the loss comes from there. cuts_sequence: True if hidden states stay cut over a sequence that tp does not cut.
@@ -197,7 +197,7 @@ def use_of_a_part(name: str) -> PlanError:
 
 
 def refuse_use_of_split_logits(model: Any, output: Any) -> Any:
-    """What a model has given, with its logits as `SplitLogits` where they are split."""
+    """Return a model's output, with its logits as `SplitLogits` if they are split."""
     source = getattr(model, "loss_function", None)
     if not isinstance(source, ParallelCausalLoss) or not source.is_split:
         return output
@@ -235,7 +235,7 @@ def gather_logits(logits: Tensor) -> Tensor:
 
 
 def with_whole_logits(model: Any, output: Any) -> Any:
-    """What a model has given, with its logits gathered where they are split. Collective then, as `gather_logits`."""
+    """Return a model's output, with its logits gathered if they are split. Collective then, as `gather_logits`."""
     marked = refuse_use_of_split_logits(model, output)
     if hasattr(marked, "keys") and isinstance(marked.get("logits"), (SplitLogits, DeferredLogits)):
         marked["logits"] = gather_logits(marked["logits"])

@@ -19,7 +19,7 @@ Before = Literal[
 ]
 After = Literal["", "reduce", "gather", "copy tail", "select", "split sequence", "join sequence", "reduce sequence"]
 WORDS = {
-    "": "as it is",
+    "": "unchanged",
     "copy": "whole; its gradient is summed over tp",
     "scatter": "whole; this rank's part of the last dimension is used",
     "vocabulary": "token ids; those of other ranks' rows give zero",
@@ -46,7 +46,7 @@ def without_adapters(model: Any) -> Any:
 
 
 def family_of(model: Any) -> str:
-    """How errors name a transformers model. PlanError for any other."""
+    """Name of a transformers model in errors. PlanError for any other."""
     if not hasattr(model, "config") or not hasattr(model, "tp_plan"):
         raise PlanError(
             f"splitting takes a transformers model and was given a {type(model).__name__}; split before any wrapper"
@@ -56,7 +56,7 @@ def family_of(model: Any) -> str:
 
 @dataclass(frozen=True)
 class Style:
-    """What a rule does to a module and its parameters.
+    """Effect of a rule on a module and its parameters.
 
     weight, bias: the dimension that is cut, from the end; None where every rank keeps the whole. A vector under
     `weight` is cut along its only dimension. blocks: parts of that dimension which are cut each for itself (gate, up).
@@ -138,14 +138,14 @@ class Split:
         return self.shape[self.dim]
 
     def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
-        """What a rank of `tp` holds; of experts, one of `ep` beside it."""
+        """Shape that a rank of `tp` holds; of experts, a rank of `tp` and `ep`."""
         local = list(self.shape)
         for axis, dim, _ in self.cuts:
             local[dim] = -(-local[dim] // (ep if axis == "ep" else tp))
         return tuple(local)
 
     def misfit(self, tp: int) -> str | None:
-        """Why it cannot be cut into `tp` equal parts, in words."""
+        """Return why it cannot be cut into `tp` equal parts, in words."""
         if self.is_shared(tp):
             return None
         if self.heads and self.heads % tp:
@@ -162,7 +162,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Seam:
-    """What happens to the input and the output of one module.
+    """Actions on the input and the output of one module.
 
     tail: the number of last features of `copy tail`, or of those that every rank takes under `select`. heads: how many
     heads the rest is in the whole model. copies: of how many queries in the whole model each gets a head of its own
@@ -181,7 +181,7 @@ class Seam:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model of a family is split over tensor parallelism.
+    """Split of a family's model over tensor parallelism.
 
     splits and seams are keyed by the name of the parameter or module. partial: whole parameters whose gradients are
     parts of a sum over tp, by rule. whole: the shapes of all parameters that are not cut. numbers: attributes of
@@ -279,7 +279,7 @@ def style_of(family: str, name: str, style: str | Style) -> Style:
     if style not in STYLES:
         raise PlanError(
             f"{family}: the rule for {name!r} has style {style!r}, which is unknown here (known: {', '.join(STYLES)}). "
-            "What becomes of that module cannot be told, so nothing of the model is split"
+            "Its effect on that module is not known, so nothing of the model is split"
         )
     return STYLES[style]
 

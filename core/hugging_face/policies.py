@@ -115,7 +115,7 @@ _BLOOM = Policy(
 _FALCON = Policy(
     _BLOOM.rules, {"self_attention": ("num_heads", "num_kv_heads")}, {"self_attention": ("alibi", "attention_mask")}
 )
-# One key and one value head for all: every rank computes them, beside its own queries.
+# One key and one value head for all: every rank computes them, and its own queries.
 _FALCON_MULTI_QUERY = Policy(
     {**_BLOOM.rules, "self_attention.query_key_value": Style(before="copy", after="select", partial=True, shared=2)},
     {"self_attention": ("num_heads",)},

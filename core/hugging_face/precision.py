@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-ADAPTED = ".base_layer."  # in names of parameters that peft has put an adapter beside
+ADAPTED = ".base_layer."  # in names of parameters that peft has added an adapter to
 KEPT = "_get_dtype_plan"  # transformers' method: patterns of names -> the dtype that they keep in a precision
 
 
@@ -19,7 +19,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     Transformers models, also inside of others and without memory, get the dtypes that `from_pretrained(dtype=...)`
     gives: buffers that are made in fp32 (rotary frequencies) are not rounded, and the modules that a family keeps in
-    fp32 are in fp32. What no file holds stays as it is where its family makes it in fp32. Other modules are cast whole.
+    fp32 are in fp32. A buffer in no file is unchanged if its family makes it in fp32. Other modules are cast whole.
     """
     kept = kept_dtypes(model, dtype)
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
@@ -37,7 +37,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def rounded_otherwise(model: nn.Module) -> Iterator[None]:
-    """Inside, what layers with a matrix give in 16 bits is off by as much as it is rounded, alike on all ranks.
+    """Inside, outputs of layers with a matrix are off by their rounding in 16 bits, equally on all ranks.
 
     So far another order of sums may move a model's output; where routers choose, that is far.
     """

@@ -85,7 +85,7 @@ class SeamForward:
     def __init__(self, module: nn.Module, seam: Seam, groups: ProcessGroups, length: int) -> None:
         if "forward" in vars(module):
             raise PlanError(
-                f"module {seam.module!r} has a forward of its own on the instance, put there by somebody else; split "
+                f"module {seam.module!r} has a forward of its own on the instance, put there by other code; split "
                 "the model before it is changed"
             )
         self.module, self.seam, self.group, self.length = module, seam, groups.tp, length
@@ -139,7 +139,7 @@ class SeamForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _changed(self, action: str, value: Tensor) -> Tensor:
-        """What an action of the seam makes of an input or output; `watch` is told."""
+        """Apply an action of the seam to an input or output, and report it to `watch`."""
         if action in OVER_SEQUENCE:  # of [..., s, h]
             over_first = OVER_SEQUENCE[action]
             changed = over_first(value.transpose(0, -2), group=self.group).transpose(0, -2).contiguous()
@@ -209,7 +209,7 @@ class SeamForward:
 
     @contextmanager
     def _without_bias(self) -> Iterator[Tensor | None]:
-        """A bias that is whole beside a split weight is hidden from the forward, and added once, after the sum."""
+        """A bias that is whole next to a split weight is hidden from the forward, and added once, after the sum."""
         bias = self.module._parameters.get("bias") if self.seam.after.startswith("reduce") else None
         if bias is None or getattr(bias, "tensor_model_parallel", False):
             yield None

@@ -38,7 +38,7 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class SequenceParallel(CutSequence):
-    """How one model's sequence is cut: what stands in the hooks of the model and of its layers.
+    """Cut of one model's sequence: the hooks of the model and of its layers.
 
     local_logits: True if the sequence stays cut behind the last layer, up to the loss, where the mode can do that.
     Raises PlanError for a mode that is unknown, and for one whose group has one rank.
@@ -101,7 +101,7 @@ class SequenceParallel(CutSequence):
             )
 
     def _name_positions(self, ids: Tensor, kwargs: dict[str, Any]) -> None:
-        """Documents that are packed into one row are told by positions that begin anew."""
+        """Name the positions of packed documents: they begin again in each document."""
         ends = kwargs.get(PACKED[0])
         for name in PACKED:
             kwargs.pop(name, None)
@@ -182,7 +182,7 @@ def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _seams_of(name: str, module: nn.Module, plan: Plan) -> dict[str, Seam]:
-    """What changes at one module of a layer and inside it."""
+    """Seams of one module of a layer, and inside it."""
     parameters = dict(module.named_parameters(prefix=name))
     inside = {place: seam for place, seam in plan.seams.items() if f"{place}.".startswith(f"{name}.")}
     if not inside and all(parameter.dim() <= 1 for parameter in parameters.values()):

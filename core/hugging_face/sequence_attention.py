@@ -106,8 +106,8 @@ def ring_of_documents(
         )
     if attention_mask is not None and (attention_mask.dtype != torch.long or attention_mask.shape[-2] != 1):
         raise ValueError(
-            f"'ring_attn' does not read a mask of shape {list(attention_mask.shape)}; documents are told by position "
-            "ids that begin anew, and padding by a mask [b, s]"
+            f"'ring_attn' does not read a mask of shape {list(attention_mask.shape)}; documents are marked by position "
+            "ids that begin again, and padding by a mask [b, s]"
         )
     width, wide = value.shape[-1], max(query.shape[-1], value.shape[-1])
     # The ring divides scores by the square root of the width that it sees.

@@ -1,4 +1,4 @@
-"""What becomes of a model, or of a stage, that is split by its plan. No DTensor, no tracing.
+"""Split a model, or a stage of it, by its plan. No DTensor, no tracing.
 
 Parameters become this rank's slices and carry the tags that the gradient contract reads; modules at seams get a
 SeamForward. One forward on a small example then shows what each whole parameter meets, which decides its contract.
@@ -43,7 +43,7 @@ from core.tensor_parallel.dataflow import run_watched
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from core.watch.waiting import is_peers
 
-AGAIN = "The model has been cut; make it anew"
+AGAIN = "The model has been cut; make it again"
 IN_PARTS = "would choose a token from a part of the layers or of the sequence; generate with the model saved"
 ONCE_SPLIT = ("once it is split", "A module there needs its whole width. ")
 OTHER_TOKENS = "its layers use other tokens elsewhere than in attention, or in a way that is unknown here"
@@ -55,7 +55,7 @@ REPORT = "split_report"  # the attribute of a split model that says how it was s
 
 @dataclass(frozen=True)
 class SplitReport:
-    """How a model was split. partial: whole parameters whose gradients are summed over tp, by what the forward showed.
+    """Report of a split. partial: whole parameters whose gradients are summed over tp, by what the forward showed.
 
     unseen: parameters that learn and that the example did not reach; they are taken to be whole with whole gradients.
     """
@@ -108,7 +108,7 @@ def cut_parameters(model: nn.Module, plan: Plan, groups: ProcessGroups) -> None:
 
 
 def whole_only(method: Callable[..., Any], sentence: str, *args: Any, **kwargs: Any) -> Any:
-    """Stands in place of a method that takes a model for whole: it would go on with this rank's part, and says so.
+    """Replaces a method that needs the whole model: it would use this rank's part alone, and raises instead.
 
     A call that brings the whole state along (`save_split`) is let through.
     """
@@ -138,7 +138,7 @@ def refuse_whole_methods(model: Any, family: str, **more: str) -> None:
 
 @dataclass(frozen=True)
 class Splitting:
-    """How models are split on this rank: over which groups, into which stages, and what they give (`split_model`)."""
+    """Options of splitting on this rank: groups, stages, and outputs (`split_model`)."""
 
     groups: ProcessGroups
     layout: PipelineLayout | None = None
@@ -279,7 +279,7 @@ def declare_whole(
     both = sorted(flow.partial & flow.complete)
     if both:
         raise PlanError(
-            f"{plan.family}: parameter {both[0]!r} is used beside split tensors and beside whole ones, so its gradient "
+            f"{plan.family}: parameter {both[0]!r} is used with split tensors and with whole ones, so its gradient "
             f"is neither whole nor a part of a sum over tp. {AGAIN}"
         )
     whole = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in plan.splits}
@@ -309,7 +309,7 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def rounding_of(model: Any, arguments: Mapping[str, Any], before: Tensor) -> float:
-    """How far rounding may move the output `before` of the example, relative to its norm.
+    """Largest relative change of the example's output `before` by rounding.
 
     In 16 bits a router may choose another expert after it. So the example runs once more there, rounded otherwise.
     """

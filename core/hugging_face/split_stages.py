@@ -73,7 +73,7 @@ def split_model(
     over the context-parallel group; every rank of it is given the whole sequence.
 
     Collective over these groups. Raises PlanError on all of its ranks where sizes do not fit or the plan
-    cannot give right gradients; what was found after the cut leaves the model unusable, so make it anew.
+    cannot give right gradients; what was found after the cut leaves the model unusable, so make it again.
     """
     how = Splitting(resolve_groups(pg_collection), None, parallel_output, sequence_parallel)
     (part,) = _split(model, plan, example, how)
@@ -210,7 +210,7 @@ def copied(model: Any) -> Any:
 
 
 def of_stage(plan: Plan, chunk: nn.Module) -> Plan:
-    """What a plan says of the parameters and modules that a stage has."""
+    """The part of a plan about the parameters and modules of a stage."""
     names = {name for name, _ in chunk.named_parameters(remove_duplicate=False)}
     modules = {name for name, module in chunk.named_modules() if any(True for _ in module.parameters())}
     return dataclasses.replace(
@@ -236,7 +236,7 @@ def finish_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], ho
             if bool(output_of(part, given).isnan().any()):
                 raise PlanError(
                     f"{plan.family}: the layers of stage {stage.part.index} use something of the embeddings, or of "
-                    "earlier layers, beside the hidden states; a pipeline sends hidden states alone"
+                    "earlier layers, in addition to the hidden states; a pipeline sends hidden states alone"
                 )
             for name in stage.cut.around:
                 part.get_parameter(name).pipeline_parallel = True

@@ -29,7 +29,7 @@ NOT_RECEIVED = "a stage takes what the stage before it sent as received="
 
 @dataclass(frozen=True)
 class ModelCut:
-    """Where a model can be cut into stages.
+    """Places at which a model can be cut into stages.
 
     layers: the name of its list of layers. entry, exit: modules with parameters that are used before the first layer,
     and after the last one. around: parameters of modules that hold the list itself; every stage has a copy. tied: the
@@ -46,7 +46,7 @@ class ModelCut:
 
 
 def find_cut(model: Any, used_before: Mapping[str, bool] | None = None) -> ModelCut:
-    """Where a transformers model can be cut. Local; the model may be on the meta device.
+    """Find where a transformers model can be cut. Local; the model may be on the meta device.
 
     used_before: of modules with parameters outside the layers, whether a forward used them before the first layer
     (`watch_order`). Without it the order of registration says so.
@@ -198,7 +198,7 @@ class StageForward:
         """The forward of a layer that lies on another stage."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not self.entered:
-            return (hidden,)  # some models take the first of what a layer gives; nobody looks at it
+            return (hidden,)  # some models take the first of what a layer gives; it is not read
         if not isinstance(hidden, Tensor):
             raise PlanError(
                 f"{self.cut.family}: its layers are called without hidden_states, so what a stage would send is unknown"
@@ -212,7 +212,7 @@ class StageForward:
         """
         if self.received is None or self.entered:
             raise PlanError(
-                f"{self.cut.family}: stage {self.part.index} uses a module of the first stage beside its layers, so "
+                f"{self.cut.family}: stage {self.part.index} uses a module of the first stage outside its layers, so "
                 "this model cannot be cut into stages"
             )
         batch, sequence, hidden = self.received.shape
@@ -301,7 +301,7 @@ def stage_forward_step(chunk: nn.Module, microbatch: Mapping[str, Any], hidden: 
 
 
 def stage_activations(chunk: nn.Module, microbatch_size: int, sequence_length: int) -> list[Tensor]:
-    """What one stage sends the next, on the meta device: hidden states [microbatch, sequence, hidden]."""
+    """Activations that a stage sends, on the meta device: hidden states [microbatch, sequence, hidden]."""
     model: Any = stage_of(chunk).model
     width = model.config.get_text_config().hidden_size
     return [torch.empty(microbatch_size, sequence_length, width, dtype=model.dtype, device="meta")]

@@ -55,7 +55,7 @@ def untie_by_files(model: Any, directory: Path, files: Sequence[Path]) -> list[s
 def untie_as_stored(model: Any, stored: Stored, where: object) -> list[str]:
     """Give each name of a tied parameter a parameter of its own if the files hold another value for it; with a warning.
 
-    Returns the names. Every rank of a job that reads the same files comes to the same answer.
+    Returns the names. Every rank of a job that reads the same files gets the same names.
     """
     names = {name: key for (name, pattern), keys in stored.items() if pattern is None for key in keys}
     found = {name: stored[name, None][key].get_slice(key) for name, key in names.items() if name in _all(model)}

@@ -109,7 +109,7 @@ def tiny_of_bytes(family: str, length: int) -> Any:
 
     family: a model type, or a name of `families`. LookupError for one without a plan or a policy.
     """
-    types = (family, f"{family}_text")  # a family of several towers has its text model's type beside its own
+    types = (family, f"{family}_text")  # a family of several towers has its text model's type in addition to its own
     kinds = all_families().items()
     found = next((kind for name, kind in kinds if name == family or getattr(kind, "model_type", "") in types), None)
     if found is None:

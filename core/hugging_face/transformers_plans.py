@@ -133,7 +133,7 @@ class _Reader:
         return Plan(self.family, splits, seams, frozenset(partial), whole, numbers)
 
     def _by_token_id(self) -> Iterator[int]:
-        """Embeddings with a parameter beside their weight, which they place by token id: they stay whole, with ties.
+        """Embeddings with a second parameter, which they place by token id: they stay whole, with ties.
 
         A rank's part of the vocabulary has row numbers of its own.
         """
@@ -155,7 +155,7 @@ class _Reader:
         return Seam(name, word if isinstance(word, str) else "policy", how.before, how.after, tail, heads)
 
     def _cut(self, owner: str, name: str, parameter: nn.Parameter) -> tuple[Split | None, bool]:
-        """How a parameter is cut, by its own rule or its module's; and whether it is whole with a partial gradient."""
+        """Cut of a parameter, by its own rule or its module's; and True if it is whole with a partial gradient."""
         own = _rule_for(name, self.rules)
         word = own or _rule_for(owner, self.rules)
         if word is None or id(getattr(self.modules[owner], "weight", None)) in self.whole_weights:
@@ -182,7 +182,7 @@ class _Reader:
         return Split(name, shape, dim, blocks, padded, heads, f"{parent}.num_key_value_groups", heads * sharing), False
 
     def _heads(self, owner: str, length: int) -> int:
-        """How many heads the outputs of an attention's projection are; 0 if it is none, or nothing says so."""
+        """Number of heads in the outputs of an attention's projection; 0 if it is none, or not known."""
         above, _, leaf = owner.rpartition(".")
         parent = self.modules.get(above)
         if leaf not in PROJECTIONS or parent is None:
@@ -205,14 +205,14 @@ class _Reader:
         return value
 
     def _count_of_heads(self, name: str) -> int:
-        """How many heads a policy says that an attention has: the first number that it divides there."""
+        """Number of heads of an attention in a policy: the first number that it divides there."""
         numbers = self._of_policy(name, "divided")
         if not numbers:
             raise PlanError(f"the policy cuts heads of module {name!r} and does not say which number counts them")
         return self._number(name, numbers[0])
 
     def _rope_features(self, name: str) -> int:
-        """How many last features of a compressed projection are rotated keys, which all heads share."""
+        """Number of last features of a compressed projection that are rotated keys, which all heads share."""
         for holder in (self.modules.get(name.rpartition(".")[0]), self.model.config.get_text_config()):
             width = getattr(holder, "qk_rope_head_dim", None)
             if isinstance(width, int):
@@ -256,7 +256,7 @@ def read_experts(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
     rules: dict[str, str] = dict(getattr(model, "ep_plan", None) or {})
     family = family_of(model)
     for name, style in rules.items():
-        if style not in (EXPERTS, EXPERT_WEIGHT):  # tensor parallelism beside experts, which `tp_plan` has too
+        if style not in (EXPERTS, EXPERT_WEIGHT):  # tensor parallelism in addition to experts, which `tp_plan` has too
             style_of(family, name, style)
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, module in model.named_modules():

@@ -28,9 +28,9 @@ class PartFigures:
     """One part of a model, for one microbatch.
 
     saved: bytes that its forward leaves for backward. forward, backward: most bytes while it runs, without what
-    earlier parts have saved. work, sent: of both phases, by name. params: (elements on this rank, True for an expert's) of
-    each trainable parameter; those before the layers are the first part's, and those behind them the last part's.
-    name: in a table.
+    earlier parts have saved. work, sent: of both phases, by name. params: (elements on this rank, True for an
+    expert's) of each trainable parameter. Those before the layers are the first part's, and those behind them the
+    last part's. name: in a table.
     """
 
     saved: int

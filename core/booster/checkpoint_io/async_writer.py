@@ -1,4 +1,4 @@
-"""One thread that writes files in the background, in order; its errors are told at the next wait."""
+"""One thread that writes files in the background, in order; its errors are raised at the next wait."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class AsyncWriter:
     def _run(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except Exception as error:  # told by the next wait, in the thread that saves
+        except Exception as error:  # raised by the next wait, in the thread that saves
             self._error = error

@@ -17,7 +17,7 @@ StrPath = str | os.PathLike[str]
 
 
 class CheckpointIO(ABC):
-    """Saves and loads models, optimizers and schedulers. The public methods tell whole from sharded.
+    """Saves and loads models, optimizers and schedulers. The public methods distinguish whole from sharded.
 
     Every rank calls each method, with the same arguments; files lie where all ranks can read them.
     """
@@ -201,7 +201,7 @@ def expect_optimizer(optimizer: Any, caller: str) -> None:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What a save was asked for, on this rank."""
+    """Arguments of a save on this rank."""
 
     content: Any  # the model or the optimizer
     shard: bool

@@ -34,7 +34,7 @@ States = dict[int, dict[str, Any]]
 
 
 class GeneralCheckpointIO(CheckpointIO):
-    """Every process that calls it writes and reads by itself: for training without a plugin, on one process."""
+    """Every process that calls it writes and reads alone: for training without a plugin, on one process."""
 
     def __init__(self) -> None:
         self._writer = AsyncWriter()
@@ -43,11 +43,11 @@ class GeneralCheckpointIO(CheckpointIO):
     # -- what a plugin says otherwise -----------------------------------------------------------------------------
 
     def writes(self) -> bool:
-        """Does this rank write?"""
+        """True if this rank writes."""
         return True
 
     def agree(self, error: Exception | None, what: str) -> None:
-        """Raise on every rank if any has an error. Collective: no rank goes on before all have come here."""
+        """Raise on every rank if any has an error. Collective: no rank continues before all have come here."""
         if error is not None:
             raise error
 
@@ -392,7 +392,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def save_config(model: nn.Module, directory: Path) -> None:
-    """Beside the shards of a Hugging Face model, what from_pretrained needs to build it."""
+    """Save what from_pretrained needs to build a Hugging Face model, next to its shards."""
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):

@@ -1,4 +1,4 @@
-"""HybridParallelCheckpointIO: files hold the whole model, whatever the layout; each rank takes its slices of them."""
+"""HybridParallelCheckpointIO: files hold the whole model in any layout; each rank takes its slices of them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
     """
 
     def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
-        """Each tensor, in memory of its own where it is tied, so that files tell that it is one."""
+        """Each tensor, in memory of its own where it is tied, so that files show that it is one."""
         _refuse_split_experts(getattr(model, "module", None))
         tensors = plain(model).state_dict(keep_vars=True)
         uses = Counter(id(value) for value in tensors.values())

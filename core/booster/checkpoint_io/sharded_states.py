@@ -1,7 +1,7 @@
 """The state of a sharded optimizer as torch has it: whole, by the number of a parameter; and back to shards.
 
 Whole states come one parameter at a time: each rank that owns elements of it sends them to the others of its shard
-group, so that gathering needs room for one parameter. `master` is beside the moments where masters are apart from the
+group, so that gathering needs room for one parameter. `master` is next to the moments where masters are apart from the
 parameters (16-bit training); torch's optimizers keep such a key and do not use it.
 """
 
@@ -26,7 +26,7 @@ OWN_OPTIONS = ("params", "param_names", "fused", "foreach")  # of a group, which
 
 
 class Piece(NamedTuple):
-    """What one rank has of one parameter's state: elements [start, end) of some keys, and other values as they are."""
+    """One rank's piece of one parameter's state: elements [start, end) of some keys, and other values unchanged."""
 
     rank: int  # in the shard group
     start: int

@@ -53,7 +53,7 @@ class TorchDDPCheckpointIO(GeneralCheckpointIO):
                     raise CheckpointError(
                         f"{what}: rank {dist.get_rank()} called and ranks {missing} have not in "
                         f"{self.ALONE_LIMIT_S:g} s. Saving and loading are for all ranks to call: take the call out of "
-                        "`if rank == 0` or is_master(); one rank writes by itself. If the others are only late, raise "
+                        "`if rank == 0` or is_master(); rank 0 writes alone. If the others are only late, raise "
                         f"{type(self).__name__}.ALONE_LIMIT_S"
                     )
                 time.sleep(0.002)

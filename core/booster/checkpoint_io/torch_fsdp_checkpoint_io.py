@@ -56,7 +56,7 @@ class TorchFSDPCheckpointIO(TorchDDPCheckpointIO):
 
 
 def gather(value: Any) -> Any:
-    """A sharded tensor, whole; anything else as it is. Collective for sharded ones."""
+    """A sharded tensor, whole; anything else is returned unchanged. Collective for sharded ones."""
     if not isinstance(value, DTensor):
         return value
     # Offloaded shards lie on the host, and the group's collectives may be of the device.
@@ -64,7 +64,7 @@ def gather(value: Any) -> Any:
 
 
 def shard_like(value: Any, param: Any) -> Any:
-    """This rank's shard of a whole tensor of `param`'s shape; anything else as it is. Not collective."""
+    """This rank's shard of a whole tensor of `param`'s shape; anything else unchanged. Not collective."""
     if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != param.shape:

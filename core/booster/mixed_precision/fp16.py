@@ -104,7 +104,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """What apex makes of the model and the optimizer."""
+        """Let apex configure the model and the optimizer."""
         inner = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
         plain = model.unwrap() if hasattr(model, "unwrap") else model
         self.amp.initialize(plain, inner, **self.options)  # changes both in place

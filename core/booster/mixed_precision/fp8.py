@@ -19,7 +19,7 @@ FIRST_CAPABILITY = (8, 9)  # the first CUDA generation that multiplies 8-bit flo
 
 
 class FP8MixedPrecision(MixedPrecision):
-    """8-bit products in every nn.Linear whose sizes are multiples of 16; one scale a tensor, found anew every time.
+    """8-bit products in every nn.Linear whose sizes are multiples of 16; one scale a tensor, computed each time.
 
     Activations and weights as e4m3, gradients of outputs as e5m2, sums in the hardware's accumulator, results in bf16.
     Raises RuntimeError where this machine has no such product.
@@ -44,7 +44,7 @@ class FP8MixedPrecision(MixedPrecision):
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why a device cannot multiply 8-bit floats; None if it can."""
+    """Return why a device cannot multiply 8-bit floats; None if it can."""
     if device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)
         if capability < FIRST_CAPABILITY:
@@ -69,7 +69,7 @@ def use_fp8_linears(model: nn.Module) -> list[str]:
 
 
 def fits(*sizes: int) -> bool:
-    """Can a product of these sizes run in 8 bits?"""
+    """True if a product of these sizes can run in 8 bits."""
     return all(size % MULTIPLE == 0 for size in sizes)
 
 
@@ -83,7 +83,7 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # The weight as it is, not its 8-bit copy: a sharding plugin frees it between forward and backward.
+        # The weight itself, not its 8-bit copy: a sharding plugin frees it between forward and backward.
         ctx.save_for_backward(x, weight)
         rows = x.reshape(-1, x.shape[-1])
         result = _product(rows, torch.float8_e4m3fn, weight.t(), torch.float8_e4m3fn)

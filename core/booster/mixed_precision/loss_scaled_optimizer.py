@@ -97,7 +97,7 @@ class TorchAMPOptimizer(OptimizerWrapper):
         return {**super().state_dict(), "loss_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was called. Without `loss_scaler` in it, the scale stays as it is."""
+        """Continue where `state_dict` was called. Without `loss_scaler` in it, the scale is unchanged."""
         inner = dict(state_dict)
         scaler = inner.pop("loss_scaler", None)
         self.optim.load_state_dict(inner)

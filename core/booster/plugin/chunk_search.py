@@ -1,4 +1,4 @@
-"""How large chunks are: the size that leaves the least of full chunks unused. Pure arithmetic.
+"""Chunk size: the one that leaves the least of full chunks unused. Pure arithmetic.
 
 A chunk is a bucket, so it ends where its last parameter does, and nothing is unused in memory. But two chunks are whole
 at a time, and chunks of equal length make the most of that memory, and of each transfer.

@@ -72,7 +72,7 @@ class DPPluginBase(Plugin):
         return True
 
     def device(self) -> torch.device:
-        """Where models go. RuntimeError, by the plugin's name, for a device that it does not run on."""
+        """Device of models. RuntimeError, by the plugin's name, for a device that it does not run on."""
         device = device_of_group() if self._planned is None else self._planned.device
         if device.type not in self.supported_devices():
             raise RuntimeError(
@@ -126,7 +126,7 @@ class DPPluginBase(Plugin):
         distributed_sampler_cls: Any = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """A loader over this rank's part of a dataset; call its `sampler.set_epoch(epoch)` to shuffle anew.
+        """A loader over this rank's part of a dataset; call its `sampler.set_epoch(epoch)` to shuffle again.
 
         batch_size: samples a rank. seed: of the shuffle, equal on all ranks, and of Python, NumPy and torch in each
         worker, different in all. drop_last: leave out the last samples rather than give some twice or make a smaller
@@ -167,7 +167,7 @@ class DPPluginBase(Plugin):
         return self.prepare_dataloader(*args, **kwargs)
 
     def data_rank(self) -> int:
-        """Which part of the data is this rank's."""
+        """Index of this rank's part of the data."""
         return self.rank
 
     def data_size(self) -> int:

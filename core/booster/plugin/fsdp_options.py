@@ -1,4 +1,4 @@
-"""What the options of FSDP's first version mean for `fully_shard`, its second. Pure, but for making meshes."""
+"""Options of FSDP's first version, translated for `fully_shard`, its second. Pure, but for making meshes."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def own_modules(module: nn.Module, others: set[nn.Module], prefix: str = "") -> 
 
 
 def policy_of(mixed_precision: MixedPrecision | MixedPrecisionPolicy | None, *, root: bool) -> MixedPrecisionPolicy:
-    """The dtypes of a unit. The model itself casts its inputs unless told otherwise; inner units only when told to."""
+    """The dtypes of a unit. By default the model casts its inputs, and inner units do not."""
     if mixed_precision is None:
         return MixedPrecisionPolicy()
     if isinstance(mixed_precision, MixedPrecisionPolicy):
@@ -178,7 +178,7 @@ def policy_of(mixed_precision: MixedPrecision | MixedPrecisionPolicy | None, *, 
 
 
 def offload_of(cpu_offload: Any, device: torch.device) -> OffloadPolicy:
-    """Where shards lie between their uses. CPUOffload, True or a policy; RuntimeError where they are there anyway."""
+    """Policy for shards between their uses. CPUOffload, True or a policy; RuntimeError where they are there anyway."""
     if isinstance(cpu_offload, OffloadPolicy):
         wanted = isinstance(cpu_offload, CPUOffloadPolicy)
     else:

@@ -37,7 +37,7 @@ class GeminiModel(LowLevelZeroModel):
 
     @property
     def memstats(self) -> MemStats | None:
-        """What the first step under placement_policy='auto' has found, for `memstats` of the next run; else None."""
+        """Statistics of the first step under placement_policy='auto', for `memstats` of the next run; else None."""
         return self.module.memstats if isinstance(self.module, DistributedDataParallel) else None
 
 

@@ -43,7 +43,7 @@ class GeminiPlugin(ZeroPluginBase):
     placement_policy: 'static' places fractions of the bytes of chunks. shard_param_frac: what is sharded; the rest
     stays whole. max_prefetch: 1 gathers the next chunk of the learned order while one is used, between hosts.
     offload_param_frac, offload_optim_frac: of parameters, and of masters and moments, what lies in the host's memory
-    (pinned with pin_memory) beside a GPU, and on CPUs in files in offload_directory. 'auto' has all of that there, and
+    (pinned with pin_memory) with a GPU, and on CPUs in files in offload_directory. 'auto' has all of that there, and
     as many chunks whole on the device as memory_budget_bytes of a rank allow (None: all that a GPU has): in the first
     step without warmup_non_model_data_ratio of them, later steady_cuda_cap_ratio, less what a forward keeps for
     backward. memstats: what GeminiModel.memstats of an earlier run under 'auto' has said: 'auto' needs no warm-up then,
@@ -59,7 +59,7 @@ class GeminiPlugin(ZeroPluginBase):
     enable_sequence_parallelism, enable_flash_attention: with it, the sequence is cut too, and attention is torch's
     scaled_dot_product_attention.
     extra_dp_size: shard within data ranks / extra_dp_size neighbours only, and replicate across.
-    enable_async_reduce: reduce chunks while backward goes on. fp8_communication: gradients travel in 8 bits. use_fp8:
+    enable_async_reduce: reduce chunks during backward. fp8_communication: gradients travel in 8 bits. use_fp8:
     linear layers multiply in 8 bits; with 'bf16', where the machine can. verbose: log what is wrapped how.
 
     Parameters that cannot work together raise ValueError; a warning names those that change nothing.
@@ -167,7 +167,7 @@ class GeminiPlugin(ZeroPluginBase):
         if max_prefetch not in ((0,) if placement_policy == "auto" else (0, 1)):
             raise ValueError(
                 f"max_prefetch is {max_prefetch!r}; one chunk is gathered ahead at most, and none with "
-                "placement_policy='auto', whose budget has no room for what nobody uses yet"
+                "placement_policy='auto', whose budget has no room for a chunk that is not in use yet"
             )
         directory = None if offload_directory is None else os.fspath(offload_directory)
         is_auto = placement_policy == "auto"
@@ -281,27 +281,27 @@ class GeminiPlugin(ZeroPluginBase):
             )
         if directory is not None and on_gpu:
             raise ValueError(
-                "offload_directory is for CPUs; beside a GPU what is offloaded lies in the host's memory: leave it out"
+                "offload_directory is for CPUs; with a GPU what is offloaded lies in the host's memory: leave it out"
             )
         if pin_memory and not (on_gpu and (optim or param)):
             raise ValueError(
                 "pin_memory pins the host memory of what is offloaded from a GPU, and nothing is; leave it False"
             )
 
-    def _budget(self, margin: float, directory: str | None, told: int | None) -> int:
-        """Bytes of a rank: what was told, or all that its GPU has."""
+    def _budget(self, margin: float, directory: str | None, given: int | None) -> int:
+        """Bytes of a rank: as given, or all that its GPU has."""
         if margin:
             raise ValueError(
                 f"gpu_margin_mem_ratio is {margin}, and masters and moments stay below the device under "
                 "placement_policy='auto'; leave it 0"
             )
         device = self.device()
-        if device.type == "cpu" and (told is None or directory is None):
+        if device.type == "cpu" and (given is None or directory is None):
             raise ValueError(
                 "placement_policy='auto' needs on a CPU memory_budget_bytes, the RAM that a rank may use, and "
                 "offload_directory, where all else lies"
             )
-        return int(torch.get_device_module(device).mem_get_info(device)[1]) if told is None else told
+        return int(torch.get_device_module(device).mem_get_info(device)[1]) if given is None else given
 
     def _chunk_config(self) -> dict[str, Any] | None:
         if self.chunk_config_dict is None:
@@ -331,7 +331,7 @@ class GeminiPlugin(ZeroPluginBase):
         return GeminiCheckpointIO() if self._split is None else HybridParallelCheckpointIO()
 
     def data_rank(self) -> int:
-        """Which part of the data is this rank's; the ranks of a replica that is cut have the same."""
+        """Index of this rank's part of the data; the ranks of a split replica have the same."""
         return super().data_rank() if self._split is None else self._split.data_rank()
 
     def data_size(self) -> int:
@@ -355,7 +355,7 @@ class GeminiPlugin(ZeroPluginBase):
 
     @property
     def shard_config(self) -> PluginShardConfig:
-        """How models are cut."""
+        """Split of models."""
         return PluginShardConfig.of(self._given, self.tp_group, self.tp_size)
 
     def groups(self) -> ProcessGroups:

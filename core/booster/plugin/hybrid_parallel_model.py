@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """What the model was before it was cut: for checkpoints, which know no layout.
+    """The model before it was cut: for checkpoints, which know no layout.
 
     shell: the model without memory, with its names, shapes, ties and config. tied: for each name the names of the same
     parameter. splits: how parameters are cut over tensor parallelism. policy: by which they were, if not by the
@@ -95,9 +95,9 @@ class HybridParallelModel(LowLevelZeroModel):
         return refuse_use_of_split_logits(self.unwrap(), output)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own `generate` gives, on this rank's slices; ranks of tp draw the same tokens.
+        """Call the model's own `generate` on this rank's slices; ranks of tp draw the same tokens.
 
-        Experts over ranks compute together, so data ranks whose texts have ended go on until all have (synced_gpus).
+        Experts over ranks compute together, so data ranks whose texts have ended continue until all have (synced_gpus).
         """
         if self.layout is not None:
             raise RuntimeError(

@@ -131,8 +131,8 @@ def of_all_stages(items: Iterator[Any], group: dist.ProcessGroup | None) -> Iter
         yield from items
         return
     while True:
-        told = agree.gather(next(items, None), group, "the tensors of all stages")
-        found = [item for item in told.values() if item is not None]
+        answers = agree.gather(next(items, None), group, "the tensors of all stages")
+        found = [item for item in answers.values() if item is not None]
         if not found:
             return
         yield from found

@@ -1,4 +1,4 @@
-"""What HybridParallelPlugin's options mean together; each is obeyed, refused by name, or named in a warning."""
+"""Checks of HybridParallelPlugin's options together; each is obeyed, refused by name, or named in a warning."""
 
 from __future__ import annotations
 

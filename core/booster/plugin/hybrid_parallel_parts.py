@@ -1,4 +1,4 @@
-"""What HybridParallelPlugin asks of models and batches: names of parameters in parts of a model, parts of a batch."""
+"""Parts of models and batches for HybridParallelPlugin: names of a part's parameters, parts of a batch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def splits_of(part: Any) -> Mapping[str, Split]:
-    """How the parameters of a part are cut over tensor and expert parallelism."""
+    """Splits of a part's parameters over tensor and expert parallelism."""
     report = getattr(part, "split_report", None)
     if report is None or not hasattr(part, "peft_config"):
         return {} if report is None else report.plan.splits
-    below = part.get_base_model().split_report.plan.splits  # of the layers that adapters stand beside
+    below = part.get_base_model().split_report.plan.splits  # of the layers that adapters belong to
     names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
     return {**report.plan.splits, **{n: below[name_in_base(n)] for n in names if name_in_base(n) in below}}
 

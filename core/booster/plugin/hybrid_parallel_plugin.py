@@ -65,7 +65,7 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
     initial_scale .. max_scale: of the dynamic loss scale, with fp16 only. max_norm: clip the global norm inside `step`.
     broadcast_buffers: give rank 0's buffers to all ranks at `boost`. ddp_bucket_cap_mb: gradients that travel
     together without ZeRO, in MiB of fp32. zero_bucket_size_in_m: the same with ZeRO, in 1024 * 1024 elements.
-    overlap_communication: reduce buckets while backward goes on. communication_dtype: of gradients on the wire.
+    overlap_communication: reduce buckets during backward. communication_dtype: of gradients on the wire.
     fp8_communication: gradients travel in 8 bits. cpu_offload: with ZeRO, masters, moments and the step on the CPU.
     overlap_allgather: with ZeRO 1 and 2, step bucket by bucket, and gather a bucket's parameters under the next step.
     use_fp8: linear layers multiply in 8 bits, with 'bf16' and tp_size = pp_size = 1.
@@ -179,7 +179,7 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         self.gradient_checkpoint_config = gradient_checkpoint_config
         self.broadcast_buffers = broadcast_buffers
         self.enable_flash_attention = enable_flash_attention
-        # The grid of experts has no cp, so stages can only be outermost beside it.
+        # The grid of experts has no cp, so stages can only be outermost with it.
         self.dp_outside = dp_outside and (self.sp_size == 1 or pp_size == 1)
         elements = ddp_bucket_cap_mb * MEGA / 4 if zero_stage == 0 else zero_bucket_size_in_m * MEGA
         self.bucket_size = max(1, int(elements))
@@ -198,15 +198,15 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         return True
 
     def data_rank(self) -> int:
-        """Which part of the data is this rank's: that of its replica of the model."""
+        """Index of this rank's part of the data: that of its replica of the model."""
         return self.groups().rank("dp")
 
     def data_size(self) -> int:
-        """How many replicas of the model there are."""
+        """Number of replicas of the model."""
         return self.dp_size
 
     def groups(self) -> ProcessGroups:
-        """parallel_state's groups, made here at the first call if nobody has. Collective then."""
+        """parallel_state's groups, made here at the first call if there are none. Collective then."""
         if self._groups is None:
             if not parallel_state.model_parallel_is_initialized():
                 parallel_state.initialize_model_parallel(
@@ -344,7 +344,7 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         return boosted, wrapped, criterion, dataloader, lr_scheduler
 
     def layout_of(self, model: Any) -> PipelineLayout | None:
-        """Where the layers of a whole model go; None without a pipeline. Local; ValueError for what cannot be."""
+        """Layout of a whole model's layers; None without a pipeline. Local; ValueError for what cannot be."""
         if self.pp_size == 1:
             if self.num_layers_per_stage is not None:
                 raise ValueError("num_layers_per_stage is for a pipeline, and pp_size is 1")
@@ -381,7 +381,7 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         return self.tp_size * self.pp_size * self.ep_size * self.sp_size > 1
 
     def _give_weights(self, model: nn.Module, more: Iterable[nn.Parameter]) -> None:
-        """Slices of different models would make a model that nobody has made. more: of parameters taken off before."""
+        """Broadcast one model's weights before ranks take slices. more: parameters taken off before."""
         agree.same(
             [
                 (

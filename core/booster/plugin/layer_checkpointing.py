@@ -11,7 +11,7 @@ from core.hugging_face.transformers_plans import checkpoint_each_layer
 
 @dataclass(frozen=True)
 class GradientCheckpointConfig:
-    """Which layers keep no activations. ratio: of each stage's layers, the first ones, between 0 and 1."""
+    """Choice of layers that keep no activations. ratio: of each stage's layers, the first ones, between 0 and 1."""
 
     gradient_checkpointing_ratio: float = 1.0
 
@@ -23,7 +23,7 @@ class GradientCheckpointConfig:
             )
 
     def layers_of(self, stage: int, count: int) -> int:
-        """How many of a stage's layers are checkpointed."""
+        """Number of a stage's layers that are checkpointed."""
         return int(self.gradient_checkpointing_ratio * count)
 
 
@@ -34,7 +34,7 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
     num_ckpt_layers_per_stage: Sequence[int] | None = None
 
     def layers_of(self, stage: int, count: int) -> int:
-        """How many of a stage's layers are checkpointed."""
+        """Number of a stage's layers that are checkpointed."""
         if self.num_ckpt_layers_per_stage is None:
             return super().layers_of(stage, count)
         counts = self.num_ckpt_layers_per_stage

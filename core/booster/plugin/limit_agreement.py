@@ -1,4 +1,4 @@
-"""Limits that every rank passes by itself, to a gradient of which each holds a part."""
+"""Limits that each rank passes alone, for a gradient of which each holds a part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_limit(name: str, value: Any, check: Callable[[Any], None], groups: Seq
     try:
         check(value)
         table = [f"{name} = {float(value)}"]
-    except Exception as error:  # whatever it is: the others are on their way to the comparison
+    except Exception as error:  # of any kind: the others are on their way to the comparison
         failure = error
     advice = "Each holds a part of one gradient: pass the same on all of them. Nothing was changed"
     agree.same((("the gradient's parts", group, table) for group in groups), failure, kind=ValueError, advice=advice)

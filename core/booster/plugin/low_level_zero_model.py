@@ -57,7 +57,7 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What a transformers model's own `generate` gives. Sharded parameters are whole meanwhile, on each rank."""
+        """Call a transformers model's own `generate`. Sharded parameters are whole during it, on each rank."""
         if self.cast_to is not None:
             args, kwargs = tree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         with self.gathered():

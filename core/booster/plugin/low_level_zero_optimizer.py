@@ -105,7 +105,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
-        """Go on with a gradient from elsewhere, which carries the loss scale already."""
+        """Continue with a gradient from elsewhere, which carries the loss scale already."""
         self._expect_open("backward_by_grad")
         self._scaled = True
         torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
@@ -185,7 +185,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         arrived = any(reducer.gradients > 0 for reducer in reducers) and not (done and stepped)
         if self.scaler is not None and arrived and not self._scaled:
             raise RuntimeError(NOT_SCALED)
-        # Somebody else, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
+        # Other code, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
         if not done or stepped:
             # A reducer without buckets cannot see that gradients were dropped, so only a forward says it.
             asked = [r for r in reducers if r.buckets or r.state is StepState.AWAITED]
@@ -221,7 +221,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in torch's format, on every rank, with masters beside the moments. Collective.
+        """The whole state in torch's format, on every rank, with masters and moments. Collective.
 
         For one that does not fit on a rank: Booster.save_optimizer(shard=True).
         """

@@ -22,7 +22,7 @@ class LowLevelZeroPlugin(ZeroPluginBase):
     max_norm: clip the global norm of kind norm_type inside `step`; 0 does not.
     reduce_bucket_size_in_m: gradients that travel together, in 1024 * 1024 elements. communication_dtype: of gradients
     on the wire; None for the parameters' own. fp8_communication: gradients travel in 8 bits with a scale for each 256.
-    overlap_communication: reduce buckets while backward goes on. overlap_allgather: step bucket by bucket, and gather
+    overlap_communication: reduce buckets during backward. overlap_allgather: step bucket by bucket, and gather
     a bucket's parameters while the next one is stepped. cpu_offload: masters, moments and the step on the CPU.
     master_weights: fp32 copies of 16-bit parameters; False leaves no fp32 copy of anything.
     use_fp8: linear layers multiply in 8 bits; with 'bf16', where the machine can. verbose: log what is wrapped how.

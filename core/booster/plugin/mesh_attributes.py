@@ -1,4 +1,4 @@
-"""What ColossalAI's programs read from a plugin: groups and sizes, the mesh of ranks, the stage, the shard config.
+"""Attributes of plugins that ColossalAI's programs read: groups, sizes, the mesh of ranks, the stage, the shard config.
 
 Groups are made at `boost`, at `prepare_dataloader`, or when one is first read: all ranks must do that together.
 """
@@ -17,7 +17,7 @@ from core.groups.process_groups import ProcessGroups
 
 @dataclass(frozen=True)
 class PluginShardConfig:
-    """How a plugin splits models, with the field names of ColossalAI's ShardConfig. Read-only: the plugin's arguments
+    """Split of models by a plugin, with the names of ColossalAI's ShardConfig. Read-only: the plugin's arguments
     decide. sequence_parallel_process_group, pipeline_stage_manager: None where nothing is split so.
     """
 
@@ -49,7 +49,7 @@ class PluginShardConfig:
 
 @dataclass(frozen=True)
 class StageManager:
-    """Where a rank stands in its pipeline, with the names of ColossalAI's PipelineStageManager.
+    """Place of a rank in its pipeline, with the names of ColossalAI's PipelineStageManager.
 
     stage: this rank's place among num_stages ranks. The model's last layers are on rank `last`.
     """
@@ -164,7 +164,7 @@ class MeshAttributes(ABC):
 
     @property
     def shard_config(self) -> PluginShardConfig:
-        """How models are split."""
+        """Splitting of models."""
         more = {"pipeline_stage_manager": self.stage_manager, "sequence_parallelism_mode": self.sequence_parallel}
         return PluginShardConfig.of(
             self._given, self.tp_group, self.tp_size, sequence_parallel_process_group=self.sp_group, **more

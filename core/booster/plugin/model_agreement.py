@@ -14,13 +14,13 @@ from core.groups import agree
 def agree_on_model(model: nn.Module, group: dist.ProcessGroup, plugin: str, *, warn_of_values: bool) -> None:
     """Raise ValueError on every rank of a group where names, shapes or dtypes differ. Collective.
 
-    warn_of_values: warn where values differ: shards cut from different models make a model that nobody has made.
+    warn_of_values: warn where values differ: shards of different models do not make one model.
     """
     params = dict(model.named_parameters())
     table = [f"{name!r} {list(param.shape)} {param.dtype}" for name, param in params.items()]
     agree.same([(plugin, group, table)], kind=ValueError, advice="All ranks must build the same model")
-    told = agree.gather(list(map(_total, params.values())), group, f"the weights of {plugin}")
-    (first_rank, first), *others = told.items()
+    answers = agree.gather(list(map(_total, params.values())), group, f"the weights of {plugin}")
+    (first_rank, first), *others = answers.items()
     for rank, totals in others:
         unlike = [name for name, here, there in zip(params, first, totals, strict=True) if here != there]
         if unlike and warn_of_values:

@@ -8,7 +8,7 @@ from core.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
 
 
 class MoeHybridParallelPlugin(HybridParallelPlugin):
-    """A transformers model with experts over tp_size x pp_size ranks, its experts over ep_size data ranks beside it.
+    """A transformers model with experts over tp_size x pp_size ranks, and its experts over ep_size data ranks too.
 
     ep_size: ranks that share the experts of one stage; it divides the data and sequence ranks, world / (tp_size *
     pp_size). Over tp_size experts are split as all else is. overlap_communication: off by default.

@@ -80,13 +80,13 @@ class Plugin(ABC):
         return False
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        """What saves and loads models of this plugin."""
+        """Checkpoint IO that saves and loads models of this plugin."""
         from core.booster.checkpoint_io import GeneralCheckpointIO
 
         return GeneralCheckpointIO()
 
     def support_no_sync(self) -> bool:
-        """Can gradients be kept from being reduced for a while?"""
+        """True if the reduction of gradients can be postponed."""
         return False
 
     def no_sync(self, model: nn.Module, optimizer: Any = None) -> AbstractContextManager[None]:
@@ -94,7 +94,7 @@ class Plugin(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not support no_sync; accumulate with reductions instead")
 
     def support_lora(self) -> bool:
-        """Does it train models with LoRA adapters?"""
+        """True if it trains models with LoRA adapters."""
         return False
 
     def enable_lora(

@@ -22,14 +22,14 @@ MARK = "lora_"  # in the names of parameters of adapters
 
 @dataclass(frozen=True)
 class Adapters:
-    """What was on a whole model. config: a peft.LoraConfig. values: the adapters' parameters by their names there."""
+    """Adapters of a whole model. config: a peft.LoraConfig. values: the adapters' parameters by their names there."""
 
     config: Any
     values: Mapping[str, nn.Parameter]
 
 
 def take_off(model: Any) -> tuple[Any, Adapters | None]:
-    """(the model without adapters, its adapters); a model that has none comes back as it is. ValueError for
+    """(the model without adapters, its adapters); a model that has none is returned unchanged. ValueError for
     several, and for one of experts' fused weights.
     """
     if not hasattr(model, "peft_config"):

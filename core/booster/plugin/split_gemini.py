@@ -58,7 +58,7 @@ class SplitGemini(HybridParallelPlugin):
         return "GeminiPlugin"
 
     def groups(self) -> ProcessGroups:
-        """parallel_state's groups, made here at the first call if nobody has. Collective then."""
+        """parallel_state's groups, made here at the first call if there are none. Collective then."""
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
                 self.tp_size, num_distributed_optimizer_instances=self.gemini.extra_dp_size

@@ -50,7 +50,7 @@ class TorchFSDPModel(ModelWrapper):
     """A model whose units are sharded; `module` is the user's own module, its parameters are DTensors now."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own `generate` gives. Each forward gathers, so ranks go on until all texts have ended."""
+        """Call the model's own `generate`. Each forward gathers, so ranks continue until all texts have ended."""
         kwargs.setdefault("synced_gpus", True)
         return super().generate(*args, **kwargs)
 

@@ -116,10 +116,10 @@ class ZeroPluginBase(DPPluginBase):
 
     @abstractmethod
     def _wrapper_config(self, model: nn.Module, shaped: bool) -> DistributedDataParallelConfig:
-        """How the wrapper keeps and reduces gradients. shaped: True if the optimizer needs whole parameters."""
+        """Options of the wrapper for gradients. shaped: True if the optimizer needs whole parameters."""
 
     def _optimizer_config(self) -> OptimizerConfig:
-        """How the engine's optimizer keeps masters and moments."""
+        """Options of the engine's optimizer for masters and moments."""
         return OptimizerConfig(
             **self._master_options(),
             optimizer_cpu_offload=self.cpu_offload,
@@ -130,13 +130,13 @@ class ZeroPluginBase(DPPluginBase):
     def _boosted_model(
         self, module: nn.Module, cast_to: torch.dtype | None, engine: AdoptedOptimizer | None
     ) -> LowLevelZeroModel:
-        """What `boost` returns for the model."""
+        """The model that `boost` returns."""
         return LowLevelZeroModel(module, cast_to, engine)
 
     def engine_configs(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[DistributedDataParallelConfig, OptimizerConfig]:
-        """How `boost` wraps a model, with its adapters and cut to this rank's part, and how it keeps masters and
+        """Options by which `boost` wraps this rank's part of a model, with its adapters, and keeps masters and
         moments. Local, also without torch.distributed (`planned_world`).
         """
         return self._wrapper_config(model, needs_shapes(optimizer)), self._optimizer_config()
@@ -171,7 +171,7 @@ class ZeroPluginBase(DPPluginBase):
         raise ValueError(f"no_sync got neither a model nor an optimizer that {self._name} has boosted; pass one")
 
     def data_rank(self) -> int:
-        """Which part of the data is this rank's."""
+        """Index of this rank's part of the data."""
         return self.groups().rank("dp") if parallel_state.model_parallel_is_initialized() else self.rank
 
     def data_size(self) -> int:
@@ -196,7 +196,7 @@ class ZeroPluginBase(DPPluginBase):
         """
         if optimizer is not None:
             self.complete_optimizer(model, optimizer)
-            needs_shapes(optimizer)  # refuses one that cannot be told of
+            needs_shapes(optimizer)  # refuses one of which that is not known
         empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
         if empty is not None:
             raise ValueError(
@@ -242,7 +242,7 @@ class ZeroPluginBase(DPPluginBase):
             param.requires_grad_(False)
 
     def _gradient_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """What gradients are kept in and what they travel in; None for what they are in anyway."""
+        """Dtypes in which gradients are kept and sent; None for their own."""
         own = DTYPES[self.precision]
         if self.fp8_communication:
             return torch.float32 if self.cpu_offload else None, torch.float8_e4m3fn

@@ -533,7 +533,7 @@ def test_a_model_of_materialize_is_moved_without_its_memory(run: Runner) -> None
 
 def refused(device: torch.device) -> None:
     for options, words in (
-        ({"offload_directory": "/tmp", "offload_optim_frac": 1.0}, "offload_directory is for CPUs; beside a GPU"),
+        ({"offload_directory": "/tmp", "offload_optim_frac": 1.0}, "offload_directory is for CPUs; with a GPU"),
         ({"pin_memory": True}, "pin_memory pins the host memory of what is offloaded from a GPU, and nothing is"),
         ({"placement_policy": "auto", "gpu_margin_mem_ratio": 0.5}, "gpu_margin_mem_ratio is 0.5, and masters"),
     ):
