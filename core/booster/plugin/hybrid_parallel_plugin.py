@@ -381,7 +381,7 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         return self.tp_size * self.pp_size * self.ep_size * self.sp_size > 1
 
     def _give_weights(self, model: nn.Module, more: Iterable[nn.Parameter]) -> None:
-        """Broadcast one model's weights before ranks take slices. more: parameters taken off before."""
+        """Give all ranks the weights of rank 0, before they take slices. more: parameters taken off before."""
         agree.same(
             [
                 (
