@@ -62,7 +62,6 @@ class Engine:
     param_sync: ParamGatherer
     unsharder: Unsharder | None  # where parameters are sharded
     tier: MemoryTier | None  # what lies below the device
-    files: FileTier | None  # files that gradients or parameters lie in: steps look at them on the way
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
     buffer_sync: BufferSync | None  # where buffers of modules are broadcast
@@ -105,7 +104,6 @@ def assemble(
     units = _param_units(plan, ddp_config, groups, tier, places)
     shards = [[unit.shard for unit in of_buffer] for of_buffer in units]
     below: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
-    files = tier if isinstance(tier, FileTier) else None
     if tier is not None:
         _place_grads(below, plan, places, groups, tier)
     buffers = [
@@ -157,7 +155,6 @@ def assemble(
         ParamGatherer(buckets, Collectives(channels=plain.channels, clock=plain.clock)),
         unsharder,
         tier,
-        files if any(below) or any(unit.tier is not None for unit in itertools.chain(*units)) else None,
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
         BufferSync.chosen(module, plan.contracts, groups, ddp_config.broadcast_buffers),

@@ -193,11 +193,9 @@ class DistributedDataParallel(nn.Module):
         self.zero_grad_buffer()
 
     def check_memory(self) -> None:
-        """Raise SyncError if somebody has freed the memory of gradients or parameters, or cut the files they lie in."""
+        """Raise SyncError if the memory of gradients or parameters was freed."""
         for buffer in self.all_buffers:
             buffer.check_memory()
-        if self.engine.files is not None:
-            self.engine.files.check()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply every gradient by a factor (a number, or a 0-dim tensor)."""

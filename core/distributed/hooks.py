@@ -77,8 +77,6 @@ def _begin_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
         )
     for buffer in engine.buffers:
         buffer.check_memory()
-    if engine.files is not None:  # backward would write there
-        engine.files.check()
     if torch.is_grad_enabled():
         engine.reducer.note_forward()
         if engine.first_steps.active:

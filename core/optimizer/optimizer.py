@@ -285,7 +285,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
                     f"{bucket.state.value}; its gradients are not reduced. Call finalize_model_grads([model]) "
                     "after the last backward and before step()"
                 )
-        problems = [chunk.engine.tier.problem() for chunk in self.model_chunks if chunk.engine.tier is not None]
+        problems = [chunk.engine.tier.failure for chunk in self.model_chunks if chunk.engine.tier is not None]
         with attributes_alone():
             problems += [masters.bucket.follow_edits() for masters in self.masters]
         return next((problem for problem in problems if problem is not None), None)
@@ -404,9 +404,6 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     def state_by_parameter(self) -> dict[str, list[Entry]]:
         """This rank's part of the state by parameter name: entries over disjoint elements (see optimizer_state.py)."""
-        for chunk in self.model_chunks:
-            if chunk.engine.tier is not None:
-                chunk.engine.tier.check()
         entries: dict[str, list[Entry]] = {}
         for masters in self.masters:
             masters.take_over_edits()

@@ -3,9 +3,7 @@
 A tensor in it is used like any other, where it lies. The kernel reads its pages when they are used, and writes them
 back when it needs their memory. The files have no name, so nothing is left when the process ends.
 
-Disk space is reserved before a file is mapped: a full disk is an OSError then, and no signal later. A file that
-somebody cuts short would end whoever uses it next. So its length is looked at before each forward, gather, finalize,
-zeroing of gradients, optimizer's step and save.
+Disk space is reserved before a file is mapped: a full disk is an OSError then, and no signal later.
 """
 
 from __future__ import annotations
@@ -15,13 +13,10 @@ import mmap
 import os
 import tempfile
 import warnings
-import weakref
 
 import torch
-import torch.distributed as dist
 
 from core.distributed.buffer.memory_tier import MemoryTier
-from core.groups.agree import SyncError
 
 LEAST_BYTES = 2**20  # of a file
 SPARE = 8  # a file is at least this part of all before it, so that there are few of them
@@ -34,12 +29,10 @@ class FileTier(MemoryTier):
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.path.abspath(directory)
         self.place = f"a file in {self.directory}"
-        self.files: list[tuple[int, int]] = []  # (descriptor, bytes) of each
-        self.others: list[mmap.mmap] = []  # files that other ranks have made
+        self.nbytes = 0  # of all files
         self.block: mmap.mmap | None = None  # the file that the next tensors lie in
         self.used = 0  # bytes of it
         self.refused: OSError | None = None  # why `new_shared` has failed
-        weakref.finalize(self, _close, self.files)
         os.close(self._nameless())
         if _lies_in_ram(self.directory):
             warnings.warn(
@@ -54,8 +47,12 @@ class FileTier(MemoryTier):
         if nbytes == 0:
             return torch.zeros(numel, dtype=dtype, device="cpu")
         if self.block is None or self.used + nbytes > len(self.block):
-            size = max(nbytes, LEAST_BYTES, sum(size for _, size in self.files) // SPARE)
-            self.block, self.used = mmap.mmap(self._new(_pages(size)), _pages(size)), 0
+            size = _pages(max(nbytes, LEAST_BYTES, self.nbytes // SPARE))
+            descriptor = self._new(size)
+            try:
+                self.block, self.used = mmap.mmap(descriptor, size), 0
+            finally:
+                os.close(descriptor)
         tensor = torch.frombuffer(self.block, dtype=dtype, count=numel, offset=self.used)
         self.used = _pages(self.used + nbytes)
         return tensor
@@ -67,31 +64,10 @@ class FileTier(MemoryTier):
         """
         reserved_from = 0 if is_first else max(0, nbytes - SHARED_TAIL)
         try:
-            return os.dup(self._new(nbytes, reserved_from))
+            return self._new(nbytes, reserved_from)
         except OSError as error:
             self.refused = error
             raise
-
-    def problem(self) -> str | None:
-        """Why no further step can be made, in words: a file was cut short, or there was no room for what came last."""
-        return self.cut() or self.failure
-
-    def cut(self) -> str | None:
-        """The first file that somebody has cut short, in words."""
-        sizes = [(os.fstat(descriptor).st_size, nbytes) for descriptor, nbytes in self.files]
-        for left, nbytes in sizes + [(other.size(), len(other)) for other in self.others]:
-            if left < nbytes:
-                return (
-                    f"a file in {self.directory} that holds shards below the device was cut to {left} of its {nbytes} "
-                    "bytes, and what it held is lost. Load the last checkpoint"
-                )
-        return None
-
-    def check(self) -> None:
-        """SyncError where a file was cut short: who reads or writes it is killed by the kernel."""
-        problem = self.cut()
-        if problem is not None:
-            raise SyncError(f"rank {dist.get_rank()}: {problem}")
 
     def _new(self, nbytes: int, reserved_from: int = 0) -> int:
         descriptor = self._nameless()
@@ -107,7 +83,7 @@ class FileTier(MemoryTier):
                 f"{self.directory}, where {free.f_bavail * free.f_frsize} are free ({os.strerror(error.errno or 0)}). "
                 "Free some, name another directory, or offload less",
             ) from None
-        self.files.append((descriptor, nbytes))
+        self.nbytes += nbytes
         return descriptor
 
     def _nameless(self) -> int:
@@ -143,8 +119,3 @@ def _lies_in_ram(directory: str) -> bool:
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _close(files: list[tuple[int, int]]) -> None:
-    for descriptor, _ in files:
-        os.close(descriptor)

@@ -10,21 +10,14 @@ import torch
 
 
 class MemoryTier:
-    """Memory of one wrapped model on this rank, below its device. place: in words. failure: see `problem`."""
+    """Memory of one wrapped model on this rank, below its device. place: in words."""
 
     place: str
-    failure: str | None = None  # why the tier could not take what it was given
+    failure: str | None = None  # why the tier could not take what it was given, so that no further step can be made
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] of zeros on the CPU."""
         raise NotImplementedError
-
-    def problem(self) -> str | None:
-        """Why no further step can be made, in words."""
-        return self.failure
-
-    def check(self) -> None:
-        """Raise SyncError where the memory is not what it was."""
 
     def settle(self) -> None:
         """Wait until no copy reads the memory any more, since it is going to be written."""

@@ -147,20 +147,16 @@ class ParamUnit:
     def gather(self, collectives: Collectives, to_write: bool = False) -> torch.Tensor:
         """Have the whole bucket. Collective over the shard group, unless its ranks map each other's shards.
 
-        to_write: True for memory of this rank's own in any case. SyncError where a file of shards was cut short.
+        to_write: True for memory of this rank's own in any case.
         """
         if self.mapped is None:
             return self.complete(self.launch(collectives))
-        if self.tier is not None:
-            self.tier.check()
         with torch.inference_mode(False), torch.no_grad():
             self.whole = self._borrow().copy_(self.mapped) if to_write or self.moves else self.mapped
         return self.whole
 
     def launch(self, collectives: Collectives) -> Gather:
         """Begin to gather. Collective over the shard group, asynchronous."""
-        if self.tier is not None:
-            self.tier.check()
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
             whole = self._borrow()
             if not isinstance(self.tier, HostTier):
@@ -372,8 +368,6 @@ def _shard_memory(
                 raise
             error = caught
     if tier is not None:
-        if files is not None and shared is not None and rank > 0:
-            files.others.append(shared.first_map)
         agree.refuse(error, group, "the memory of parameters below the device")
     found, at = [], 0
     for bucket in buckets:

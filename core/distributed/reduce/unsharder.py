@@ -17,8 +17,7 @@ Note [One bucket ahead]
 Where gathers are collectives, or copies from the host to a GPU, the one that came next when the last two were used in
 this order is launched at once, as it was learned in earlier steps. Ranks have the same order and so the same guesses. A
 wrong guess is waited for and thrown away, as is any from before a write; no value ever comes from one that was not
-asked for by its bucket. Where a bucket lies in a mapped file the system is asked to read it ahead, which takes none
-of this process' memory.
+asked for by its bucket.
 
 Note [Who writes the one memory of all ranks]
 A rank writes its own shard alone: in an optimizer's step, when `gathered` ends, in a load. Before the first two all
@@ -40,14 +39,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.param_unit import Gather, ParamUnit, Stays
 from core.distributed.buffer.sharded_parameter import ShardedParameter, attributes_alone, owned_by
 from core.distributed.guard.replicas import checksum, first_unequal
 from core.distributed.reduce.gather_order import GatherOrder, needs_all
 from core.distributed.reduce.grad_reducer import call_after_backward
 from core.distributed.reduce.residents import Budget, Window
-from core.distributed.wire import huge_pages
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.shared_memory import HostChannel
 from core.groups import agree
@@ -234,13 +231,10 @@ class Unsharder:
         if unit.is_collective or unit.tier is not None:
             self.order.learn(unit)
             guess = self.order.guess()
-            if guess is not None and guess.whole is None:
-                if guess.copies and self.residents.prefetch:
-                    if guess.is_collective:
-                        self.order.note(guess, " ahead")
-                    self.ahead = guess.launch(self.collectives)
-                elif isinstance(guess.tier, FileTier):
-                    huge_pages.read_ahead(guess.shard if guess.mapped is None else guess.mapped)
+            if guess is not None and guess.whole is None and guess.copies and self.residents.prefetch:
+                if guess.is_collective:
+                    self.order.note(guess, " ahead")
+                self.ahead = guess.launch(self.collectives)
         return whole
 
     def _gather(self, unit: ParamUnit, used_by: str = "", caller: str = "") -> torch.Tensor:
@@ -457,12 +451,7 @@ class Unsharder:
             raise SyncError(f"rank {dist.get_rank()}: {what} came inside {where}; leave it first, on all ranks")
 
     def meet(self) -> None:
-        """Wait until all ranks that read this one's memory by themselves have come here.
-
-        SyncError where the file that they wait in was cut short.
-        """
-        for tier in self.tiers:
-            tier.check()
+        """Wait until all ranks that read this one's memory by themselves have come here."""
         for channel in self.channels:
             channel.meet()
         self.awaits_others = False

@@ -43,14 +43,6 @@ def _mapped(nbytes: int) -> mmap.mmap:
     return block
 
 
-def read_ahead(tensor: torch.Tensor) -> None:
-    """Have the system read the pages of a mapped file that a tensor lies in, while this process goes on."""
-    if sys.platform == "linux":  # a refusal changes nothing, so no answer is looked at
-        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = max(0, tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_WILLNEED))
-
-
 class Blocks:
     """Memory of tensors on the CPU, which goes back to the system when they are freed, or to the next of them.
 

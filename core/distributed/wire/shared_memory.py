@@ -65,12 +65,6 @@ class HostMemory:
     tensor: torch.Tensor
     channels: list[HostChannel]
 
-    @property
-    def first_map(self) -> mmap.mmap:
-        """The first rank's memory."""
-        memory: mmap.mmap = self.channels[0].members[0].memory.obj  # type: ignore[assignment]
-        return memory
-
     def of_first(self, start: int, numel: int) -> torch.Tensor:
         """[numel] of the first rank's memory from element `start`: one memory of all ranks. Its storage is its own."""
         first = self.channels[0].members[0]
@@ -325,7 +319,7 @@ def _map_all(
         addresses = agree.gather(address, group, what)
         with suppress(OSError):
             known = {rank: theirs for rank, theirs in addresses.items() if theirs is not None}
-            maps = {rank: (theirs.pid, _open(theirs, new_file is not None)) for rank, theirs in known.items()}
+            maps = {rank: (theirs.pid, _open(theirs)) for rank, theirs in known.items()}
         failed = agree.any(len(maps) < len(addresses), group, what)  # also: none closes before all have opened
         return None if failed else maps
     finally:
@@ -345,8 +339,8 @@ def _address(fd: int) -> Address:
     return Address(boot_id(), os.getpid(), fd, (status.st_dev, status.st_ino, status.st_size))
 
 
-def _open(address: Address, tells_size: bool) -> mmap.mmap:
-    """Map a process's memory. Raises OSError where it is not to be had. tells_size: its file may be cut short later."""
+def _open(address: Address) -> mmap.mmap:
+    """Map a process's memory. Raises OSError where it is not to be had."""
     if address.boot != boot_id():
         raise OSError("it is on another host")
     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
@@ -355,7 +349,7 @@ def _open(address: Address, tells_size: bool) -> mmap.mmap:
         if (status.st_dev, status.st_ino, status.st_size) != address.identity:
             raise OSError("the process of that number is another one")
         if sys.version_info >= (3, 13):
-            memory = mmap.mmap(fd, status.st_size, trackfd=tells_size)
+            memory = mmap.mmap(fd, status.st_size, trackfd=False)
         else:  # such a mapping keeps a descriptor as long as it lives: one a buffer and rank of this host
             memory = mmap.mmap(fd, status.st_size)
     finally:
