@@ -23,7 +23,6 @@ from core.optimizer.groups.model_check import all_rank_groups, check_model, spli
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.masters.master_weights import Segment
 from core.optimizer.optimizer_config import OptimizerConfig
-from core.optimizer.step.cpu_offload import OffloadedOptimizer
 
 
 class AdoptedGroups(ParamGroups):
@@ -77,15 +76,7 @@ class AdoptedOptimizer(DistributedOptimizer):
         return self.shaped
 
     def _inner_optimizer(self, torch_groups: list[dict[str, Any]], segments: list[Segment]) -> torch.optim.Optimizer:
-        if not self.config.optimizer_cpu_offload:
-            return self.user
-
-        def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            own = all(mine is theirs for mine, theirs in zip(groups, self.user.param_groups, strict=True))
-            return self.user if own else twin_of(self.user, groups)
-
-        may = [not segment.in_scratch for segment in segments]
-        return OffloadedOptimizer(self.config, torch_groups, segments, may, make)
+        return self.user
 
     def _take_over(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Cut the state that parameters had before into this rank's shards."""

@@ -24,6 +24,7 @@ from core.distributed.wire import huge_pages
 from core.groups.agree import SyncError
 from core.optimizer.algorithms.names import algorithm_needs_shapes
 from core.optimizer.groups.model_check import buckets_of, params_of
+from core.optimizer.groups.offload import put_states_on_host
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.loss_scaler import LossScaler, loss_scaler_of
 from core.optimizer.masters.master_weights import BucketMasters, Segment
@@ -67,12 +68,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self.world_groups = list(world_groups)
         torch_groups = param_groups.torch_groups(config)
         shaped = [self._needs_shapes(group) for group in torch_groups]
+        put_states_on_host(config, model_chunks, lambda param: torch_groups[param_groups.of(param)])
         self.masters = [
             BucketMasters(
                 bucket,
                 param_groups.of,
                 config,
-                scratch_numel=None if config.optimizer_cpu_offload else scratch_numel,
+                scratch_numel=scratch_numel,
                 needs_shape=shaped.__getitem__,
                 only_adam=all(group.get("optimizer") == "adam" for group in torch_groups),
             )

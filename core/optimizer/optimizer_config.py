@@ -67,9 +67,10 @@ class OptimizerConfig:
     fp16, bf16, params_dtype: what the model's parameters are; checked. 16-bit parameters get fp32 master weights.
     overlap_param_gather_with_optimizer_step: step bucket by bucket, and gather a bucket's updated parameters while the
         next one is stepped; for sharded optimizers. The wrapper's overlap_param_gather is the same.
-    optimizer_cpu_offload, optimizer_offload_fraction: keep and step this part of the state on the CPU.
-    overlap_cpu_optimizer_d2h_h2d: copies to and from the device run during the steps on the CPU.
-    pin_cpu_grads, pin_cpu_params: hold those copies in locked memory, from which a device reads faster.
+    optimizer_cpu_offload, optimizer_offload_fraction: keep and step this part of the state on the CPU, in whole buckets.
+        They change nothing for a model on the CPU.
+    overlap_cpu_optimizer_d2h_h2d: gradients are copied from the device while other buckets are stepped.
+    pin_cpu_grads, pin_cpu_params: hold gradients and masters there in pinned memory, which a device reads faster.
     loss_scale: a constant factor of the loss; None with fp16 for a dynamic one, and otherwise for none.
     initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis: of the dynamic scale, see DynamicLossScaler.
     clip_grad: scale all gradients so that their global norm is at most this; 0 and math.inf turn clipping off.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,14 @@ from core.distributed.contract.global_names import namer
 from core.distributed.contract.gradient_contract import GradientContract, data_group_of
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
-from core.distributed.layout.places import Places, places_of
+from core.distributed.layout.places import Places, Where, places_of
 from core.distributed.reduce.residents import WINDOW
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import DATA_KINDS
 from core.optimizer import OptimizerConfig
 from core.optimizer.adopted_optimizer import AdoptedGroups, needs_shapes, twin_of
 from core.optimizer.algorithms.names import algorithm_needs_shapes
+from core.optimizer.groups.offload import GroupOf, buckets_on_host
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.masters.master_weights import BucketMasters, is_per_element
 from core.optimizer.masters.memory import moments_of, scratch_bytes
@@ -235,8 +236,11 @@ def _add_optimizer(
         shaped = [needs_shapes(optimizer)] * len(torch_groups)
         moments = [_kept_by(optimizer, group) for group in torch_groups]
     device = torch.device("cpu" if on_cpu else "cuda")
+    on_host = [] if on_cpu else _on_host(chunks, config, lambda param: torch_groups[of_groups.of(param)])
     for _, plan in chunks:
         places = places_of(plan, ddp_config)
+        if on_host:  # a placement that says where states lie goes with no optimizer_cpu_offload
+            places = replace(places, states=frozenset(where for of, where in on_host if of is plan))
         experts = {id(param) for name, param in plan.params.items() if is_expert(name, param)}
         for number, bucket, kinds in _planned_buckets(plan, ddp_config, groups, places, on_cpu=on_cpu):
             stands_in: Any = bucket
@@ -245,7 +249,7 @@ def _add_optimizer(
                 stands_in,
                 of_groups.of,
                 config,
-                scratch_numel=None if config.optimizer_cpu_offload else lambda _: scratch_numel(device),
+                scratch_numel=lambda _: scratch_numel(device),
                 needs_shape=shaped.__getitem__,
                 only_adam=all(group.get("optimizer") == "adam" for group in torch_groups),
             )
@@ -262,11 +266,28 @@ def _add_optimizer(
                 most = max(most, each)
             # In files a moment has the bucket's length.
             found.add(MOMENTS, masters.grad.numel() * most if in_files else 0, below=below)
-            on_host = below and not on_cpu
-            if on_host and (number, bucket.layout.index) not in places.grads:
+            hosted = below and not on_cpu
+            if hosted and (number, bucket.layout.index) not in places.grads:
                 found.add(GRADIENTS, masters.grad.nbytes, below=True)  # a copy, for the step
-            place = found.below if on_host else found.device
-            place[SCRATCH] = max(place[SCRATCH], scratch_bytes(config, **kinds, on_cpu=on_cpu or on_host))
+            place = found.below if hosted else found.device
+            place[SCRATCH] = max(place[SCRATCH], scratch_bytes(config, **kinds, on_cpu=on_cpu or hosted))
+
+
+def _on_host(
+    chunks: Sequence[tuple[nn.Module, ModelPlan]], config: OptimizerConfig, group_of: GroupOf
+) -> list[tuple[ModelPlan, Where]]:
+    """The buckets whose state lies on the host by optimizer_cpu_offload."""
+    listed = [
+        (plan, number, bucket)
+        for _, plan in chunks
+        for kind in DATA_KINDS  # dense buckets of a chunk come before its experts'
+        for number, layout in enumerate(plan.layout.buffers)
+        if layout.key.data_group == kind
+        for bucket in layout.buckets
+    ]
+    buckets = [(bucket.numel, [plan.params[slot.name] for slot in bucket.slots]) for plan, _, bucket in listed]
+    chosen = (listed[index] for index in buckets_on_host(config, buckets, group_of))
+    return [(plan, (number, bucket.index)) for plan, number, bucket in chosen]
 
 
 def _kept_by(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:

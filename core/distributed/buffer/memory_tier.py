@@ -8,6 +8,8 @@ import weakref
 
 import torch
 
+from core.distributed.wire import huge_pages
+
 
 class MemoryTier:
     """Memory of one wrapped model on this rank, below its device. place: in words."""
@@ -35,13 +37,14 @@ class HostTier(MemoryTier):
     Shards of parameters lie there, and are copied to the device on a stream of their own. Masters and moments lie there
     too, and are stepped there. Gradients of these are copied there when they are reduced, or when they are stepped.
 
-    pin_memory: True for memory that the device copies from while the host goes on.
+    pin_memory: True for memory that the device copies from while the host goes on. pin_masters: True if master weights
+    lie in such memory too.
     """
 
     place = "the host's memory"
 
-    def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
-        self.pin_memory = pin_memory
+    def __init__(self, device: torch.device, *, pin_memory: bool, pin_masters: bool = False) -> None:
+        self.pin_memory, self.pin_masters = pin_memory, pin_masters
         self.stream = torch.Stream(device)
         # A model that is deleted may have a bucket on its way, whose memory somebody else gets.
         weakref.finalize(self, self.stream.synchronize).atexit = False
@@ -49,6 +52,12 @@ class HostTier(MemoryTier):
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] of zeros on the CPU. RuntimeError where the host has no memory left that can be pinned."""
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.pin_memory)
+
+    def masters(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] of zeros on the CPU, for master weights."""
+        if self.pin_masters:
+            return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
+        return huge_pages.zeros(numel, dtype, torch.device("cpu"))
 
     def settle(self) -> None:
         self.stream.synchronize()

@@ -52,7 +52,7 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataP
             "wrap the model with record_nan_in_grad=True instead, which only notes where and when, or set loss_scale"
         )
     buckets = list(buckets_of(model_chunks))
-    if config.optimizer_cpu_offload and any(bucket.state_tier is not None for bucket in buckets):
+    if config.optimizer_cpu_offload and any(places_states(chunk) for chunk in model_chunks):
         raise ValueError(
             "optimizer_cpu_offload keeps the optimizer's state on the CPU, and so, or in files, does the placement; "
             "choose one: set optimizer_cpu_offload=False, or Placement(offload_optim_frac=0.0)"
@@ -60,6 +60,12 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataP
     _check_parameters(config, buckets)
     _check_gradients(config, buckets)
     return sharded
+
+
+def places_states(chunk: DistributedDataParallel) -> bool:
+    """True if the placement of a wrapped model says where masters and moments lie."""
+    placement = chunk.ddp_config.placement
+    return placement is not None and placement.offload_optim_frac > 0
 
 
 def buckets_of(model_chunks: Sequence[DistributedDataParallel]) -> Iterator[Bucket]:

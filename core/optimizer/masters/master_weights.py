@@ -98,7 +98,7 @@ def steps_16_bits(config: OptimizerConfig, dtype: torch.dtype, grad_dtype: torch
     Its CPU kernel computes in fp32 and rounds once, as a step through scratch does.
     """
     kept = {grad_dtype, config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype}
-    if dtype not in LOW_PRECISION or kept != {dtype} or device.type != "cpu" or config.optimizer_cpu_offload:
+    if dtype not in LOW_PRECISION or kept != {dtype} or device.type != "cpu":
         return False
     return choose("adam", device, dtype, config.optimizer_backend)[0] == "fused"
 
@@ -129,13 +129,13 @@ class BucketMasters:
         if isinstance(bucket.state_tier, HostTier) and not bucket.owned_grad.is_cpu:
             self.grad = bucket.state_tier.zeros(self.grad.numel(), self.grad.dtype)
         self.is_apart = bucket.state_tier is not None  # stepped alone, since its state is in other memory
+        # True if gradients come to the host while other buckets are stepped.
+        self.sends_ahead = config.overlap_cpu_optimizer_d2h_h2d or not config.optimizer_cpu_offload
         self.shards = owned_shards(bucket.layout, bucket.shard_range, bucket.params, bucket.contracts, group_of)
         self.live = [True] * len(bucket.params)  # for each parameter: True if it is updated in this step
         dtype = bucket.params[0].dtype
         self.dtype = torch.promote_types(dtype, torch.float32)  # what steps are computed in
-        self.flat: FlatParameters | None = None
-        if bucket.param_shard is None and not config.optimizer_cpu_offload:
-            self.flat = FlatParameters.of(bucket)
+        self.flat = FlatParameters.of(bucket) if bucket.param_shard is None else None
         if self.flat is not None:
             self.param_data: torch.Tensor | None = self.flat.data
         else:
@@ -153,7 +153,7 @@ class BucketMasters:
         in_16_bits = only_adam and self.storage is ParameterStorage and together and not apart
         if in_16_bits and steps_16_bits(config, dtype, self.grad.dtype, self.grad.device):
             self.storage, self.in_scratch = None, False
-        one_a_param = config.optimizer_cpu_offload or (self.storage is None and self.param_data is None)
+        one_a_param = self.storage is None and self.param_data is None
         self.segments: list[Segment] = []
         for shards in join_shards(self.shards, lambda group: one_a_param or needs_shape(group)):
             if self.in_scratch and scratch_numel is not None and not needs_shape(shards[0].group):
@@ -165,6 +165,8 @@ class BucketMasters:
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for masters or moments, where they are to lie."""
+        if isinstance(self.bucket.state_tier, HostTier):
+            return self.bucket.state_tier.masters(numel, dtype)
         if self.tier is None:
             return huge_pages.zeros(numel, dtype, self.grad.device)
         try:

@@ -21,7 +21,6 @@ from core.optimizer.algorithms.names import Algorithm, label, resolve
 from core.optimizer.groups.param_groups import BOOKKEEPING
 from core.optimizer.masters.master_weights import Segment
 from core.optimizer.optimizer_config import OptimizerConfig
-from core.optimizer.step.cpu_offload import OffloadedOptimizer, check_offload, offloadable_segments
 
 
 def inner_optimizer(
@@ -34,30 +33,16 @@ def inner_optimizer(
     """The torch optimizer over these groups; every group's own lr, weight decay and algorithm are in it.
 
     segments, groups: where the master weights come from, and the process groups; Muon puts split matrices together.
+    Several algorithms are members of one optimizer.
     Raises ValueError for an option that the algorithm of a group does not have.
     """
-
-    def make(listed: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return _combine(config, listed, segments, groups)
-
-    if not config.optimizer_cpu_offload:
-        return make(torch_groups)
-    may = offloadable_segments(segments, torch_groups)
-    check_offload(config, segments, may)
-    return OffloadedOptimizer(config, torch_groups, segments, may, make)
-
-
-def _combine(
-    config: OptimizerConfig, listed: list[dict[str, Any]], segments: Sequence[Segment], groups: ProcessGroups | None
-) -> torch.optim.Optimizer:
-    """One optimizer for each algorithm of these groups."""
     members: list[torch.optim.Optimizer] = []
-    for name in dict.fromkeys(group["optimizer"] for group in listed):
-        mine = [group for group in listed if group["optimizer"] == name]
+    for name in dict.fromkeys(group["optimizer"] for group in torch_groups):
+        mine = [group for group in torch_groups if group["optimizer"] == name]
         member = _make(config, resolve(name), mine, segments, groups)
         _check_options(name, member, mine)
         members.append(member)
-    return members[0] if len(members) == 1 else CombinedOptimizer(listed, members)
+    return members[0] if len(members) == 1 else CombinedOptimizer(torch_groups, members)
 
 
 def _make(

@@ -38,14 +38,17 @@ class InnerStep:
         rounded once more.
         """
         pairs = list(zip(buckets, factors, strict=True))
-        if len(pairs) > 1:  # those below the device by themselves: new moments lie in RAM until they are moved
-            below = [pair for pair in pairs if pair[0].is_apart]
+        below = [pair for pair in pairs if pair[0].is_apart]
+        if below and len(pairs) > 1:
             for masters, _ in below:  # the gradients of the next one come while one is stepped
-                masters.send_grads()
-            for masters, factor in below:
+                if masters.sends_ahead:
+                    masters.send_grads()
+            here = [pair for pair in pairs if not pair[0].is_apart]  # first, as a device goes on by itself
+            self.step_buckets([masters for masters, _ in here], [factor for _, factor in here], scratch)
+            for masters, factor in below:  # each by itself: new moments lie in RAM until they are moved
                 self.step_buckets([masters], [factor], scratch)
-            pairs = [pair for pair in pairs if not pair[0].is_apart]
-        for masters in (masters for masters, _ in pairs if masters.is_apart):
+            return
+        for masters, _ in below:
             masters.await_grads()
         here = [
             (segment, factor[segment.norm_group])

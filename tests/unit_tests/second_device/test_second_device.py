@@ -73,6 +73,7 @@ def batch(step: int, device: torch.device) -> torch.Tensor:
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 SMALL = {"bucket_size": 500}
+OF_ALL = {"data_parallel_sharding_strategy": "optim_grads_params", **SMALL}
 AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16}
 IN_16_BITS = {**AWARE, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 # name -> the wrapper's options, the optimizer's, dtype of the parameters, what is offloaded
@@ -107,6 +108,22 @@ ENGINE: dict[str, Case] = {
         {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
         *(torch.bfloat16, {}),
     ),
+    "offloaded whole, with copies ahead": (
+        SMALL, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "clip_grad": 0.1,
+                "overlap_cpu_optimizer_d2h_h2d": True},
+        *(torch.float32, {}),
+    ),
+    "offloaded, in 16 bits": (
+        {**OF_ALL, "overlap_grad_reduce": True},
+        {**IN_16_BITS, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "pin_cpu_params": False},
+        *(torch.bfloat16, {}),
+    ),
+    "offloaded but for Muon": (
+        {"use_distributed_optimizer": True, "keep_params_whole": True, "overlap_param_gather": True,
+         "bucket_size": 100},
+        {"optimizer": "muon", "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "pin_cpu_grads": False},
+        *(torch.float32, {}),
+    ),
     "muon": ({"use_distributed_optimizer": True, "keep_params_whole": True, **SMALL}, {"optimizer": "muon"},
              torch.float32, {}),
     "sgd": ({}, {"optimizer": "sgd", "sgd_momentum": 0.9}, torch.float32, {}),
@@ -114,7 +131,6 @@ ENGINE: dict[str, Case] = {
 STATES, BOTH = {"offload_optim_frac": 0.6}, {"offload_optim_frac": 0.6, "offload_param_frac": 0.4}
 GRADS = {"offload_optim_frac": 0.7, "offload_grad_frac": 0.5}
 PARAMS = {"offload_param_frac": 0.5}
-OF_ALL = {"data_parallel_sharding_strategy": "optim_grads_params", **SMALL}
 ON_HOST: dict[str, Case] = {
     **{
         f"{strategy}, {dtype}": (
@@ -187,16 +203,24 @@ def trained(case: Case, device: torch.device) -> tuple[list[Any], dict[str, torc
 def bytes_held(device: torch.device, name: str, dtype: torch.dtype) -> None:
     """Those of a plan for a GPU are those that are here, on both tiers."""
     parallel_state.initialize_model_parallel()
-    placed: dict[str, Any] = {"optim": STATES, "optim_grads": GRADS, "optim_grads_params": {**BOTH, **GRADS}}[name]
-    config = DistributedDataParallelConfig(data_parallel_sharding_strategy=name, **SMALL, placement=Placement(**placed))
-    of_optimizer = OptimizerConfig(lr=0.05, bf16=dtype == torch.bfloat16)
+    placed: dict[str, Any] = {"no_shard": {}, "optim": STATES, "optim_grads": GRADS, "optim_grads_params": {**BOTH,
+                              **GRADS}}[name]  # fmt: skip
+    options: dict[str, Any] = {"data_parallel_sharding_strategy": name, "overlap_grad_reduce": True, **SMALL}
+    config = DistributedDataParallelConfig(**options, placement=Placement(**placed) if placed else None)
+    by_optimizer = {} if placed else {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.4}
+    of_optimizer = OptimizerConfig(lr=0.05, bf16=dtype == torch.bfloat16, **by_optimizer)
     model = DistributedDataParallel(None, config, layers(device, dtype))
     optimizer: Any = get_megatron_optimizer(of_optimizer, [model])
     step(model, optimizer, 0)
     held: Counter[str] = Counter({GRADIENTS: sum(buffer.grad_data.nbytes for buffer in model.engine.buffers)})
     below: Counter[str] = Counter()
     of_grads = [bucket.owned_grad for buffer in model.engine.buffers for bucket in buffer.buckets]
-    assert any(grad.is_cpu for grad in of_grads) == (name != "optim") and not all(grad.is_cpu for grad in of_grads)
+    in_between = name in ("optim_grads", "optim_grads_params")
+    assert any(grad.is_cpu for grad in of_grads) == in_between and not all(grad.is_cpu for grad in of_grads)
+    hosted = sum(masters.grad.is_cpu for masters in optimizer.masters)
+    assert 0 < hosted < len(of_grads) and "masters and moments in the host's memory" in model.describe()
+    get_megatron_optimizer(OptimizerConfig(lr=0.05, bf16=dtype == torch.bfloat16), [model])
+    assert ("masters and moments in the host's memory" in model.describe()) == bool(placed), "an earlier choice stays"
     if model.engine.unsharder is None:
         held[PARAMETERS] = sum(
             buffer.param_data.nbytes for buffer in model.engine.buffers if buffer.param_data is not None
@@ -220,7 +244,7 @@ def bytes_held(device: torch.device, name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", STRATEGIES[1:])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_plan_for_a_gpu_counts_both_tiers_to_the_byte(run: Runner, name: str, dtype: torch.dtype) -> None:
     run(bytes_held, 2, name, dtype)
 
