@@ -71,12 +71,12 @@ class PlannedJob:
             channels = [*engine.collectives.channels]
             found += [buffer.grad_data for buffer in engine.buffers]
             found += [buffer.pool.memory for buffer in engine.buffers if buffer.pool is not None]
-            if engine.unsharder is None:
+            if not engine.params.units:
                 found += [*chunk.parameters(), *chunk.buffers()]
             else:  # ranks of one host use each other's shards where they lie
-                units = engine.unsharder.units
+                units = engine.params.units
                 found += [memory for unit in units for memory in (unit.shard, unit.mapped) if memory is not None]
-                channels += engine.unsharder.channels
+                channels += engine.params.channels
             found += [member.tensor for channel in channels for member in channel.members]
         return found
 
@@ -195,9 +195,9 @@ def state_of(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
         for buffer in chunk.engine.buffers:
             held[GRADIENTS] += buffer.grad_data.nbytes
             held[POOL] += 0 if buffer.pool is None else buffer.pool.nbytes
-        unsharder = chunk.engine.unsharder
-        if unsharder is not None:
-            held[PARAMETERS] += sum(unit.shard.nbytes for unit in unsharder.units if unit.tier is None)
+        units = chunk.engine.params.units
+        if units:
+            held[PARAMETERS] += sum(unit.shard.nbytes for unit in units if unit.tier is None)
             held[GATHERED] += 0
         else:
             mapped = [buffer.param_data for buffer in chunk.engine.buffers if buffer.param_data is not None]
@@ -221,7 +221,7 @@ def files_of(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
     held: Counter[str] = Counter()
     for chunk in chunks:
         held[GRADIENTS] += sum(memory.nbytes for buffer in chunk.engine.buffers for memory in buffer.below)
-        units = [] if chunk.engine.unsharder is None else chunk.engine.unsharder.units
+        units = chunk.engine.params.units
         held[PARAMETERS] += sum(unit.shard.nbytes for unit in units if unit.tier is not None)
     for masters in (masters for masters in optimizer.masters if masters.tier is not None):
         held[MASTERS] += masters.kept.nbytes

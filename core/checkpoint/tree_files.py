@@ -59,7 +59,7 @@ from core.checkpoint.tree import (
     map_leaves,
     merge,
 )
-from core.distributed.buffer.sharded_parameter import ShardedParameter
+from core.distributed.sharded.sharded_parameter import ShardedParameter
 
 logger = logging.getLogger(__name__)
 STEP = 0  # of the one checkpoint in a directory

@@ -16,8 +16,6 @@ from core.distributed.buffer.bucket import Bucket, BucketGroups
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import GradBuffer, dtype_named
 from core.distributed.buffer.memory_tier import HostTier, MemoryTier
-from core.distributed.buffer.param_unit import Lanes, ParamUnit, Stays, units_of
-from core.distributed.buffer.sharded_parameter import ShardedParameter
 from core.distributed.contract.gradient_contract import divisor_of
 from core.distributed.contract.placement import Placement
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -33,10 +31,13 @@ from core.distributed.reduce.buffer_sync import BufferSync
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.reduce.model_turns import ModelTurns
 from core.distributed.reduce.param_gatherer import ParamGatherer
-from core.distributed.reduce.residents import Budget, Window
 from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
-from core.distributed.reduce.unsharder import Unsharder
+from core.distributed.sharded.eviction import Budget, Window
+from core.distributed.sharded.param_unit import Communicators, KeepGathered, ParamUnit, units_of
+from core.distributed.sharded.plain_params import PlainParams
+from core.distributed.sharded.sharded_parameter import ShardedParameter
+from core.distributed.sharded.unsharder import Unsharder
 from core.distributed.wire import huge_pages
 from core.distributed.wire.collective_events import clock_for
 from core.distributed.wire.collectives import Collectives
@@ -60,7 +61,7 @@ class Engine:
     reducer: GradReducer
     grad_sync: GradSync
     param_sync: ParamGatherer
-    unsharder: Unsharder | None  # where parameters are sharded
+    params: PlainParams | Unsharder  # the second where parameters are sharded
     tier: MemoryTier | None  # what lies below the device
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
@@ -119,9 +120,11 @@ def assemble(
             bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
     for number, index in places.states:
         buffers[number].buckets[index].state_tier = tier
-    unsharder = Unsharder(list(itertools.chain(*units)), Collectives(clock=plain.clock), groups) if units else None
-    if unsharder is not None and placement is not None:
-        _set_residents(unsharder, buffers, placement, groups)
+    params = PlainParams()
+    if units:
+        params = unsharder = Unsharder(list(itertools.chain(*units)), Collectives(clock=plain.clock), groups)
+        if placement is not None:
+            _set_residents(unsharder, buffers, placement, groups)
     # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
     unasked = Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
     asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked
@@ -140,9 +143,8 @@ def assemble(
         every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
         may_join=nested and not any(unit.is_collective for unit in itertools.chain(*units)),
         watch=nan_watch,
-        take_gathers=dict if unsharder is None else unsharder.order.take,
+        take_gathers=params.take_gathers,
     )
-    own_part = unsharder.own_part_of if unsharder is not None else lambda param: None
     return Engine(
         module,
         frozenset({id(module), *map(id, plan.params.values())}),
@@ -153,13 +155,13 @@ def assemble(
         reducer,
         GradSync(buckets, plan.rules, groups, plain, list(plan.params)),
         ParamGatherer(buckets, Collectives(channels=plain.channels, clock=plain.clock)),
-        unsharder,
+        params,
         tier,
         nan_watch,
         LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
         BufferSync.chosen(module, plan.contracts, groups, ddp_config.broadcast_buffers),
         watch,
-        functools.partial(FirstSteps, module, plan, buckets, groups, ddp_config, config, own_part),
+        functools.partial(FirstSteps, module, plan, buckets, groups, ddp_config, config, params.own_part_of),
     )
 
 
@@ -261,7 +263,7 @@ def _param_units(
     units: list[list[ParamUnit]] = []
     if not ddp_config.shards_parameters:
         return units
-    lanes: Lanes = {}
+    communicators: Communicators = {}
     blocks = huge_pages.Blocks(most=3)  # a window, and one ahead
     layouts = (*plan.layout.buffers, *plan.frozen_layout.buffers)
     for number, layout in enumerate(layouts):
@@ -272,14 +274,14 @@ def _param_units(
             share_memory=ddp_config.share_host_memory,
             device=plan.device,
             first=sum(map(len, units)),
-            lanes=lanes,
+            communicators=communicators,
             blocks=blocks,
-            stays=Stays.WINDOW if ddp_config.reshard_after_forward else Stays.BACKWARD,
+            keep_gathered=KeepGathered.WINDOW if ddp_config.reshard_after_forward else KeepGathered.BACKWARD,
             tier=tier,
             below={index for of, index in places.params if of == number},
         )
         for index in (index for of, index in places.params_stay if of == number):
-            made[index].stays = Stays.STEP
+            made[index].keep_gathered = KeepGathered.STEP
         units.append(made)
     return units
 
@@ -329,12 +331,12 @@ def _set_residents(
 ) -> None:
     """Say how many buckets stay whole: a few, or what a budget allows. ValueError on all ranks where two do not fit."""
     if placement.memory_budget_bytes is None:
-        unsharder.residents = Window(placement.prefetch)
+        unsharder.eviction = Window(placement.prefetch)
         return
     always = sum(buffer.grad_data.nbytes + (0 if buffer.pool is None else buffer.pool.nbytes) for buffer in buffers)
     error = None
     try:
-        unsharder.residents = Budget(
+        unsharder.eviction = Budget(
             unsharder.units,
             placement.memory_budget_bytes,
             always,

@@ -15,7 +15,7 @@ from core import parallel_state
 from core.collector_pause import collector_paused
 from core.distributed.assemble import assemble
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.buffer.sharded_parameter import attributes_alone
+from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.buffer.where import where
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.contract.placement import MemStats
@@ -28,7 +28,6 @@ from core.distributed.materialize import MARK, Init, make_all, make_and_cut
 from core.distributed.measure.describe import describe_model
 from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.reduce.grad_reducer import StepReport
-from core.distributed.wire import huge_pages
 from core.distributed.wire.collective_events import resolve
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
@@ -102,6 +101,7 @@ class DistributedDataParallel(nn.Module):
             init = vars(part).pop(MARK, init)
         if init is not None and not self.ddp_config.shards_parameters:
             make_all(self.module, init)
+            init = None
         engine = assemble(
             self.module, self.config, self.ddp_config, self.groups, one_bucket=one_bucket, owned=owned_params()
         )
@@ -114,20 +114,16 @@ class DistributedDataParallel(nn.Module):
         self.reducer, self.grad_sync, self.param_sync = engine.reducer, engine.grad_sync, engine.param_sync
         self.stages_checked = False
         self.step_guard = StepGuard(self, self.reducer, engine.ids)
-        if init is not None and engine.unsharder is not None:
+        if init is not None:
             collectives, asked = engine.param_sync.collectives, self.ddp_config.initial_weights
-            make_and_cut(self.module, init, engine.unsharder, engine.plan, self.groups, collectives, asked)
+            make_and_cut(self.module, init, engine.params, engine.plan, self.groups, collectives, asked)
         elif self.ddp_config.initial_weights == "broadcast":
             broadcast_weights(engine.plan, self.groups, engine.param_sync.collectives)
         elif self.ddp_config.initial_weights == "check":
             finding = unequal_within_stage(engine.plan, self.groups)
             refuse_unequal(finding, self.groups, step=0)
-        if init is None and engine.unsharder is not None:
-            for param in engine.plan.named.values():
-                engine.unsharder.cut(param)
-            engine.unsharder.publish()
-        if engine.unsharder is not None:
-            huge_pages.give_back()  # what was freed while the weights were cut
+        if init is None:
+            engine.params.cut_all(engine.plan.named.values())
         if engine.buffer_sync is not None:
             engine.buffer_sync.broadcast()
         hook(engine)
@@ -147,9 +143,7 @@ class DistributedDataParallel(nn.Module):
             syncs = torch.is_grad_enabled() and self.reducer.no_sync_depth == 0
             once = self.reducer.shards_gradients
             engine.buffer_sync.before_forward(self.reducer.steps, syncs=syncs, once_a_step=once)
-        if engine is None or engine.unsharder is None:
-            return self.module(*inputs, **kwargs)
-        with engine.unsharder.reading():
+        with nullcontext() if engine is None else engine.params.reading():
             return self.module(*inputs, **kwargs)
 
     @contextmanager
@@ -209,32 +203,27 @@ class DistributedDataParallel(nn.Module):
         `note_param_write`, which every rank of the shard group calls.
         """
         engine = vars(self).get("engine")  # a copy has none
-        return None if engine is None or engine.unsharder is None else engine.unsharder.own_part_of(param)
+        return None if engine is None else engine.params.own_part_of(param)
 
     def begin_param_update(self) -> None:
         """An optimizer is about to write this rank's shards of the parameters. Collective over the shard groups.
 
         Raises SyncError inside `gathered`, where the write would be lost.
         """
-        if self.engine.unsharder is not None:
-            self.engine.unsharder.begin_update()
+        self.engine.params.begin_update()
 
     def begin_param_load(self, failure: Exception | None = None) -> None:
         """The same of a load, for which a rank may have read what it cannot use: it raises that here, before a write.
 
         Where parameters are sharded all other ranks then raise RuntimeError.
         """
-        if self.engine.unsharder is not None:
-            self.engine.unsharder.refuse(failure, "a load")
-        elif failure is not None:
-            raise failure
+        self.engine.params.refuse(failure, "a load")
         self.begin_param_update()
 
     def note_param_write(self) -> None:
         """All ranks have written their shards of the parameters since `begin_param_update`. Collective."""
-        if self.engine.unsharder is not None:
-            self.engine.unsharder.forget()
-            self.engine.unsharder.meet()
+        self.engine.params.invalidate()
+        self.engine.params.barrier()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gather the parameters whose shards the optimizer has just written. Collective over the shard groups.
@@ -242,8 +231,7 @@ class DistributedDataParallel(nn.Module):
         They are complete when it returns, with or without `force_sync` (Megatron's argument), so that every read after
         it is right.
         """
-        if self.engine.unsharder is not None:
-            self.engine.unsharder.publish()
+        self.engine.params.finish_update()
         self.param_sync.gather()
 
     def start_bucket_param_sync(self, bucket: Bucket) -> None:
@@ -268,12 +256,8 @@ class DistributedDataParallel(nn.Module):
         Where parameters are not sharded they are whole anyway. Collective: every rank of the data group enters it, and
         leaves it; what a rank writes must be the same on all of them. Raises SyncError inside a forward or backward.
         """
-        with self._whole("gathered()"):
+        with self.engine.params.gathered("gathered()"):
             yield
-
-    def _whole(self, caller: str) -> AbstractContextManager[None]:
-        unsharder = self.engine.unsharder
-        return nullcontext() if unsharder is None else unsharder.gathered(caller)
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
@@ -294,7 +278,7 @@ class DistributedDataParallel(nn.Module):
         """
         if "param_sync" in vars(self):
             self.param_sync.finish()
-            if self.engine.unsharder is not None and not self.engine.unsharder.is_held:
+            if not self.engine.params.is_held:
                 raise SyncError(
                     "the parameters are sharded and not gathered, so there is nothing to copy; do it inside "
                     "`with model.gathered():`, on all ranks"
@@ -328,11 +312,8 @@ class DistributedDataParallel(nn.Module):
     def describe(self) -> str:
         """A table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
         chosen = "every" if self.ddp_config.reduces_every_microbatch else "last"
-        unsharder = self.engine.unsharder
-        if unsharder is None:
-            return describe_model(self.plan, self.all_buffers, self.groups, chosen)
-        table = describe_model(self.plan, self.all_buffers, self.groups, chosen, unsharder.units)
-        return f"{table}{unsharder.residents.describe()}"
+        table = describe_model(self.plan, self.all_buffers, self.groups, chosen, self.engine.params.units)
+        return f"{table}{self.engine.params.describe()}"
 
     @property
     def memstats(self) -> MemStats | None:
@@ -340,7 +321,7 @@ class DistributedDataParallel(nn.Module):
 
         None too where ranks have used different modules.
         """
-        return None if self.engine.unsharder is None else self.engine.unsharder.residents.memstats
+        return self.engine.params.memstats
 
     def where(self, name: str) -> str:
         """Say in a sentence where the gradient of a parameter is now, and why `.grad` is what it is.
@@ -405,7 +386,7 @@ class DistributedDataParallel(nn.Module):
 
     def reading(self) -> AbstractContextManager[None]:
         """Parameters can be read here without a forward, each bucket of sharded ones while it is used."""
-        return nullcontext() if self.engine.unsharder is None else self.engine.unsharder.reading()
+        return self.engine.params.reading()
 
     def _sharded_buckets(self) -> dict[str, Bucket]:
         return {
@@ -419,7 +400,7 @@ class DistributedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The wrapped module's state dict, without a prefix for the wrapper."""
-        with self._whole("state_dict()"):
+        with self.engine.params.gathered("state_dict()"):
             state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
@@ -436,7 +417,7 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(
                 "assign=True replaces parameters, which would leave their buffers behind; load with assign=False"
             )
-        with self._whole("load_state_dict()"):
+        with self.engine.params.gathered("load_state_dict()"):
             return self.module.load_state_dict(_without_prefix(state_dict, self.module), strict=strict)
 
 

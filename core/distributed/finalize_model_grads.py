@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.buffer.sharded_parameter import attributes_alone
+from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
 from core.distributed.guard.first_steps import look

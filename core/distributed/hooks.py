@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from core.distributed.assemble import Engine
 from core.distributed.reduce.fused_kernels import ignore_dummies
 from core.distributed.reduce.grad_reducer import arrived, arrived_at_sharded
-from core.distributed.reduce.unsharder import Unsharder
+from core.distributed.sharded.unsharder import Unsharder
 from core.groups.agree import SyncError
 
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # all that live in this process
@@ -43,7 +43,7 @@ def hook(engine: Engine) -> None:
         module.register_state_dict_pre_hook(_finish_gathers),
         module.register_load_state_dict_pre_hook(_finish_gathers),
     ]
-    for part in module.modules() if engine.unsharder is not None else ():
+    for part in module.modules() if isinstance(engine.params, Unsharder) else ():
         hooks.append(part.register_forward_pre_hook(_enter, prepend=True))
         hooks.append(part.register_forward_hook(_leave, always_call=True))
         hooks.append(part.register_state_dict_pre_hook(_refuse_without_values))
@@ -52,14 +52,14 @@ def hook(engine: Engine) -> None:
     # Weak: autograd holds hooks where Python's garbage collector does not see it. A module that reaches its wrapper, as
     # through `config.grad_scale_func = optimizer.scale_loss`, would live for ever.
     reducer = weakref.ref(engine.reducer)
-    note = arrived if engine.unsharder is None else arrived_at_sharded
+    note = arrived_at_sharded if engine.params.units else arrived
     for number, bucket in enumerate(engine.buckets):
         for index, param in enumerate(bucket.params):
             if "grad_added_to_main_grad" in param.__dict__:
                 ignore_dummies(param, bucket.contracts[index].name)
             hooks.append(param.register_post_accumulate_grad_hook(partial(note, reducer, number, index)))
-    if engine.unsharder is not None:
-        _UNSHARDERS.update(dict.fromkeys(map(id, module.modules()), engine.unsharder))
+    if isinstance(engine.params, Unsharder):
+        _UNSHARDERS.update(dict.fromkeys(map(id, module.modules()), engine.params))
     weakref.finalize(engine, _remove, hooks).atexit = False
     _ENGINES.add(engine)
 

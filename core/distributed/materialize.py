@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.distributed.buffer.sharded_parameter import attributes_alone
+from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.guard.replicas import (
     broadcast_weights,
     checksum,
@@ -21,7 +21,7 @@ from core.distributed.guard.replicas import (
     unequal_within_stage,
 )
 from core.distributed.layout.model_plan import ModelPlan
-from core.distributed.reduce.unsharder import Unsharder
+from core.distributed.sharded.plain_params import PlainParams
 from core.distributed.wire import huge_pages
 from core.distributed.wire.collectives import Collectives
 from core.groups import agree
@@ -101,7 +101,7 @@ def make_all(module: nn.Module, init: Init) -> None:
 def make_and_cut(
     module: nn.Module,
     init: Init,
-    unsharder: Unsharder,
+    params: PlainParams,
     plan: ModelPlan,
     groups: ProcessGroups,
     collectives: Collectives,
@@ -133,14 +133,14 @@ def make_and_cut(
         for name, param in ready.items():
             sums[name] = checksum(param).cpu()
             kept += param.nbytes
-            unsharder.cut(param)
+            params.cut(param)
         if kept >= GIVEN_BACK:
             huge_pages.give_back()
             kept = 0
     agree.refuse(error, control_of_stage(groups), "the initial weights")
     if initial_weights == "check":
         refuse_unequal(unequal_within_stage(plan, groups, sums), groups, step=0)
-    unsharder.publish()
+    params.cut_all(())
 
 
 def _make(part: nn.Module, init: Init, names: Mapping[int, str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.distributed.buffer.sharded_parameter import attributes_alone
+from core.distributed.buffer.grad_attribute import attributes_alone
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.plan import PlanError, without_adapters
 from core.hugging_face.seams import SeamForward

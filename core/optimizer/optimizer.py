@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from core.distributed.buffer.bucket import BucketState
-from core.distributed.buffer.sharded_parameter import attributes_alone
+from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.reduce.model_chunks import models_of
 from core.distributed.wire import huge_pages

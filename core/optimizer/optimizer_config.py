@@ -67,8 +67,8 @@ class OptimizerConfig:
     fp16, bf16, params_dtype: what the model's parameters are; checked. 16-bit parameters get fp32 master weights.
     overlap_param_gather_with_optimizer_step: step bucket by bucket, and gather a bucket's updated parameters while the
         next one is stepped; for sharded optimizers. The wrapper's overlap_param_gather is the same.
-    optimizer_cpu_offload, optimizer_offload_fraction: keep and step this part of the state on the CPU, in whole buckets.
-        They change nothing for a model on the CPU.
+    optimizer_cpu_offload, optimizer_offload_fraction: keep and step this part of the state on the CPU, in whole
+        buckets. They change nothing for a model on the CPU.
     overlap_cpu_optimizer_d2h_h2d: gradients are copied from the device while other buckets are stepped.
     pin_cpu_grads, pin_cpu_params: hold gradients and masters there in pinned memory, which a device reads faster.
     loss_scale: a constant factor of the loss; None with fp16 for a dynamic one, and otherwise for none.

@@ -17,7 +17,7 @@ from core.distributed import DistributedDataParallelConfig
 from core.distributed.buffer.bucket_pool import pool_numel
 from core.distributed.layout.model_plan import shard_and_replica
 from core.distributed.layout.param_layout import resolve_bucket_size
-from core.distributed.reduce.residents import WINDOW
+from core.distributed.sharded.eviction import WINDOW
 from core.groups.rank_grid import DATA_KINDS
 from core.pipeline_parallel import PipelineLayout
 from core.pipeline_parallel.schedules import find_schedule

@@ -23,7 +23,7 @@ from core.distributed.contract.gradient_contract import GradientContract, data_g
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.layout.places import Places, Where, places_of
-from core.distributed.reduce.residents import WINDOW
+from core.distributed.sharded.eviction import WINDOW
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import DATA_KINDS
 from core.optimizer import OptimizerConfig

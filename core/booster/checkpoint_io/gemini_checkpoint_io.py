@@ -28,6 +28,5 @@ class GeminiCheckpointIO(LowLevelZeroCheckpointIO):
         self, model: nn.Module, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool
     ) -> None:
         wrapped = getattr(model, "module", None)
-        unsharder = wrapped.engine.unsharder if isinstance(wrapped, DistributedDataParallel) else None
-        with nullcontext() if unsharder is None else unsharder.loading():
+        with wrapped.engine.params.loading() if isinstance(wrapped, DistributedDataParallel) else nullcontext():
             super()._load(model, readers, names, strict)

@@ -81,9 +81,8 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
         expect_model(model, "load_model")
         with ExitStack() as loading:  # all ranks come here, and learn of an error of one when they leave
             for chunk in model.chunks:
-                unsharder = chunk.engine.unsharder if isinstance(chunk, DistributedDataParallel) else None
-                if unsharder is not None:
-                    loading.enter_context(unsharder.loading())
+                if isinstance(chunk, DistributedDataParallel):
+                    loading.enter_context(chunk.engine.params.loading())
             self._read(model, readers, names, strict)
         model.update_master_params()
 

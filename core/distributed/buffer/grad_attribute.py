@@ -7,13 +7,16 @@ flight, sharded or still to be scaled, a GradPlaceholder stands for it. An edit 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
 from torch import nn
 
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
+
+# Surrounds what reads attributes of many parameters and no values, where asking the class of each would take long.
+attributes_alone = torch._C.DisableTorchFunctionSubclass
 
 _GRAD, _REQUIRES_GRAD, _TOUCHED = map(attrgetter, ("grad", "requires_grad", "touched"))
 _WRITTEN = "grad_added_to_main_grad"  # set by a fused kernel of user code that has written the gradient into the buffer
@@ -265,3 +268,21 @@ class GradAttribute:
 def dense(grad: torch.Tensor) -> torch.Tensor:
     """A gradient as it lies in a buffer, if it is sparse."""
     return grad.to_dense() if grad.is_sparse else grad
+
+
+def call_after_backward(method: Callable[[], Callable[[], None] | None]) -> bool:
+    """Have a method called when the running backward pass has ended; False where none is running.
+
+    method: a weak reference to it.
+    """
+
+    def call() -> None:
+        alive = method()
+        if alive is not None:
+            alive()
+
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+    except RuntimeError:  # gradients that are announced outside of a backward, such as weight gradients put off
+        return False
+    return True

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from core.distributed.buffer.bucket_pool import POOL_BUCKETS
 from core.distributed.buffer.grad_buffer import GradBuffer
 from core.distributed.buffer.memory_tier import MemoryTier
-from core.distributed.buffer.param_unit import ParamUnit
 from core.distributed.layout.model_plan import ModelPlan
+from core.distributed.sharded.param_unit import ParamUnit
 from core.groups.process_groups import ProcessGroups
 
 
@@ -60,13 +60,13 @@ def _below(tier: MemoryTier | None, what: str) -> str:
 
 def _sharded_parameters(unit: ParamUnit) -> str:
     if unit.tier is not None:
-        how = f"is copied to the device around its use, and stays there {unit.stays.value}"
+        how = f"is copied to the device around its use, and stays there {unit.keep_gathered.value}"
     elif unit.layout.shards == 1:
         how = "is whole on its only rank"
     elif unit.mapped is not None:
         how = "is always whole in memory that its ranks map from each other"
     else:
-        how = f"is gathered around its use, and stays whole {unit.stays.value}"
+        how = f"is gathered around its use, and stays whole {unit.keep_gathered.value}"
     on = f"{unit.shard.nbytes} bytes on each of {unit.layout.shards} ranks{_below(unit.tier, ',')}"
     return f"{unit.name}: {on}; the bucket {how}"
 

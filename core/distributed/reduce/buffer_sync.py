@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.buffer.param_unit import new_lane
 from core.distributed.contract.gradient_contract import GradientContract
+from core.distributed.wire.backend import new_communicator
 from core.distributed.wire.collectives import Collectives
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
@@ -42,7 +42,7 @@ class BufferSync:
             tables.append((f"data group {kind!r}", groups.control(kind), table))
         agree.same(tables)
         # Apart from reductions, of which ranks may have launched unequally many.
-        self.lanes = {kind: new_lane(groups.require(kind)) for kind in self.kinds if self.named(kind)}
+        self.communicators = {kind: new_communicator(groups.require(kind)) for kind in self.kinds if self.named(kind)}
         self.collectives = Collectives()
         self.is_due = True
         self.last_step = -1  # finalized steps when the last broadcast was made
@@ -53,7 +53,7 @@ class BufferSync:
     ) -> BufferSync | None:
         """For the buffers of a module; None where there is nothing to broadcast. Collective over the data groups."""
         made = cls(module, contracts, groups)
-        return made if made.lanes else None
+        return made if made.communicators else None
 
     @classmethod
     def chosen(
@@ -83,15 +83,15 @@ class BufferSync:
     @torch.no_grad()
     def broadcast(self) -> None:
         """Write the first rank's buffers into those of all ranks. Collective."""
-        for kind, lane in self.lanes.items():
+        for kind, communicator in self.communicators.items():
             by_device: dict[torch.device, list[torch.Tensor]] = {}
             for buffer in self.named(kind).values():
                 by_device.setdefault(buffer.device, []).append(buffer.data)
             for buffers in by_device.values():
                 buffers.sort(key=lambda buffer: -buffer.element_size())  # so that each begins where its dtype may
                 packed = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers])
-                self.collectives.broadcast(packed, lane, "the buffers of modules")
-                if dist.get_rank(lane) > 0:
+                self.collectives.broadcast(packed, communicator, "the buffers of modules")
+                if dist.get_rank(communicator) > 0:
                     _unpack(packed, buffers)
 
     def named(self, kind: str) -> Named:

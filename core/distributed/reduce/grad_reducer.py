@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.buffer.sharded_parameter import attributes_alone
+from core.distributed.buffer.grad_attribute import attributes_alone, call_after_backward
 from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.reduce.fused_kernels import check_declared
@@ -458,21 +458,3 @@ def arrived_at_sharded(reducer_of: weakref.ref[GradReducer], number: int, index:
     """The same where parameters are sharded, without asking the class of each that is looked at."""
     with attributes_alone():
         arrived(reducer_of, number, index, param)
-
-
-def call_after_backward(method: Callable[[], Callable[[], None] | None]) -> bool:
-    """Have a method called when the running backward pass has ended; False where none is running.
-
-    method: a weak reference to it.
-    """
-
-    def call() -> None:
-        alive = method()
-        if alive is not None:
-            alive()
-
-    try:
-        torch.autograd.Variable._execution_engine.queue_callback(call)
-    except RuntimeError:  # gradients that are announced outside of a backward, such as weight gradients put off
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""Properties of a group's backends, from torch."""
+"""The backends and timeouts of a group, and a further communicator of its ranks."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Timeout of a group with a CPU backend; 30 minutes where the backend does not say."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return timedelta(minutes=30) if options is None else options._timeout
+
+
+def new_communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A communicator of the same ranks. A gather in backward must not be paired with a reduction. Collective."""
+    members, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+    made = dist.new_group(members, timeout=timeout_of(group), backend=backend, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup), "this rank is a member"
+    return made

@@ -43,8 +43,8 @@ class InnerStep:
             for masters, _ in below:  # the gradients of the next one come while one is stepped
                 if masters.sends_ahead:
                     masters.send_grads()
-            here = [pair for pair in pairs if not pair[0].is_apart]  # first, as a device goes on by itself
-            self.step_buckets([masters for masters, _ in here], [factor for _, factor in here], scratch)
+            others = [pair for pair in pairs if not pair[0].is_apart]  # first, as a device goes on by itself
+            self.step_buckets([masters for masters, _ in others], [factor for _, factor in others], scratch)
             for masters, factor in below:  # each by itself: new moments lie in RAM until they are moved
                 self.step_buckets([masters], [factor], scratch)
             return

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin
 from core.distributed import MemStats, Placement
-from core.distributed.buffer.param_unit import Stays
-from core.distributed.reduce.residents import Budget
+from core.distributed.sharded.eviction import Budget
+from core.distributed.sharded.param_unit import KeepGathered
 from tests.unit_tests.booster.booster_reference import whole_weights
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.booster.test_gemini_placement import Files, boosted, layers, losses_of
@@ -29,7 +29,7 @@ class Watch:
     """Bytes of whole buckets after each gather, by their memory, and the number of gathers."""
 
     def __init__(self, model: Any) -> None:
-        self.unsharder = model.module.engine.unsharder
+        self.unsharder = model.module.engine.params
         self.most = self.count = 0
         gather = self.unsharder._gather
 
@@ -47,7 +47,7 @@ def sizes(model: Any) -> tuple[int, int]:
     """Bytes of a rank: of gradients, which always lie on the device, and of all whole buckets of parameters."""
     engine = model.module.engine
     grads = sum(buffer.grad_data.nbytes + buffer.pool.memory.nbytes for buffer in engine.buffers)
-    return grads, sum(unit.layout.numel * unit.shard.itemsize for unit in engine.unsharder.units)
+    return grads, sum(unit.layout.numel * unit.shard.itemsize for unit in engine.params.units)
 
 
 def steps(booster: Booster, model: Any, optimizer: Any, rank: int, which: range) -> list[float]:
@@ -103,7 +103,7 @@ def check_budgets(rank: int, folder: Path, precision: str) -> None:
             assert all(torch.equal(ours[name], weight) for name, weight in weights.items())
     told = f"budget of {grads + stats.non_model_bytes + whole} bytes: {grads} of gradients, {stats.non_model_bytes} of"
     assert told in model.module.describe() and f"{whole} for whole buckets" in model.module.describe()
-    units = len(model.module.engine.unsharder.units)
+    units = len(model.module.engine.params.units)
     assert counts[0] > counts[1] > counts[2] > counts[3] == 3 * units
 
 
@@ -139,7 +139,7 @@ def test_a_step_that_keeps_more_than_the_first_one_is_told_and_counted_from_then
     row = (6 * 8 + 104) * 4  # bytes that a forward keeps, as in check_budgets
     grads, whole = sizes(auto("fp32", folder, 10**9)[1])
     _, model, optimizer = auto("fp32", folder, grads + 4 * row + whole)
-    watch, budget = Watch(model), model.module.engine.unsharder.residents
+    watch, budget = Watch(model), model.module.engine.params.eviction
     counted = []
     for turn, loss in zip(turns, wanted, strict=True):
         told = pytest.warns(UserWarning, match=r"has kept \d+ bytes .* the budget of \d+ bytes counts on \d+")
@@ -161,7 +161,7 @@ def test_a_part_of_the_budget_is_left_free_in_the_first_step_and_another_in_late
     folder = shared(tmp_path)
     _, model, _ = auto("fp32", folder, 10**9)
     grads, whole = sizes(model)
-    units, kept = len(model.module.engine.unsharder.units), 4 * (6 * 8 + 104) * 4  # see check_budgets
+    units, kept = len(model.module.engine.params.units), 4 * (6 * 8 + 104) * 4  # see check_budgets
     budget = 2 * (grads + kept + whole)
     found = {}
     for first in (50, 100):
@@ -236,7 +236,7 @@ def transfers(uses: list[int], room: int, rounds: int) -> int:
     for number in uses * rounds:
         unit = units[number]
         whole = [other for other in whole if other is not unit]
-        for victim in budget.victims(whole, unit, ()):  # type: ignore[arg-type]
+        for victim in budget.evict(whole, unit, ()):  # type: ignore[arg-type]
             whole.remove(victim)
             victim.whole = None
         whole.append(unit)
@@ -305,7 +305,7 @@ def test_what_a_layer_that_runs_again_keeps_is_in_the_budget(
     # The inputs of six blocks; and of the longest, while it has been run again, the inputs once more, 40 activations a
     # row, and its weights, which torch's newer checkpoint keeps as they are: all of the buckets they lie in.
     inputs, activations = rows * 6 * 8 * itemsize, rows * (8 + 40) * itemsize
-    units = model.module.engine.unsharder.units
+    units = model.module.engine.params.units
     of_longest = [unit for unit in units if {"blocks.1.0.weight", "blocks.1.2.weight"} & set(unit.names)]
     weights = 0 if reentrant else sum(unit.layout.numel * itemsize for unit in of_longest)
     assert model.memstats.non_model_bytes == inputs + activations + weights
@@ -354,9 +354,9 @@ def test_fractions_are_taken_in_the_order_in_which_an_earlier_run_has_used_chunk
             "fp32", Backwards(), **options, offload_directory=folder, memstats=given, placement_policy="static"
         )
         assert losses_of(booster, model, optimizer, rank) == wanted, "the same training, to the bit"
-        files, units, buckets = Files(folder), model.module.engine.unsharder.units, model.module.reducer.buckets
+        files, units, buckets = Files(folder), model.module.engine.params.units, model.module.reducer.buckets
         for all_of, which, from_end, fraction in (
-            (units, [unit.stays is Stays.STEP for unit in units], False, 0.4),
+            (units, [unit.keep_gathered is KeepGathered.STEP for unit in units], False, 0.4),
             (units, [files.bytes_of([unit.shard]) > 0 for unit in units], True, 0.5),
             (buckets, [bucket.state_tier is not None for bucket in buckets], True, 0.3),
             (buckets, [files.bytes_of([bucket.owned_grad]) > 0 for bucket in buckets], True, 0.5),

@@ -106,13 +106,13 @@ def test_parameters_are_sharded_or_replicated_as_asked_for(rank: int, world: int
         optimizer.step()
         state = sum(t.numel() for s in optimizer.optim.state.values() for t in s.values() if t.dim())
         params = sum(param.numel() for param in model.parameters())
-        unsharder = model.module.engine.unsharder
+        unsharder = model.module.engine.params
         if not options:
             kept = sum(unit.shard.numel() for unit in unsharder.units)
             assert kept == sum(bucket.layout.numel for bucket in buckets_of(model)) // world
             assert state <= kept
         else:
-            assert unsharder is None and state >= params
+            assert not unsharder.units and state >= params
 
 
 # -- precision, scale, norm -------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_gradients_travel_in_8_bits_if_asked_for(rank: int, world: int) -> None:
 def test_the_next_chunk_is_gathered_ahead_if_asked_for(rank: int, world: int) -> None:
     for most in (0, 1):
         booster, model, optimizer = boosted(max_prefetch=most)
-        unsharder = model.module.engine.unsharder
+        unsharder = model.module.engine.params
         for _ in range(3):
             optimizer.zero_grad()
             one_backward(booster, model, optimizer, rank)
@@ -281,7 +281,7 @@ def test_the_next_chunk_is_gathered_ahead_if_asked_for(rank: int, world: int) ->
 @ranks(4)
 def test_extra_data_parallelism_shards_within_neighbours(rank: int, world: int) -> None:
     model = check(rank, world, "fp32", 2, True, extra_dp_size=2)
-    units = model.module.engine.unsharder.units
+    units = model.module.engine.params.units
     assert all(unit.shard.numel() == unit.layout.numel // 2 for unit in units)
     with pytest.raises(ValueError, match="4 ranks does not split into extra_dp_size=3"):
         GeminiPlugin(extra_dp_size=3)

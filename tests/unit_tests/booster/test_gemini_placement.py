@@ -82,7 +82,7 @@ class Files:
 
 
 def shards(model: Any) -> list[torch.Tensor]:
-    return [unit.shard for unit in model.module.engine.unsharder.units]
+    return [unit.shard for unit in model.module.engine.params.units]
 
 
 def over_ranks(nbytes: int) -> int:
@@ -135,7 +135,7 @@ def check_grid(rank: int, folder: Path, precision: str, fractions: tuple[float, 
         last[shard, optim], last["states", shard, param] = params, moments
         with torch.no_grad():
             model(torch.ones(1, 8))
-        used = [unit.whole for unit in model.module.engine.unsharder.units if unit.whole is not None]
+        used = [unit.whole for unit in model.module.engine.params.units if unit.whole is not None]
         assert used and not files.bytes_of(used), "a chunk is used on the device"
         text = model.module.describe()
         assert (f"ranks, in a file in {folder}" in text) == ("gradients below the device" in text) == (param > 0)
@@ -172,7 +172,7 @@ def test_chunks_that_stay_whole_are_gathered_once_a_step(rank: int, world: int) 
         for fraction in FINE:
             booster, model, optimizer = boosted("fp32", shard_param_frac=fraction)
             losses_of(booster, model, optimizer, rank, 1)
-            unsharder = model.module.engine.unsharder
+            unsharder = model.module.engine.params
             with mock.patch.object(unsharder.collectives, "all_gather", wraps=unsharder.collectives.all_gather) as one:
                 losses_of(booster, model, optimizer, rank, 1)
             gathers.append(one.call_count)

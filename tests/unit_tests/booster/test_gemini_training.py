@@ -13,7 +13,7 @@ from torch import nn
 from core.booster import Booster
 from core.booster.plugin import zero_plugin_base
 from core.distributed import DistributedDataParallel, materialize
-from core.distributed.buffer.param_unit import ParamUnit
+from core.distributed.sharded.param_unit import ParamUnit
 from core.gradient_accumulation import accumulate_gradient
 from core.groups.agree import SyncError
 from tests.unit_tests.booster.booster_reference import (
@@ -91,7 +91,7 @@ def test_adapters_alone_are_trained_and_the_base_is_sharded(rank: int, world: in
     changed = {name for name, weight in whole_weights(model).items()
                if not torch.equal(weight, dict(start.named_parameters())[name])}  # fmt: skip
     assert len(changed) == 4 and all("lora_" in name for name in changed)
-    units = model.module.engine.unsharder.units
+    units = model.module.engine.params.units
     assert {id(param) for unit in units for param in unit.params} == set(map(id, model.parameters()))
     assert all(unit.shard.numel() * world == unit.layout.numel and not unit.shown for unit in units)
 
@@ -316,7 +316,7 @@ def test_a_load_makes_no_rank_have_the_whole_model(rank: int, world: int, tmp_pa
     folder = shared(tmp_path)
     booster.save_model(model, folder / "model", shard=True, size_per_shard=2e-4)
     run_steps(booster, model, optimizer, mean_loss, rank, steps=range(1, 2))
-    unsharder = model.module.engine.unsharder
+    unsharder = model.module.engine.params
     with mock.patch.object(unsharder, "_gather", side_effect=AssertionError("a load gathers")):
         booster.load_model(model, folder / "model")
         with pytest.raises(SyncError, match="cannot be written"), torch.no_grad():

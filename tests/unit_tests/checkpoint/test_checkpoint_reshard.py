@@ -18,7 +18,7 @@ from core import parallel_state
 from core.checkpoint import load_checkpoint, save_checkpoint
 from core.checkpoint.optimizer_pieces import leaves
 from core.distributed import finalize_model_grads
-from core.distributed.buffer.param_unit import ParamUnit
+from core.distributed.sharded.param_unit import ParamUnit
 from core.distributed.wire import huge_pages
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.checkpoint.checkpoint_reference import (

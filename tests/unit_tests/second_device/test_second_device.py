@@ -25,7 +25,7 @@ from core.distributed import (
     finalize_model_grads,
     materialize,
 )
-from core.distributed.buffer.param_unit import ParamUnit
+from core.distributed.sharded.param_unit import ParamUnit
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, state_bytes
 from core.verify.rank_pool import RankPool
@@ -221,11 +221,11 @@ def bytes_held(device: torch.device, name: str, dtype: torch.dtype) -> None:
     assert 0 < hosted < len(of_grads) and "masters and moments in the host's memory" in model.describe()
     get_megatron_optimizer(OptimizerConfig(lr=0.05, bf16=dtype == torch.bfloat16), [model])
     assert ("masters and moments in the host's memory" in model.describe()) == bool(placed), "an earlier choice stays"
-    if model.engine.unsharder is None:
+    if not model.engine.params.units:
         held[PARAMETERS] = sum(
             buffer.param_data.nbytes for buffer in model.engine.buffers if buffer.param_data is not None
         )
-    for unit in [] if model.engine.unsharder is None else model.engine.unsharder.units:
+    for unit in model.engine.params.units:
         (held if unit.shard.device == device else below)[PARAMETERS] += unit.shard.nbytes
     for masters in optimizer.masters:
         tier = held if masters.grad.device == device else below
@@ -372,7 +372,7 @@ def losses_of(booster: Booster, model: Any, optimizer: Any, steps: range = range
 
 def chunk_bytes(model: Any) -> list[int]:
     """Of each chunk's shard of parameters, in 16 bits."""
-    return [2 * unit.shard.numel() for unit in model.module.engine.unsharder.units]
+    return [2 * unit.shard.numel() for unit in model.module.engine.params.units]
 
 
 def placed(device: torch.device, precision: str, fractions: tuple[float, ...]) -> dict[Any, Any]:
@@ -389,7 +389,7 @@ def placed(device: torch.device, precision: str, fractions: tuple[float, ...]) -
         engine = model.module.engine
         if param or optim:
             assert "in the host's memory" in model.module.describe()
-        for unit in engine.unsharder.units:
+        for unit in engine.params.units:
             assert unit.shard.is_cpu == (unit.tier is not None) and not unit.params[0].is_cpu
         del booster, model, optimizer, engine
     return found
@@ -422,7 +422,7 @@ def budgeted(device: torch.device) -> dict[Any, Any]:
         booster, model, optimizer = boosted(
             device, "bf16", placement_policy="auto", memory_budget_bytes=budget, pin_memory=True
         )
-        residents = model.module.engine.unsharder.residents
+        residents = model.module.engine.params.eviction
         assert residents.budget == (second.MEMORY if budget is None else budget)
         losses = losses_of(booster, model, optimizer, range(2))
         begun = residents.transfers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.contract.gradient_contract import read_contracts
-from core.distributed.reduce.unsharder import Unsharder
+from core.distributed.sharded.unsharder import Unsharder
 from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
 from core.tensor_parallel import draw_master, tensor_parallel_slice
@@ -243,13 +243,13 @@ def test_of_sharded_parameters_the_output_layer_is_gathered_once_a_pass(rank: in
         model, data_parallel_sharding_strategy="optim_grads_params", use_distributed_optimizer=True, bucket_size=1
     )
     name, gathered = "output_layer.weight", []
-    obtain = Unsharder._obtain
+    obtain = Unsharder._unshard
 
     def count(self: Unsharder, unit: Any, *args: Any, **kwargs: Any) -> Tensor:
         gathered.append(unit.names)
         return obtain(self, unit, *args, **kwargs)
 
-    with mock.patch.object(Unsharder, "_obtain", count):
+    with mock.patch.object(Unsharder, "_unshard", count):
         loss = ddp(tokens, labels)
         in_forward = sum(name in names for names in gathered)
         (loss * weights).sum().backward()

@@ -13,10 +13,10 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import SyncError, finalize_model_grads
-from core.distributed.buffer.param_unit import ParamUnit
-from core.distributed.reduce.residents import WINDOW, Budget, Window
+from core.distributed.sharded.eviction import WINDOW, Budget, Window
+from core.distributed.sharded.param_unit import ParamUnit
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit_tests.distributed.reduce.test_sharded_parameters import SGD, Tower, sharded, unsharder_of
+from tests.unit_tests.distributed.sharded.test_sharded_parameters import SGD, Tower, sharded, unsharder_of
 from tests.unit_tests.ranks import ranks
 
 
@@ -110,7 +110,7 @@ def test_nothing_is_gathered_ahead_under_a_budget(rank: int, world: int) -> None
         ddp = sharded(Tower(), bucket_size=256, share_host_memory=False)
         unsharder = unsharder_of(ddp)
         if residents is Budget:
-            unsharder.residents = Budget(unsharder.units, 3 * 1024, 0, warm_up=1.0, steady=1.0)
+            unsharder.eviction = Budget(unsharder.units, 3 * 1024, 0, warm_up=1.0, steady=1.0)
         with mock.patch.object(unsharder.order, "note", wraps=unsharder.order.note) as note, torch.no_grad():
             for _ in range(2):
                 ddp(torch.ones(3, 16))
@@ -154,7 +154,7 @@ def test_the_notes_of_gathers_do_not_grow_where_nothing_is_trained(rank: int, wo
     parallel_state.initialize_model_parallel()
     ddp = sharded(TwoOrders(), bucket_size=1, share_host_memory=False)
     gathers = unsharder_of(ddp).order.gathers
-    with mock.patch("core.distributed.reduce.gather_order.MOST_GATHERS", 10):
+    with mock.patch("core.distributed.sharded.gather_order.MOST_GATHERS", 10):
         for step in range(40):
             ddp(torch.ones(2, 8))
             if rank == 1 and step == 3:

@@ -5,9 +5,9 @@ nothing else.
     backward    a weight that was saved for it is asked for -> the same
     step        the shards have new values -> nothing gathered is valid any more
 
-Few buckets are whole at a time (residents.py says which), and more only where one operation takes parameters of more
-buckets, or where a bucket's `stays` says so. Weights are saved for backward by their place, not by value (Note [Weights
-are saved by place]), so their memory is free until then.
+Few buckets are whole at a time (eviction.py says which), and more only where one operation takes parameters of more
+buckets, or where a bucket's `keep_gathered` says so. Weights are saved for backward by their place, not by value (Note
+[Weights are saved by place] in param_unit.py), so their memory is free until then.
 
 Where the ranks of one host map one memory that holds the shards of all, a bucket is whole there, and a gather copies
 nothing. Elsewhere it is a collective on a communicator of its own, and ranks must use their parameters in one order.
@@ -32,19 +32,21 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
-from core.distributed.buffer.param_unit import Gather, ParamUnit, Stays
-from core.distributed.buffer.sharded_parameter import ShardedParameter, attributes_alone, owned_by
+from core.distributed.buffer.grad_attribute import attributes_alone, call_after_backward
+from core.distributed.contract.placement import MemStats
 from core.distributed.guard.replicas import checksum, first_unequal
-from core.distributed.reduce.gather_order import GatherOrder, needs_all
-from core.distributed.reduce.grad_reducer import call_after_backward
-from core.distributed.reduce.residents import Budget, Window
+from core.distributed.sharded.eviction import Budget, Window
+from core.distributed.sharded.gather_order import GatherOrder, needs_all
+from core.distributed.sharded.param_unit import Gather, KeepGathered, ParamUnit, SavedWeight
+from core.distributed.sharded.plain_params import PlainParams
+from core.distributed.sharded.sharded_parameter import ShardedParameter, owned_by
+from core.distributed.wire import huge_pages
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.shared_memory import HostChannel
 from core.groups import agree
@@ -52,26 +54,7 @@ from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
 
 
-class SavedWeight(NamedTuple):
-    """Place of a weight that backward needs: elements of a unit's whole bucket, in a version of its values.
-
-    Note [Weights are saved by place]
-    `F.linear` saves a view of its weight, which would keep the whole bucket's memory until backward. So a tensor in the
-    memory of a gathered bucket, or a parameter itself, is saved as its place there, and looked up when backward asks
-    for it. All other tensors are saved as they are, with their version, because torch does not compare versions under
-    such hooks. torch asks the innermost hooks only: inside its checkpoint and save_on_cpu weights are saved by value,
-    which costs memory only. A forward that begins inside the hooks of others is refused.
-    """
-
-    unit: ParamUnit
-    number: int  # of the parameter in the unit
-    offset: int
-    shape: Sequence[int]
-    stride: tuple[int, ...]
-    version: int  # of the parameter: any write of the values counts
-
-
-class Unsharder:
+class Unsharder(PlainParams):
     """The sharded parameters of one wrapped model chunk. units: in the order of their buckets, frozen ones last."""
 
     def __init__(self, units: Sequence[ParamUnit], collectives: Collectives, groups: ProcessGroups) -> None:
@@ -81,13 +64,13 @@ class Unsharder:
         self.compared = {unit.data_group: self.control[unit.data_group] for unit in self.units if unit.is_collective}
         self.unit_of = {id(param): unit for unit in self.units for param in unit.params}
         self.window: list[ParamUnit] = []  # units that are whole until others are used, the one used last at the end
-        self.residents: Window | Budget = Window()
+        self.eviction: Window | Budget = Window()
         self.kept: set[ParamUnit] = set()  # the other units that are whole
         self.at: dict[int, ParamUnit] = {}  # by the address of the whole bucket
         self.addresses: list[int] = []  # of all that are whole, sorted
         self.ahead: Gather | None = None  # Note [One bucket ahead]
         self.order = GatherOrder()
-        self.saves_by_place = any(unit.moves for unit in self.units)  # Note [Weights are saved by place]
+        self.saves_by_place = any(unit.is_copied for unit in self.units)  # Note [Weights are saved by place]
         self.tiers = [unit.tier for unit in self.units if unit.tier is not None][:1]  # one stands for all
         self.depth = 0  # forwards that run, one inside the other
         self.in_backward = False
@@ -97,8 +80,8 @@ class Unsharder:
         self.hooks: saved_tensors_hooks | None = None
         kinds = owned_by(weakref.ref(self))
         for unit in self.units:
-            unit.kinds = kinds
-        self.plain_kinds = (torch.Tensor, nn.Parameter, kinds.shown, kinds.lent)  # may lie in a bucket's memory
+            unit.param_classes = kinds
+        self.plain_kinds = (torch.Tensor, nn.Parameter, kinds.gathered, kinds.lent)  # may lie in a bucket's memory
         channels = {id(unit.channel.group): unit.channel for unit in self.units if unit.channel is not None}
         self.channels: list[HostChannel] = list(channels.values())
 
@@ -108,7 +91,7 @@ class Unsharder:
         """A forward of one of the model's modules begins."""
         runs = self.depth > 0 or self.is_held or not torch.is_grad_enabled() or self.runs()
         if self.awaits_others:
-            self.meet()
+            self.barrier()
         self.depth += 1
         if self.hooks is not None or not self.saves_by_place:
             return
@@ -121,7 +104,7 @@ class Unsharder:
             )
         if by_value and not self.in_backward:
             return
-        watched = self.residents.watch(self._pack, self._unpack, again=self.in_backward, by_value=by_value)
+        watched = self.eviction.watch(self._pack, self._unpack, again=self.in_backward, by_value=by_value)
         if watched is not None:
             self.hooks = saved_tensors_hooks(*watched)
             self.hooks.__enter__()
@@ -164,21 +147,21 @@ class Unsharder:
 
     def _leave_backward(self) -> None:
         self.in_backward = False
-        self.residents.end_backward()
-        self._hide(ended=Stays.BACKWARD)
+        self.eviction.end_backward()
+        self._hide(ended=KeepGathered.BACKWARD)
 
-    def _hide(self, ended: Stays | None = None) -> None:
+    def _hide(self, ended: KeepGathered | None = None) -> None:
         """Outside of forward, backward and `gathered` no code shall find values in which a write could be lost.
 
         ended: buckets that stay as long are given up.
         """
         if not self.is_held and self.depth == 0:
             whole = (*self.window, *self.kept)
-            _all_of(partial(self._drop, unit) if unit.stays is ended else unit.hide for unit in whole)
+            _all_of(partial(self._reshard, unit) if unit.keep_gathered is ended else unit.hide for unit in whole)
 
     # -- gathering --------------------------------------------------------------------------------------------------
 
-    def gather_for(self, missing: Sequence[ShardedParameter], others: Sequence[nn.Parameter]) -> None:
+    def unshard_for(self, missing: Sequence[ShardedParameter], others: Sequence[nn.Parameter]) -> None:
         """Give values to `missing`, which an operation is about to read together with `others`."""
         if not self.runs():
             raise SyncError(
@@ -190,13 +173,13 @@ class Unsharder:
         with torch._C._DisableTorchDispatch():  # a selective checkpoint counts what the model itself computes
             for unit in units:
                 first = next(param for param in missing if self.unit_of[id(param)] is unit)
-                self._obtain(unit, pinned, used_by=self._name_of(first))
-                unit.show(in_backward=self.in_backward)
+                self._unshard(unit, pinned, used_by=self._name_of(first))
+                unit.unshard(in_backward=self.in_backward)
 
     def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Note that user code may write `values`, a gathered parameter's `.data`: torch counts no write to it."""
         unit = self.unit_of.get(id(param))
-        if unit is not None and unit.shown:
+        if unit is not None and unit.is_unsharded:
             unit.data_of.append((unit.names[unit.index_of[id(param)]], values))
 
     def refuse_write(self, param: ShardedParameter) -> None:
@@ -213,17 +196,18 @@ class Unsharder:
         unit = self.unit_of[id(param)]
         return unit.names[unit.index_of[id(param)]]
 
-    def _obtain(self, unit: ParamUnit, pinned: Collection[ParamUnit] = (), used_by: str = "") -> torch.Tensor:
+    def _unshard(self, unit: ParamUnit, pinned: Collection[ParamUnit] = (), used_by: str = "") -> torch.Tensor:
         """The whole bucket of a unit, which is now the one used last."""
         if unit in self.kept and unit.whole is not None:
             return unit.whole
         if unit in self.window:
             self.window.remove(unit)
-        if unit.stays is Stays.STEP or (unit.stays is Stays.BACKWARD and torch.is_grad_enabled()):
+        until = unit.keep_gathered
+        if until is KeepGathered.STEP or (until is KeepGathered.BACKWARD and torch.is_grad_enabled()):
             self.kept.add(unit)
         else:
-            for other in self.residents.victims(self.window, unit, pinned):
-                self._drop(other)
+            for other in self.eviction.evict(self.window, unit, pinned):
+                self._reshard(other)
             self.window.append(unit)
         if unit.whole is not None:
             return unit.whole
@@ -231,7 +215,7 @@ class Unsharder:
         if unit.is_collective or unit.tier is not None:
             self.order.learn(unit)
             guess = self.order.guess()
-            if guess is not None and guess.whole is None and guess.copies and self.residents.prefetch:
+            if guess is not None and guess.whole is None and guess.copies and self.eviction.prefetch:
                 if guess.is_collective:
                     self.order.note(guess, " ahead")
                 self.ahead = guess.launch(self.collectives)
@@ -246,7 +230,7 @@ class Unsharder:
                 whole = unit.complete(ahead)
             else:
                 whole = unit.gather(self.collectives, bool(caller))
-        if unit.moves and whole.numel() > 0:
+        if unit.is_copied and whole.numel() > 0:
             self.at[whole.data_ptr()] = unit
             insort(self.addresses, whole.data_ptr())
         return whole
@@ -258,20 +242,20 @@ class Unsharder:
             ahead.wait()
         return ahead
 
-    def _drop(self, unit: ParamUnit) -> None:
+    def _reshard(self, unit: ParamUnit) -> None:
         if unit in self.window:
             self.window.remove(unit)
         self.kept.discard(unit)
         if unit.whole is not None:
             if self.at.pop(unit.whole.data_ptr(), None) is not None:
                 self.addresses.remove(unit.whole.data_ptr())
-            unit.drop()
+            unit.reshard()
 
     # -- weights saved for backward ---------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> object:
         unit = self.unit_of.get(id(tensor))
-        if unit is not None and unit.moves and not unit.shown:  # a parameter itself, which is hidden again by now
+        if unit is not None and unit.is_copied and not unit.is_unsharded:  # a parameter itself, hidden again by now
             index = unit.index_of[id(tensor)]
             slot = unit.layout.slots[index]
             stride = torch.empty(slot.shape, device="meta").stride()
@@ -300,7 +284,7 @@ class Unsharder:
                 )
             if not self.in_backward:
                 self.runs()
-            return self._obtain(saved.unit).as_strided(saved.shape, saved.stride, saved.offset)
+            return self._unshard(saved.unit).as_strided(saved.shape, saved.stride, saved.offset)
         tensor, version = saved
         if tensor._version != version:
             raise RuntimeError(
@@ -312,8 +296,15 @@ class Unsharder:
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
+    def cut_all(self, params: Iterable[nn.Parameter]) -> None:
+        """Keep the shards of parameters that have memory of their own. Collective."""
+        for param in params:
+            self.cut(param)
+        self.finish_update()
+        huge_pages.give_back()  # what was freed
+
     def cut(self, param: nn.Parameter) -> None:
-        """Keep the shard of a parameter that still has memory of its own. Local; `publish` after the last."""
+        """Keep the shard of a parameter that has memory of its own. Local; `cut_all` comes after the last one."""
         unit = self.unit_of.get(id(param))
         if unit is not None:
             unit.cut(unit.index_of[id(param)])
@@ -332,7 +323,7 @@ class Unsharder:
         self._refuse_inside("a load or an optimizer's step")
         for tier in self.tiers:
             tier.settle()
-        self.meet()
+        self.barrier()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -349,8 +340,8 @@ class Unsharder:
             failure = error
         finally:
             sums, self.loaded = self.loaded, None
-            self.forget()
-            self.meet()
+            self.invalidate()
+            self.barrier()
         tables = []
         for data_group, group in self.control.items():
             units = [unit for unit in self.units if unit.data_group == data_group]
@@ -371,18 +362,18 @@ class Unsharder:
         self.loaded[self._name_of(param)] = checksum(values).tolist()
         return True
 
-    def publish(self) -> None:
+    def finish_update(self) -> None:
         """Shards have been written: what was gathered before is of the past. Collective."""
-        self.forget()
-        self.residents.end_step(list(self.control.values()))
-        self.meet()
+        self.invalidate()
+        self.eviction.end_step(list(self.control.values()))
+        self.barrier()
 
-    def forget(self) -> None:
-        """Note that this rank's shards have new values, so gathered ones are stale. A use before `meet` waits."""
+    def invalidate(self) -> None:
+        """Note that this rank's shards have new values, so gathered ones are stale. A use before `barrier` waits."""
         self.awaits_others = True
         self.order.learn(None)
         self._take_ahead()
-        _all_of(partial(self._drop, unit) for unit in self.units)
+        _all_of(partial(self._reshard, unit) for unit in self.units)
         for unit in self.units:
             unit.note_new_values()
 
@@ -399,12 +390,12 @@ class Unsharder:
         self._refuse_inside(caller)
         self.order.come_together(caller, list(self.control.values()))
         if self.awaits_others:
-            self.meet()
+            self.barrier()
         for unit in self.units:
-            self._drop(unit)
+            self._reshard(unit)
             self._gather(unit, caller=caller)
             self.kept.add(unit)
-            unit.show(nn.Parameter)
+            unit.unshard(nn.Parameter)
         self.is_held = True
         try:
             by_value = _hooks_are_active() or not self.saves_by_place
@@ -428,8 +419,8 @@ class Unsharder:
             self.is_held = False
             for unit in self.units:
                 unit.accept_writes()  # they are taken over, or have failed
-            _all_of(partial(self._drop, unit) for unit in self.units)
-        self.meet()
+            _all_of(partial(self._reshard, unit) for unit in self.units)
+        self.barrier()
 
     def _refuse_unequal_writes(self) -> None:
         """Raise where ranks have written different values: each would keep a part of its own. Collective."""
@@ -450,7 +441,20 @@ class Unsharder:
             where = "gathered()" if self.is_held else "a forward" if self.depth else "a backward"
             raise SyncError(f"rank {dist.get_rank()}: {what} came inside {where}; leave it first, on all ranks")
 
-    def meet(self) -> None:
+    @property
+    def memstats(self) -> MemStats | None:
+        """Findings of the first step under a budget."""
+        return self.eviction.memstats
+
+    def describe(self) -> str:
+        """The budget, if there is one."""
+        return self.eviction.describe()
+
+    def take_gathers(self) -> dict[str, list[str]]:
+        """The gathers of each data group since the last call, in words."""
+        return self.order.take()
+
+    def barrier(self) -> None:
         """Wait until all ranks that read this one's memory by themselves have come here."""
         for channel in self.channels:
             channel.meet()

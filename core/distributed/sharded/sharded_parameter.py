@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from core.distributed.buffer.grad_attribute import attributes_alone
 from core.groups.agree import SyncError
 
 # What is answered without values: attributes but these ...
@@ -33,14 +34,11 @@ CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat
 
 DATA: Any = torch.Tensor.data  # reads and writes it without a note
 
-# Surrounds what reads attributes of many parameters and no values, where asking the class of each would take long.
-attributes_alone = torch._C.DisableTorchFunctionSubclass
-
 
 class Owner(Protocol):
     """Interface of the owner that gives parameters their values."""
 
-    def gather_for(self, missing: list[ShardedParameter], others: list[nn.Parameter]) -> None:
+    def unshard_for(self, missing: list[ShardedParameter], others: list[nn.Parameter]) -> None:
         """Make `missing` plain parameters with values, and leave `others` so."""
 
     def runs(self) -> bool:
@@ -134,22 +132,22 @@ class ShardedParameter(GatheredParameter):
                 "tuples and dictionaries, so its values cannot be gathered; pass it alone, or make the call inside "
                 "`with model.gathered():`"
             )
-        owner.gather_for(missing, [param for param in given if type(param) is not cls])
+        owner.unshard_for(missing, [param for param in given if type(param) is not cls])
         return func(*args, **kwargs)
 
 
-class Kinds(NamedTuple):
+class ParamClasses(NamedTuple):
     """The classes of the parameters of one owner."""
 
     hidden: type[nn.Parameter]  # without their values
-    shown: type[nn.Parameter]  # with them
+    gathered: type[nn.Parameter]  # with them
     lent: type[nn.Parameter]  # with them, of what is frozen, in a recomputation
 
 
-def owned_by(owner: Callable[[], Owner | None]) -> Kinds:
+def owned_by(owner: Callable[[], Owner | None]) -> ParamClasses:
     """Classes that ask this owner."""
     shared = {"owner": staticmethod(owner)}
-    return Kinds(
+    return ParamClasses(
         type("ShardedParameter", (ShardedParameter,), shared),
         type("Parameter", (GatheredParameter,), shared),
         type("Parameter", (LentParameter,), shared),

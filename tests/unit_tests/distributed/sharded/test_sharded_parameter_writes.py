@@ -20,7 +20,7 @@ from core.booster.plugin import GeminiPlugin
 from core.distributed import DistributedDataParallelConfig, MemStats, Placement, SyncError, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.booster.test_booster_checkpoint import shared
-from tests.unit_tests.distributed.reduce.test_sharded_parameters import ADAM, Model, loss_of, sharded, unsharder_of
+from tests.unit_tests.distributed.sharded.test_sharded_parameters import ADAM, Model, loss_of, sharded, unsharder_of
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import make_net
 

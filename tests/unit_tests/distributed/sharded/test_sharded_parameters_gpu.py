@@ -116,7 +116,7 @@ def on_the_host(rank: int) -> None:
         options = {"slow": slow, "pin_memory": pinned, "max_prefetch": prefetch}
         losses, model, _ = gemini(rank, offload_param_frac=1.0, **options)
         assert losses == want, options
-        assert all(unit.shard.is_pinned() == pinned for unit in model.module.engine.unsharder.units)
+        assert all(unit.shard.is_pinned() == pinned for unit in model.module.engine.params.units)
         for param in (0.0, 0.5, 1.0):
             losses, _, optimizer = gemini(rank, offload_param_frac=param, offload_optim_frac=1.0, **options)
             torch.testing.assert_close(losses, want, rtol=1e-2, atol=0)
@@ -125,7 +125,7 @@ def on_the_host(rank: int) -> None:
             assert all(masters.grad.is_pinned() == pinned for masters in optimizer.engine.masters)
     losses, model, _ = gemini(rank, placement_policy="auto", pin_memory=True)
     torch.testing.assert_close(losses, want, rtol=1e-2, atol=0)
-    assert model.module.engine.unsharder.residents.budget == torch.cuda.get_device_properties(rank).total_memory
+    assert model.module.engine.params.eviction.budget == torch.cuda.get_device_properties(rank).total_memory
 
 
 @two

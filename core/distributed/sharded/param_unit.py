@@ -14,24 +14,25 @@ from torch.autograd.graph import increment_version
 
 from core.distributed.buffer.bucket_memory import BucketGroups
 from core.distributed.buffer.file_tier import FileTier
+from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.buffer.memory_tier import HostTier, MemoryTier
 from core.distributed.buffer.param_views import refuse_reshaped, views_of
-from core.distributed.buffer.sharded_parameter import DATA, Kinds, attributes_alone
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
+from core.distributed.sharded.sharded_parameter import DATA, ParamClasses
 from core.distributed.wire import huge_pages
-from core.distributed.wire.backend import timeout_of
+from core.distributed.wire.backend import new_communicator
 from core.distributed.wire.collectives import Collectives, Flight
 from core.distributed.wire.shared_memory import HostChannel, HostMemory
 from core.groups import agree
 from core.groups.agree import SyncError
 
-Lanes = dict[dist.ProcessGroup, dist.ProcessGroup]  # by the group whose ranks they connect
+Communicators = dict[dist.ProcessGroup, dist.ProcessGroup]  # by the group whose ranks they connect
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-class Stays(Enum):
+class KeepGathered(Enum):
     """Time that a bucket stays whole after its use."""
 
     WINDOW = "until a few others have been used"
@@ -61,8 +62,8 @@ class ParamUnit:
     bucket is always whole, in memory that all ranks map or on the only rank, the parameter's data stays there. Else it
     is one NaN, expanded: a read that torch does not see shows, and a write is noticed at the next gather.
 
-    shard: [layout.numel / shards]. groups: the bucket is cut over the shard group. lane: a communicator of the ranks of
-    that group which carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where
+    shard: [layout.numel / shards]. groups: the bucket is cut over the shard group. communicator: one of the ranks of
+    that group, which carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where
     they are processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other.
     tier: what the shard lies in if that is below the device; a gather then copies the bucket to the device. blocks:
     memory for whole buckets on CPUs; with files none is kept when it is freed. device: where whole buckets lie.
@@ -76,7 +77,7 @@ class ParamUnit:
         params: Sequence[nn.Parameter],
         shard: torch.Tensor,
         groups: BucketGroups,
-        lane: dist.ProcessGroup,
+        communicator: dist.ProcessGroup,
         mapped: torch.Tensor | None,
         channel: HostChannel | None,
         tier: MemoryTier | None,
@@ -93,22 +94,22 @@ class ParamUnit:
         self.shard = shard
         self.shard_range = layout.shard_of(dist.get_rank(groups.shard))
         self.groups = groups
-        self.lane = lane
+        self.communicator = communicator
         self.mapped = shard if layout.shards == 1 and tier is None else mapped
-        self.moves = self.mapped is None or tier is not None  # False for a bucket that is always whole
+        self.is_copied = self.mapped is None or tier is not None  # False for a bucket that is always whole
         self.channel = channel
         self.tier = tier
         self.device = device
         self.blocks = blocks if tier is None else huge_pages.Blocks(most=0)
         self.name = f"parameters of {layout.describe()}"
-        self.nans = torch.full((len(layout.slots) * self.moves,), torch.nan, dtype=shard.dtype, device=device)
-        if self.mapped is None or self.moves:
+        self.nans = torch.full((len(layout.slots) * self.is_copied,), torch.nan, dtype=shard.dtype, device=device)
+        if self.mapped is None or self.is_copied:
             self.home = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
         else:
             self.home = views_of(self.mapped, layout.slots, layout.start)  # the parameters' data while it is not shown
-        self.kinds = Kinds(nn.Parameter, nn.Parameter, nn.Parameter)
-        self.stays = Stays.WINDOW  # may be set at any time, to the same on all ranks
-        self.whole = None if self.moves else self.mapped  # [layout.numel] while the unit is gathered
+        self.param_classes = ParamClasses(nn.Parameter, nn.Parameter, nn.Parameter)
+        self.keep_gathered = KeepGathered.WINDOW  # may be set at any time, to the same on all ranks
+        self.whole = None if self.is_copied else self.mapped  # [layout.numel] while the unit is gathered
         self.views: list[torch.Tensor] = []  # of the parameters in it, while they are shown
         self.versions = [0] * len(self.params)  # of the parameters, when they were last shown or hidden
         # (parameter, its `.data`) handed out while unsharded; a write to it must be detected
@@ -125,7 +126,7 @@ class ParamUnit:
         return self.is_collective or isinstance(self.tier, HostTier)
 
     @property
-    def shown(self) -> bool:
+    def is_unsharded(self) -> bool:
         """True while the parameters have their values."""
         return bool(self.views)
 
@@ -136,7 +137,7 @@ class ParamUnit:
         part.copy_(param.reshape(-1)[first : first + part.numel()])
         param.data = self.home[index]
         self.versions[index] = param._version
-        param.__class__ = self.kinds.hidden
+        param.__class__ = self.param_classes.hidden
 
     def own_part_of(self, index: int) -> tuple[int, torch.Tensor]:
         """Of a flattened parameter: (its first element in this rank's shard, the elements from there on)."""
@@ -152,7 +153,7 @@ class ParamUnit:
         if self.mapped is None:
             return self.complete(self.launch(collectives))
         with torch.inference_mode(False), torch.no_grad():
-            self.whole = self._borrow().copy_(self.mapped) if to_write or self.moves else self.mapped
+            self.whole = self._borrow().copy_(self.mapped) if to_write or self.is_copied else self.mapped
         return self.whole
 
     def launch(self, collectives: Collectives) -> Gather:
@@ -161,11 +162,11 @@ class ParamUnit:
             whole = self._borrow()
             if not isinstance(self.tier, HostTier):
                 self._own_part(whole).copy_(self.shard)
-                return Gather(self, whole, collectives.all_gather(whole, self.lane, self.name), None)
+                return Gather(self, whole, collectives.all_gather(whole, self.communicator, self.name), None)
             self.tier.stream.wait_stream(torch.accelerator.current_stream(self.device))  # which has used the memory
             with self.tier.stream:
                 self._own_part(whole).copy_(self.shard, non_blocking=True)
-                flight = collectives.all_gather(whole, self.lane, self.name)
+                flight = collectives.all_gather(whole, self.communicator, self.name)
             return Gather(self, whole, flight, self.tier.stream.record_event())
 
     def complete(self, gather: Gather) -> torch.Tensor:
@@ -174,30 +175,30 @@ class ParamUnit:
         self.whole = gather.whole
         return gather.whole
 
-    def drop(self) -> None:
+    def reshard(self) -> None:
         """Forget the whole bucket. Its memory is freed when nothing else refers to it any more."""
         try:
             self.hide()
         finally:
-            self.whole = None if self.moves else self.mapped
+            self.whole = None if self.is_copied else self.mapped
 
-    def show(self, kind: type[nn.Parameter] | None = None, in_backward: bool = False) -> None:
+    def unshard(self, kind: type[nn.Parameter] | None = None, in_backward: bool = False) -> None:
         """Give the parameters their values. Raises SyncError if one was written or moved while it had none.
 
         kind: their class until they are hidden, where it is not the owner's. in_backward: True for a recomputation,
         which may save frozen parameters unchanged.
         """
         assert self.whole is not None, "a unit is gathered before it is shown"
-        if self.shown:
+        if self.is_unsharded:
             return
         with torch.inference_mode(False), torch.no_grad():
             at_home = self.whole is self.mapped
             views = self.home if at_home else views_of(self.whole, self.layout.slots, self.layout.start)
             intact = not self.nans.is_cpu or bool(self.nans.isnan().all())  # a GPU would have to be waited for
             for param, view, home, version in zip(self.params, views, self.home, self.versions, strict=True):
-                param.__class__ = kind or self.kinds.shown
-                if in_backward and self.moves and not param.requires_grad:
-                    param.__class__ = self.kinds.lent
+                param.__class__ = kind or self.param_classes.gathered
+                if in_backward and self.is_copied and not param.requires_grad:
+                    param.__class__ = self.param_classes.lent
                 intact = intact and param._version == version and param.data_ptr() == home.data_ptr()
                 if not at_home:
                     DATA.__set__(param, view)
@@ -211,7 +212,7 @@ class ParamUnit:
 
     def hide(self) -> None:
         """Take the values away again. Raises SyncError if user code has written a parameter since."""
-        if not self.shown:
+        if not self.is_unsharded:
             return
         views, self.views = self.views, []
         wrong = next((name for name, values in self.data_of if values._version), None)
@@ -224,10 +225,10 @@ class ParamUnit:
                 self.versions[index] = param._version
                 if moved or view is not home:
                     DATA.__set__(param, home)
-                param.__class__ = self.kinds.hidden
+                param.__class__ = self.param_classes.hidden
         if wrong is not None:
             became = "keeps only its shard: the write is lost"
-            if not self.moves:
+            if not self.is_copied:
                 became = "has written the one copy that all share: load a checkpoint"
             raise SyncError(
                 f"parameter {wrong!r} was written while its values were gathered for a forward or a backward, and each "
@@ -283,6 +284,25 @@ class ParamUnit:
         return whole[low:high]
 
 
+class SavedWeight(NamedTuple):
+    """Place of a weight that backward needs: elements of a unit's whole bucket, in a version of its values.
+
+    Note [Weights are saved by place]
+    `F.linear` saves a view of its weight, which would keep the whole bucket's memory until backward. So a tensor in the
+    memory of a gathered bucket, or a parameter itself, is saved as its place there, and looked up when backward asks
+    for it. All other tensors are saved as they are, with their version, because torch does not compare versions under
+    such hooks. torch asks the innermost hooks only: inside its checkpoint and save_on_cpu weights are saved by value,
+    which costs memory only. A forward that begins inside the hooks of others is refused.
+    """
+
+    unit: ParamUnit
+    number: int  # of the parameter in the unit
+    offset: int
+    shape: Sequence[int]
+    stride: tuple[int, ...]
+    version: int  # of the parameter: any write of the values counts
+
+
 def units_of(
     layout: BufferLayout,
     params: Mapping[str, nn.Parameter],
@@ -291,15 +311,15 @@ def units_of(
     share_memory: bool,
     device: torch.device,
     first: int,
-    lanes: Lanes,
+    communicators: Communicators,
     blocks: huge_pages.Blocks,
-    stays: Stays,
+    keep_gathered: KeepGathered,
     tier: MemoryTier | None = None,
     below: Collection[int] = (),
 ) -> list[ParamUnit]:
     """The units of a buffer's buckets, and the memory of their shards. Collective over the data group.
 
-    first: number of the first unit. lanes: communicators by shard group, made here where ranks do not map each other's
+    first: number of the first unit. communicators: by shard group, made here where ranks do not map each other's
     memory. blocks: memory for whole buckets. below: indices of the buckets whose shards lie in `tier`.
     """
     dtype = dtype_named(layout.key.param_dtype)
@@ -312,8 +332,8 @@ def units_of(
             ):
                 memory[bucket.index] = lies, place
     unmapped = any(lies.mapped is None for lies, _ in memory.values())
-    if unmapped and groups.shard not in lanes and dist.get_world_size(groups.shard) > 1:
-        lanes[groups.shard] = new_lane(groups.shard)
+    if unmapped and groups.shard not in communicators and dist.get_world_size(groups.shard) > 1:
+        communicators[groups.shard] = new_communicator(groups.shard)
     units = []
     for number, bucket in enumerate(layout.buckets, first):
         lies, place = memory[bucket.index]
@@ -324,14 +344,14 @@ def units_of(
             [params[slot.name] for slot in bucket.slots],
             lies.shard,
             groups,
-            lanes.get(groups.shard, groups.shard),
+            communicators.get(groups.shard, groups.shard),
             lies.mapped,
             lies.channel,
             place,
             blocks,
             device,
         )
-        unit.stays = stays if unit.moves else Stays.STEP
+        unit.keep_gathered = keep_gathered if unit.is_copied else KeepGathered.STEP
         units.append(unit)
     return units
 
@@ -380,11 +400,3 @@ def _shard_memory(
             found.append(ShardMemory(own[at // bucket.shards :][: bucket.numel // bucket.shards], None, None))
         at += bucket.numel
     return found
-
-
-def new_lane(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A communicator of the same ranks. A gather in backward must not be paired with a reduction. Collective."""
-    members, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-    lane = dist.new_group(members, timeout=timeout_of(group), backend=backend, use_local_synchronization=True)
-    assert isinstance(lane, dist.ProcessGroup), "this rank is a member"
-    return lane

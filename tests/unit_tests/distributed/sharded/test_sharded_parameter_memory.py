@@ -19,8 +19,8 @@ from benchmarks.memory import mapped_from_peers, storages
 from benchmarks.workloads import WORKLOADS
 from core import parallel_state
 from core.distributed import DistributedDataParallel, Placement, finalize_model_grads, materialize
-from core.distributed.buffer.param_unit import Gather, ParamUnit
-from core.distributed.buffer.sharded_parameter import attributes_alone
+from core.distributed.buffer.grad_attribute import attributes_alone
+from core.distributed.sharded.param_unit import Gather, ParamUnit
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
@@ -70,7 +70,7 @@ def held_of_a_frozen_base(world: int, layers: int, width: int, plain: int) -> fl
             # The last layer's is still whole when backward begins, and no gradient passes the first adapter.
             wanted = {f"{n}.base.weight": 2 if plain < n < layers - 1 else 1 for n in range(layers)}
             assert gathers == wanted
-    unsharder: Any = ddp.engine.unsharder
+    unsharder: Any = ddp.engine.params
     frozen = [unit for unit in unsharder.units if not unit.params[0].requires_grad]
     shards, blocks = sum(unit.shard.nbytes for unit in frozen), frozen[0].blocks
     while blocks.lent:  # gloo's thread lets go of a bucket a moment after it has arrived
@@ -125,8 +125,8 @@ def held_between_steps(ddp: DistributedDataParallel, before: Collection[int]) ->
     gc.collect()
     with attributes_alone():  # a look at a sharded parameter gathers nothing
         found = {place: of.nbytes() for place, of in storages().items() if place not in before}
-    unsharder: Any = ddp.engine.unsharder
-    if unsharder is None:
+    unsharder: Any = ddp.engine.params
+    if not unsharder.units:
         return union((place, found[place]) for place in found.keys() - mapped_from_peers(ddp))
     of_all = {unit.mapped.untyped_storage().data_ptr() for unit in unsharder.units if unit.mapped is not None}
     unused = {of.tensor.untyped_storage().data_ptr() for one in unsharder.channels for of in one.members} - of_all
@@ -138,7 +138,7 @@ def held_between_steps(ddp: DistributedDataParallel, before: Collection[int]) ->
 @contextmanager
 def gathers_watched(ddp: DistributedDataParallel) -> Iterator[list[int]]:
     """Yields a list that gets, at each gather, the bytes of all whole buckets of parameters."""
-    unsharder: Any = ddp.engine.unsharder
+    unsharder: Any = ddp.engine.params
     launch, seen = ParamUnit.launch, [0]
 
     def launched(unit: ParamUnit, *arguments: Any) -> Gather:

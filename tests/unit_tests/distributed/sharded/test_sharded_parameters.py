@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, Placement, SyncError, finalize_model_grads
-from core.distributed.buffer.param_unit import ParamUnit, Stays
-from core.distributed.reduce.residents import WINDOW
-from core.distributed.reduce.unsharder import Unsharder
+from core.distributed.sharded.eviction import WINDOW
+from core.distributed.sharded.param_unit import KeepGathered, ParamUnit
+from core.distributed.sharded.unsharder import Unsharder
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.optimizer_state import MASTER
 from tests.unit_tests.ranks import ranks
@@ -235,7 +235,7 @@ def a_gather_that_is_left_out() -> Iterator[None]:
 
 @contextmanager
 def old_values_that_stay() -> Iterator[None]:
-    with mock.patch.object(Unsharder, "publish", lambda self: self.meet()):
+    with mock.patch.object(Unsharder, "finish_update", lambda self: self.barrier()):
         yield
 
 
@@ -270,8 +270,8 @@ def sharded(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def unsharder_of(ddp: DistributedDataParallel) -> Unsharder:
-    unsharder = ddp.engine.unsharder
-    assert unsharder is not None
+    unsharder = ddp.engine.params
+    assert isinstance(unsharder, Unsharder)
     return unsharder
 
 
@@ -362,7 +362,7 @@ def test_what_stays_whole_between_forward_and_backward_is_chosen_by_bucket(rank:
         assert whole() == [0, 1, 2, 3, 4, 5] and gathers.call_count == 4
         loss.backward()
         assert whole() == [] and gathers.call_count == 4
-    by_layer[1].stays, by_layer[2].stays = Stays.WINDOW, Stays.STEP
+    by_layer[1].keep_gathered, by_layer[2].keep_gathered = KeepGathered.WINDOW, KeepGathered.STEP
     loss = ddp(torch.ones(3, 16)).sum()
     assert whole() == [0, 1, 2, 3, 4, 5]  # the window holds the second one alone
     loss.backward()
@@ -409,7 +409,7 @@ def plain(ddp: DistributedDataParallel) -> Iterator[torch.Tensor]:
         for param, home in zip(unit.params, unit.home, strict=True):
             assert type(param) is unit.kinds[0]
             with torch._C.DisableTorchFunctionSubclass():
-                assert param.data_ptr() == home.data_ptr() and bool(param.isnan().all()) == unit.moves
+                assert param.data_ptr() == home.data_ptr() and bool(param.isnan().all()) == unit.is_copied
                 yield param.detach()
 
 
@@ -424,7 +424,7 @@ def test_no_rank_computes_with_values_that_another_one_writes(rank: int, world: 
     parallel_state.initialize_model_parallel()
     ddp = sharded(Model())
     unsharder = unsharder_of(ddp)
-    assert not any(unit.moves for unit in unsharder.units)
+    assert not any(unit.is_copied for unit in unsharder.units)
     assert "is always whole in memory that its ranks map from each other" in ddp.describe()
     start = evaluated_by(ddp)
 

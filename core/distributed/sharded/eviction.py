@@ -1,4 +1,4 @@
-"""Residents: which buckets of parameters are given up when another one is to be whole.
+"""Eviction: which buckets of parameters are given up when another one is to be whole.
 
     Window   those used longest ago, so that a few are whole
     Budget   those whose next use is farthest, so that all that are whole stay below a number of bytes
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core.distributed.buffer.param_unit import ParamUnit
 from core.distributed.contract.placement import MemStats
+from core.distributed.sharded.param_unit import ParamUnit
 from core.groups import agree
 
 WINDOW = 2  # buckets: parameters of one layer often lie in two
@@ -51,7 +51,7 @@ class Window:
         """prefetch: buckets that are gathered before they are used, where a gather is a collective; 0, or 1 (None)."""
         self.prefetch = 1 if prefetch is None else prefetch
 
-    def victims(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
+    def evict(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
         """Buckets of `whole` (used last at the end) to give up for `unit`. Called for each use of a bucket."""
         others = [other for other in whole if other not in pinned]
         return others[: max(0, len(whole) + 1 - WINDOW)]
@@ -121,7 +121,7 @@ class Budget:
 
     # -- what the unsharder asks --------------------------------------------------------------------------------------
 
-    def victims(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
+    def evict(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
         """Those whose next use is farthest, until `unit` fits. RuntimeError where it cannot."""
         self._note_use(unit)
         if unit.whole is not None:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from core.distributed.buffer.param_unit import ParamUnit
 from core.distributed.guard.agreement import unequal_gathers
+from core.distributed.sharded.param_unit import ParamUnit
 from core.groups import agree
 from core.groups.agree import SyncError
 from core.watch.waiting import meet_in_store, waiting
