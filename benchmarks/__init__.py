@@ -1,1 +1,1 @@
-"""Measurements that docs/source/performance_notebook.md quotes: `python -m benchmarks NAME`."""
+"""Measurements that benchmarks/notebook.md quotes: `python -m benchmarks NAME`."""

@@ -1,4 +1,4 @@
-"""Plans held against runs: memory of every rank, and the time of a step, on 1 to 8 ranks of this machine.
+"""Plans held against runs (plans.md): memory of every rank, and the time of a step, on 1 to 8 ranks of this machine.
 
 The ranks of one number start together. They measure the device as `python -m core.plan calibrate` does, then run some
 layouts, then measure the device again. A row's planned time is the mean by the device files before and after it, so a

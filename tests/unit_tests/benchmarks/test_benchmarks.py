@@ -1,4 +1,4 @@
-"""The benchmarks run; what they measure is in docs/source/performance_notebook.md."""
+"""The benchmarks run; what they measure is in benchmarks/notebook.md."""
 
 from benchmarks.__main__ import BENCHMARKS, main
 

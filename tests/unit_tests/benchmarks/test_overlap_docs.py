@@ -1,4 +1,4 @@
-"""The program of docs/source/overlap.md runs, and the report is one of what it did."""
+"""The program of benchmarks/overlap.md runs, and the report is one of what it did."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_the_page_on_overlap_reports_draws_and_advises(rank: int, world: int) ->
     pytest.importorskip("matplotlib")
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        names = run_page(ROOT / "docs" / "source" / "overlap.md", monkeypatch)
+        names = run_page(ROOT / "benchmarks" / "overlap.md", monkeypatch)
     report = names["report"]
     assert [event.label for event in report.reductions] == ["bucket 0", "bucket 1", "bucket 2"]
     assert [event.nbytes for event in report.reductions] == [2 * (256 * 256 + 256) * 4] * 3
@@ -29,4 +29,4 @@ def test_the_worked_example_is_what_the_report_prints() -> None:
     first = CollectiveEvent("bucket 0", 2**20, 1e-3, 7e-3, 8e-3, 10e-3, 10e-3)
     second = CollectiveEvent("bucket 1", 2**20, 5e-3, None, 12e-3, 10e-3, 12e-3, end_is_exact=True)
     third = CollectiveEvent("bucket 2", 2**20, 9e-3, None, 15e-3, 12e-3, 15e-3, end_is_exact=True)
-    assert OverlapReport((first, second, third)).table() in (ROOT / "docs" / "source" / "overlap.md").read_text()
+    assert OverlapReport((first, second, third)).table() in (ROOT / "benchmarks" / "overlap.md").read_text()

@@ -222,9 +222,8 @@ def bytes_held(device: torch.device, name: str, dtype: torch.dtype) -> None:
     get_megatron_optimizer(OptimizerConfig(lr=0.05, bf16=dtype == torch.bfloat16), [model])
     assert ("masters and moments in the host's memory" in model.describe()) == bool(placed), "an earlier choice stays"
     if not model.engine.params.units:
-        held[PARAMETERS] = sum(
-            buffer.param_data.nbytes for buffer in model.engine.buffers if buffer.param_data is not None
-        )
+        of_buffers = [buffer.param_data for buffer in model.engine.buffers if buffer.param_data is not None]
+        held[PARAMETERS] = sum(values.nbytes for values in of_buffers or model.parameters())
     for unit in model.engine.params.units:
         (held if unit.shard.device == device else below)[PARAMETERS] += unit.shard.nbytes
     for masters in optimizer.masters:
