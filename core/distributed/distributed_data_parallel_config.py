@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from core.distributed.contract.gradient_contract import GradSyncRule
 from core.distributed.contract.placement import Placement
 from core.number_ranges import COUNT, check_ranges, whole
+
+
+class Spread(NamedTuple):
+    """The number of ranks over which the memory of each kind is spread."""
+
+    params: int
+    grads: int
+    states: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +34,13 @@ class Residency:
     keeps_whole: bool
     keeps_params: bool = True
 
-    def kept_by(self, shards: int) -> int:
-        """The number of ranks over which the memory of gradients is spread, of `shards` ranks that hold the model."""
-        return 1 if self.keeps_whole else shards
+    def spread(self, shards: int) -> Spread:
+        """Numbers of ranks that share the memory of each kind, of `shards` ranks that hold the model."""
+        return Spread(
+            1 if self.keeps_params else shards,
+            1 if self.keeps_whole else shards,
+            shards if self.sharded else 1,
+        )
 
 
 Strategy: TypeAlias = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]

@@ -108,18 +108,13 @@ class Sharding(NamedTuple):
         groups = run.groups_of(0)
         chunks = wrapped_plans(run, groups)
         state = state_bytes(chunks, run.ddp, run.optimizer, groups, on_cpu=run.on_cpu, one_host=run.one_host).device
-        residency = run.ddp.residency
-        is_cut = {
-            PARAMETERS: not residency.keeps_params,
-            GRADIENTS: not residency.keeps_whole,
-            MASTERS: residency.sharded,
-            MOMENTS: residency.sharded,
-        }
-        kept = dict.fromkeys(is_cut, 0)
+        kept: Counter[str] = Counter()
         for layout in (layout for _, plan in chunks for layout in plan.layout.buffers):
-            shards = groups.size(shard_and_replica(layout.key.data_group, run.ddp)[0])
-            for kind, cut in is_cut.items():
-                kept[kind] += layout.numel // (shards if cut else 1)
+            params, grads, states = run.ddp.residency.spread(
+                groups.size(shard_and_replica(layout.key.data_group, run.ddp)[0])
+            )
+            for kind, ranks in ((PARAMETERS, params), (GRADIENTS, grads), (MASTERS, states), (MOMENTS, states)):
+                kept[kind] += layout.numel // ranks
         return cls(run.ddp, {SCRATCH: state.get(SCRATCH, 0), **{kind: state[kind] / kept[kind] for kind in kept}})
 
 
@@ -198,24 +193,25 @@ class Estimates:
             buckets = buckets_of(numels, ddp, groups.size(name), one_bucket=not place.is_first)
             count += len(buckets)
             numel, shards = sum(numels), groups.size(shard_and_replica(name, ddp)[0])
-            kept = numel // (shards if residency.sharded else 1)
+            spread = residency.spread(shards)
+            kept = numel // spread.states
             owned += int(each[GRADIENTS] * kept)
             if shards > 1:
                 cut = (shards - 1) / shards
-                grads = int(each[GRADIENTS] * numel * cut * (1 if residency.sharded else 2))
+                grads = int(each[GRADIENTS] * numel * cut * (1 if spread.states > 1 else 2))
                 sent.append((name, len(buckets), grads, int(each[PARAMETERS] * numel)))
-            held[GRADIENTS] += int(each[GRADIENTS] * numel) // residency.kept_by(shards)
-            held[PARAMETERS] += int(each[PARAMETERS] * numel) // (1 if residency.keeps_params else shards)
+            held[GRADIENTS] += int(each[GRADIENTS] * numel) // spread.grads
+            held[PARAMETERS] += int(each[PARAMETERS] * numel) // spread.params
             held[MASTERS] += int(each[MASTERS] * kept)
             held[MOMENTS] += int(each[MOMENTS] * kept)
             held[WHOLE] += int(each[GRADIENTS] * numel) if run.gradients_wait else 0
             held[POOL] += 0 if residency.keeps_whole else int(each[GRADIENTS] * pool_numel(buckets))
-            if not residency.keeps_params and not mapped and shards > 1:
+            if spread.params > 1 and not mapped:
                 together = max(sum(buckets[n : n + WINDOW + 1]) for n in range(len(buckets)))
                 if not ddp.reshard_after_forward:
                     together = numel
                 held[GATHERED] += int(each[PARAMETERS] * together)
-        tied = int(each[GRADIENTS] * place.tied) // (groups.size("dp_cp") if residency.sharded else 1)
+        tied = int(each[GRADIENTS] * place.tied) // residency.spread(groups.size("dp_cp")).states
         return State(sum(held.values()), optimizer_seconds(held, owned, self.device, count), max(1, count), tied, sent)
 
     def _behind(self, run: Run, place: Place, state: State, groups: PlannedGroups, rows: Sequence[Stage]) -> float:

@@ -148,7 +148,7 @@ FOLDERS_WITH_EXTRAS = (
 STRATEGY_TABLE = "core/distributed/distributed_data_parallel_config.py"
 STRATEGY_QUESTIONS = {"strategy", "residency", "sharded", "shards_gradients", "shards_parameters"}
 STRATEGY_QUESTIONS |= {"reduces_every_microbatch", "keeps_params", "keeps_whole"}
-MOST_STRATEGY_QUESTIONS = 86
+MOST_STRATEGY_QUESTIONS = 74
 # What asks whether ranks agree, besides core/groups/agree.py, with the reason. The list is exact, and may only shrink.
 AGREEMENTS = re.compile(r"all_gather_object|gather_object|broadcast_object_list|scatter_object_list|MAX|MIN|BAND|BOR")
 AGREEMENTS_ELSEWHERE = {

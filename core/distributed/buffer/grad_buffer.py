@@ -58,7 +58,7 @@ class GradBuffer:
         self.sharded = residency.sharded
         self.shares_memory = share_memory
         grad_dtype = dtype_named(layout.key.grad_dtype)
-        kept_by = residency.kept_by(layout.shards)
+        kept_by = residency.spread(layout.shards).grads
         self.channels: list[HostChannel] = []
         numels = [0 if plan.index in below else plan.numel // kept_by for plan in layout.buckets]
         starts = list(itertools.accumulate(numels, initial=0))

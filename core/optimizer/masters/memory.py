@@ -66,14 +66,13 @@ def bytes_per_parameter(
             strategy="optim", shard_ranks=8,
         ).total  # 2 + 4 + (4 + 8) / 8
     """
-    residency = residency_of(strategy)
-    shards = shard_ranks if residency.sharded else 1
+    spread = residency_of(strategy).spread(shard_ranks)
     moments = [kept_dtype(key, config) or _computed_in(param_dtype) for key in moments_of(config)]
     return BytesPerParameter(
-        parameters=param_dtype.itemsize / (1 if residency.keeps_params else shard_ranks),
-        gradients=grad_dtype.itemsize / residency.kept_by(shard_ranks),
-        masters=MASTER_BYTES.get(storage_of(config, param_dtype), 0) / shards,
-        moments=sum(dtype.itemsize for dtype in moments) / shards,
+        parameters=param_dtype.itemsize / spread.params,
+        gradients=grad_dtype.itemsize / spread.grads,
+        masters=MASTER_BYTES.get(storage_of(config, param_dtype), 0) / spread.states,
+        moments=sum(dtype.itemsize for dtype in moments) / spread.states,
     )
 
 
