@@ -93,7 +93,7 @@ def test_adapters_alone_are_trained_and_the_base_is_sharded(rank: int, world: in
     assert len(changed) == 4 and all("lora_" in name for name in changed)
     units = model.module.engine.params.units
     assert {id(param) for unit in units for param in unit.params} == set(map(id, model.parameters()))
-    assert all(unit.shard.numel() * world == unit.layout.numel and not unit.shown for unit in units)
+    assert all(unit.shard.numel() * world == unit.layout.numel and not unit.is_unsharded for unit in units)
 
 
 @ranks(2)

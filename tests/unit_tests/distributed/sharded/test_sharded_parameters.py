@@ -399,7 +399,7 @@ def test_one_lost_write_does_not_leave_other_buckets_with_values(rank: int, worl
     model.register_forward_hook(write)
     with pytest.raises(SyncError, match="was written while its values were gathered"):
         ddp(torch.ones(3, 16))
-    assert not any(unit.shown for unit in unsharder_of(ddp).units)
+    assert not any(unit.is_unsharded for unit in unsharder_of(ddp).units)
     assert len(list(plain(ddp))) == 3
 
 
@@ -407,7 +407,7 @@ def plain(ddp: DistributedDataParallel) -> Iterator[torch.Tensor]:
     """What parameters are that are not gathered."""
     for unit in unsharder_of(ddp).units:
         for param, home in zip(unit.params, unit.home, strict=True):
-            assert type(param) is unit.kinds[0]
+            assert type(param) is unit.param_classes[0]
             with torch._C.DisableTorchFunctionSubclass():
                 assert param.data_ptr() == home.data_ptr() and bool(param.isnan().all()) == unit.is_copied
                 yield param.detach()
