@@ -32,7 +32,7 @@ def test_the_page_on_algorithms_does_what_it_says(rank: int, world: int) -> None
     report = backends.report(names["optimizer"])
     assert "Muon on cpu" in report and "adam on cpu: fused" in report
     assert any(isinstance(member, torch.optim.Adafactor) for member in names["factored"].optimizer.members)
-    assert 0.2 < names["offloading"].optimizer.offloaded_fraction < 0.8
+    assert not any(masters.is_apart for masters in names["offloading"].masters)  # on a CPU nothing moves
 
 
 @pytest.mark.parametrize(("kind", "steps", "words"), [("simple", 5, "0.68 to 1.14"), ("quintic", 5, "0.97 to 1.04")])
