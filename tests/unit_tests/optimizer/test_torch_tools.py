@@ -220,7 +220,7 @@ def test_a_mesh_that_says_something_else_is_refused_by_name(rank: int, world: in
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match="ranks .*; give the mesh of all ranks"):
         initialize_from_device_mesh(mesh["tp"])
-    with pytest.raises(ValueError, match="tensor_model_parallel_size is told by the DeviceMesh"):
+    with pytest.raises(ValueError, match="tensor_model_parallel_size is given by the DeviceMesh"):
         initialize_from_device_mesh(mesh, tensor_model_parallel_size=2)
     with pytest.raises(ValueError, match="has no names of dimensions"):
         initialize_from_device_mesh(init_device_mesh("cpu", (2, 2)))
