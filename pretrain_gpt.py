@@ -1,7 +1,7 @@
 """Train a GPT on text.
 
     torchrun --standalone --nproc-per-node 4 pretrain_gpt.py      # what `make train` runs
-    python pretrain_gpt.py                                        # starts --run.ranks (4) ranks by itself
+    python pretrain_gpt.py                                        # starts --run.ranks (4) ranks on its own
     srun -n 16 python pretrain_gpt.py --config configs/mine.toml --parallel.tp 4
 
 `python pretrain_gpt.py --help` lists every option; docs/source/training.md says what a run shows and writes.
