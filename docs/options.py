@@ -140,7 +140,7 @@ def class_at(path: str) -> type:
     return found
 
 
-def told_by_code(cls: type, names: Sequence[str]) -> dict[str, str]:
+def texts_from_code(cls: type, names: Sequence[str]) -> dict[str, str]:
     """What the docstring, or else the comments, of a class and its parents say of its options."""
     found: dict[str, str] = {}
     for parent in reversed(cls.__mro__):
@@ -161,7 +161,7 @@ def hints() -> dict[str, dict[str, Any]]:
 def table_of(cls: type) -> list[Option]:
     """A row for each option. KeyError, with the name, for one that has no text, or no word on when to change it."""
     defaults = defaults_of(cls)
-    told = told_by_code(cls, list(defaults))
+    told = texts_from_code(cls, list(defaults))
     texts = hints()
     known = {**texts["common"], **texts.get(cls.__name__, {})}
     rows = []

@@ -105,7 +105,7 @@ class FileTier(MemoryTier):
 
 
 def _lies_in_ram(directory: str) -> bool:
-    """True for a directory of a tmpfs, where the kernel tells."""
+    """True for a directory of a tmpfs, where the kernel says so."""
     try:
         with open("/proc/self/mounts", encoding="utf-8") as mounts:
             kinds = {row.split(" ")[1]: row.split(" ")[2] for row in mounts}  # of what lies over another, the last

@@ -120,7 +120,7 @@ class GradBuffer:
         return sum(bucket.layout.numel_unpadded for bucket in self.buckets)
 
     def check_memory(self) -> None:
-        """Raise SyncError if somebody has freed the memory; whoever then writes a gradient ends the process."""
+        """Raise SyncError if user code has freed the memory: a write of a gradient would end the process."""
         for what, data in (("gradients", self.grad_data), ("parameters", self.param_data)):
             if data is not None and data.untyped_storage().nbytes() < data.nbytes:
                 raise SyncError(

@@ -1,4 +1,4 @@
-"""MemoryTier: where shards lie that are not on the device. HostTier: the host's memory beside a GPU. On a CPU the tier
+"""MemoryTier: memory of shards that are not on the device. HostTier: the host's memory, with a GPU. On a CPU the tier
 below is files (file_tier.py).
 """
 
@@ -32,12 +32,12 @@ def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> torch.Event:
 
 
 class HostTier(MemoryTier):
-    """The host's memory beside a device that copies by itself: a GPU.
+    """The host's memory, with a device that copies on its own: a GPU.
 
     Shards of parameters lie there, and are copied to the device on a stream of their own. Masters and moments lie there
     too, and are stepped there. Gradients of these are copied there when they are reduced, or when they are stepped.
 
-    pin_memory: True for memory that the device copies from while the host goes on. pin_masters: True if master weights
+    pin_memory: True for memory that the device copies from while the host continues. pin_masters: True if masters
     lie in such memory too.
     """
 
@@ -46,7 +46,7 @@ class HostTier(MemoryTier):
     def __init__(self, device: torch.device, *, pin_memory: bool, pin_masters: bool = False) -> None:
         self.pin_memory, self.pin_masters = pin_memory, pin_masters
         self.stream = torch.Stream(device)
-        # A model that is deleted may have a bucket on its way, whose memory somebody else gets.
+        # A model that is deleted may have a bucket on its way, whose memory is then given to another tensor.
         weakref.finalize(self, self.stream.synchronize).atexit = False
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class MemStats:
-    """What the first step under a budget has found, the same on all ranks.
+    """Statistics of the first step under a budget, the same on all ranks.
 
     uses: numbers of buckets of parameters, in the order in which a step uses them. non_model_bytes: the most that
-    forwards keep for backward beside parameters.
+    forwards keep for backward in addition to parameters.
     """
 
     uses: tuple[int, ...]
@@ -29,14 +29,14 @@ class Placement:
         first, stays whole from its first use to the next step.
     offload_param_frac: of shards of parameters, what lies below the device. The buckets that are used last; a gather
         brings them to the device. It may not be more than what is sharded.
-    offload_optim_frac: of masters and moments, likewise what lies, and is stepped, below the device.
-    offload_grad_frac: of reduced gradients, where a rank keeps only its shard of them, likewise what lies below. Beside
+    offload_optim_frac: of masters and moments, what lies, and is stepped, below the device.
+    offload_grad_frac: of reduced gradients, where a rank keeps only its shard of them, what lies below. With
         a GPU it may not be more than offload_optim_frac.
     prefetch: buckets that are gathered before they are used, where a gather is a collective: 0, or 1 at most. None is
         1, and 0 under a budget.
     directory: on a CPU, where a rank's files of the tier below RAM are made. They have no name, so that nothing is left
-        behind when the job ends, however it ends. Beside a GPU the tier below is the host's memory: None.
-    pin_memory: beside a GPU, pin that memory, which makes copies faster and takes it from the system.
+        behind when the job ends, however it ends. With a GPU the tier below is the host's memory: None.
+    pin_memory: with a GPU, pin that memory, which makes copies faster and takes it from the system.
     memory_budget_bytes: in the place of fractions: all shards of parameters, masters and moments lie below the device,
         and as many buckets are whole there as a rank's budget allows. Gradients on the device are in the budget too,
         and what forwards keep for backward, which is counted. The bucket whose next use is farthest is
@@ -111,8 +111,8 @@ class Placement:
             return
         if self.prefetch:
             raise ValueError(
-                f"prefetch is {self.prefetch}, and a budget of {budget} bytes has no room for a bucket that nobody "
-                "uses yet; set it to 0"
+                f"prefetch is {self.prefetch}, and a budget of {budget} bytes has no room for a bucket that is "
+                "not in use yet; set it to 0"
             )
         if self.shard_param_frac != 1 or self.offload_param_frac != 1 or self.offload_optim_frac != 1:
             raise ValueError(
@@ -139,7 +139,7 @@ class Placement:
         if device_type != "cpu" and self.offload_grad_frac > self.offload_optim_frac:
             raise ValueError(
                 f"placement has offload_grad_frac {self.offload_grad_frac} and offload_optim_frac "
-                f"{self.offload_optim_frac}: beside {device_type!r} gradients in the host's memory are stepped there; "
+                f"{self.offload_optim_frac}: with {device_type!r} gradients in the host's memory are stepped there; "
                 "offload at least as much of masters and moments"
             )
 
@@ -150,7 +150,7 @@ class Placement:
 
 
 def first_of(nbytes: Sequence[int], fraction: float) -> set[int]:
-    """Which of these are the first `fraction` of all bytes: those whose middle lies in it."""
+    """Indices of the first `fraction` of all bytes: those whose middle lies in it."""
     limit, reached, chosen = fraction * sum(nbytes), 0, set()
     for index, size in enumerate(nbytes):
         if reached + size / 2 < limit:
@@ -160,5 +160,5 @@ def first_of(nbytes: Sequence[int], fraction: float) -> set[int]:
 
 
 def last_of(nbytes: Sequence[int], fraction: float) -> set[int]:
-    """Which of these are the last `fraction` of all bytes."""
+    """Indices of the last `fraction` of all bytes."""
     return {len(nbytes) - 1 - index for index in first_of(nbytes[::-1], fraction)}

@@ -48,7 +48,7 @@ class Blocks:
 
     What the C library frees it may keep: after some tensors of a few MiB it takes longer ones from its heap as well,
     where smaller ones that live on keep them from being given back. most: blocks up to which the longest that are free
-    are kept beside those in use, since fresh pages cost time.
+    are kept in addition to those in use, since fresh pages cost time.
     """
 
     def __init__(self, most: int) -> None:

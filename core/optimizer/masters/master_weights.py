@@ -189,7 +189,7 @@ class BucketMasters:
             self.copied = None
 
     def keep_moments(self, state: dict[Any, dict[str, Any]]) -> None:
-        """Where moments lie below the device, move there what an optimizer or a checkpoint has made."""
+        """Move new moments of an optimizer or a checkpoint to the tier below the device, if they lie there."""
         known = len(self.below)
         for segment in self.segments:
             of_master = state.get(segment.master, {})

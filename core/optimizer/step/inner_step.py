@@ -43,9 +43,9 @@ class InnerStep:
             for masters, _ in below:  # the gradients of the next one come while one is stepped
                 if masters.sends_ahead:
                     masters.send_grads()
-            others = [pair for pair in pairs if not pair[0].is_apart]  # first, as a device goes on by itself
+            others = [pair for pair in pairs if not pair[0].is_apart]  # first, as a device continues on its own
             self.step_buckets([masters for masters, _ in others], [factor for _, factor in others], scratch)
-            for masters, factor in below:  # each by itself: new moments lie in RAM until they are moved
+            for masters, factor in below:  # each alone: new moments lie in RAM until they are moved
                 self.step_buckets([masters], [factor], scratch)
             return
         for masters, _ in below:
