@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from core.context_parallel.blocks import Accumulator, Block, accumulate_dtype, add_gradients
+from core.context_parallel.blocks import Block, Sight, block_attention
 from core.context_parallel.sequence_split import join_sequence, split_sequence
 from core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -24,8 +20,8 @@ def all_gather_attention(
     both = gather_from_sequence_parallel_region(torch.stack([key, value], dim=1), group=group)
     key, value = join_sequence(both, 0, size).unbind(dim=1)
     query, key, value = (rearrange(part, "s b n d -> b n s d") for part in (query, key, value))
-    mine = None if documents is None else split_sequence(documents, 1, size, rank)
-    output = _BlockAttention.apply(query, key, value, mine, documents, whole_key_blocks(query.shape[2], size, rank))
+    sight = Sight() if documents is None else Sight((split_sequence(documents, 1, size, rank), documents))
+    output = block_attention(query, key, value, whole_key_blocks(query.shape[2], size, rank), sight)
     return rearrange(output, "b n s d -> s b n d")
 
 
@@ -39,35 +35,3 @@ def whole_key_blocks(length: int, size: int, rank: int) -> list[Block]:
         if number:
             before.append(Block(queries, slice(0, number * chunk)))
     return blocks + before
-
-
-class _BlockAttention(torch.autograd.Function):
-    """Attention as a sum of blocks: no mask of all queries by all keys, and none of it kept for backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_documents: Tensor | None,
-        key_documents: Tensor | None,
-        blocks: Sequence[Block],
-    ) -> Tensor:
-        total = Accumulator(query)
-        for block in blocks:
-            total.attend(block, query, key, value, query_documents, key_documents)
-        result = total.output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, total.lse, query_documents, key_documents)
-        ctx.blocks = blocks
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, lse, query_documents, key_documents = ctx.saved_tensors
-        dtype = accumulate_dtype(query.dtype)
-        grads = tuple(torch.zeros(part.shape, dtype=dtype, device=part.device) for part in (query, key, value))
-        for block in ctx.blocks:
-            add_gradients(grads, block, grad, query, key, value, result, lse, query_documents, key_documents)
-        return *(part.to(query.dtype) for part in grads), None, None, None

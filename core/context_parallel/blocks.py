@@ -6,17 +6,20 @@ goes the other way: with the final output and `lse`, a block's gradients are tho
 (FlashAttention-2, arXiv 2307.08691, section 3.1; ring attention, arXiv 2310.01889).
 
 Shapes: queries [b, heads, s, d], keys and values [b, groups, t, d] with groups that divide heads, lse [b, heads, s].
-Documents: [b, s] of the queries and [b, t] of the keys, or None; a query sees the keys of its own document only.
+A sink is one more score in each query's softmax, a number for each head, whose value is zero: it belongs to the
+denominator alone, so it is added once, to the sum of all blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Where scores are written out, those of so many queries at a time: [b, heads, 512, t] instead of [b, heads, s, t].
 TILE_ROWS = 512
@@ -46,6 +49,46 @@ class Block:
                 yield Block(queries, slice(self.keys.start, first + keys_ahead))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """The keys that queries see, in addition to what a block says, and the cap of their scores. Blocks cut the tensors.
+
+    documents: of the queries [b, s] and of the keys [b, t]; a query sees the keys of its own document only. places:
+    positions in the whole sequence, [s] and [t], on the CPU; of these a query sees the last `window` up to its own.
+    pairs: [b, 1 or heads, s, t], True where a query sees a key. cap: scores become cap * tanh(score / cap).
+    """
+
+    documents: tuple[Tensor, Tensor] | None = None
+    places: tuple[Tensor, Tensor] | None = None
+    window: int | None = None
+    pairs: Tensor | None = None
+    cap: float | None = None
+
+    def misses(self, block: Block) -> bool:
+        """True if all of a block's keys lie before the windows of all of its queries."""
+        if self.window is None or self.places is None:
+            return False
+        queries, keys = self.places[0][block.queries], self.places[1][block.keys]
+        return bool(keys.max() <= queries.min() - self.window)
+
+    def visible(self, block: Block, device: torch.device) -> Tensor | None:
+        """Pairs of query and key [b or 1, 1 or heads, s, t] that may see each other; None where all do."""
+        found = None if self.pairs is None else self.pairs[:, :, block.queries, block.keys]
+        if self.documents is not None:
+            mine, theirs = self.documents[0][:, block.queries, None], self.documents[1][:, None, block.keys]
+            found = (mine == theirs).unsqueeze(1) if found is None else found & (mine == theirs).unsqueeze(1)
+        if self.window is not None and self.places is not None:
+            queries, keys = self.places[0][block.queries, None], self.places[1][block.keys]
+            near = (keys > queries - self.window).to(device)
+            found = near[None, None] if found is None else found & near
+        return found
+
+    def is_fused(self, query: Tensor) -> bool:
+        """Torch's CPU kernel takes every dtype and returns lse; not so for masks and caps."""
+        parts = (self.documents, self.window, self.pairs, self.cap)
+        return query.device.type == "cpu" and all(part is None for part in parts)
+
+
 class Accumulator:
     """Adds up blocks of keys. The first block must let every query see at least one key.
 
@@ -57,31 +100,25 @@ class Accumulator:
         self.output = torch.zeros(query.shape, dtype=dtype, device=query.device)
         self.lse = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
 
-    def attend(
-        self,
-        block: Block,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        query_documents: Tensor | None,
-        key_documents: Tensor | None,
-    ) -> None:
+    def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> None:
         """Add what a block's queries see of its keys; all arguments are those that the block's slices cut."""
-        for tile in _tiles(block, query, query_documents):
-            output, lse = block_forward(
-                query[:, :, tile.queries],
-                key[:, :, tile.keys],
-                value[:, :, tile.keys],
-                causal=tile.causal,
-                visible=_visible(tile, query_documents, key_documents),
-            )
+        for tile in _tiles(block, query, sight):
+            part = query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys]
+            output, lse = block_forward(*part, tile, sight)
             self._add(tile.queries, output, lse)
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Add each head's sink [heads] to the denominators, after the last block."""
+        before = self.lse
+        self.lse = torch.logaddexp(before, sinks.to(before.dtype).view(1, -1, 1))
+        self.output.mul_((before - self.lse).exp().unsqueeze(-1))
 
     def _add(self, queries: slice, output: Tensor, lse: Tensor) -> None:
         total, seen = self.output[:, :, queries], self.lse[:, :, queries]
         together = torch.logaddexp(seen, lse)
-        total.mul_((seen - together).exp().unsqueeze(-1))
-        total.add_(output * (lse - together).exp().unsqueeze(-1))
+        finite = _finite(together)
+        total.mul_((seen - finite).exp().unsqueeze(-1))
+        total.add_(output * (lse - finite).exp().unsqueeze(-1))
         seen.copy_(together)
 
 
@@ -94,11 +131,10 @@ def add_gradients(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    query_documents: Tensor | None,
-    key_documents: Tensor | None,
+    sight: Sight,
 ) -> None:
     """Add a block's gradients of queries, keys and values to `totals`; grad, output, lse: of the whole attention."""
-    for tile in _tiles(block, query, query_documents):
+    for tile in _tiles(block, query, sight):
         parts = block_backward(
             grad[:, :, tile.queries],
             query[:, :, tile.queries],
@@ -106,27 +142,75 @@ def add_gradients(
             value[:, :, tile.keys],
             output[:, :, tile.queries],
             lse[:, :, tile.queries],
-            causal=tile.causal,
-            visible=_visible(tile, query_documents, key_documents),
+            tile,
+            sight,
         )
         for total, part, where in zip(totals, parts, (tile.queries, tile.keys, tile.keys), strict=True):
             total[:, :, where] += part
 
 
-def _tiles(block: Block, query: Tensor, documents: Tensor | None) -> Iterator[Block]:
-    return iter([block]) if _is_fused(query, documents) else block.tiles(TILE_ROWS)
+def sink_gradients(grad: Tensor, output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradients [heads] of sinks; grad, output, lse: of the whole attention, sinks in its denominators."""
+    shares = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
+    return -(shares * (grad.to(lse.dtype) * output.to(lse.dtype)).sum(dim=-1)).sum(dim=(0, 2)).to(sinks.dtype)
 
 
-def _is_fused(query: Tensor, mask: Tensor | None) -> bool:
-    """Torch's CPU kernel takes every dtype and returns lse; not so for queries that a mask lets see nothing."""
-    return mask is None and query.device.type == "cpu"
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], sight: Sight, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention [b, heads, s, d] as a sum of blocks: no scores of all queries and keys, and none kept for backward.
+
+    sinks: [heads].
+    """
+    output: Tensor = _BlockAttention.apply(query, key, value, sinks, sight, blocks)
+    return output
 
 
-def _visible(block: Block, query_documents: Tensor | None, key_documents: Tensor | None) -> Tensor | None:
-    """Pairs of query and key [b, 1, s, t] in the same document, earlier or later; None without documents."""
-    if query_documents is None or key_documents is None:
-        return None
-    return (query_documents[:, block.queries, None] == key_documents[:, None, block.keys]).unsqueeze(1)
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        sight: Sight,
+        blocks: Sequence[Block],
+    ) -> Tensor:
+        total = Accumulator(query)
+        for block in blocks:
+            total.attend(block, query, key, value, sight)
+        if sinks is not None:
+            total.add_sinks(sinks)
+        result = total.output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, result, total.lse)
+        ctx.sight, ctx.blocks = sight, blocks
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, result, lse = ctx.saved_tensors
+        dtype = accumulate_dtype(query.dtype)
+        grads = tuple(torch.zeros(part.shape, dtype=dtype, device=part.device) for part in (query, key, value))
+        for block in ctx.blocks:
+            add_gradients(grads, block, grad, query, key, value, result, lse, ctx.sight)
+        of_sinks = None if sinks is None else sink_gradients(grad, result, lse, sinks)
+        return *(part.to(query.dtype) for part in grads), of_sinks, None, None
+
+
+def _tiles(block: Block, query: Tensor, sight: Sight) -> Iterator[Block]:
+    if sight.is_fused(query):
+        yield block
+        return
+    for tile in block.tiles(TILE_ROWS):
+        if not sight.misses(tile):
+            yield tile
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """lse with 0 for queries that see no key, whose shares are 0 then and not NaN."""
+    return lse.masked_fill(lse.isneginf(), 0.0)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -134,35 +218,35 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def block_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, visible: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Output and lse of one block. A query that sees no key has output 0 and lse -inf."""
-    if _is_fused(query, visible):
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block, sight: Sight) -> tuple[Tensor, Tensor]:
+    """Output and lse of one block, whose part the tensors are. A query that sees no key has output 0 and lse -inf."""
+    if sight.is_fused(query):
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, block.causal)
         return output, lse.to(accumulate_dtype(query.dtype))
-    scores = _scores(query, key, causal, visible)
+    scores = _scores(query, key, block, sight)
     lse = torch.logsumexp(scores, dim=-1)
-    shares = (scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp()
+    shares = (scores - _finite(lse).unsqueeze(-1)).exp()
     groups = key.shape[1]
     output = rearrange(shares, "b (g r) s t -> b g (r s) t", g=groups) @ value.to(shares.dtype)
     return rearrange(output, "b g (r s) d -> b (g r) s d", s=query.shape[2]), lse
 
 
 def block_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, *,
-    causal: bool, visible: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block, sight: Sight
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one block's queries, keys and values.
 
     grad, output, lse: of the whole attention, for this block's queries.
     """
-    if _is_fused(query, visible):
+    if sight.is_fused(query):
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad.to(query.dtype), query, key, value, output.to(query.dtype), lse, 0.0, causal
+            grad.to(query.dtype), query, key, value, output.to(query.dtype), lse, 0.0, block.causal
         )
         return grads
-    shares = (_scores(query, key, causal, visible) - lse.unsqueeze(-1)).exp()
+    scores = _scores(query, key, block, sight)
+    shares = (scores - _finite(lse).unsqueeze(-1)).exp()
+    if sight.cap is not None:
+        slope = 1 - (scores.masked_fill(scores.isneginf(), 0.0) / sight.cap).square()  # of the capped scores
     groups, length, scale = key.shape[1], query.shape[2], query.shape[-1] ** -0.5
     grad, output = grad.to(shares.dtype), output.to(shares.dtype)
     through_output = (grad * output).sum(dim=-1, keepdim=True)  # what raising all shares alike would change
@@ -173,18 +257,23 @@ def block_backward(
     )
     grad_value = shares.mT @ grad
     grad_scores = shares * (grad @ value.to(shares.dtype).mT - through_output) * scale
+    if sight.cap is not None:
+        grad_scores *= rearrange(slope, "b (g r) s t -> b g (r s) t", g=groups)
     grad_query = rearrange(grad_scores @ key.to(shares.dtype), "b g (r s) d -> b (g r) s d", s=length)
     return grad_query, grad_scores.mT @ query, grad_value
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, visible: Tensor | None) -> Tensor:
-    """Scaled scores [b, heads, s, t] in the dtype of sums, -inf where a query does not see a key."""
+def _scores(query: Tensor, key: Tensor, block: Block, sight: Sight) -> Tensor:
+    """Scaled scores [b, heads, s, t] in the dtype of sums, capped, -inf where a query does not see a key."""
     dtype, groups = accumulate_dtype(query.dtype), key.shape[1]
     scaled = rearrange(query.to(dtype), "b (g r) s d -> b g (r s) d", g=groups) * query.shape[-1] ** -0.5
     scores = rearrange(scaled @ key.to(dtype).mT, "b g (r s) t -> b (g r) s t", s=query.shape[2])
+    if sight.cap is not None:
+        scores = sight.cap * torch.tanh(scores / sight.cap)
+    visible = sight.visible(block, scores.device)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    if causal:
+    if block.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
     return scores

@@ -17,17 +17,37 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from core.context_parallel.blocks import Accumulator, Block, accumulate_dtype, add_gradients
-from core.context_parallel.sequence_split import split_sequence
+from core.context_parallel.blocks import Accumulator, Block, Sight, accumulate_dtype, add_gradients, sink_gradients
+from core.context_parallel.sequence_split import positions_on_rank, split_sequence
 from core.watch.waiting import waiting
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A family's scores, in addition to causal masks. window: how many keys a query sees, itself among them.
+
+    cap: scores are cap * tanh(score / cap).
+    """
+
+    window: int | None = None
+    cap: float | None = None
+
+
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, documents: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: dist.ProcessGroup,
+    documents: Tensor | None,
+    scores: Scores = Scores(),
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """[s / cp, b, heads or groups, d] -> [s / cp, b, heads, d]. Collective over the group, forward and backward."""
+    """[s / cp, b, heads or groups, d] -> [s / cp, b, heads, d]. Collective over the group, forward and backward.
+
+    sinks: [heads], one more score in each query's denominator. Its gradient is that of this rank's queries.
+    """
     query, key, value = (rearrange(part, "s b n d -> b n s d") for part in (query, key, value))
-    output: Tensor = _RingAttention.apply(query, key, value, documents, group)
+    output: Tensor = _RingAttention.apply(query, key, value, sinks, documents, scores, group)
     return rearrange(output, "b n s d -> s b n d")
 
 
@@ -46,7 +66,14 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, group: dist.ProcessGroup
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        documents: Tensor | None,
+        scores: Scores,
+        group: dist.ProcessGroup,
     ) -> Tensor:
         size, rank = group.size(), group.rank()
         total = Accumulator(query)
@@ -55,18 +82,21 @@ class _RingAttention(torch.autograd.Function):
             incoming = pass_on(passing, group) if step < size - 1 else None
             source = (rank - step) % size  # its own block first: there every query sees a key, itself
             block = ring_block(query.shape[2], rank, source)
-            total.attend(block, query, *passing.unbind(0), *_documents(documents, size, rank, source))
+            sight = ring_sight(documents, scores, query.shape[2], group, source)
+            total.attend(block, query, passing[0], passing[1], sight)
             if incoming is not None:
                 passing = incoming.wait()
+        if sinks is not None:
+            total.add_sinks(sinks)
         result = total.output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, documents, result, total.lse)
-        ctx.group = group
+        ctx.save_for_backward(query, key, value, sinks, documents, result, total.lse)
+        ctx.group, ctx.scores = group, scores
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, documents, result, lse = ctx.saved_tensors
+        query, key, value, sinks, documents, result, lse = ctx.saved_tensors
         group, dtype = ctx.group, accumulate_dtype(query.dtype)
         size, rank = group.size(), group.rank()
         grad_query = torch.zeros(query.shape, dtype=dtype, device=query.device)
@@ -78,8 +108,8 @@ class _RingAttention(torch.autograd.Function):
             block = ring_block(query.shape[2], rank, source)
             grads = torch.zeros(passing.shape, dtype=dtype, device=query.device)
             totals = grad_query, grads[0], grads[1]
-            places = _documents(documents, size, rank, source)
-            add_gradients(totals, block, grad, query, passing[0], passing[1], result, lse, *places)
+            sight = ring_sight(documents, ctx.scores, query.shape[2], group, source)
+            add_gradients(totals, block, grad, query, passing[0], passing[1], result, lse, sight)
             if returning is not None:
                 grads += returning.wait()
             returning = pass_on(grads, group)
@@ -87,16 +117,21 @@ class _RingAttention(torch.autograd.Function):
                 passing = incoming.wait()
         assert returning is not None, "a ring has at least one rank"
         grad_key, grad_value = returning.wait().to(query.dtype).unbind(0)
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None
+        of_sinks = None if sinks is None else sink_gradients(grad, result, lse, sinks)
+        return grad_query.to(query.dtype), grad_key, grad_value, of_sinks, None, None, None
 
 
-def _documents(
-    documents: Tensor | None, size: int, rank: int, source: int
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """The documents of this rank's queries and of the source's keys."""
-    if documents is None:
-        return None, None
-    return split_sequence(documents, 1, size, rank), split_sequence(documents, 1, size, source)
+def ring_sight(documents: Tensor | None, scores: Scores, length: int, group: dist.ProcessGroup, source: int) -> Sight:
+    """The sight that this rank's `length` queries have of the keys of `source`."""
+    ranks = (group.rank(), source)
+    parts = None if documents is None else [split_sequence(documents, 1, group.size(), rank) for rank in ranks]
+    places = None if scores.window is None else [positions_on_rank(length, group.size(), rank) for rank in ranks]
+    return Sight(
+        None if parts is None else (parts[0], parts[1]),
+        None if places is None else (places[0], places[1]),
+        scores.window,
+        cap=scores.cap,
+    )
 
 
 @dataclass(frozen=True, slots=True)

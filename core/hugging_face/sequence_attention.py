@@ -1,15 +1,18 @@
 """Attention of a sequence that is split over ranks, by transformers' registries of attentions and of masks.
 
 'all_to_all' exchanges positions for heads, and lets torch's attention see the whole sequence with the model's own mask.
-'ring_attn' passes keys and values around, and knows one kind of mask: causal inside each document. The function that
-makes the model's mask is asked at the first and the last token of each document. Attention refuses another mask; one
-that no layer uses is not refused.
+'ring_attn' passes keys and values around, and knows one kind of mask: causal inside each document, with a window or
+without. The function that makes the model's mask is asked at the first and the last token of each document, and where a
+window begins to move. Attention refuses another mask; one that no layer uses is not refused.
+
+Both know caps of scores and a sink for each head. Torch's attention has neither, so such scores are computed in blocks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +24,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from core.context_parallel.all_to_all import exchange
-from core.context_parallel.ring import ring_attention
+from core.context_parallel.blocks import Block, Sight, block_attention
+from core.context_parallel.ring import Scores, ring_attention
 from core.tensor_parallel.mappings import group_rank, group_size
 
-UNKNOWN = ("softcap", "s_aux", "position_bias")  # arguments that change the scores, and that no exchange here knows
+UNKNOWN = ("position_bias",)  # arguments that change the scores, and that no exchange here knows
 _NAMES: dict[tuple[str, int], tuple[str, Any]] = {}  # (mode, id of a group) -> its name, and the group, to keep the id
 
 
@@ -48,11 +52,14 @@ def all_to_all_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """[b, heads or groups, s / sp, d] -> [b, s / sp, heads, d]. Collective over the group, forward and backward.
 
     attention_mask: of the whole sequence [b, 1 or heads, s, s]. Key and value heads that do not divide are repeated.
+    softcap, s_aux: the cap of scores, and the sinks [heads].
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -68,14 +75,59 @@ def all_to_all_attention(
     # [b, n, s / sp, d] -> [b, n / sp, s, d]
     by_rank = (rearrange(part, "b (sp n) s d -> sp b n s d", sp=size) for part in (query, key, value))
     query, key, value = (rearrange(exchange(part, group), "sp b n s d -> b n (sp s) d") for part in by_rank)
+    mine = group_rank(group) * heads // size, heads // size  # (first, number) of this rank's heads
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == heads > 1:
-        attention_mask = attention_mask.narrow(1, group_rank(group) * heads // size, heads // size)
+        attention_mask = attention_mask.narrow(1, *mine)
     # What torch's attention asks of the module; a rank's heads are fewer than the module has.
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     shape = SimpleNamespace(is_causal=causal, num_key_value_groups=query.shape[1] // key.shape[1])
-    output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](shape, query, key, value, attention_mask, **options)
+    if softcap is None and s_aux is None:
+        output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](shape, query, key, value, attention_mask, **options)
+    else:
+        sinks = None if s_aux is None else s_aux.narrow(0, *mine)
+        output = _in_blocks(query, key, value, attention_mask, causal, Sight(cap=softcap), sinks, **options)
     parts = exchange(rearrange(output, "b (sp s) n d -> sp b s n d", sp=size), group)
     return rearrange(parts, "sp b s n d -> b s (sp n) d"), None
+
+
+def _in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    causal: bool,
+    sight: Sight,
+    sinks: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **unused: Any,
+) -> Tensor:
+    """[b, heads or groups, s, d] -> [b, s, heads, d]: attention with caps or sinks of scores."""
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise ValueError(
+            f"attention with a cap or sinks over a split sequence reads masks of bools, and this one has "
+            f"{attention_mask.dtype}; give a mask [b, s], or use 'split_gather'"
+        )
+    _refuse_dropout("attention with a cap or sinks over a split sequence", dropout)
+    everything = slice(0, query.shape[2])
+    block = Block(everything, everything, causal=causal and attention_mask is None)
+    width = value.shape[-1]
+    query, key, value = _of_one_width(query, key, value, scaling)
+    output = block_attention(query, key, value, [block], replace(sight, pairs=attention_mask), sinks)
+    return output[..., :width].transpose(1, 2)
+
+
+def _of_one_width(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [..., d], padded to the widest, for attention that divides scores by its square root."""
+    wide = max(query.shape[-1], value.shape[-1])
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (F.pad(p, (0, wide - p.shape[-1])) for p in (query * (scale * wide**0.5), key, value))
+    return query, key, value
+
+
+def _refuse_dropout(what: str, dropout: float) -> None:
+    if dropout:
+        raise ValueError(f"{what} has no dropout of its own, and it is {dropout}; set it to 0.0 in the config")
 
 
 def ring_of_documents(
@@ -88,34 +140,35 @@ def ring_of_documents(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """[b, heads or groups, s / sp, d] -> [b, s / sp, heads, d]. Collective over the group, forward and backward.
 
-    attention_mask: what `documents_of` has made.
+    attention_mask: what `documents_of` has made. softcap, s_aux: the cap of scores, and the sinks [heads].
     """
     _refuse_unknown("ring_attn", options)
-    if dropout:
-        raise ValueError(f"'ring_attn' has no dropout in attention, and it is {dropout}; set it to 0.0 in the config")
+    _refuse_dropout("attention under 'ring_attn'", dropout)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError(f"'ring_attn' is causal, and {type(module).__name__} is not; use 'all_to_all'")
     if attention_mask is not None and not attention_mask.numel():
         raise ValueError(
-            "'ring_attn' is causal inside each document, and the model asks for another mask (a window, chunks, or "
-            "tokens that see later ones) at this length; use 'all_to_all' or 'split_gather'"
+            "'ring_attn' is causal inside each document, with a window or without, and the model asks for another mask "
+            "(such as tokens that see later ones) at this length; use 'all_to_all' or 'split_gather'"
         )
-    if attention_mask is not None and (attention_mask.dtype != torch.long or attention_mask.shape[-2] != 1):
+    is_view = attention_mask is None or attention_mask.shape[-2] == 1 or attention_mask.stride(-2) == 0
+    if attention_mask is not None and (attention_mask.dtype != torch.long or not is_view):
         raise ValueError(
             f"'ring_attn' does not read a mask of shape {list(attention_mask.shape)}; documents are marked by position "
             "ids that begin again, and padding by a mask [b, s]"
         )
-    width, wide = value.shape[-1], max(query.shape[-1], value.shape[-1])
-    # The ring divides scores by the square root of the width that it sees.
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = (F.pad(p, (0, wide - p.shape[-1])) for p in (query * (scale * wide**0.5), key, value))
+    width = value.shape[-1]
+    query, key, value = _of_one_width(query, key, value, scaling)
     query, key, value = (rearrange(part, "b n s d -> s b n d") for part in (query, key, value))
     documents = None if attention_mask is None else attention_mask[:, 0, 0]
-    output = ring_attention(query, key, value, group, documents)
+    window = None if attention_mask is None or attention_mask.shape[2] == 1 else attention_mask.shape[2] - 1
+    output = ring_attention(query, key, value, group, documents, Scores(window, softcap), s_aux)
     return rearrange(output[..., :width], "s b n d -> b s n d").contiguous(), None
 
 
@@ -126,12 +179,17 @@ def documents_of(
     mask_function: Callable[..., Tensor],
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    local_size: int | None = None,
     **unused: Any,
 ) -> Tensor | None:
-    """The number of each token's document [b, 1, 1, s], -1 for padding; None where all tokens are of one.
+    """The number of each token's document [b, 1, 1 + window, s], -1 for padding; None where nothing is masked.
 
-    mask_function: whether a query sees a key, by numbers of batch, head, query and key. Where what it says is not
-    causal attention inside each document, the result is empty [b, 1, 1, 0]: some models make masks that no layer uses.
+    The third dimension is a view that says how many keys a query sees, itself among them: 1 without a window. So no
+    layer needs to read a number from memory.
+
+    mask_function: whether a query sees a key, by numbers of batch, head, query and key. local_size: of its window, or
+    of its chunks, which are documents here. Where what it says is not causal attention inside each document, the
+    result is empty [b, 1, 1, 0]: some models make masks that no layer uses.
     """
     if q_length != kv_length:
         raise ValueError(f"'ring_attn' needs as many keys as queries, and got {q_length} queries and {kv_length} keys")
@@ -150,12 +208,21 @@ def documents_of(
     real = torch.ones_like(begins) if attention_mask is None else attention_mask.to(begins.device, torch.bool)
     documents = documents.masked_fill(~real, -1)
     changes = (begins | (real != real.roll(1, -1))).any(0)
-    asked = (changes | changes.roll(-1) | (places == 0) | (places == q_length - 1)).nonzero()  # [n, 1]
-    expected = (documents[:, asked[:, 0], None] == documents[:, None]) & (places <= asked)
-    wrong = (sees(asked, places.unsqueeze(0)) & real[:, None]) != expected
-    if bool((wrong & real[:, asked[:, 0], None]).any()):
-        return documents.new_empty(batch_size, 1, 1, 0)
-    return documents[:, None, None] if bool((documents != 0).any()) else None
+    asked = changes | changes.roll(-1) | (places == 0) | (places == q_length - 1)
+    if local_size is not None and local_size < q_length:
+        moved = asked.roll(local_size)
+        asked = asked | moved | moved.roll(-1) | moved.roll(1)
+    asked = asked.nonzero()  # [n, 1]
+    seen = sees(asked, places.unsqueeze(0)) & real[:, None]
+    for window in (None, local_size):
+        expected = (documents[:, asked[:, 0], None] == documents[:, None]) & (places <= asked)
+        if window is not None:
+            expected &= places > asked - window
+        if not bool(((seen != expected) & real[:, asked[:, 0], None]).any()):
+            if window is None and not bool((documents != 0).any()):
+                return None
+            return documents[:, None, None].expand(-1, 1, 1 + (window or 0), -1)
+    return documents.new_empty(batch_size, 1, 1, 0)
 
 
 def _refuse_unknown(mode: str, options: dict[str, Any]) -> None:

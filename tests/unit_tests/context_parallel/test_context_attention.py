@@ -11,22 +11,35 @@ from torch import Tensor
 
 from core.context_parallel import COMM_TYPES, blocks, context_parallel_attention, join_sequence, split_sequence
 from core.context_parallel.blocks import Block
+from core.context_parallel.ring import Scores, ring_attention
 from tests.unit_tests.ranks import ranks
 
 HEAD_SIZE, BATCH = 4, 2
+PLAIN = Scores()
 
 
-def loop_attention(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-    """One query at a time, in words: the softmax over the keys it may see."""
+def loop_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One query at a time, in words: the softmax over the keys it may see, and over its sink, which has no value."""
     length, batch, heads, size = query.shape
     per_group = heads // key.shape[2]
     rows = []
     for s in range(length):
         for b in range(batch):
             for h in range(heads):
-                seen = [t for t in range(s + 1) if documents is None or documents[b, t] == documents[b, s]]
+                first = 0 if scores.window is None else max(0, s + 1 - scores.window)
+                seen = [t for t in range(first, s + 1) if documents is None or documents[b, t] == documents[b, s]]
                 keys, values = key[seen, b, h // per_group], value[seen, b, h // per_group]
-                rows.append(torch.softmax(keys @ query[s, b, h] / size**0.5, dim=0) @ values)
+                of_keys = keys @ query[s, b, h] / size**0.5
+                of_keys = of_keys if scores.cap is None else scores.cap * torch.tanh(of_keys / scores.cap)
+                of_all = of_keys if sinks is None else torch.cat([of_keys, sinks[h : h + 1]])
+                rows.append(torch.softmax(of_all, dim=0)[: len(seen)] @ values)
     return torch.stack(rows).view(length, batch, heads, size)
 
 
@@ -76,6 +89,26 @@ def test_tiles_of_queries_change_nothing(rank: int, world: int, comm_type: str) 
             grads = torch.autograd.grad((output * split_sequence(weights, 0, world, rank)).sum(), parts)
         found.append((output, *grads))
     torch.testing.assert_close(found[0], found[1], atol=1e-13, rtol=1e-13)
+
+
+@ranks(2)
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_windows_caps_and_sinks_over_a_ring_are_those_of_one_process(rank: int, world: int, packed: bool) -> None:
+    inputs, weights, documents = make_inputs(12, 4, 2)
+    seen, scores, sinks = documents if packed else None, Scores(window=3, cap=1.5), torch.arange(4.0).double() - 1
+    whole = [part.clone().requires_grad_() for part in (*inputs, sinks)]
+    expected = loop_attention(*whole[:3], seen, scores, whole[3])
+    (expected * weights).sum().backward()
+    parts = [*(split_sequence(part, 0, world, rank).requires_grad_() for part in inputs), sinks.requires_grad_()]
+    for rows in (blocks.TILE_ROWS, 2):  # with two queries in a tile, windows miss some blocks altogether
+        with mock.patch.object(blocks, "TILE_ROWS", rows):
+            output = ring_attention(*parts[:3], dist.group.WORLD, seen, scores, parts[3])
+            grads = list(torch.autograd.grad((output * split_sequence(weights, 0, world, rank)).sum(), parts))
+        torch.testing.assert_close(output, split_sequence(expected, 0, world, rank), atol=1e-12, rtol=1e-12)
+        dist.all_reduce(grads[3])  # each rank's gradient is that of its own queries
+        for grad, full in zip(grads[:3], whole, strict=False):
+            torch.testing.assert_close(grad, split_sequence(full.grad, 0, world, rank), atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(grads[3], whole[3].grad, atol=1e-12, rtol=1e-12)
 
 
 def test_tiles_cover_each_pair_once() -> None:
