@@ -30,8 +30,10 @@ from benchmarks.report import circumstances
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
 from core.groups import agree
-from core.hugging_face.check import STEPS, Verdict, projected, with_labels
+from core.hugging_face.check import STEPS, Verdict, projected, ranks_of
+from core.hugging_face.example import with_labels
 from core.hugging_face.precision import cast_model, rounded_otherwise
+from core.hugging_face.sequence import MODES, OVER_CONTEXT
 from core.hugging_face.slices import whole_of
 from core.hugging_face.tiny import INPUTS, all_families, tiny_config, tiny_inputs, tiny_model
 from core.hugging_face.transformers_plans import transformers_package

@@ -8,7 +8,6 @@ to fp32 inside; here such casts give fp64, so that equal means 1e-9.
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 from collections import Counter
@@ -23,6 +22,7 @@ from torch import Tensor
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.groups import agree
+from core.hugging_face.example import with_labels
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.sequence import OVER_CONTEXT
 from core.hugging_face.slices import whole_of
@@ -37,7 +37,6 @@ from core.verify.rank_pool import RankFailure, RankPool
 
 TOLERANCE = 1e-9
 STEPS, MOVES = 3, 0.02  # of SGD; the learning rate moves the weight with the largest gradient by so much in the first
-WITH_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")  # endings of classes
 Answer = Literal["equal", "refused", "wrong", "not built"]
 
 
@@ -179,15 +178,6 @@ def _microbatch(model: Any, inputs: dict[str, Any], number: int) -> dict[str, An
     return with_labels(
         model, {name: value.roll(number, -1) if name in ids else value for name, value in inputs.items()}
     )
-
-
-def with_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs, and labels where the model takes the loss of tokens; some do not count."""
-    tokens = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-    takes = inspect.signature(type(model).forward).parameters
-    if tokens is None or "labels" not in takes or not type(model).__name__.endswith(WITH_LABELS):
-        return inputs
-    return {**inputs, "labels": tokens.masked_fill(tokens % 5 == 0, -100)}
 
 
 def _reference_steps(

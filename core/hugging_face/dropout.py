@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,55 @@ from core.tensor_parallel.random import (
 )
 
 REGIONS = "dropout_regions"  # the attribute of a split model that holds those over tp
+
+
+CHANCE = ("drop", "jitter")  # in names of probabilities and of widths of noise
+
+
+@contextmanager
+def as_in_training(model: nn.Module) -> Iterator[None]:
+    """Inside, a model is in training mode, and no layer drops or adds noise. Modes and configurations come back.
+
+    Running statistics do not move.
+    """
+    modules = list(model.modules())
+    modes = [(module, module.training) for module in modules]
+    configs = {id(config): config for config in map(_config_of, modules) if config is not None}
+    before = [(config, dict(vars(config))) for config in configs.values()]
+    attributes = [(module, name, value) for module in modules for name, value in _chances(module)]
+    stream = getattr(model, "forward_stream", None)
+    try:
+        for module in modules:
+            module.training = not getattr(module, "track_running_stats", False)
+        for config, values in before:
+            vars(config).update({name: 0.0 for name in values if _is_chance(name, values[name])})
+        for module, name, _ in attributes:
+            setattr(module, name, 0.0)
+        with nullcontext() if stream is None else stream.paused():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for config, values in before:
+            vars(config).clear()
+            vars(config).update(values)
+        for module, name, value in attributes:
+            setattr(module, name, value)
+
+
+def _config_of(module: nn.Module) -> Any:
+    config = getattr(module, "config", None)
+    return config if hasattr(config, "get_text_config") else None
+
+
+def _is_chance(name: str, value: Any) -> bool:
+    return isinstance(value, float) and value > 0 and any(word in name for word in CHANCE)
+
+
+def _chances(module: nn.Module) -> list[tuple[str, float]]:
+    """Attributes of a module that hold a probability above 0, or a width of noise."""
+    drops = "Dropout" in type(module).__name__
+    return [(n, value) for n, value in vars(module).items() if _is_chance("drop" if drops and n == "p" else n, value)]
 
 
 class ForwardStream:
@@ -62,6 +111,15 @@ class ForwardStream:
         """After a forward, or after its error."""
         if self._forks:
             self._forks.pop().close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, forwards do not begin or use the stream: what runs there draws nothing that counts."""
+        self._forks.append(ExitStack())
+        try:
+            yield
+        finally:
+            self._forks.pop()
 
     @contextmanager
     def alike(self) -> Iterator[None]:

@@ -1,4 +1,9 @@
-"""The example that proves a split: arguments of one small forward, made from a model's own main input and config."""
+"""The example that proves a split: arguments of one small forward, made from a model's own main input and config.
+
+It is longer than what a configuration counts in tokens (windows, chunks, floors), where a forward of that length costs
+little: at most PRODUCTS multiplications, and ELEMENTS logits. Otherwise it is as long as it may be of these lengths, or
+8 tokens, and `unreached` names what it does not show.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +21,31 @@ from core.groups.process_groups import ProcessGroups
 from core.hugging_face.plan import PlanError, family_of
 
 ROWS, CHOICES, SAMPLES = 2, 2, 2000
+PRODUCTS = {"cpu": 2**30, "other": 2**45}  # about 0.1 s on a core, and on a GPU
+ELEMENTS = 2**28
+# Names in configurations of numbers of tokens beyond which a model computes something else.
+REACHES = (
+    *("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention"),
+    *("attention_chunk_size", "chunk_size", "mamba_chunk_size", "max_window_size"),
+    *("floor_scale", "log_scaling_n_floor", "index_topk", "index_block_size", "indexer_budget"),
+)
+# Endings of classes whose labels are token ids, or a number below `num_labels` for each token or row.
+OF_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+OF_CLASSES = {"ForTokenClassification": 2, "ForSequenceClassification": 1, "ForImageClassification": 1}
 PASS = "example=, the arguments of a small forward, equal on all ranks, to the plugin, split_model or load_split"
 
 
 def example_of(model: Any, groups: ProcessGroups, example: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The example; without one, rows that differ of what the model's `main_input_name` says: tokens, pixels or sound.
 
-    Sequences have 8 tokens, or more where more ranks may cut them. No cache of keys and values is asked for.
+    Sequences have 8 tokens, or more where more ranks may cut them, and are longer than the model's windows where that
+    costs little. No cache of keys and values is asked for.
     Raises PlanError for a model whose input is unknown here.
     """
     if example is not None:
         return tree.tree_map_only(Tensor, partial(_as_inputs, model), dict(example))
     takes = inspect.signature(type(model).forward).parameters
-    length = math.lcm(8, groups.size("tp"), 2 * groups.size("cp"))
+    length = _length(model, math.lcm(8, groups.size("tp"), 2 * groups.size("cp")))
     made = _main_input(model, length)
     if model.config.is_encoder_decoder or "decoder_input_ids" in takes:
         made["decoder_input_ids"] = _ids(model, length)
@@ -36,6 +53,61 @@ def example_of(model: Any, groups: ProcessGroups, example: Mapping[str, Any] | N
     if "use_cache" in takes or (passes_on and hasattr(model.config.get_text_config(), "use_cache")):
         made["use_cache"] = False  # layers of other kinds than attention have no such cache
     return made
+
+
+def with_labels(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, and labels where the model's class takes a loss of tokens or classes; some tokens do not count."""
+    names = [kind.__name__ for kind in type(model).__mro__]
+    tokens = arguments.get("decoder_input_ids", arguments.get("input_ids"))
+    given = next((value for value in arguments.values() if isinstance(value, Tensor)), None)
+    if "labels" not in inspect.signature(type(model).forward).parameters or given is None or "labels" in arguments:
+        return dict(arguments)
+    if any(name.endswith(OF_TOKENS) for name in names) and tokens is not None:
+        return {**arguments, "labels": tokens.masked_fill(tokens % 5 == 0, -100)}
+    for ending, dims in OF_CLASSES.items():
+        is_one = any(name.endswith(ending) for name in names)
+        if is_one and getattr(model.config, "problem_type", None) is None and model.config.num_labels > 1:
+            numbers = torch.arange(math.prod(given.shape[:dims]), device=given.device) % model.config.num_labels
+            return {**arguments, "labels": numbers.view(given.shape[:dims])}
+    return dict(arguments)
+
+
+def unreached(model: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Windows and other numbers of tokens in the configuration that an example's sequences do not exceed, by name."""
+    ids = arguments.get("decoder_input_ids", arguments.get("input_ids"))
+    return {} if ids is None else {name: number for name, number in _reaches(model).items() if ids.shape[-1] <= number}
+
+
+def _reaches(model: Any) -> dict[str, int]:
+    """Numbers of tokens in the configuration of a model of text, by their names there."""
+    config = model.config.get_text_config()
+    values = {name: getattr(config, name, None) for name in REACHES}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond it the frequencies are others
+        values["original_max_position_embeddings"] = rope.get("original_max_position_embeddings")
+    return {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
+
+
+def _length(model: Any, multiple: int) -> int:
+    """The number of tokens of an example: a multiple, beyond each reach of the model where that is cheap.
+
+    Only the configuration is asked, so the length is the same on ranks with other parts of the model.
+    """
+    config = model.config.get_text_config()
+    found = [getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
+    sizes = [size for size in found if isinstance(size, int)]
+    if len(sizes) < len(found):
+        return multiple
+    hidden, layers, vocabulary = sizes
+    most = getattr(config, "max_position_embeddings", None)
+    length = multiple
+    for reach in sorted(_reaches(model).values()):
+        longer = (reach // multiple + 1) * multiple
+        products = ROWS * longer * (12 * layers * hidden**2 + vocabulary * hidden + longer * layers * hidden)
+        cheap = products <= PRODUCTS.get(model.device.type, PRODUCTS["other"])
+        if cheap and ROWS * longer * vocabulary <= ELEMENTS and longer <= (most or longer):
+            length = max(length, longer)
+    return length
 
 
 def _as_inputs(model: Any, value: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.counted_positions import CountedPositions
 from core.hugging_face.dropout import ForwardStream, drop_parts_apart
+from core.hugging_face.example import unreached
 from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
 from core.hugging_face.parallel_loss import (
     gathering_logits,
@@ -58,16 +59,19 @@ class SplitReport:
     """Report of a split. partial: whole parameters whose gradients are summed over tp, by what the forward showed.
 
     unseen: parameters that learn and that the example did not reach; they are taken to be whole with whole gradients.
+    unreached: what the configuration counts in tokens (windows, chunks, floors) and the example was too short to show.
     """
 
     plan: Plan
     tp: int
     partial: frozenset[str]
     unseen: frozenset[str]
+    unreached: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         found = {"gradients summed over tp": self.partial, "not reached by the example": self.unseen}
         lines = [f"{what}: {', '.join(sorted(names))}" for what, names in found.items() if names]
+        lines += [f"the example is no longer than {name} ({number})" for name, number in self.unreached.items()]
         return "\n".join([self.plan.table(self.tp), *lines])
 
 
@@ -184,22 +188,25 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
     if parallel_output:
         plan = use_parallel_loss(model, plan, groups.tp, sequence)
         place_seams(modules, plan, groups)
+    unlabelled = {name: value for name, value in arguments.items() if name != "labels"}
     if sequence is not None:
         counted, counted_of_parts = CountedPositions(), CountedPositions()
         inner = [model.get_submodule(place) for place in present_layers(model, layers)]
         with refusing_failures(plan, *ONCE_SPLIT), counted.inside(inner):
-            before = output_of(model, arguments)  # over tensor parallelism alone
-            limit = rounding_of(model, arguments, before)
+            before = shown_by(model, unlabelled)  # over tensor parallelism alone
+            limit = rounding_of(model, unlabelled, before)
         if mode in OVER_TENSOR:
             plan = over_sequence(model, plan, layers)
             place_seams(modules, plan, groups)
-    report = SplitReport(plan, tp, frozenset(), frozenset())
+    report = SplitReport(plan, tp, frozenset(), frozenset(), unreached(model, arguments))
     if tp > 1:
-        report = declare_whole(model, plan, groups, arguments, [parameters[n] for n in parameters if n in plan.splits])
+        split_ones = [parameters[name] for name in parameters if name in plan.splits]
+        report = declare_whole(model, plan, groups, unlabelled, split_ones)
+        report = replace(report, unreached=unreached(model, arguments))
     if sequence is not None:
         sequence.attach(model, layers)
         with refusing_failures(plan, f"with {mode!r}"), counted_of_parts.inside(inner):
-            after = _output_over_sequence(model, arguments, sequence, before.shape)
+            after = _shown_over_sequence(model, unlabelled, sequence, before.output.shape)
         refuse_other_output(plan, before, after, limit, f"under {mode!r}", OTHER_TOKENS)
         for place in counted.of_parts(counted_of_parts):
             raise PlanError(
@@ -223,22 +230,20 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
     return report
 
 
-def _output_over_sequence(
-    model: Any, arguments: dict[str, Any], sequence: SequenceParallel, shape: torch.Size
-) -> Tensor:
-    """The example's output over a cut sequence, joined. Collective over the ranks that cut it.
+def _shown_over_sequence(model: Any, arguments: dict[str, Any], sequence: SequenceParallel, shape: torch.Size) -> Shown:
+    """The output of the example over a cut sequence, joined. Collective over the ranks that cut it.
 
     Behind its layers gpt2 gives hidden states the shape of its input: the sequence is joined there for such a model.
     """
     if sequence.local_logits:
         try:
-            after = sequence.join(output_of(model, arguments), -2)
+            after = sequence.join(shown_by(model, arguments).output, -2)
         except RuntimeError:
             after = None
         if after is not None and after.shape == shape:
-            return after
+            return Shown(after)
         sequence.local_logits = False
-    return output_of(model, arguments)
+    return shown_by(model, arguments)
 
 
 def place_seams(modules: Mapping[str, nn.Module], plan: Plan, groups: ProcessGroups) -> None:
@@ -294,30 +299,42 @@ def declare_whole(
     return SplitReport(plan, groups.size("tp"), frozenset(partial_ones), frozenset(unseen))
 
 
-def output_of(model: Any, arguments: Mapping[str, Any], *, whole: bool = False) -> Tensor:
-    """The first tensor that a forward gives, in evaluation mode and without gradients. whole: gather split logits."""
-    output = run_quietly(model, arguments)
-    return first_tensor(with_whole_logits(model, output) if whole else output)
+class Shown(NamedTuple):
+    """Values of a forward that are compared: logits or the last hidden state, and the loss if there are labels."""
+
+    output: Tensor
+    loss: Tensor | None = None
+
+    @classmethod
+    def of(cls, output: Any) -> Shown:
+        """Of what a model gives."""
+        if isinstance(output, Tensor):
+            return cls(output)
+        named = output.items() if hasattr(output, "keys") else enumerate(output)
+        loss = output.get("loss") if hasattr(output, "keys") else None
+        value = next(value for name, value in named if isinstance(value, Tensor) and name != "loss")
+        return cls(value, loss if isinstance(loss, Tensor) and bool(loss.isfinite().all()) else None)
 
 
-def first_tensor(output: Any) -> Tensor:
-    """The first tensor of what a model gives: its logits, or its last hidden state."""
-    if isinstance(output, Tensor):
-        return output
-    values = output.values() if hasattr(output, "keys") else output
-    return next(value for value in values if isinstance(value, Tensor))
+def shown_by(model: Any, arguments: Mapping[str, Any], *, whole: bool = False) -> Shown:
+    """Values of a forward without gradients: as in training where there are labels, else in evaluation mode.
+
+    whole: True to gather split logits.
+    """
+    output = run_quietly(model, arguments, training="labels" in arguments)
+    return Shown.of(with_whole_logits(model, output) if whole else output)
 
 
-def rounding_of(model: Any, arguments: Mapping[str, Any], before: Tensor) -> float:
+def rounding_of(model: Any, arguments: Mapping[str, Any], before: Shown) -> float:
     """Largest relative change of the example's output `before` by rounding.
 
     In 16 bits a router may choose another expert after it. So the example runs once more there, rounded otherwise.
     """
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
     if eps <= torch.finfo(torch.float32).eps:
-        return ROUNDING.get(before.dtype, IN_16_BITS)
+        return ROUNDING.get(before.output.dtype, IN_16_BITS)
     with rounded_otherwise(model):
-        return max(IN_16_BITS, TIMES * distance_of(output_of(model, arguments), before))
+        return max(IN_16_BITS, TIMES * distance_of(shown_by(model, arguments).output, before.output))
 
 
 def distance_of(after: Tensor, before: Tensor) -> float:
@@ -327,24 +344,27 @@ def distance_of(after: Tensor, before: Tensor) -> float:
 
 def refuse_other_output(
     plan: Plan,
-    before: Tensor,
-    after: Tensor,
+    before: Shown,
+    after: Shown,
     limit: float,
     how: str = "split over tp",
     why: str = "its plan is wrong",
 ) -> None:
     """The split model computes what the whole one did, up to rounding (`limit`), or its plan is wrong."""
-    if after.shape != before.shape:
-        raise PlanError(
-            f"{plan.family}: {how}, its output for the example is {list(after.shape)} and that of the whole model "
-            f"{list(before.shape)}, so {why}. {AGAIN}"
-        )
-    off = distance_of(after, before)
-    if not off <= limit:
-        raise PlanError(
-            f"{plan.family}: {how}, its output for the example is {off:.2g} away from that of the whole model "
-            f"(relative to its norm), so {why}. {AGAIN}"
-        )
+    for what, value, expected in zip(("output", "loss"), after, before, strict=True):
+        if value is None or expected is None:
+            continue
+        if value.shape != expected.shape:
+            raise PlanError(
+                f"{plan.family}: {how}, its {what} for the example is {list(value.shape)} and that of the whole model "
+                f"{list(expected.shape)}, so {why}. {AGAIN}"
+            )
+        off = distance_of(value, expected)
+        if not off <= limit:
+            raise PlanError(
+                f"{plan.family}: {how}, its {what} for the example is {off:.2g} away from that of the whole model "
+                f"(relative to its norm), so {why}. {AGAIN}"
+            )
 
 
 @contextmanager

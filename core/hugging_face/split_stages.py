@@ -15,22 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.example import PASS, example_of
+from core.hugging_face.example import PASS, example_of, with_labels
 from core.hugging_face.parallel_loss import with_whole_logits
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.split import (
+    OTHER_TOKENS,
     REPORT,
+    Shown,
     SplitReport,
     Splitting,
     cut_parameters,
     finish_split,
-    first_tensor,
-    output_of,
     prepare,
     refuse_other_output,
     refusing_failures,
     refusing_together,
     rounding_of,
+    shown_by,
 )
 from core.hugging_face.stages import (
     ModelCut,
@@ -107,7 +108,7 @@ def split_stages(
 
 def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting) -> list[Any]:
     layout, groups = how.layout, how.groups
-    before: Tensor | None = None
+    before: Shown | None = None
     limit = 0.0
     with refusing_together(CUT, ValueError, groups=how.ranks):
         plan = prepare(model, plan, groups)
@@ -115,13 +116,9 @@ def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how
             raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split")
         arguments = example_of(model, groups, example)
         order = None
-        if layout is not None:
-            with refusing_failures(plan, "for the example", NEEDS_EXAMPLE, again=""):
-                order, output = watch_order(model, arguments)
-            before = first_tensor(output)
-        elif groups.size("tp") * plan.ep > 1:
-            with refusing_failures(plan, "for the example", NEEDS_EXAMPLE, again=""):
-                before = output_of(model, arguments)
+        with refusing_failures(plan, "for the example", NEEDS_EXAMPLE, again=""):
+            if layout is not None or groups.size("tp") * plan.ep > 1 or how.sequence_parallel is not None:
+                arguments, order, before = _shown_whole(model, arguments, layout)
         if before is not None:
             limit = rounding_of(model, arguments, before)
         parts = _cut(model, order, plan, how)
@@ -129,6 +126,26 @@ def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how
     if before is not None:
         _compare_output(parts, plan, arguments, (before, limit), how)
     return parts
+
+
+def _shown_whole(
+    model: Any, arguments: dict[str, Any], layout: PipelineLayout | None
+) -> tuple[dict[str, Any], Mapping[str, bool] | None, Shown]:
+    """(the example, with labels where a model's forward takes them; the order of modules; what the whole model shows)
+
+    A model that fails with labels as in training (some need more of their inputs then) is proven without.
+    """
+    attempts = [with_labels(model, arguments), arguments]
+    for attempt in attempts if len(attempts[0]) > len(arguments) else [arguments]:
+        try:
+            if layout is None:
+                return attempt, None, shown_by(model, attempt)
+            order, output = watch_order(model, attempt)
+            return attempt, order, Shown.of(output)
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError):
+            if attempt is arguments:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def split_empty(
@@ -233,7 +250,7 @@ def finish_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], ho
             stage, given = stage_of(part), {**arguments, **received_example(part, arguments)}
             own = dataclasses.replace(how, parallel_output=how.parallel_output and stage.part.post_process)
             finish_split(part, of_stage(plan, part), given, own)
-            if bool(output_of(part, given).isnan().any()):
+            if bool(shown_by(part, given).output.isnan().any()):
                 raise PlanError(
                     f"{plan.family}: the layers of stage {stage.part.index} use something of the embeddings, or of "
                     "earlier layers, in addition to the hidden states; a pipeline sends hidden states alone"
@@ -286,27 +303,29 @@ def tie_ends(chunks: Sequence[Any], layout: PipelineLayout) -> None:
 
 
 def _compare_output(
-    parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], whole: tuple[Tensor, float], how: Splitting
+    parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], whole: tuple[Shown, float], how: Splitting
 ) -> None:
     """The parts give what the whole model gave, or the model is refused. Collective, of a pipeline over the world.
 
-    whole: the whole model's output, and how far rounding may move it.
+    whole: what the whole model shows, and how far rounding may move it.
     """
     layout, (before, limit) = how.layout, whole
     if layout is None:
-        refuse_other_output(plan, before, output_of(parts[0], arguments, whole=True), limit)
+        words = () if how.groups.size("tp") * plan.ep > 1 else (f"under {how.sequence_parallel!r}", OTHER_TOKENS)
+        refuse_other_output(plan, before, shown_by(parts[0], arguments, whole=True), limit, *words)
         return
-    outputs: list[Tensor] = []
+    outputs: list[Shown] = []
 
     def run(part: Any, number: int, received: tuple[Tensor, ...]) -> Any:
-        output = run_quietly(part, {**arguments, **({"received": received[0]} if received else {})})
+        given = {**arguments, **({"received": received[0]} if received else {})}
+        output = run_quietly(part, given, training="labels" in arguments)
         if stage_of(part).part.post_process:
-            outputs.append(first_tensor(with_whole_logits(part, output)))
+            outputs.append(Shown.of(with_whole_logits(part, output)))
         return output
 
     runs = {stage_of(part).part.index: functools.partial(run, part) for part in parts}
     sent, group = _sent(parts[0], arguments), how.groups.require("pp")
-    forward_only(layout, runs, 1, lambda stage: sent, group, before.device)
+    forward_only(layout, runs, 1, lambda stage: sent, group, before.output.device)
     with refusing_together(CUT):
         for after in outputs:
             refuse_other_output(plan, before, after, limit, "as a pipeline", ORDER)

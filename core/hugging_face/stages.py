@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.hugging_face.dropout import as_in_training
 from core.hugging_face.plan import PlanError, family_of
 from core.model_parallel_config import ModelParallelConfig
 from core.pipeline_parallel.layout import PipelineLayout, StageSpec
@@ -132,7 +134,7 @@ def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[dict[str, bool]
         for name in (first, *sorted(cut.entry | cut.exit))
     ]
     try:
-        output = run_quietly(model, example)
+        output = run_quietly(model, example, training="labels" in example)
     finally:
         for handle in handles:
             handle.remove()
@@ -140,14 +142,26 @@ def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[dict[str, bool]
     return {name: name in before for name in order}, output
 
 
-def run_quietly(model: Any, example: Mapping[str, Any]) -> Any:
-    """A forward's output in evaluation mode, without gradients; random streams and the mode stay as they were."""
-    training = model.training
+def run_quietly(model: Any, example: Mapping[str, Any], *, training: bool = False) -> Any:
+    """A forward's output, without gradients; random streams and modes stay as they were.
+
+    training: True for what training computes (`as_in_training`), False for evaluation mode.
+    """
+    mode = as_in_training(model) if training else in_evaluation(model)
+    with torch.no_grad(), torch.random.fork_rng(), mode:
+        return model(**example)
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Inside, a model is in evaluation mode. Each module has its own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng():
-            return model.eval()(**example)
+        yield
     finally:
-        model.train(training)
+        for module, mode in modes:
+            module.training = mode
 
 
 class _Leave(Exception):

@@ -1,6 +1,7 @@
 """The example that proves a split, for models of pixels, sound and pairs; and which logits stay split."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, HybridParallelPlugin
 from core.hugging_face import PlanError, gather_logits, split_model
+from core.hugging_face.stages import run_quietly
 from core.hugging_face.tiny import all_families, tiny_config, tiny_inputs, tiny_model
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
@@ -155,3 +157,53 @@ def test_logits_of_a_causal_model_stay_split_by_default(rank: int, world: int) -
     output = boosted(**batch)
     assert output.logits.shape[-1] == 49
     assert float(output.loss) == pytest.approx(float(reference(**batch).loss), rel=1e-5)
+
+
+def scaled_where(model: Any, what: str, is_seen: Callable[[Any, torch.Tensor], bool]) -> Any:
+    """A model that multiplies an output by the number of this rank's rows, where `is_seen` says so."""
+
+    class Model(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, **more: Any) -> Any:
+            output = super().forward(input_ids, labels=labels, **more)
+            if output.get(what) is not None and is_seen(self, input_ids):
+                output[what] = output[what] * self.lm_head.weight.shape[0]
+            return output
+
+    model.__class__ = Model
+    return model
+
+
+@ranks(2)
+def test_the_example_has_labels_is_in_training_mode_and_is_longer_than_a_window(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    cases: list[tuple[str, Callable[[Any, torch.Tensor], bool]]] = [
+        ("loss", lambda model, ids: True),
+        ("logits", lambda model, ids: model.training),
+        ("logits", lambda model, ids: ids.shape[1] > 12),
+    ]
+    for what, is_seen in cases:
+        model = scaled_where(small("mistral", sliding_window=12, attention_dropout=0.5), what, is_seen)
+        named = what.replace("logits", "output")
+        with pytest.raises(PlanError, match=f"its {named} for the example is .* away from that of the whole model"):
+            split_model(model)
+    assert split_model(small("mistral", sliding_window=12, attention_dropout=0.5)).unreached == {}
+    assert split_model(small("mistral", sliding_window=2**20)).unreached == {"sliding_window": 2**20}
+
+
+def test_a_forward_as_in_training_drops_nothing_and_leaves_a_model_as_it_was() -> None:
+    import transformers
+
+    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 2, "pad_token_id": 0, "num_labels": 3}
+    config = transformers.GPT2Config(**sizes, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
+    torch.manual_seed(0)
+    model = transformers.GPT2ForSequenceClassification(config)
+    model.transformer.h[0].eval()
+    model.add_module("statistics", torch.nn.BatchNorm1d(2))
+    modes = [module.training for module in model.modules()]
+    batch = {"input_ids": tokens(1) % 90, "labels": torch.tensor([1])}
+    found = run_quietly(model, batch, training=True)
+    assert [module.training for module in model.modules()] == modes
+    assert model.config.resid_pdrop == 0.5 and model.transformer.h[1].attn.attn_dropout.p == 0.5
+    assert model.config.problem_type is None  # which the loss of labels has set meanwhile
+    torch.testing.assert_close(found.logits, run_quietly(model, batch).logits)
+    assert not torch.equal(model(**batch).logits, found.logits)

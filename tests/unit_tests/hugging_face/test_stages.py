@@ -15,7 +15,7 @@ from core.distributed import DistributedDataParallelConfig
 from core.groups import agree
 from core.hugging_face import PlanError, split_stages, stage_activations, stage_forward_step, stages_config
 from core.hugging_face.check import check_on_rank
-from core.hugging_face.split import refuse_other_output
+from core.hugging_face.split import Shown, refuse_other_output
 from core.hugging_face.stages import StageForward, find_cut, keep_stage, watch_order
 from core.hugging_face.tiny import families
 from core.pipeline_parallel import PipelineRunner, StageSpec, plan_pipeline, wrap_stages
@@ -223,7 +223,8 @@ def test_an_output_of_another_shape_is_refused_as_one_of_other_values() -> None:
     with pytest.raises(
         PlanError, match=r"dory: as a pipeline, its output .* is \[2, 64\] and .* \[2, 96\], so its layers"
     ):
-        refuse_other_output(plan, torch.ones(2, 96), torch.ones(2, 64), 0.1, "as a pipeline", "its layers run again")
+        whole_one, of_parts = Shown(torch.ones(2, 96)), Shown(torch.ones(2, 64))
+        refuse_other_output(plan, whole_one, of_parts, 0.1, "as a pipeline", "its layers run again")
 
 
 @pytest.mark.parametrize("by_argument", [False, True])
