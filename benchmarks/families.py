@@ -3,7 +3,8 @@
 (With an `example` where a model takes more than token ids, as the error for such a model says.)
 
 A tiny random copy makes three steps of SGD on a batch of three rows with labels, split over tensor-parallel ranks of
-this machine, and on one process of plain transformers. Losses and weights are compared. In fp64 they are equal within
+this machine, or over its sequence (--sp, in the last two modes over 2 ranks of their own), and on one process of plain
+transformers. Losses and weights are compared. In fp64 they are equal within
 1e-9. In bf16 both are compared with the fp64 run, and the split one may be off three times as far as the one process
 that is off further: as it is, or rounded otherwise.
 
@@ -116,8 +117,11 @@ def distance(found: Run, wanted: Run, before: Mapping[str, Tensor]) -> tuple[flo
     return max((off if math.isfinite(off) else math.inf, what) for off, what in offs)
 
 
-def verdict_on_rank(name: str, kind: type, tp: int, precision: str) -> Verdict:
-    """The verdict on a configuration class, on every rank alike. Collective over all ranks, which are tp."""
+def verdict_on_rank(name: str, kind: type, tp: int, precision: str, sp: str | None = None) -> Verdict:
+    """The verdict on a configuration class, on every rank alike. Collective over all ranks: `ranks_of(tp, sp=sp)`.
+
+    sp: a mode of sequence parallelism.
+    """
     transformers_package().logging.set_verbosity_error()
     dtype = torch.float64 if precision == "fp64" else torch.bfloat16
     with warnings.catch_warnings():
@@ -140,7 +144,11 @@ def verdict_on_rank(name: str, kind: type, tp: int, precision: str) -> Verdict:
         # A model in fp64 is computed with in fp64 throughout, also where its family casts to fp32.
         with InDouble() if precision == "fp64" else nullcontext():
             try:
-                options = {"example": tiny_inputs(model)} if type(model.config).__name__ in INPUTS else {}
+                needs_example = type(model.config).__name__ in INPUTS
+                options: dict[str, Any] = {"example": tiny_inputs(model)} if needs_example else {}
+                if sp is not None:
+                    size = ranks_of(1, sp=sp) if sp in OVER_CONTEXT else None
+                    options |= {"enable_sequence_parallelism": True, "sequence_parallelism_mode": sp, "sp_size": size}
                 found = boosted(model, batch, rate, tp, precision, **options)
             except ValueError as error:
                 return Verdict(name, "refused", first_line(error))
@@ -156,10 +164,14 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def table_of(rows: Mapping[str, Mapping[str, Any]], tp: int, precision: str) -> str:
+def table_of(rows: Mapping[str, Mapping[str, Any]], tp: int, precision: str, sp: str | None = None) -> str:
     """Counts, and a row for each class that is not equal, in Markdown."""
     counts = Counter(row["answer"] for row in rows.values()).most_common()
-    lines = [f"At tp {tp}, {precision}: " + ", ".join(f"{count} {answer}" for answer, count in counts) + "."]
+    lines = [
+        f"At tp {tp}, {f'{sp}, ' if sp else ''}{precision}: "
+        + ", ".join(f"{count} {answer}" for answer, count in counts)
+        + "."
+    ]
     odd = {name: row for name, row in rows.items() if row["answer"] != "equal"}
     lines += ["", "| class | answer | |", "| --- | --- | --- |"] if odd else []
     lines += [f"| `{name}` | {row['answer']} | {row['why']} |" for name, row in odd.items()]
@@ -171,10 +183,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks families", description=__doc__)
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks (default: 2)")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp64")
+    parser.add_argument("--sp", choices=MODES, help="split the sequence too, in this mode")
     parser.add_argument("--table", type=Path, help="a file of verdicts, which this run adds to")
     parser.add_argument("names", nargs="*", help="parts of family/ConfigClass; all where none is given")
     options = parser.parse_args(arguments)
-    layout = f"tp {options.tp}, {options.precision}, transformers {transformers_package().__version__}"
+    mode = f", {options.sp}" if options.sp else ""
+    layout = f"tp {options.tp}{mode}, {options.precision}, transformers {transformers_package().__version__}"
     known: dict[str, Any] = {}
     if options.table is not None and options.table.exists():
         known = json.loads(options.table.read_text())
@@ -182,13 +196,14 @@ def main(arguments: Sequence[str]) -> int:
     chosen = all_families()
     if options.names:
         chosen = {name: kind for name, kind in chosen.items() if any(part in name for part in options.names)}
-    with RankPool(options.tp) as pool:
+    world = ranks_of(options.tp, sp=options.sp)
+    with RankPool(world) as pool:
         for name, kind in chosen.items():
             if name in rows:
                 continue
-            given = (name, kind, options.tp, options.precision)
+            given = (name, kind, options.tp, options.precision, options.sp)
             try:
-                verdict: Verdict = pool.run(verdict_on_rank, options.tp, given, {}, limit_s=240.0)
+                verdict: Verdict = pool.run(verdict_on_rank, world, given, {}, limit_s=240.0)
             except RankFailure as error:
                 verdict = Verdict(name, "wrong", f"it fails: {str(error).strip().splitlines()[-1]}")
             print(verdict, flush=True)
@@ -196,5 +211,5 @@ def main(arguments: Sequence[str]) -> int:
             if options.table is not None:
                 known["circumstances"] = circumstances("families", arguments)
                 options.table.write_text(json.dumps(known, indent=1) + "\n")
-    print(table_of(rows, options.tp, options.precision))
+    print(table_of(rows, options.tp, options.precision, options.sp))
     return int(any(row["answer"] not in ("equal", "refused") for row in rows.values()))

@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.families import PRECISIONS, table_of, verdict_on_rank
 from core import parallel_state
+from core.hugging_face.sequence import OVER_CONTEXT
 from core.hugging_face.tiny import all_families
 from core.tensor_parallel import mappings
 from tests.unit_tests.hugging_face.models import grad_times
@@ -42,6 +43,16 @@ def test_the_table_counts_answers_and_gives_reasons() -> None:
 def test_every_family_is_equal_or_refused_by_name(rank: int, world: int, precision: str) -> None:
     for name, kind in all_families().items():
         verdict = verdict_on_rank(name, kind, world, precision)
+        assert verdict.answer in ("equal", "refused") or name in NOT_BUILT, verdict
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.nightly
+@ranks(2, timeout_s=3600.0)
+@pytest.mark.parametrize("sp", ["split_gather", "all_to_all", "ring_attn"])
+def test_every_family_over_a_sequence_is_equal_or_refused_by_name(rank: int, world: int, sp: str) -> None:
+    for name, kind in all_families().items():
+        verdict = verdict_on_rank(name, kind, 1 if sp in OVER_CONTEXT else world, "fp64", sp)
         assert verdict.answer in ("equal", "refused") or name in NOT_BUILT, verdict
         parallel_state.destroy_model_parallel()
 
