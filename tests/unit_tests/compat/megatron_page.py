@@ -1,6 +1,6 @@
-"""The fields' table of docs/source/coming_from_megatron.md.
+"""The page docs/source/api/megatron_fields.md.
 
-python -m tests.unit_tests.compat.megatron_page     writes it anew
+python -m tests.unit_tests.compat.megatron_page     writes it again
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 from core.compat.megatron.faces import configs
 
 PAGE = Path(__file__).parents[3] / "docs" / "source" / "coming_from_megatron.md"
+FIELDS = PAGE.parent / "api" / "megatron_fields.md"
 BEGIN, END = "<!-- fields: begin -->", "<!-- fields: end -->"
 KINDS = (
     configs.DistributedDataParallelConfig,
@@ -39,7 +40,7 @@ def table() -> str:
         obeyed = [name for name in fields if name not in kind.rules]
         refused = [name for name in fields if name in kind.rules and kind.rules[name].refused]
         hints = [name for name in fields if name in kind.rules and not kind.rules[name].refused]
-        lines += [f"### {kind.__name__}", ""]
+        lines += [f"## {kind.__name__}", ""]
         lines += [f"{len(obeyed)} fields are obeyed, {len(refused)} refused, {len(hints)} change nothing.", ""]
         lines += ["| | fields | why |", "|---|---|---|", f"| obeyed | {_words(obeyed)} | |"]
         for what, names in (("refused", refused), ("no effect", hints)):
@@ -58,9 +59,9 @@ def _words(names: list[str]) -> str:
 
 def page_with(fields: str) -> str:
     """The page with this table in it."""
-    text = PAGE.read_text()
+    text = FIELDS.read_text()
     return f"{text.partition(BEGIN)[0]}{BEGIN}\n{fields}\n{END}\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_with(table()))
+    FIELDS.write_text(page_with(table()))
