@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.published_runs import ROWS, PublishedRun, compared
 
-PAGE = Path(__file__).parents[3] / "docs" / "source" / "plan.md"
+PAGE = Path(__file__).parents[3] / "benchmarks" / "plans.md"
 
 
 @pytest.mark.in_suite(4)
