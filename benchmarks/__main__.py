@@ -21,23 +21,23 @@ BENCHMARKS = {
     "groups": ("benchmarks.groups", "creating the process groups of a rank in worlds of 1 024 and 16 384"),
     "hugging_face": (
         "benchmarks.hugging_face",
-        "split Hugging Face models beside Transformers' own tensor parallelism and FSDP2; wrapping, loading",
+        "split Hugging Face models compared with Transformers' own tensor parallelism and FSDP2; wrapping, loading",
     ),
     "loss": ("benchmarks.loss", "the last layer's loss with whole logits and in chunks: memory and time"),
     "memory": ("benchmarks.memory", "bytes a parameter for each strategy and precision, formula and measured"),
-    "optimizer": ("benchmarks.optimizer_step", "the optimizer's step beside torch's, as a share of copy bandwidth"),
+    "optimizer": ("benchmarks.optimizer_step", "the optimizer's step and torch's, as a share of copy bandwidth"),
     "overlap": ("benchmarks.overlap", "step time over bucket size on a simulated wire, hidden share, the advised size"),
     "plan": (
         "benchmarks.plan",
-        "planned memory and time of a step beside measured ones, on 1 to 8 ranks; with devices measured",
+        "planned memory and time of a step compared with measured ones, on 1 to 8 ranks; with devices measured",
     ),
-    "published": ("benchmarks.published_runs", "plans beside the figures that others have published of their runs"),
+    "published": ("benchmarks.published_runs", "plans compared with figures that others have published"),
     "same_bits": (
         "benchmarks.same_bits",
         "do two versions of this code train to the same bits? record one, compare the other",
     ),
     "startup": ("benchmarks.startup", "wrapping up to 100 000 parameters, optimizer and first step; groups at 16 384"),
-    "steps": ("benchmarks.steps", "step time, processor time and memory beside torch's wrappers and other frameworks"),
+    "steps": ("benchmarks.steps", "step time, processor time and memory; torch's wrappers and other frameworks too"),
     "tiers": ("benchmarks.tiers", "what files below RAM cost: a step with moments, parameters and gradients in them"),
 }
 

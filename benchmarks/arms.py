@@ -1,4 +1,4 @@
-"""What `python -m benchmarks steps` compares: an arm is one way to train a workload on several ranks.
+"""Arms of `python -m benchmarks steps`: an arm is one way to train a workload on several ranks.
 
 An arm works in rank processes of its own, so it may patch torch, and its peak memory is its own. In each of them, with
 the default process group up (gloo, one thread), the harness imports `arm.imports`, measures the memory so far, calls
@@ -54,7 +54,7 @@ class Arm:
     DistributedDataParallelConfig.data_parallel_sharding_strategy, or 'none'. build: see the module's docstring; called
     on all ranks of the arm together. kind: 'reference' for the one whose losses are right, 'control' for one that is
     wrong and must be caught, 'floor' for one that communicates nothing (its losses are not checked). imports: modules
-    that build needs beside torch, imported in the rank processes before the memory's zero is taken; where one is not
+    that build needs (not torch), imported in the rank processes before the memory's zero is taken; where one is not
     installed the arm is absent. measured_with: of a peer, the package and version that the figures are of. copies: of
     the parameters, that a rank holds at its peak at most; so many arms are alive together as this leaves room for.
     """

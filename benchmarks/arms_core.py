@@ -72,5 +72,5 @@ ARMS = (
     *(_arm(stage, overlap=overlap) for stage in STAGES for overlap in (False, True)),
     _arm("optim_grads_params"),
     *(_arm(stage, sockets=True) for stage in STAGES[:2]),  # as ranks of several hosts would reduce
-    replace(_arm("optim_grads_params", sockets=True), name="core optim_grads_params gloo"),  # likewise
+    replace(_arm("optim_grads_params", sockets=True), name="core optim_grads_params gloo"),  # the same
 )

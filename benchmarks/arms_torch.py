@@ -1,4 +1,4 @@
-"""What torch itself offers, and marks to read the table by: no communication, one all-reduce, wrong gradients."""
+"""Arms of torch itself, and marks to read the table by: no communication, one all-reduce, wrong gradients."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ ARMS = (
         "control: own gradients", "gradients are not averaged at all", "none", partial(wrong, reduce=_leave), "control"
     ),
     Arm("control: sum for mean", "gradients are added, not averaged", "none", partial(wrong, reduce=_sum), "control"),
-    Arm("no communication", "each rank trains by itself", "none", one_process, "floor"),
+    Arm("no communication", "each rank trains alone", "none", one_process, "floor"),
     Arm(
         "no communication, kept",
         "gradients are zeroed and not freed between steps, as in any buffer",

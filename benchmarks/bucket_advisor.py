@@ -1,4 +1,4 @@
-"""Which bucket size leaves the least communication exposed: one measured backward, and a simulated queue of launches.
+"""Bucket size that leaves the least communication exposed: one measured backward, and a simulated queue of launches.
 
 Small buckets pay a latency each, large ones leave late. Between the two lies a minimum, and it can be computed: when
 each gradient became ready is measured once, the buckets of any size follow from the layout's own rules, and a wire is a
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class BucketAdvice:
-    """What to write into `DistributedDataParallelConfig(bucket_size=...)`, and the curve it was chosen from."""
+    """A value for `DistributedDataParallelConfig(bucket_size=...)`, and the curve it was chosen from."""
 
     bucket_size: int
     exposed_ms: float
@@ -208,7 +208,7 @@ def fit_wire(steps: Sequence[Sequence[CollectiveEvent]], *, sent_per_byte: float
     if len({nbytes for nbytes, _ in points}) < 2:
         raise ValueError(
             f"{len(points)} buckets with an exact end, of {len({nbytes for nbytes, _ in points})} different sizes, do "
-            "not tell a latency from a bandwidth; pass steps with two bucket sizes whose last buckets are waited for"
+            "not separate a latency from a bandwidth; pass steps with two bucket sizes with a wait for the last bucket"
         )
     mean_bytes = sum(nbytes for nbytes, _ in points) / len(points)
     mean_s = sum(seconds for _, seconds in points) / len(points)

@@ -1,4 +1,4 @@
-"""Ways to reduce-scatter, all-reduce and gather on CPU, beside each other: why core.distributed takes the one it takes.
+"""Ways to reduce-scatter, all-reduce and gather on CPU, compared: why core.distributed takes the one it takes.
 
 Arms alternate within a run, and each is checked once before it is timed. Figures are medians in milliseconds, of the
 slowest rank in each repetition, with the quartiles in the JSON.
@@ -29,7 +29,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 class Arms:
-    """What is measured for one size: `full` [n * ranks] in private memory, `mapped` the same in shared memory."""
+    """Tensors of one measured size: `full` [n * ranks] in private memory, `mapped` the same in shared memory."""
 
     def __init__(self, numel: int, rank: int, world: int) -> None:
         assert dist.group.WORLD is not None

@@ -57,7 +57,7 @@ class Case:
 
     @property
     def sharded(self) -> bool:
-        """Does the strategy shard the optimizer's state?"""
+        """True if the strategy shards the optimizer's state."""
         return self.strategy != "no_shard"
 
 
@@ -88,7 +88,7 @@ class Count:
 
 
 def all_reduce_bytes(ranks: int, nbytes: float) -> float:
-    """What `ranks` ranks together send for an all-reduce of `nbytes` on each."""
+    """Bytes that `ranks` ranks together send for an all-reduce of `nbytes` on each."""
     return ranks * (2 * (ranks - 1) / ranks) * nbytes
 
 
@@ -98,7 +98,7 @@ def scatter_bytes(ranks: int, nbytes: float) -> float:
 
 
 def theory(case: Case, world: int) -> Count:
-    """What a step must send."""
+    """Bytes that a step must send."""
     data = world // (case.tensor * case.pipeline)
     dense = DENSE * NUMEL * FLOAT
     if case.pipeline > 1:
@@ -244,7 +244,7 @@ def off_by(found: float, expected: float) -> float:
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What is more than the tolerance from its theory, in words."""
+    """Name in words what is more than the tolerance from its theory."""
     wrong = []
     for row in rows:
         for way in ("memory", "sockets"):

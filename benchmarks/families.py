@@ -6,7 +6,7 @@ A tiny random copy makes three steps of SGD on a batch of three rows with labels
 this machine, or over its sequence (--sp, in the last two modes over 2 ranks of their own), and on one process of plain
 transformers. Losses and weights are compared. In fp64 they are equal within
 1e-9. In bf16 both are compared with the fp64 run, and the split one may be off three times as far as the one process
-that is off further: as it is, or rounded otherwise.
+that is off further: unchanged, or rounded otherwise.
 
 A table on disk is resumable: classes that it holds are left out. Exit status 0: all are equal or refused by name.
 """
@@ -109,7 +109,7 @@ def learning_rate(model: Any, batch: Mapping[str, Any]) -> float:
 
 
 def distance(found: Run, wanted: Run, before: Mapping[str, Tensor]) -> tuple[float, str]:
-    """(the largest difference of a loss, or of a weight beside the largest movement; of which)."""
+    """(the largest difference of a loss, or of a weight relative to the largest movement; of which)."""
     losses = zip(found[0], wanted[0], strict=True)
     offs = [(abs(mine - its) / max(abs(its), 1e-6), f"the loss of step {n}") for n, (mine, its) in enumerate(losses, 1)]
     moved = max(float((after - before[name]).abs().max()) for name, after in wanted[1].items())
@@ -160,7 +160,7 @@ def verdict_on_rank(name: str, kind: type, tp: int, precision: str, sp: str | No
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """Text of an error, in one line."""
     return (str(error).strip().splitlines() or [""])[0]
 
 

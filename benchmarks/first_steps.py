@@ -1,6 +1,6 @@
-"""What the watch of the first two steps costs: milliseconds of step 1, of step 2 and of later ones, with and without.
+"""Cost of the watch of the first two steps: milliseconds of step 1, of step 2 and of later ones, with and without.
 
-Also the comparison of all weights that comes every `check_weights_interval` steps, as it is and spread over 1,000 of
+Also the comparison of all weights that comes every `check_weights_interval` steps, at once and spread over 1,000 of
 them. Each turn trains fresh models on all ranks, the arms in alternation; a figure is the slowest rank's, and of
 several turns the median.
 """

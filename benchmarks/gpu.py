@@ -47,7 +47,7 @@ NO_CUDA = (
 
 @dataclass(frozen=True)
 class Run:
-    """What all sections share."""
+    """State that all sections share."""
 
     device: torch.device
     watch: Watch
@@ -68,7 +68,7 @@ Found = tuple[str, Any]  # what is printed, what is written
 
 
 def check(run: Run) -> Found:
-    """What every arm's losses are on the device, against plain PyTorch on the CPU; and that a wrong one is caught."""
+    """Check every arm's losses on the device against plain PyTorch on the CPU, and that a wrong one is caught."""
     here = Setting(MODELS["test"], run.device, autocast=False, lr=gpu_steps.CHECKED_LR)
     cpu = here.on("cpu")
     want = gpu_steps.losses(plain(cpu), cpu.batches(CHECKED_STEPS))

@@ -1,4 +1,4 @@
-"""How `python -m benchmarks gpu` takes times: arms in turns, by CUDA events on a GPU and by perf_counter elsewhere."""
+"""The clock of `python -m benchmarks gpu`: arms in turns, by CUDA events on a GPU and by perf_counter elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEED = 1
 
 
 def nothing() -> None:
-    """What comes before a lap where nothing has to."""
+    """Do nothing before a lap."""
 
 
 class Watch:

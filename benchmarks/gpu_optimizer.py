@@ -112,7 +112,7 @@ class TritonArm(StepArm):
 
 
 def makers(kernel: Kernel | None) -> dict[str, Callable[[DeviceProblem], StepArm]]:
-    """How to make each arm; all clip, so that there is a factor to multiply by. kernel: see `triton_kernel`."""
+    """Makers of the arms; all clip, so that there is a factor to multiply by. kernel: see `triton_kernel`."""
     arms: dict[str, Callable[[DeviceProblem], StepArm]] = {
         TORCH: lambda problem: TorchArm(problem, flat=True, clipped=True),
         "core fused": lambda problem: CoreArm(with_backend(problem, "fused"), strategy="no_shard", clipped=True),
@@ -165,7 +165,7 @@ def share_of_copy(problem: DeviceProblem, seconds: float, copy_seconds: float) -
 def calls_of(
     problem: DeviceProblem, arms: dict[str, StepArm]
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[], Any]]]:
-    """What is timed, by name, a copy between kept buffers first; and what gives an arm its gradients before each."""
+    """The timed functions by name, first a copy between kept buffers; and those that give gradients before each."""
     source = torch.ones(problem.numel, device=problem.device)
     target = torch.zeros(problem.numel, device=problem.device)
     grads = problem.gradients(CHECKED_STEPS)

@@ -20,7 +20,7 @@ from benchmarks.step_figures import deviation
 from benchmarks.workloads import SEED, WORKLOADS, Workload
 
 LR = 1e-3
-CHECKED_LR = 0.03  # so large that the losses tell the scale of the gradients, which AdamW cancels but for eps
+CHECKED_LR = 0.03  # so large that the losses show the scale of the gradients, which AdamW cancels but for eps
 STRATEGIES = ("no_shard", "optim", "optim_grads")
 PLAIN = "plain PyTorch"
 CONTROL = "control: half the gradient"
@@ -37,7 +37,7 @@ Step = Callable[[Batch], torch.Tensor]  # one optimizer step; the loss before it
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and in what the arms train. autocast: products in bf16, parameters in fp32."""
+    """Device and precision of the arms. autocast: products in bf16, parameters in fp32."""
 
     workload: Workload
     device: torch.device

@@ -1,4 +1,4 @@
-"""Seconds and group creations of one rank's `initialize_model_parallel`, beside creating every group of the world.
+"""Seconds and group creations of one rank's `initialize_model_parallel`, and of creating every group of the world.
 
 torch's fake backend stands for the network, so this measures what a rank does itself: arithmetic, names, registries.
 The usual way (every rank creates every group of every kind, which on a real network also makes all ranks wait for each

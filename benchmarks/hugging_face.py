@@ -1,4 +1,4 @@
-"""Hugging Face models split by core.hugging_face: a step beside Transformers' own tensor parallelism and torch's FSDP2.
+"""Hugging Face models split by core.hugging_face: a step, Transformers' own tensor parallelism and torch's FSDP2.
 
 Three parts. steps: a llama of 51 M parameters on two ranks, every arm in the same two processes, one step of each in
 turn; an arm counts only if its losses of the first steps are those of FSDP2. wrap: planning and wrapping a model of a
@@ -270,7 +270,7 @@ def measure_wrap(shape: str, rounds: int) -> dict[str, float]:
 
 
 def measure_load(rank: int, directory: Path, shape: str) -> dict[str, float]:
-    """Most bytes that a rank reads, and most that its own memory (of no file) grows meanwhile, in GiB."""
+    """Most bytes that a rank reads, and most that its own memory (of no file) grows during it, in GiB."""
     size = 0.0
     if rank == 0:
         whole = llama(shape)

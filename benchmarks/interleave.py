@@ -1,9 +1,9 @@
 """The rank processes of the arms, of which one arm works at a time.
 
 A Crew is the ranks of one arm. They start once, and then wait in a blocking read of a pipe until the parent hands them
-a turn, so arms can alternate within one run while the ranks of the others use no processor time. Whatever goes wrong in
+a turn, so arms can alternate within one run while the ranks of the others use no processor time. A fault in
 a crew (a rank that raises, dies or does not answer in time) becomes an ArmFailure that says which rank and why, and the
-crew is killed. Ranks end when the parent does, however it ends: their pipe closes, and Linux is told to kill them.
+crew is killed. Ranks end when the parent does, however it ends: their pipe closes, and Linux is asked to kill them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.arms import Arm, Microbatch, Step, all_arms
 from benchmarks.new_process import die_with_parent
 from benchmarks.workloads import Workload
 
-GRACE_S = 1.0  # after the first failure of a rank, how long the others may take to tell theirs
+GRACE_S = 1.0  # after the first failure of a rank, how long the others may take to report theirs
 LOST_PEER = ("connection", "socket", "broken pipe", "timed out")  # what a rank says when another one is gone
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 # torch._dynamo is what torch.optim imports at its first use: not to be counted as an arm's memory.
@@ -41,11 +41,11 @@ PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "benchmarks.interlea
 
 
 class ArmFailure(Exception):
-    """An arm cannot go on; the text says which rank and why."""
+    """An arm cannot continue; the text says which rank and why."""
 
 
 class ArmAbsent(ArmFailure):
-    """What the arm needs cannot be imported."""
+    """A package of the arm cannot be imported."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of an arm are told when they start.
+    """Job of the ranks of an arm, passed when they start.
 
     data_ranks: for how many ranks there are microbatches; with one process it is given those of all of them.
     """
@@ -72,7 +72,7 @@ class Job:
     accumulation: int
 
     def microbatches(self, rank: int, step: int) -> list[Microbatch]:
-        """What `rank` trains on in a step."""
+        """Microbatches of `rank` in a step."""
         seen = range(rank, self.data_ranks, self.ranks)
         return [one for data in seen for one in self.workload.microbatches(step, data, self.accumulation)]
 
@@ -87,7 +87,7 @@ class StepSample:
 
 
 class Workshop:
-    """What crews share: the store over which their ranks meet, and the folder of their logs."""
+    """State that crews share: the store over which their ranks meet, and the folder of their logs."""
 
     def __init__(self) -> None:
         import torch.distributed as dist

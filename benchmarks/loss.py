@@ -68,7 +68,7 @@ class _InForward(torch.autograd.Function):
 
 
 def in_forward(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
-    """As Liger: gradients of a chunk beside its loss."""
+    """As Liger: gradients of a chunk together with its loss."""
     loss: Tensor = _InForward.apply(hidden, weight, target, chunk)
     return loss
 
@@ -123,11 +123,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--chunk", type=int, default=128, help="tokens whose logits exist at a time")
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each arm")
     add_json(parser)
-    told = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     rows = [
         row
-        for vocabulary in told.vocabularies
-        for row in measure(vocabulary, told.tokens, told.width, told.chunk, told.runs)
+        for vocabulary in options.vocabularies
+        for row in measure(vocabulary, options.tokens, options.width, options.chunk, options.runs)
     ]
     print("| vocabulary | arm | peak | time | over plain | gradients off by |\n| --- | --- | --- | --- | --- | --- |")
     base = {row.vocabulary: row.median_s for row in rows if row.arm == "plain torch"}
@@ -136,4 +136,4 @@ def main(arguments: list[str]) -> None:
             f"| {row.vocabulary:,} | {row.arm} | {row.peak_bytes / 2**20:,.0f} MiB | {row.median_s:.2f} s | "
             f"{row.median_s / base[row.vocabulary]:.2f} | {row.off:.0e} |"
         )
-    write_json(told.json, "loss", arguments, [asdict(row) for row in rows])
+    write_json(options.json, "loss", arguments, [asdict(row) for row in rows])

@@ -118,7 +118,7 @@ def measure(precision: Precision, strategy: Strategy, numel: int) -> tuple[float
 
 
 def formula(precision: Precision, strategy: Strategy, ranks: int) -> float:
-    """What the docs' formula says of the same row, with the two buckets of eight that 'optim_grads' passes through."""
+    """The docs' formula for the same row, with the two buckets of eight that 'optim_grads' passes through."""
     row = bytes_per_parameter(
         precision.config(),
         param_dtype=precision.param_dtype,

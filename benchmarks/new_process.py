@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 
 PR_SET_PDEATHSIG = 1
-ENDING_S = 10.0  # for the interpreter to end by itself after its answer
+ENDING_S = 10.0  # for the interpreter to end after its answer
 
 
 def in_new_process(function: Callable[..., Value], *arguments: Any) -> Value:
-    """What `function(*arguments)` returns in a new interpreter; RuntimeError, with its traceback, where it fails.
+    """Call `function(*arguments)` in a new interpreter; RuntimeError, with its traceback, if it fails.
 
     function: of a module, not of a function. The process may start processes; they should end when it does.
     """

@@ -1,7 +1,7 @@
 """The arms of `python -m benchmarks optimizer`: who makes the optimizer's step, on which numbers, moving which bytes.
 
 An arm holds parameters with the same values and is given the same gradients. torch's arms are what a user writes in
-plain torch: fused AdamW, over fp32 masters where the parameters are in bf16. Ours are `optimizer.step()` as it is.
+plain torch: fused AdamW, over fp32 masters where the parameters are in bf16. Ours are plain `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEED = 1234
 
 @dataclass(frozen=True, slots=True)
 class AdamNumbers:
-    """What is the same for all elements of a step.
+    """Numbers that are the same for all elements of a step.
 
     factors: the gradient is multiplied by both; their product need not be an fp32 number. step: counted from 1.
     """
@@ -43,7 +43,7 @@ class AdamNumbers:
 
 @dataclass(frozen=True)
 class Precision:
-    """What is kept in which dtype. master: None where the parameter is its own; int16 for a remainder."""
+    """Dtypes of what is kept. master: None where the parameter is its own; int16 for a remainder."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -52,7 +52,7 @@ class Precision:
     options: dict[str, Any] = field(default_factory=dict)
 
     def bytes_per_element(self, *, clipped: bool) -> int:
-        """What an AdamW step must move: everything it needs is read once, everything that changes written once.
+        """Bytes that an AdamW step must move: all it needs is read once, all that changes is written once.
 
         Gradients are read a second time where their norm must be known before the first element may change.
         """

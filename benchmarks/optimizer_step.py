@@ -1,11 +1,11 @@
-"""The optimizer's step beside torch's fused AdamW, in bytes that must move over the bandwidth of a copy.
+"""The optimizer's step compared with torch's fused AdamW, in bytes that must move over the bandwidth of a copy.
 
 Arms take turns in a shuffled order, each on the same gradients, after all have been found to compute the same weights.
 With two ranks both step at once, and so do the copies that they are compared with; a step's time is the slower rank's.
 Copy bandwidth is that of `b.copy_(a)` over kept buffers of the same size as the parameters, bytes read and written. A
 step can be above it: a copy fetches the memory that it is about to overwrite, and a step has read that anyway.
 
-Shares are given by the clock and by processor time. Where other programs run beside it only the second means much.
+Shares are given by the clock and by processor time. Where other programs run too, only the second means much.
 The last column is the most tensor memory that one more step, untimed, allocated for its time (allocations.py).
 """
 

@@ -1,7 +1,7 @@
 """Step time over bucket size on a simulated wire, for three ratios of backward to communication, and the advice.
 
 Two ranks train a small model whose layers stand for layers on a device: their forward and backward sleep, so that the
-processor is free meanwhile, as it is while a GPU computes; the gradients, the reductions and the wrapper are real. The
+processor is free then, as while a GPU computes; the gradients, the reductions and the wrapper are real. The
 wire is simulated too (benchmarks/simulated_wire.py): latency + bytes / bandwidth a collective, one after
 another. So the curve is about overlap, and not about two ranks that share this machine's cores.
 
@@ -145,7 +145,7 @@ def check_losses(found: dict[str, list[float]], expected: list[float]) -> None:
     """Refuse a run in which a point trained something else than the reference, or than the other points."""
     first = next(iter(found))
     if not expected[0] - expected[-1] > 1e-3:
-        raise RuntimeError(f"the reference's loss went from {expected[0]} to {expected[-1]}: too little to tell by")
+        raise RuntimeError(f"the reference's loss went from {expected[0]} to {expected[-1]}: too little to compare by")
     for name, losses in found.items():
         if losses != found[first]:
             raise RuntimeError(f"{name} has losses {losses}, and {first} {found[first]}: not the same training")

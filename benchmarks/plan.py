@@ -58,7 +58,7 @@ def worker(rank: int, world: int, folder: str, rows: Sequence[PlanRow], size: Si
         if number % BETWEEN == 0:
             calibrate(directory, world, number, seconds)
         torch.manual_seed(rank)
-        results.append(measure_row(row, row.told(size, directory), clock, seconds / 10))
+        results.append(measure_row(row, row.config(size, directory), clock, seconds / 10))
         parallel_state.destroy_model_parallel()
     calibrate(directory, world, len(rows), seconds)
     (directory / f"{world}-{rank}.json").write_text(json.dumps(results))
@@ -74,10 +74,10 @@ def calibrate(directory: Path, world: int, number: int, seconds: float) -> None:
         (directory / f"device-{world}-{number}.json").write_text(json.dumps(table))
 
 
-def measure_row(row: PlanRow, told: Any, clock: Clock, seconds: float) -> dict[str, Any]:
+def measure_row(row: PlanRow, config: Any, clock: Clock, seconds: float) -> dict[str, Any]:
     """Bytes that this rank held, and seconds of a step on the slowest rank. Collective over all ranks."""
-    run = row.run(told)
-    job: PlannedJob = ModelJob(told, run) if isinstance(told, ModelRun) else GptJob(told, row.ranks)
+    run = row.run(config)
+    job: PlannedJob = ModelJob(config, run) if isinstance(config, ModelRun) else GptJob(config, row.ranks)
     job.step()  # what is made once is there
     held = job.held()
     job.clear()
@@ -116,8 +116,8 @@ def measured(world: int, rows: Sequence[PlanRow], size: Size, seconds: float, di
 
 
 def compared(row: PlanRow, number: int, size: Size, found: Sequence[Any], directory: Path) -> dict[str, Any]:
-    """One row of the table: the plan beside what the ranks have measured. number: its place among its ranks'."""
-    run = row.run(row.told(size, directory))
+    """One row of the table: the plan and what the ranks have measured. number: its place among its ranks'."""
+    run = row.run(row.config(size, directory))
     parts = parts_of_stages(run)
     memories = plan_memory(run, range(row.ranks), parts)
     begun = number - number % BETWEEN

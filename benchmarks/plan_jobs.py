@@ -60,7 +60,7 @@ class PlannedJob:
         self.optimizer.step()
 
     def known(self) -> list[Tensor]:
-        """What is there between steps: parameters, gradients, pools, batches, pipelines' buffers, peers' memory."""
+        """Tensors between steps: parameters, gradients, pools, batches, pipelines' buffers, peers' memory."""
         found = [*self.batches]
         for stage in self.runner._built[2] if self.runner is not None and self.runner._built else ():
             infos = itertools.chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values())
@@ -126,44 +126,44 @@ class GptJob(PlannedJob):
 class ModelJob(PlannedJob):
     """A Hugging Face model, as fine-tuning makes it."""
 
-    def __init__(self, told: ModelRun, run: Run) -> None:
-        self.told = told
+    def __init__(self, config: ModelRun, run: Run) -> None:
+        self.config = config
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=told.tp,
-            pipeline_model_parallel_size=told.pp,
-            context_parallel_size=told.cp,
-            expert_model_parallel_size=told.ep,
-            get_embedding_ranks=run.layout.embedding_ranks if told.pp > 1 else None,
+            tensor_model_parallel_size=config.tp,
+            pipeline_model_parallel_size=config.pp,
+            context_parallel_size=config.cp,
+            expert_model_parallel_size=config.ep,
+            get_embedding_ranks=run.layout.embedding_ranks if config.pp > 1 else None,
         )
         source: Any = run.source
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(told.configuration, dtype=source.dtype).train()
+        model = AutoModelForCausalLM.from_config(config.configuration, dtype=source.dtype).train()
         model.config.use_cache = False
-        if told.recompute:
+        if config.recompute:
             checkpoint_each_layer(model)
         shape = source.micro_batch_size, source.sequence_length
         self.runner = None
-        if told.pp > 1:
+        if config.pp > 1:
             stages = split_stages(
-                model, run.layout, parallel_output=told.tp > 1, sequence_parallel=told.sequence_parallel
+                model, run.layout, parallel_output=config.tp > 1, sequence_parallel=config.sequence_parallel
             )
             self.chunks = wrap_stages(source.config, run.ddp, stages)
             activations = stage_activations(self.chunks[0], *shape)
             self.runner = PipelineRunner(self.chunks, run.layout, self.stage_step, activations)
         else:
-            split_model(model, parallel_output=told.tp > 1, sequence_parallel=told.sequence_parallel)
+            split_model(model, parallel_output=config.tp > 1, sequence_parallel=config.sequence_parallel)
             self.chunks = [DistributedDataParallel(None, run.ddp, model)]
         self.optimizer = get_megatron_optimizer(run.optimizer, self.chunks)
-        vocabulary = told.configuration.get_text_config().vocab_size
+        vocabulary = config.configuration.get_text_config().vocab_size
         self.loss = ParallelCausalLoss(parallel_state.get_process_groups().tp, vocabulary)
         self.batches = [torch.randint(3, 250, shape) for _ in range(run.microbatches)]
 
     def arguments(self, ids: Tensor) -> dict[str, Any]:
-        """What the model is given."""
+        """Arguments of the model."""
         given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-        if self.told.documents:
+        if self.config.documents:
             given["position_ids"] = torch.arange(ids.shape[1] // 2).repeat(len(ids), 2)
         return given
 
@@ -181,7 +181,7 @@ class ModelJob(PlannedJob):
         model: Any = self.chunks[0]
         for number, ids in enumerate(self.batches, 1):
             with self._accumulates(number):
-                if self.told.sequence_parallel is not None:
+                if self.config.sequence_parallel is not None:
                     loss = model(**self.arguments(ids), labels=ids).loss
                 else:
                     loss = self.loss(model(**self.arguments(ids)).logits.float(), labels=ids, num_items_in_batch=1.0)
@@ -230,7 +230,7 @@ def files_of(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
 
 
 def peak_of(run: Callable[[], object], known: Iterable[torch.Tensor], *, alone: bool) -> int:
-    """The most bytes of tensors that are alive at once while a function runs, beside those of `known` tensors.
+    """The most bytes of tensors that are alive at once while a function runs, without those of `known` tensors.
 
     alone: True if no other rank is asked for anything. Torch's profiler then counts what is allocated. It does not see
     what threads of gloo free, so otherwise the storages themselves are counted.

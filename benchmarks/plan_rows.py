@@ -19,7 +19,7 @@ from core.training.config_file import load_config
 class PlanRow:
     """One run. flags: of the main job, or none; family, layout: of a Hugging Face model, as ModelRun takes them.
 
-    held_out: True for a model that nobody ran while the plan was made to fit.
+    held_out: True for a model that was not run while the plan was made to fit.
     """
 
     name: str
@@ -29,24 +29,24 @@ class PlanRow:
     layout: Mapping[str, Any] = field(default_factory=dict)
     held_out: bool = False
 
-    def told(self, size: Size, folder: Path) -> JobConfig | ModelRun:
-        """What the run is told. folder: of the models' configurations."""
+    def config(self, size: Size, folder: Path) -> JobConfig | ModelRun:
+        """Configuration of the run. folder: of the models' configurations."""
         if not self.family:
             return load_config([*size.flags.split(), *self.flags.split()])
         path = folder / f"{self.family}.json"
         batch = {"sequence_length": size.tokens, "global_batch_size": size.batch}
         return ModelRun(str(path), **{**batch, **self.layout})
 
-    def run(self, told: JobConfig | ModelRun) -> Run:
-        """What that comes to."""
-        if isinstance(told, ModelRun):
-            return run_of_model(told, self.ranks, on_cpu=True)
-        return run_of_job(told, self.ranks, on_cpu=True)
+    def run(self, config: JobConfig | ModelRun) -> Run:
+        """The run of a configuration."""
+        if isinstance(config, ModelRun):
+            return run_of_model(config, self.ranks, on_cpu=True)
+        return run_of_job(config, self.ranks, on_cpu=True)
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large the models are."""
+    """Sizes of the models."""
 
     layers: int
     hidden: int

@@ -1,4 +1,4 @@
-"""Plans beside the figures that others have published of their runs. Nothing is run: a row takes seconds of one core.
+"""Plans compared with the published figures of others' runs. Nothing is run: a row takes seconds of one core.
 
 A ratio is the plan over the published figure. The sources of the figures, and what of a row is not comparable, are in
 benchmarks/plans.md, whose table `python -m benchmarks published` prints.

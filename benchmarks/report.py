@@ -1,4 +1,4 @@
-"""What every benchmark does alike: `--json FILE`, and what a figure is read with: date, machine, versions, command."""
+"""Shared by all benchmarks: `--json FILE`, and the facts to read a figure with: date, machine, versions, command."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 For measuring overlap on one machine, whose ranks have no network between them and no device that computes while the
 processor is free. Results are those of the real collectives. One wire a wrapped model: a transfer begins when it is
 launched and the one before it has ended, as on one NIC, and takes latency + bytes / bandwidth; the bytes are those that
-`Traffic` counts for the collective. A wait sleeps, so that the processor is free meanwhile.
+`Traffic` counts for the collective. A wait sleeps, so that the processor is free until then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A network as two numbers: seconds that each collective takes whatever its size, and bytes a second of a rank."""
+    """A network as two numbers: seconds that each collective takes at any size, and bytes a second of a rank."""
 
     latency_s: float
     bytes_per_s: float
@@ -67,7 +67,7 @@ class Transfer(dist.Work):
         self.done_s = done_s
 
     def is_completed(self) -> bool:
-        """Has its time come?"""
+        """True if its time has come."""
         return self.queue.clock() >= self.done_s
 
     def wait(self, *_timeout: object) -> bool:
@@ -113,7 +113,7 @@ class SimulatedCollectives(Collectives):
 def put_on_wire(ddp: DistributedDataParallel, wire: Wire) -> None:
     """Have the collectives of a wrapped model travel on one simulated wire from now on. On every rank, between steps.
 
-    Raises ValueError for a model on a GPU: only the host would sleep, and its streams would go on.
+    Raises ValueError for a model on a GPU: only the host would sleep, and its streams would continue.
     """
     if ddp.plan.device.type != "cpu":
         raise ValueError(f"a simulated wire makes the host sleep, and this model is on {ddp.plan.device}")

@@ -1,4 +1,4 @@
-"""Seconds from a model to its first step, over the number of parameters: wrap, optimizer, first step; torch DDP beside.
+"""Seconds from a model to its first step, over the number of parameters: wrap, optimizer, first step; and torch DDP's.
 
 The model is many tiny tensors of 1 to 16 elements, half of them in modules of their own, so what is measured is what
 one parameter costs and whether the cost grows with their number. Each turn wraps fresh models on all ranks; a figure is

@@ -62,7 +62,7 @@ def ratio_by_round(arm: Rounds, baseline: Rounds) -> Spread:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the table shows of an arm that was measured: medians over starts.
+    """Figures of a measured arm in the table: medians over starts.
 
     ratio, cpu_ratio: to the baseline of the same start and batch; None for the baseline itself, and where it failed.
     peak: memory of a rank at its peak, over the bytes of the parameters; None where it cannot be read.
@@ -77,7 +77,7 @@ class Figures:
 
 
 def figures_of(row: dict[str, Any], baseline: dict[str, Any], numel: int) -> Figures | None:
-    """Of a row as it is in the JSON; None for an arm that was not measured in every start that it had."""
+    """Of a row in the JSON; None for an arm that was not measured in every start that it had."""
     if row["outcome"] != "measured" or not any(turns["wall_s"] for turns in row["starts"]):
         return None
     peaks = [peak for turns in row["starts"] if (peak := _peak(turns, numel)) is not None]
@@ -102,11 +102,11 @@ def _median_a_start(row: dict[str, Any], clock: str) -> list[float]:
 def _ratio(row: dict[str, Any], baseline: dict[str, Any], clock: str) -> Spread | None:
     if row["name"] == baseline["name"]:
         return None
-    beside = {(turns["start"], turns["batch"]): turns[clock] for turns in baseline["starts"] if turns[clock]}
+    reference = {(turns["start"], turns["batch"]): turns[clock] for turns in baseline["starts"] if turns[clock]}
     ratios = [
-        ratio_of_medians(turns[clock], beside[place])
+        ratio_of_medians(turns[clock], reference[place])
         for turns in row["starts"]
-        if turns[clock] and (place := (turns["start"], turns["batch"])) in beside
+        if turns[clock] and (place := (turns["start"], turns["batch"])) in reference
     ]
     return over_starts(ratios) if ratios else None
 
@@ -157,6 +157,6 @@ def formula_ratio(stage: Stage, ranks: int, passing: float = 0.0) -> float:
 
 
 def formula_of(stage: Stage, result: dict[str, Any]) -> float:
-    """The formula of a stage in a run, as it is in the JSON."""
+    """The formula of a stage in a run, from the JSON."""
     workload = result["workload"]
     return formula_ratio(stage, result["plan"]["ranks"], workload.get("passing", 0) / workload["numel"])

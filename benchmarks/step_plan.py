@@ -1,4 +1,4 @@
-"""What a run of `python -m benchmarks steps` is to do, and what it brings back: values, and how arms share memory."""
+"""Plan and results of a run of `python -m benchmarks steps`: values, and how arms share memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from benchmarks.interleave import Limits
 from benchmarks.workloads import Workload
 
 TOLERANCE = 2e-4  # of the losses, relative
-RANK_BYTES = 120e6  # what a rank has of the interpreter for itself, beside the pages that it shares with its server
+RANK_BYTES = 120e6  # what a rank has of the interpreter for itself, without the pages that it shares with its server
 USED = 0.85  # of the memory that is free when a workload begins; the rest is for what was not foreseen
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """Amount of measuring.
 
     starts: of the processes of every arm. rounds: turns of an arm in each of them; None is what the workload says.
     steps_per_turn: that are counted, or fewer, at least one, where they would take more than `turn_s` seconds.
@@ -54,7 +54,7 @@ class Plan:
 
 @dataclass
 class Turns:
-    """What one start of an arm's processes gave, everything raw.
+    """Raw results of one start of an arm's processes.
 
     outcome: 'measured', 'wrong loss', 'failed', 'absent'; of controls 'caught' or 'NOT CAUGHT'. losses: of the first
     steps, the mean over ranks. wall_s, cpu_s: [round][step], the mean over ranks. memory: bytes [rank].

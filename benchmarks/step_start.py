@@ -59,7 +59,7 @@ def measure_start(
 
 
 class _Batch:
-    """Arms that are alive together, of which one works at a time. An arm that fails leaves, the others go on."""
+    """Arms that are alive together, of which one works at a time. An arm that fails leaves, the others continue."""
 
     def __init__(
         self,
@@ -79,16 +79,16 @@ class _Batch:
     def run(self) -> None:
         """Fill the turns."""
         self._each(self._meet)
-        self._told("imported")
+        self._report("imported")
         self._each(self._check)
-        self._told("built and checked")
+        self._report("built and checked")
         shuffle = random.Random(SEED + self.start)
         for number in range(self.plan.rounds_of(self.workload)):
             order = list(self.crews)
             shuffle.shuffle(order)
             self.crews = {name: self.crews[name] for name in order}
             self._each(self._take_turn)
-            self._told(f"round {number + 1}")
+            self._report(f"round {number + 1}")
 
     def _each(self, act: Callable[[Turns, Crew], bool]) -> None:
         for name, crew in list(self.crews.items()):
@@ -137,7 +137,7 @@ class _Batch:
         turns.cpu_s.append(mean_over_ranks([[one.cpu_s for one in rank] for rank in counted]))
         return True
 
-    def _told(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         say(f"{self.workload.name}:   {what} after {time.monotonic() - self.begun:.0f} s")
 
 
@@ -156,5 +156,5 @@ def _has_memory(crew: Crew) -> bool:
 
 
 def say(line: str) -> None:
-    """Progress, beside the table that goes to standard output."""
+    """Print progress to stderr; the table is on standard output."""
     print(line, file=sys.stderr, flush=True)

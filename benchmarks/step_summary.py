@@ -1,4 +1,4 @@
-"""What several workloads of `python -m benchmarks steps` say together: ratios side by side, and what was aimed at.
+"""Summary of several workloads of `python -m benchmarks steps`: ratios side by side, and the aims.
 
 An aim of a stage is met by the better of the two settings that a user has, with and without overlap.
 """
@@ -64,7 +64,7 @@ def aims_of(result: dict[str, Any]) -> list[Aim]:
     """The aims of one workload, of the stages of which an arm of ours was measured."""
     name, plan, baseline = result["workload"]["name"], result["plan"], result["baseline"]["name"]
     found = _measured(result)
-    beside = bytes_without_states(result)
+    rest = bytes_without_states(result)
     aims = []
     for setting, aim in (AIMS | AIMS_OF.get(name, {})).items():
         stage = setting.partition(" ")[0]
@@ -76,8 +76,8 @@ def aims_of(result: dict[str, Any]) -> list[Aim]:
         }
         wanted = AIM_ACCUMULATED if plan["accumulation"] > 1 else aim
         aims += _aim(name, stage, "time", wanted, _times(mine, baseline), _times(peers, baseline))
-        if beside is not None:
-            formula = formula_of(stage, result) + beside  # type: ignore[arg-type]
+        if rest is not None:
+            formula = formula_of(stage, result) + rest  # type: ignore[arg-type]
             aims += _aim(name, stage, "memory", MEMORY_AIM * formula, _peaks(mine), _peaks(peers))
         share = PARAMS_OVER_OPTIM.get((name, plan["ranks"]))
         optim = _peaks({"core optim": found["core optim"]} if "core optim" in found else {})
@@ -97,7 +97,7 @@ def _aim(
 
 
 def _times(found: dict[str, Figures], baseline: str) -> dict[str, float]:
-    """The baseline's is 1. Without those that it was not measured beside."""
+    """The baseline's is 1. Only arms that were measured in the same turns."""
     times = {name: one.ratio.median for name, one in found.items() if one.ratio is not None}
     return times | {name: 1.0 for name in found if name == baseline}
 

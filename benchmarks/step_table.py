@@ -22,7 +22,7 @@ COLORS = {"floor": "#bbbbbb", "peer": "#7fb3d5", "ours": "#2e6da4"}
 def table(result: dict[str, Any], about: dict[str, Any]) -> list[str]:
     """The lines of one workload's table, what the columns mean included."""
     workload, plan, baseline = result["workload"], result["plan"], result["baseline"]
-    beside = bytes_without_states(result)
+    rest = bytes_without_states(result)
     lines = [
         f"{workload['name']}: {workload['sizes']}",
         f"{plan['ranks']} ranks, gloo, 1 thread each, accumulation {plan['accumulation']}; torch {about['torch']}, "
@@ -33,10 +33,10 @@ def table(result: dict[str, Any], about: dict[str, Any]) -> list[str]:
         _line(HEADINGS),
     ]
     for row in ordered([*result["rows"], baseline]):
-        lines.append(_line(_cells(row, result, beside)))
+        lines.append(_line(_cells(row, result, rest)))
     formula = (
-        f"formula: the strategy's, with the {beside:.2f} that {KEPT!r} holds beside its states."
-        if beside is not None
+        f"formula: the strategy's, with the {rest:.2f} that {KEPT!r} holds in addition to its states."
+        if rest is not None
         else f"formula: the strategy's, without activations ({KEPT!r} was not measured)."
     )
     return [
@@ -66,10 +66,10 @@ def ordered(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def bytes_without_states(result: dict[str, Any]) -> float | None:
-    """Activations, the batch and all else: what a plain loop holds beside parameters, gradients and moments.
+    """Activations, the batch and all else: what a plain loop holds in addition to parameters, gradients and moments.
 
     Of the one that keeps its gradients. Where they are freed, the next forward's activations take their memory, and it
-    is not to be told which of the two fills it at the peak.
+    is not known which of the two fills it at the peak.
     """
     for row in result["rows"]:
         if row["name"] == KEPT:
@@ -78,7 +78,7 @@ def bytes_without_states(result: dict[str, Any]) -> float | None:
     return None
 
 
-def _cells(row: dict[str, Any], result: dict[str, Any], beside: float | None) -> list[str]:
+def _cells(row: dict[str, Any], result: dict[str, Any], rest: float | None) -> list[str]:
     name, baseline = row["name"], result["baseline"]
     if row["kind"] == "control":
         return [name, f"{row['outcome']} (loss {row['starts'][0]['deviation']:.1e})"]
@@ -93,7 +93,7 @@ def _cells(row: dict[str, Any], result: dict[str, Any], beside: float | None) ->
         f"{found.cpu_ms:.1f}",
         *_ratio_cells(found.cpu_ratio, name == baseline["name"]),
         "-" if found.peak is None else f"{found.peak:.2f}",
-        f"{formula_of(row['stage'], result) + (beside or 0.0):.2f}",
+        f"{formula_of(row['stage'], result) + (rest or 0.0):.2f}",
         f"{max(worst):.0e}" if worst else "own",
         f"{found.steps}",
     ]

@@ -1,7 +1,7 @@
 """The time, processor time and memory of a training step: torch's wrappers, other frameworks and ours, in one run.
 
 Every arm has rank processes of its own and works while all others wait; turns go round in a shuffled order. All
-processes are started anew `--starts` times, as an arm takes more or less by how the memory of its processes came to
+processes are started again `--starts` times, as an arm takes more or less by how the memory of its processes came to
 lie: every figure is a median over starts, its spread the least and the most of a start. Where not all arms fit into
 memory at once they run in batches, the baseline (torch DDP at its defaults) in each; ratios are to the baseline of the
 same start and batch. An arm's figures count only if the losses of its first steps are those of one process on the same
@@ -80,7 +80,7 @@ def run_workload(
 
 
 def faults(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Why the run is not to be trusted: a control that was not caught, a baseline or an arm of ours that failed."""
+    """Reasons not to trust the run: a control that was not caught, a baseline or an arm of ours that failed."""
     found = []
     for result in results:
         for row in [*result["rows"], result["baseline"]]:
@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> int:
     for name in options.workloads:
         results.append(run_workload(WORKLOADS[name], chosen(options.arms, arms), plan))
         print("\n".join(table(results[-1], about)) + "\n", flush=True)
-        # After each workload, so that what was measured is kept whatever happens to the next one.
+        # After each workload, so that what was measured is kept if the next one fails.
         values = {"workloads": results, "summary": as_values(results), "missing": missing}
         write_json(options.json, "steps", arguments, values)
         if options.plots is not None:

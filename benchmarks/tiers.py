@@ -1,10 +1,10 @@
-"""What files below RAM cost: a step with sharded parameters, with all of it in RAM and with more and more in files.
+"""Cost of files below RAM: a step with sharded parameters, with all of it in RAM and with more and more in files.
 
 The arms train as those of `python -m benchmarks steps` do (benchmarks/arms.py), each in rank processes of its own, one
 at a time, in shuffled turns. An arm counts only if its losses of the first steps are those of one process, and if they
 have the bits of the arm in RAM. A ratio is that of a round: an arm's median step over that of the arm in RAM, which ran
 seconds apart. Files lie in the temporary directory (TMPDIR names another one). They cost most where the kernel has no
-RAM left for their pages; here it keeps as many as it can, and writes them back meanwhile.
+RAM left for their pages; here it keeps as many as it can, and writes them back during the step.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def rows_of(found: Sequence[Turns]) -> list[dict[str, Any]]:
         for clock in CLOCKS:
             rounds = [(getattr(turns, clock), getattr(in_ram[turns.start], clock)) for turns in mine]
             ratios = [
-                ratio_of_medians([steps], [beside])
+                ratio_of_medians([steps], [plain])
                 for arm, reference in rounds
-                for steps, beside in zip(arm, reference, strict=True)
+                for steps, plain in zip(arm, reference, strict=True)
             ]
             median = statistics.median(step for arm, _ in rounds for step in flat(arm))
             row[clock] = {"median": median, "ratio": statistics.median(ratios), "range": (min(ratios), max(ratios))}

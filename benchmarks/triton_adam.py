@@ -5,7 +5,7 @@ master in the dtypes that they are kept in. All arithmetic is in fp32. Each elem
 and the model's parameter. A master is one of
 
     the parameter itself        fp32, or 16-bit without a master
-    a copy beside it            fp32 or bf16, of which the parameter is a rounded copy
+    an additional copy          fp32 or bf16, of which the parameter is a rounded copy
     a remainder                 the 16 bits that a bf16 parameter lacks (stored_values.RemainderValues)
 """
 

@@ -1,4 +1,4 @@
-"""What the arms of `python -m benchmarks steps` train: two GPTs and a stack of 2005 tiny tensors, in plain torch.
+"""Workloads of the arms of `python -m benchmarks steps`: two GPTs and a stack of 2005 tiny tensors, in plain torch.
 
 Tokens are random and fixed: step `s` of rank `r` sees the same ones under every arm, and one process that is given the
 microbatches of all ranks sees the global batch. A few batches come round again, so that there is something to learn.
@@ -108,7 +108,7 @@ class Workload:
         return layers[0] if len(layers) == 1 else Tower(*layers)
 
     def microbatches(self, step: int, rank: int, accumulation: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What a rank trains on in a step: `accumulation` pairs of inputs and targets, [samples, tokens] each."""
+        """Batches of a rank in a step: `accumulation` pairs of inputs and targets, [samples, tokens] each."""
         generator = torch.Generator().manual_seed(SEED + step % DIFFERENT_BATCHES + DIFFERENT_BATCHES * rank)
         shape = (accumulation, self.samples, self.tokens + 1)
         drawn = torch.randint(self.vocabulary, shape, generator=generator)
@@ -144,7 +144,7 @@ class Workload:
             return len(list(self.model().parameters()))
 
     def sizes(self) -> str:
-        """What the table says of it."""
+        """Sizes as the table shows them."""
         return (
             f"{self.numel() / 1e6:.1f} M parameters in {self.tensors()} tensors, width {self.width}, "
             f"{self.units * self.layers} layers, vocabulary {self.vocabulary}, "

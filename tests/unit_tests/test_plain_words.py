@@ -36,7 +36,7 @@ ROOMS = sorted(
 )
 PAGES = ("docs/source", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 # Rooms and pages that hold marks still.
-EXCEPTIONS: frozenset[str] = frozenset({"benchmarks"})
+EXCEPTIONS: frozenset[str] = frozenset()
 
 
 def files_in(place: str, suffix: str) -> list[Path]:
