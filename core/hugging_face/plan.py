@@ -17,7 +17,9 @@ from typing import Any, Literal
 Before = Literal[
     "", "copy", "scatter", "vocabulary", "divide", "heads", "split sequence", "join sequence", "gather sequence"
 ]
-After = Literal["", "reduce", "gather", "copy tail", "select", "split sequence", "join sequence", "reduce sequence"]
+After = Literal[
+    "", "reduce", "reduce, copy", "gather", "copy tail", "select", "split sequence", "join sequence", "reduce sequence"
+]
 WORDS = {
     "": "unchanged",
     "copy": "whole; its gradient is summed over tp",
@@ -26,6 +28,7 @@ WORDS = {
     "divide": "divided by tp",
     "heads": "what holds a value for each head is cut to this rank's heads",
     "reduce": "summed over tp",
+    "reduce, copy": "summed over tp, and so is its gradient",
     "gather": "gathered along the last dimension",
     "copy tail": "the gradient of its last features is summed over tp",
     "select": "computed whole; this rank's heads are taken of it",
@@ -100,6 +103,7 @@ STYLES: dict[str, Style] = {
     "conv1d_packed_colwise": Style(weight=-1, bias=-1, blocks=2, before="copy"),
     "conv1d_packed_3_colwise": Style(weight=-1, bias=-1, blocks=3, before="copy"),
     "conv1d_rowwise": Style(weight=-2, after="reduce"),
+    "rowwise_copied": Style(weight=-1, after="reduce, copy"),
     "heads_of_embedding": Style(weight=-1),  # one feature a head: each rank looks up its own
 }
 PADDED = {"embedding_rowwise"}  # a vocabulary is padded with zero rows; so is an output layer over it

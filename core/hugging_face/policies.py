@@ -127,6 +127,23 @@ _ENCODER_DECODER = _rules(
     colwise="encoder_attn.q_proj encoder_attn.k_proj encoder_attn.v_proj",
     rowwise="encoder_attn.out_proj",
 )
+# The state space of a feature needs that feature alone; what all of them choose together (x_proj) is summed. The
+# convolution and the time step's projection are not called: the family reads their weights.
+_MAMBA = Policy(
+    {
+        **_rules(
+            embedding_rowwise="embeddings",
+            colwise_gather_output="lm_head",
+            packed_colwise="mixer.in_proj",
+            rowwise_copied="mixer.x_proj",
+            rowwise="mixer.out_proj",
+        ),
+        "mixer.conv1d": Style(weight=-3, bias=-1),
+        "mixer.dt_proj": Style(weight=-2, bias=-1),
+        "mixer.A_log": Style(weight=-2),
+        "mixer.D": Style(weight=-1, bias=-1),
+    }
+)
 _WHISPER = Policy({**_OPT.rules, **_ENCODER_DECODER}, dict.fromkeys(("self_attn", "encoder_attn"), ("num_heads",)))
 _SAM = Policy(
     _rules(packed_3_colwise="attn.qkv", colwise="q_proj k_proj v_proj mlp.lin1", rowwise="attn.proj out_proj mlp.lin2"),
@@ -163,6 +180,7 @@ POLICIES: dict[str, Policy] = {
     "falcon, multi-query": _FALCON_MULTI_QUERY,
     **dict.fromkeys(("whisper", "bart", "mbart", "pegasus"), _WHISPER),  # encoders and decoders alike
     "sam": _SAM,
+    **dict.fromkeys(("mamba", "falcon_mamba"), _MAMBA),
     "blip-2": _BLIP_2,
 }
 

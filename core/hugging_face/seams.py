@@ -149,6 +149,8 @@ class SeamForward:
             changed = scatter_to_tensor_model_parallel_region(value, self.group)
         elif action == "reduce":
             changed = reduce_from_tensor_model_parallel_region(value, self.group)
+        elif action == "reduce, copy":
+            return self._copied(self._changed("reduce", value))
         elif action == "gather":
             changed = gather_from_tensor_model_parallel_region(value, self.group)[..., : self.length]
         elif action == "copy tail":

@@ -34,7 +34,7 @@ OTHERS = [("falcon/FalconConfig", values) for values in FALCONS] + [
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", ["gpt2/GPT2Config", "bert/BertConfig", "t5/T5Config"])
+@pytest.mark.parametrize("name", ["gpt2/GPT2Config", "bert/BertConfig", "t5/T5Config", "mamba/MambaConfig"])
 def test_a_family_without_a_plan_is_equal_to_one_process(rank: int, world: int, name: str) -> None:
     verdict = check_on_rank(name, families_with_policy()[name], world)
     assert verdict.answer == "equal", verdict
