@@ -59,10 +59,19 @@ def why_not(device: torch.device) -> str | None:
 
 
 def use_fp8_linears(model: nn.Module) -> list[str]:
-    """Let the linear layers of a model multiply in 8 bits; the names of those that can. Names and parameters stay."""
+    """Let the linear layers of a model multiply in 8 bits; the names of those that can. Names and parameters stay.
+
+    ValueError for a layer that is split over tensor parallelism, or has another forward of its own.
+    """
     changed = []
     for name, module in model.named_modules():
         if type(module).forward is nn.Linear.forward and fits(module.in_features, module.out_features):
+            own = vars(module).get("forward")
+            if own is not None and getattr(own, "__func__", None) is not _forward:
+                raise ValueError(
+                    f"module {name!r} has a forward of its own, as layers that are split over tensor parallelism have, "
+                    "and 8-bit products are for whole layers; use 'bf16'"
+                )
             module.forward = MethodType(_forward, module)  # an instance's own, which deepcopy and FSDP respect
             changed.append(name)
     return changed

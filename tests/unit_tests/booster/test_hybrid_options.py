@@ -225,6 +225,8 @@ def test_every_parameter_has_the_effect_that_the_table_says(rank: int, world: in
     assert seen(scaler_numbers, others) == list(others.values())
     with pytest.raises((ValueError, RuntimeError), match="use_fp8"):
         plugin_of(use_fp8=True)
+    with pytest.raises((ValueError, RuntimeError), match="use_fp8 .*(needs all sizes to be 1|cannot run here)"):
+        plugin_of(use_fp8=True, tp_size=2, precision="bf16")
 
 
 OTHER_VALUES: Options = {

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from core import parallel_state
+from core.booster.mixed_precision.fp8 import use_fp8_linears
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.distributed.guard.finite import ReplicaDriftError
@@ -122,6 +123,8 @@ def test_the_loss_of_split_logits_is_that_of_whole_ones(rank: int, world: int, n
     expected.loss.backward()
     grad = whole(model, "lm_head.weight", model.lm_head.weight.grad)
     torch.testing.assert_close(grad, reference.lm_head.weight.grad)
+    with pytest.raises(ValueError, match="has a forward of its own, as layers that are split over tensor parallelism"):
+        use_fp8_linears(model)
 
 
 @ranks(2)
