@@ -1,11 +1,14 @@
 """Fine-tuning on split models: LoRA, and gradient checkpointing by the models' own switch."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -15,6 +18,7 @@ import peft
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.hugging_face import PlanError, add_lora, save_split, split_model
+from core.hugging_face.sequence import OVER_CONTEXT
 from core.hugging_face.tiny import families, families_with_policy, tiny_config, tiny_model
 from core.hugging_face.transformers_plans import checkpoint_each_layer
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -160,3 +164,52 @@ def test_gradient_checkpointing_leaves_the_gradients_as_they_are(rank: int, worl
         expected = parameter.grad
         if expected is not None:
             torch.testing.assert_close(other.get_parameter(name).grad, expected, rtol=1e-12, atol=1e-14)
+
+
+def compile_layers(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+
+
+def keep_products_alone(model: Any) -> None:
+    """Recompute everything in a layer but the products of matrices."""
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+    options = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, products)}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+@ranks(2)
+@pytest.mark.parametrize("sp", [None, "split_gather", "all_to_all", "ring_attn"])
+@pytest.mark.in_suite(2)
+def test_selectively_recomputed_layers_are_those_of_one_process(rank: int, world: int, sp: str | None) -> None:
+    compare_two_steps(world, sp, keep_products_alone)
+
+
+@pytest.mark.nightly
+@ranks(2, timeout_s=600.0)
+@pytest.mark.parametrize("sp", [None, "split_gather", "all_to_all", "ring_attn"])
+def test_compiled_layers_are_those_of_one_process(rank: int, world: int, sp: str | None) -> None:
+    compare_two_steps(world, sp, compile_layers)
+
+
+def compare_two_steps(world: int, sp: str | None, change: Callable[[Any], None]) -> None:
+    """Losses and gradients of a split llama whose layers a function has changed, beside those of one process."""
+    model = small("llama", num_hidden_layers=1)
+    reference = copy.deepcopy(model)
+    tp, cp = (1, world) if sp in OVER_CONTEXT else (world, 1)
+    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
+    split_model(model, sequence_parallel=sp)
+    change(model)
+    wrapped = DistributedDataParallel(None, DistributedDataParallelConfig(), model)
+    ids = tokens(2, 12)
+    for _ in range(2):  # the second step runs what the first one has compiled
+        wrapped.zero_grad_buffer()
+        found, expected = (each(input_ids=ids, labels=ids).loss for each in (wrapped, reference))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        reference.zero_grad()
+        expected.backward()
+        found.backward()
+        finalize_model_grads([wrapped])
+        for name, parameter in model.named_parameters():
+            wanted = reference.get_parameter(name).grad
+            torch.testing.assert_close(whole(model, name, parameter.grad), wanted, rtol=1e-5, atol=1e-7)
