@@ -230,12 +230,12 @@ def tables() -> dict[str, Callable[[], dict[str, tuple[Layout, ...]]]]:
     """Name -> its layouts, in groups with a heading."""
     return {
         "quick": lambda: {"a selection": QUICK},
-        "single": lambda: {"each axis by itself": SINGLE},
+        "single": lambda: {"each axis alone": SINGLE},
         "pairs": lambda: {"all pairs of axis values": pairwise()[0]},
         "houses": lambda: {"the full house": HOUSES},
         "full": lambda: {
             "data and tensor parallelism": DENSE,
-            "each axis by itself": SINGLE,
+            "each axis alone": SINGLE,
             "all pairs of axis values": pairwise()[0],
             "the full house": HOUSES,
         },

@@ -72,7 +72,7 @@ def test_an_option_without_a_text_is_named() -> None:
 def test_texts_are_read_from_comments_docstrings_and_ranges_of_names() -> None:
     rows = {row.shown: row for row in options.table_of(options.class_at("core.training.config.RunOptions"))}
     assert rows["--run.global-batch-size"].default == "16"
-    assert rows["--run.global-batch-size"].what == "Windows in one optimizer step, whatever the layout."
+    assert rows["--run.global-batch-size"].what == "Windows in one optimizer step, in any layout."
     before, texts = options.explained("Sizes. a .. c: of the scale. d, e: of none. f: is no name.", list("abcde"))
     assert before == "Sizes."
     assert texts == [(["a", "b", "c"], "of the scale."), (["d", "e"], "of none. f: is no name.")]

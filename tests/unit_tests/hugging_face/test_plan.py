@@ -50,7 +50,7 @@ def test_the_table_says_what_a_rank_holds() -> None:
     table = read_plan(model_of("qwen3")).table(2)
     assert "2 x model.layers.*.self_attn.k_proj.weight: [256, 32] cut along 0, a rank holds [128, 32]" in table
     assert "2 x model.layers.*.self_attn.q_norm.weight: whole; its gradient is summed over tp" in table
-    assert "2 x model.layers.*.self_attn.o_proj (rowwise): input as it is; output summed over tp" in table
+    assert "2 x model.layers.*.self_attn.o_proj (rowwise): input unchanged; output summed over tp" in table
     held, whole = re.findall(r"holds ([\d,]+), ([\d,]+) of them whole", table)[0]
     model = model_of("qwen3")
     total = sum(p.numel() for p in model.parameters())
