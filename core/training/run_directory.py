@@ -69,7 +69,7 @@ class RunDirectory:
         if (lock := _lock(path)) is None:
             raise ConfigError(
                 f"{path} is written to by another run that has not ended: {(path / LOCK).read_text().strip()}. Stop "
-                "that one, or resume under another --run.name"
+                "it, or resume under another --run.name"
             )
         return RunDirectory(path, lock)
 
