@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master, tensor_parallel_slice
+from core.tensor_parallel.discarded_output import computed_again, discard
 from core.tensor_parallel.initialization import InitMethod, normal_init
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from core.tensor_parallel.mappings import resolve_groups
+from core.transformer.mlp import ACTIVATIONS
 from core.transformer.transformer_config import TransformerConfig
 
 
@@ -23,12 +26,20 @@ class Experts(nn.Module):
     weight1: [n, parts * ffn / expt_tp, hidden], weight2: [n, hidden, ffn / expt_tp]; parts is 2 for SwiGLU. They carry
     allreduce=False: their gradient is over the tokens of all 'ep' ranks already, and is added over 'expt_dp'.
     name: the path in the whole model, which with an expert's number seeds its weights: the same at every layout.
+    recompute_activation: as of core.transformer.MLP.
     """
 
     def __init__(
-        self, config: TransformerConfig, *, pg_collection: ProcessGroups | None = None, name: str | None = None
+        self,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroups | None = None,
+        name: str | None = None,
+        recompute_activation: bool = False,
     ) -> None:
         super().__init__()
+        self.recompute_activation = recompute_activation
+        self.activation = ACTIVATIONS[config.activation]
         groups = resolve_groups(pg_collection)
         if config.num_moe_experts is None:
             raise ValueError("Experts needs config.num_moe_experts")
@@ -86,7 +97,7 @@ class Experts(nn.Module):
         bias1 = [None] * self.num_local_experts if self.bias1 is None else self.bias1.unbind(0)
         # One unbind has one backward; indexing would make a gradient of all experts for each of them.
         outputs = [
-            F.linear(self._activate(F.linear(part, up, bias)), down)
+            self._down(F.linear(part, up, bias), partial(F.linear, weight=down))
             for part, up, bias, down in zip(
                 tokens.split(list(tokens_per_expert)),
                 self.weight1.unbind(0),
@@ -103,14 +114,16 @@ class Experts(nn.Module):
         wide = F.grouped_mm(tokens, self.weight1.transpose(1, 2), offs=ends)
         if self.bias1 is not None:
             wide = wide + self.bias1.repeat_interleave(repeats, dim=0, output_size=tokens.shape[0])
-        output = F.grouped_mm(self._activate(wide), self.weight2.transpose(1, 2), offs=ends)
+        output = self._down(wide, lambda active: F.grouped_mm(active, self.weight2.transpose(1, 2), offs=ends))
         return self._add_bias2(output, repeats)
 
-    def _activate(self, wide: Tensor) -> Tensor:
-        if self.gated:
-            gate, value = wide.chunk(2, dim=-1)
-            return F.silu(gate) * value
-        return F.gelu(wide)
+    def _down(self, wide: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """The activation, and the second product of it."""
+        again = self.recompute_activation and self.training
+        active = computed_again(self.activation, wide) if again else self.activation(wide)
+        output = product(active)
+        discard(active, output)
+        return output
 
     def _add_bias2(self, output: Tensor, repeats: Tensor) -> Tensor:
         if self.bias2 is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -10,6 +12,7 @@ from core.moe.experts import Experts
 from core.moe.router import TopKRouter
 from core.moe.shared_experts import SharedExpert
 from core.moe.token_dispatcher import build_dispatcher
+from core.tensor_parallel import checkpoint
 from core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     resolve_groups,
@@ -23,11 +26,17 @@ class MoELayer(nn.Module):
 
     Inside, every rank has tokens of its own: where the sequence is not split over tensor parallelism yet, it is here.
     So experts need no other parallelism than the ranks' tokens: any expt_tp * ep that divides the ranks of a stage fits
-    any tp. name: the path in the whole model, which seeds the weights.
+    any tp. name: the path in the whole model, which seeds the weights. recompute_modules: of `shared_experts` and
+    `moe_act`, those that backward computes again.
     """
 
     def __init__(
-        self, config: TransformerConfig, *, pg_collection: ProcessGroups | None = None, name: str | None = None
+        self,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroups | None = None,
+        name: str | None = None,
+        recompute_modules: Collection[str] = (),
     ) -> None:
         super().__init__()
         groups = resolve_groups(pg_collection)
@@ -40,17 +49,21 @@ class MoELayer(nn.Module):
             return None if name is None else f"{name}.{part}"
 
         self.router = TopKRouter(config, pg_collection=groups, name=path("router"))
-        self.experts = Experts(config, pg_collection=groups, name=path("experts"))
+        again = "moe_act" in recompute_modules
+        self.experts = Experts(config, pg_collection=groups, name=path("experts"), recompute_activation=again)
+        self.recompute_shared = "shared_experts" in recompute_modules
         self.shared_experts: SharedExpert | None = None
         if config.moe_shared_expert_intermediate_size is not None:
-            self.shared_experts = SharedExpert(config, pg_collection=groups, name=path("shared_experts"))
+            self.shared_experts = SharedExpert(
+                config, pg_collection=groups, name=path("shared_experts"), recompute_activation=again
+            )
         self.dispatcher = build_dispatcher(config.moe_token_dispatcher_type, config.num_moe_experts, groups)
         # Without sequence parallelism each tensor-parallel rank has all tokens, and takes its part of them.
         self.splits_over = groups.tp if groups.size("tp") > 1 and not config.sequence_parallel else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The tokens' experts' outputs, weighted. Collective over tp, and over the ranks that share the experts."""
-        shared = None if self.shared_experts is None else self.shared_experts(hidden)
+        shared = None if self.shared_experts is None else self._shared(self.shared_experts, hidden)
         if self.splits_over is not None:
             hidden = scatter_to_sequence_parallel_region(hidden, self.splits_over)
         sequences = hidden.shape[1]
@@ -62,6 +75,12 @@ class MoELayer(nn.Module):
         if self.splits_over is not None:
             output = gather_from_sequence_parallel_region(output, False, self.splits_over)
         return output if shared is None else output + shared
+
+    def _shared(self, experts: SharedExpert, hidden: Tensor) -> Tensor:
+        output: Tensor = (
+            checkpoint(experts, False, hidden) if self.recompute_shared and self.training else experts(hidden)
+        )
+        return output
 
 
 def _check_groups(config: TransformerConfig, groups: ProcessGroups) -> None:

@@ -22,7 +22,12 @@ class SharedExpert(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, *, pg_collection: ProcessGroups | None = None, name: str | None = None
+        self,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroups | None = None,
+        name: str | None = None,
+        recompute_activation: bool = False,
     ) -> None:
         super().__init__()
         size = config.moe_shared_expert_intermediate_size
@@ -32,8 +37,14 @@ class SharedExpert(nn.Module):
             num_moe_experts=None,
             expert_model_parallel_size=1,
             expert_tensor_parallel_size=None,
+            recompute_granularity=None,
         )
-        self.mlp = MLP(shape, pg_collection=pg_collection, name=None if name is None else f"{name}.mlp")
+        self.mlp = MLP(
+            shape,
+            pg_collection=pg_collection,
+            name=None if name is None else f"{name}.mlp",
+            recompute_activation=recompute_activation,
+        )
         self.gate_weight: nn.Parameter | None = None
         if config.moe_shared_expert_gate:
             weight = torch.empty(1, config.hidden_size, dtype=config.params_dtype)

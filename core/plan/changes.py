@@ -40,6 +40,11 @@ def single_changes(config: JobConfig, ranks: int) -> Iterator[tuple[str, JobConf
     micro = plan_job(config, ranks).micro_batch_size
     for size in sorted(divisors(micro), reverse=True)[1:]:
         yield f"--run.micro-batch-size {size}", replace(config, run=replace(config.run, micro_batch_size=size)), ranks
+    cheap = ["layernorm", "mlp_act", *["moe_act"] * (model.num_experts is not None)]
+    for parts in (cheap, [*cheap, "core_attn"]) if model.recompute_granularity is None else ():
+        words = f"--model.recompute-granularity selective --model.recompute-modules {' '.join(parts)}"
+        selective = replace(model, recompute_granularity="selective", recompute_modules=tuple(parts))
+        yield words, replace(config, model=selective), ranks
     if model.recompute_granularity != "full":
         recomputed = replace(config, model=replace(model, recompute_granularity="full"))
         yield "--model.recompute-granularity full", recomputed, ranks

@@ -21,10 +21,16 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class LayerKind(NamedTuple):
-    """Layers of one kind cost the same. number: of the first such layer. recomputed: True if all of it runs twice."""
+    """Layers of one kind cost the same. number: of the first such layer. recomputed: True if it, or parts of it, run
+    twice.
+    """
 
     number: int
     recomputed: bool
+
+
+# Names of recompute_modules that only one kind of layers has.
+_OF_EXPERTS, _OF_DENSE = {"moe", "moe_act", "shared_experts"}, {"mlp", "mlp_act"}
 
 
 class PassOn(nn.Module):
@@ -66,12 +72,11 @@ class GptSource:
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> list[str | LayerKind]:
         """Parts of a stage, in order: the names of its ends, and the kinds of its layers."""
         spec = layout.stage(stage)
-        granularity, count = self.config.recompute_granularity, self.config.recompute_num_layers
+        count = self.config.recompute_num_layers
         recomputed = len(spec.layer_numbers) if count is None else count
-        kinds = [
-            self._kind(number, granularity == "full" and place < recomputed)
-            for place, number in enumerate(spec.layer_numbers)
-        ]
+        if self.config.recompute_granularity is None:
+            recomputed = 0
+        kinds = [self._kind(number, place < recomputed) for place, number in enumerate(spec.layer_numbers)]
         return [*[BEFORE] * spec.pre_process, *kinds, *[AFTER] * spec.post_process]
 
     def _kind(self, number: int, recomputed: bool) -> LayerKind:
@@ -82,7 +87,9 @@ class GptSource:
     def name_of_layers(self, kind: LayerKind) -> str:
         """Layers of a kind in words."""
         has_experts = None if self.config.num_moe_experts is None else self.config.is_moe_layer(kind.number)
-        return layers_in_words(has_experts, kind.recomputed)
+        parts = sorted(self.config.recomputed_parts - (_OF_DENSE if has_experts else _OF_EXPERTS))
+        again = f"{', '.join(parts)} computed again".removeprefix(" ")
+        return layers_in_words(has_experts, again if kind.recomputed else "")
 
     def figures(
         self, parts: Sequence[str | LayerKind], groups: PlannedGroups, sizes: Sequence[int]
@@ -107,7 +114,7 @@ class GptSource:
             pipeline_model_parallel_size=1,
             virtual_pipeline_model_parallel_size=None,
             perform_initialization=False,
-            recompute_granularity=self.config.recompute_granularity if recomputed else self._without_full(),
+            recompute_granularity=self.config.recompute_granularity if recomputed else None,
             recompute_num_layers=None,
         )
         shape = self.micro_batch_size, self.sequence_length // self.config.context_parallel_size
@@ -115,8 +122,9 @@ class GptSource:
         chosen = 1.0 if experts is None else config.moe_router_topk / experts
         with WithoutValues() as mode, stand_ins(chosen, on_cpu=groups.ledger.over_gloo):
             numbers = [kind.number for kind in kinds]
-            model = GPTModel(config, groups, layer_numbers=[*numbers, *numbers[-1:] * recomputed])
-            if recomputed:  # the next layer keeps what the last one gives, and not the head, which keeps it in fp32
+            whole = config.recompute_granularity == "full"
+            model = GPTModel(config, groups, layer_numbers=[*numbers, *numbers[-1:] * whole])
+            if whole:  # the next layer keeps what the last one gives, and not the head, which keeps it in fp32
                 model.decoder.layers[-1].self_attention = model.decoder.layers[-1].mlp = PassOn()
             tokens, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
 
@@ -130,7 +138,3 @@ class GptSource:
             AFTER: figures[AFTER],
             **{kind: figures[str(place)] for place, kind in enumerate(kinds)},
         }
-
-    def _without_full(self) -> str | None:
-        granularity = self.config.recompute_granularity
-        return None if granularity == "full" else granularity

@@ -235,7 +235,7 @@ class HuggingFaceSource:
         experts = self._whole_model.experts
         has_experts = any(name.startswith(f"{self.layers}.{kind}.") for name in experts) if experts else None
         types = getattr(self.configuration.get_text_config(), "layer_types", None) or ()
-        return layers_in_words(has_experts, self.recompute, types[kind] if len({*types}) > 1 else "")
+        return layers_in_words(has_experts, "computed again" * self.recompute, types[kind] if len({*types}) > 1 else "")
 
     # -- what a rank holds -----------------------------------------------------------------------------------------
 

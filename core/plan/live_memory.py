@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 # A public module of torch that has the class; the module that defines it has a private name.
 from torch.fx.experimental.proxy_tensor import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from core.tensor_parallel.discarded_output import WATCHERS
 
 FORWARD, BACKWARD = "forward", "backward"
 BEFORE, AFTER = "embedding", "last norm, logits and loss"  # what runs before the first layer, and after the last one
@@ -71,7 +74,7 @@ def _with_all_heads(args: Any) -> list[Any]:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Follows every storage that an operator makes until it is freed.
+    """Follows every storage that an operator makes until it is freed, or gives its memory back.
 
     Tensors with values are followed while it is entered, those without inside `WithoutValues.followed_by`.
     known: tensors that were there before, whose memory is not counted.
@@ -85,6 +88,7 @@ class LiveMemory(TorchDispatchMode):
         self.peak: defaultdict[Place, int] = defaultdict(int)
         self.work: defaultdict[Place, Counter[Work]] = defaultdict(Counter)
         self._followed: dict[int, Any] = {}  # by id of the storage, which lives as long as the entry
+        self._sizes: dict[int, tuple[int, str]] = {}  # bytes, and the part that made them
         for tensor in known:
             self._follow(tensor, counted=False)
 
@@ -112,16 +116,36 @@ class LiveMemory(TorchDispatchMode):
         key = id(storage)
         if key in self._followed:
             return
-        nbytes, part = (storage.nbytes(), self.place.part) if counted else (0, "")
+        self._sizes[key] = (storage.nbytes(), self.place.part) if counted else (0, "")
 
         def forget(_: Any) -> None:
             del self._followed[key]
-            self.live -= nbytes
-            self.live_of[part] -= nbytes
+            self._add(key, -self._sizes[key][0])
+            del self._sizes[key]
 
         self._followed[key] = weakref.ref(storage, forget)
+        self._add(key, self._sizes[key][0])
+
+    def _add(self, key: int, nbytes: int) -> None:
         self.live += nbytes
-        self.live_of[part] += nbytes
+        self.live_of[self._sizes[key][1]] += nbytes
+
+    @contextmanager
+    def sees_resized(self) -> Iterator[None]:
+        """Inside, storages that give their memory back, and those that get it again, are noted."""
+        WATCHERS.append(self._resized)
+        try:
+            yield
+        finally:
+            WATCHERS.remove(self._resized)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._followed:
+            before, part = self._sizes[key]
+            self._sizes[key] = storage.nbytes(), part
+            self._add(key, storage.nbytes() - before)
+            self.peak[self.place] = max(self.peak[self.place], self.live)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -64,10 +64,12 @@ def with_more(part: PartFigures, layer: PartFigures, alike: PartFigures) -> Part
     )
 
 
-def layers_in_words(has_experts: bool | None, recomputed: bool, of_type: str = "") -> str:
-    """Layers of one kind. has_experts: None for a model without experts. of_type: where a model has several types."""
+def layers_in_words(has_experts: bool | None, again: str, of_type: str = "") -> str:
+    """Layers of one kind. has_experts: None for a model without experts. again: what runs again in backward, in words;
+    '' for nothing. of_type: where a model has several types.
+    """
     kind = {None: "", False: "dense ", True: "expert "}[has_experts]
-    return f"{kind}layers{f' ({of_type})' * bool(of_type)}{', computed again' * recomputed}"
+    return f"{kind}layers{f' ({of_type})' * bool(of_type)}{f', {again}' * bool(again)}"
 
 
 def watch_step(

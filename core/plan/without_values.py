@@ -63,7 +63,8 @@ class WithoutValues(TorchDispatchMode):
         """Inside, all results are noted there."""
         self.live = live
         try:
-            yield
+            with live.sees_resized():
+                yield
         finally:
             self.live = None
 

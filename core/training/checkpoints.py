@@ -36,7 +36,7 @@ FREE_MODEL_OPTIONS = frozenset(
         *("recompute_granularity", "gradient_accumulation_fusion", "dtype", "hidden_dropout", "attention_dropout"),
         *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
         *("moe_router_load_balancing_type", "moe_expert_capacity_factor"),
-        "logits_chunk",
+        *("logits_chunk", "recompute_modules", "recompute_num_layers"),
         *("gradient_checkpointing", "merge"),  # of the fine-tuning job
     )
 )

@@ -30,7 +30,11 @@ class ModelOptions:
     qk_layernorm: bool = False  # normalize queries and keys of each head
     add_bias_linear: bool = False  # biases in linear layers
     share_embeddings_and_output_weights: bool = True  # one weight for the token embedding and the output
-    recompute_granularity: Literal["full", "selective"] | None = None  # compute layers, or attention, again in backward
+    # compute layers again in backward, or the parts of recompute_modules
+    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_num_layers: int | None = None  # of each stage's layers the first so many are computed again; None for all
+    # parts for 'selective': core_attn, mlp, mlp_act, layernorm, moe, moe_act, shared_experts
+    recompute_modules: tuple[str, ...] = ("core_attn",)
     # tokens whose logits are computed at a time, and again in backward; 0 for all; None: by the size of the logits
     logits_chunk: int | None = None
     hidden_dropout: float = 0.0  # dropout after the embedding, attention and the MLP

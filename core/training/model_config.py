@@ -50,6 +50,8 @@ def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         recompute_granularity=model.recompute_granularity,
+        recompute_num_layers=model.recompute_num_layers,
+        recompute_modules=model.recompute_modules,
         logits_chunk=model.logits_chunk,
         cp_comm_type=parallel.cp_comm_type,
         num_moe_experts=model.num_experts,

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from core.tensor_parallel.discarded_output import computed_again, discard
 from core.tensor_parallel.initialization import normal_init
 from core.transformer.transformer_config import TransformerConfig
 
 
+def swiglu(wide: Tensor) -> Tensor:
+    """silu(gate) * value of [..., gate and value side by side]."""
+    gate, value = wide.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "swiglu": swiglu}
+
+
 class MLP(nn.Module):
-    """Up, activation, down; with SwiGLU (arXiv 2002.05202) up is a gate and a value side by side."""
+    """Up, activation, down; with SwiGLU (arXiv 2002.05202) up is a gate and a value side by side.
+
+    recompute_activation: True if backward computes the output of the activation again, which is freed in between.
+    """
 
     def __init__(
-        self, config: TransformerConfig, *, pg_collection: ProcessGroups | None = None, name: str | None = None
+        self,
+        config: TransformerConfig,
+        *,
+        pg_collection: ProcessGroups | None = None,
+        name: str | None = None,
+        recompute_activation: bool = False,
     ) -> None:
         super().__init__()
+        self.recompute_activation = recompute_activation
+        self.activation = ACTIVATIONS[config.activation]
         self.gated = config.activation == "swiglu"
         parts = 2 if self.gated else 1
         self.linear_fc1 = ColumnParallelLinear(
@@ -43,10 +65,8 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[s, b, hidden] to the same, or [s / tp, b, hidden] under sequence parallelism."""
         wide, _ = self.linear_fc1(hidden)
-        if self.gated:
-            gate, value = wide.chunk(2, dim=-1)
-            wide = F.silu(gate) * value
-        else:
-            wide = F.gelu(wide)
+        again = self.recompute_activation and self.training
+        wide = computed_again(self.activation, wide) if again else self.activation(wide)
         output, _ = self.linear_fc2(wide)
+        discard(wide, output)
         return output

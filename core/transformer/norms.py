@@ -7,14 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.model_parallel_config import ModelParallelConfig
+from core.tensor_parallel.discarded_output import computed_again
 
 
 class LayerNorm(nn.Module):
     """(x - mean) / std * weight + bias. Under sequence parallelism it sees some positions: gradients are partial."""
 
-    def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5) -> None:
+    def __init__(
+        self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.eps = eps
+        self.recompute = recompute  # keep the input alone, so that the output can be discarded
         self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.zeros(size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
@@ -22,24 +26,36 @@ class LayerNorm(nn.Module):
 
     def forward(self, input_: Tensor) -> Tensor:
         """Normalised input, [..., size]."""
-        return F.layer_norm(input_, self.weight.shape, self.weight, self.bias, self.eps)
+        shape, eps = self.weight.shape, self.eps
+        if self.recompute and self.training:
+            args = input_, self.weight, self.bias
+            return computed_again(lambda x, weight, bias: F.layer_norm(x, shape, weight, bias, eps), *args)
+        return F.layer_norm(input_, shape, self.weight, self.bias, eps)
 
 
 class RMSNorm(nn.Module):
     """x / root mean square * weight (arXiv 1910.07467). Under sequence parallelism its gradient is partial."""
 
-    def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5) -> None:
+    def __init__(
+        self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.eps = eps
+        self.recompute = recompute  # keep the input alone, so that the output can be discarded
         self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, input_: Tensor) -> Tensor:
         """Normalised input, [..., size]."""
-        return F.rms_norm(input_, self.weight.shape, self.weight, self.eps)
+        shape, eps = self.weight.shape, self.eps
+        if self.recompute and self.training:
+            return computed_again(lambda x, weight: F.rms_norm(x, shape, weight, eps), input_, self.weight)
+        # A CPU's rms_norm reads its input twice. Through one view both gradients are added up before they leave, as
+        # they are where the norm is computed again.
+        return F.rms_norm(input_.view_as(input_), shape, self.weight, eps)
 
 
-def build_norm(config: ModelParallelConfig, size: int) -> nn.Module:
-    """The norm that `config.normalization` names."""
+def build_norm(config: ModelParallelConfig, size: int, *, recompute: bool = False) -> nn.Module:
+    """The norm that `config.normalization` names. recompute: True if backward computes its output again."""
     kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[getattr(config, "normalization", "LayerNorm")]
-    return kind(config, size, getattr(config, "layernorm_epsilon", 1e-5))
+    return kind(config, size, getattr(config, "layernorm_epsilon", 1e-5), recompute=recompute)

@@ -35,7 +35,7 @@ class TransformerBlock(nn.Module):
                 config,
                 pg_collection=pg_collection,
                 name=None if name is None else f"{name}.layers.{number}",
-                recompute_attention=config.recompute_granularity == "selective" and position < recomputed,
+                recompute_modules=config.recomputed_parts if position < recomputed else (),
                 number=number,
             )
             for position, number in enumerate(numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.context_parallel import COMM_TYPES, check_heads
@@ -15,6 +16,9 @@ CHOICES = {
     "cp_comm_type": tuple(COMM_TYPES),
     "recompute_granularity": (None, "full", "selective"),
 }
+RECOMPUTED_PARTS = ("core_attn", "mlp", "mlp_act", "layernorm", "moe", "moe_act", "shared_experts")
+OF_EXPERTS = {"moe": "num_moe_experts", "moe_act": "num_moe_experts"}
+OF_EXPERTS["shared_experts"] = "moe_shared_expert_intermediate_size"
 RANGES = {
     **dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"), COUNT),
     **dict.fromkeys(("ffn_hidden_size", "vocab_size", "max_sequence_length"), COUNT),
@@ -37,8 +41,11 @@ class TransformerConfig(ExpertConfig):
     init_seed: with each parameter's name it decides the weights, the same ones in every layout and dtype.
     cp_comm_type: how context-parallel ranks see each other's keys and values: 'p2p' in a ring, 'all_gather' all of
     them, 'a2a' by exchanging positions for heads, of which there must be enough.
-    recompute_granularity: 'full' computes layers again in backward, 'selective' attention without its projections;
+    recompute_granularity: 'full' computes layers again in backward, 'selective' the parts in recompute_modules;
     recompute_num_layers: of each stage's layers the first so many; None for all.
+    recompute_modules: 'core_attn' (attention without its projections), 'mlp', 'moe' and 'shared_experts' keep the input
+    of the part. 'layernorm' (the norms of a layer), 'mlp_act' and 'moe_act' (the activation functions of MLPs and of
+    experts) keep the input of a function that costs nearly nothing, and their output is freed until backward.
     logits_chunk: compute logits and their loss for so many tokens at a time, and again in backward; 0 for all at once;
     None for chunks where logits would have more than 2**28 elements on a rank.
     """
@@ -69,7 +76,13 @@ class TransformerConfig(ExpertConfig):
 
     recompute_granularity: str | None = None
     recompute_num_layers: int | None = None
+    recompute_modules: Sequence[str] = ("core_attn",)
     logits_chunk: int | None = None
+
+    @property
+    def recomputed_parts(self) -> frozenset[str]:
+        """The parts of a layer that backward computes again; none unless the granularity is 'selective'."""
+        return frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
 
     @property
     def query_groups(self) -> int:
@@ -102,6 +115,7 @@ class TransformerConfig(ExpertConfig):
         for field, choices in CHOICES.items():
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field} is {getattr(self, field)!r}, expected one of {choices}")
+        self._check_recomputed()
         tp = self.tensor_model_parallel_size
         if self.kv_channels is None:
             self._divides("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
@@ -125,6 +139,16 @@ class TransformerConfig(ExpertConfig):
         if self.position_embedding_type == "rope" and self.head_size % 2:
             raise ValueError(f"rotary positions turn pairs of channels; a head has {self.head_size}, use an even size")
         self.check_experts(self.num_layers, self.expert_ffn_size)
+
+    def _check_recomputed(self) -> None:
+        for part in self.recomputed_parts:
+            if part not in RECOMPUTED_PARTS:
+                raise ValueError(
+                    f"recompute_modules has {part!r}, and layers have {', '.join(RECOMPUTED_PARTS)}; use some of these"
+                )
+            needed = OF_EXPERTS.get(part)
+            if needed is not None and getattr(self, needed) is None:
+                raise ValueError(f"recompute_modules has {part!r}, and {needed} is None; leave {part!r} out")
 
     @staticmethod
     def _divides(what: str, numerator: int, by: str, denominator: int) -> None:

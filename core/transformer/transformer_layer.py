@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import Tensor, nn
 
 from core.context_parallel import PackedTokens
 from core.groups.process_groups import ProcessGroups
+from core.tensor_parallel import checkpoint
+from core.tensor_parallel.discarded_output import discard
 from core.transformer.attention import SelfAttention
 from core.transformer.dropout import hidden_dropout
 from core.transformer.mlp import MLP
@@ -17,6 +21,7 @@ class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, hidden], the sequence split under sequence parallelism.
 
     number: the layer's, counted from 0 over the whole model; it says whether experts stand in the MLP's place.
+    recompute_modules: the parts that backward computes again, as TransformerConfig names them.
     """
 
     def __init__(
@@ -25,26 +30,37 @@ class TransformerLayer(nn.Module):
         *,
         pg_collection: ProcessGroups | None = None,
         name: str | None = None,
-        recompute_attention: bool = False,
+        recompute_modules: Collection[str] = (),
         number: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
-        self.input_layernorm = build_norm(config, config.hidden_size)
+        norms_again = "layernorm" in recompute_modules
+        self.input_layernorm = build_norm(config, config.hidden_size, recompute=norms_again)
         self.self_attention = SelfAttention(
             config,
             pg_collection=pg_collection,
             name=None if name is None else f"{name}.self_attention",
-            recompute_core=recompute_attention,
+            recompute_core="core_attn" in recompute_modules,
         )
-        self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
+        self.pre_mlp_layernorm = build_norm(config, config.hidden_size, recompute=norms_again)
         self.tp_size = self.self_attention.tp_size
-        self.mlp = _build_mlp(config, pg_collection, None if name is None else f"{name}.mlp", number)
+        self.recompute_mlp = ("moe" if config.is_moe_layer(number) else "mlp") in recompute_modules
+        # What is inside of a checkpoint is computed again already.
+        inner = () if self.recompute_mlp else recompute_modules
+        self.mlp = _build_mlp(config, pg_collection, None if name is None else f"{name}.mlp", number, inner)
 
     def forward(self, hidden: Tensor, packed: PackedTokens | None = None) -> Tensor:
         """The next hidden state. packed: the tokens' documents and positions, where they are not one sequence."""
-        hidden = hidden + self._dropout(self.self_attention(self.input_layernorm(hidden), packed))
-        return hidden + self._dropout(self.mlp(self.pre_mlp_layernorm(hidden)))
+        normed = self.input_layernorm(hidden)
+        output = self.self_attention(normed, packed)
+        discard(normed, output)
+        hidden = hidden + self._dropout(output)
+        normed = self.pre_mlp_layernorm(hidden)
+        again = self.recompute_mlp and self.training
+        output = checkpoint(self.mlp, False, normed) if again else self.mlp(normed)
+        discard(normed, output)
+        return hidden + self._dropout(output)
 
     def _dropout(self, hidden: Tensor) -> Tensor:
         return hidden_dropout(
@@ -57,10 +73,15 @@ class TransformerLayer(nn.Module):
 
 
 def _build_mlp(
-    config: TransformerConfig, pg_collection: ProcessGroups | None, name: str | None, number: int
+    config: TransformerConfig,
+    pg_collection: ProcessGroups | None,
+    name: str | None,
+    number: int,
+    recompute_modules: Collection[str],
 ) -> nn.Module:
     if not config.is_moe_layer(number):
-        return MLP(config, pg_collection=pg_collection, name=name)
+        again = "mlp_act" in recompute_modules
+        return MLP(config, pg_collection=pg_collection, name=name, recompute_activation=again)
     from core.moe.moe_layer import MoELayer  # it is built from parts of this package, so it loads after them
 
-    return MoELayer(config, pg_collection=pg_collection, name=name)
+    return MoELayer(config, pg_collection=pg_collection, name=name, recompute_modules=recompute_modules)

@@ -35,6 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_layer_freq": 2,
         "moe_aux_loss_coeff": 0.2,
         "moe_router_load_balancing_type": "seq_aux_loss",
+        "recompute_granularity": "selective",
+        "recompute_modules": ("layernorm", "mlp_act", "moe_act"),
     },
 }
 

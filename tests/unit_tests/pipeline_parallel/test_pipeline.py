@@ -137,6 +137,7 @@ def test_pipeline_beside_sequence_and_data_parallelism(rank: int, world: int, sc
 @pytest.mark.in_suite()
 def test_recomputation_and_fused_weight_gradients(rank: int, world: int, schedule: str, recompute: str | None) -> None:
     config = {"recompute_granularity": recompute, "gradient_accumulation_fusion": True, "activation": "swiglu"}
+    config["recompute_modules"] = ("core_attn", "layernorm", "mlp_act")
     runner = start_pipeline(plan_pipeline(4, 2, schedule=schedule), schedule, config=config)
     check_steps(runner, build_whole(activation="swiglu"), 4)
 

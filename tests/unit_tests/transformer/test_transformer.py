@@ -184,6 +184,7 @@ def test_with_dropout_recomputed_layers_have_the_same_gradients(
         settings = config(
             tensor_model_parallel_size=world, sequence_parallel=sequence_parallel, hidden_dropout=0.3,
             attention_dropout=0.3, recompute_granularity=recompute, activation="swiglu",
+            recompute_modules=("core_attn", "layernorm", "mlp_act"),
         )  # fmt: skip
         block = TransformerBlock(settings, name="block")
         x = normal(8, 2, 16)

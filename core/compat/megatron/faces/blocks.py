@@ -61,8 +61,9 @@ class SelfAttention(ours.SelfAttention, MegatronModule, metaclass=Face):
         check_parts("SelfAttention", submodules, causal.submodules)
         check_params("SelfAttention", {"attn_mask_type": attn_mask_type}, causal.params)
         number, more["name"] = more.pop("layer_number"), _path(more["name"])
-        more["recompute_core"] = config.recompute_granularity == "selective"
-        ours.SelfAttention.__init__(self, config.ours(more["pg_collection"], cp_comm_type=cp_comm_type), **more)
+        own = config.ours(more["pg_collection"], cp_comm_type=cp_comm_type)
+        more["recompute_core"] = "core_attn" in own.recomputed_parts
+        ours.SelfAttention.__init__(self, own, **more)
         self.layer_number = number
 
     @arguments(
@@ -97,7 +98,9 @@ class MoELayer(moe.MoELayer, MegatronModule, metaclass=Face):
     @arguments("self config submodules=None -layer_number=None pg_collection=None !is_mtp_layer=False name=None")
     def __init__(self, config: Any, submodules: Any, pg_collection: Any, name: str | None) -> None:
         check_parts("MoELayer", submodules, _parts_of(config, has_experts=True).mlp.submodules)
-        moe.MoELayer.__init__(self, config.ours(pg_collection), pg_collection=pg_collection, name=_path(name))
+        own, name = config.ours(pg_collection), _path(name)
+        more = {"pg_collection": pg_collection, "name": name, "recompute_modules": own.recomputed_parts}
+        moe.MoELayer.__init__(self, own, **more)
 
     @arguments("self hidden_states !intermediate_tensors=None !padding_mask=None")
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
@@ -133,8 +136,8 @@ class TransformerLayer(OurLayer, MegatronModule, metaclass=Face):
             offset = layers_of_stage(config, resolve_groups(groups).rank("pp"), given["vp_stage"]).start
         number = layer_number - 1 + (offset or 0)
         check_spec(ModuleSpec(TransformerLayer, submodules=submodules), config, [number])
-        more = {"recompute_attention": config.recompute_granularity == "selective", "number": number}
         own = config.ours(groups, hidden_dropout=given["hidden_dropout"])
+        more = {"recompute_modules": own.recomputed_parts, "number": number}
         OurLayer.__init__(self, own, pg_collection=groups, name=_path(given["name"]), **more)
         self.layer_number = number + 1
 

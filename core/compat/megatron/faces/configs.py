@@ -219,8 +219,6 @@ class TransformerConfig(_Transformer):
             yield "add_qkv_bias=True with add_bias_linear=False is not built; a layer has all its biases or none"
         if self.recompute_granularity == "full" and self.recompute_method not in ("uniform", "block", None):
             yield f"recompute_method is {self.recompute_method!r}; it is 'uniform' or 'block'"
-        if self.recompute_granularity == "selective" and self.recompute_modules != ["core_attn"]:
-            yield f"recompute_modules is {self.recompute_modules}; ['core_attn'] is what can be recomputed alone"
         if isinstance(self.cp_comm_type, list) and len(set(self.cp_comm_type)) != 1:
             yield f"cp_comm_type is {self.cp_comm_type}; it must be one for all layers"
         if not isinstance(self.moe_router_load_balancing_type, str):
