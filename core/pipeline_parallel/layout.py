@@ -92,7 +92,7 @@ class PipelineLayout:
                 f"{num_layers} layers{counted} do not divide over {stages} stages (pp {pp} x {chunks} chunks): "
                 f"{num_layers + extra} / {stages} = {(num_layers + extra) / stages:g}. Use {_either(below, above)} "
                 f"layers{others}; or say how many each stage gets, layers_per_stage="
-                f"{list(_spread(num_layers, stages))}"
+                f"{list(spread(num_layers, stages))}"
             )
         counts = [each] * stages
         counts[0] -= count_embedding
@@ -150,6 +150,10 @@ class PipelineLayout:
         layers = range(first, first + self.layers_per_stage[index])
         return StageSpec(index, layers, index == 0, index == self.num_stages - 1)
 
+    def sends(self, stage: int) -> bool:
+        """True if a stage sends its output to another rank."""
+        return stage + 1 < self.num_stages and self.rank_of(stage + 1) != self.rank_of(stage)
+
     def rank_of(self, stage: int) -> int:
         """The rank within the pipeline that holds a stage."""
         if self.placement == "v" and stage >= self.pp:
@@ -172,7 +176,7 @@ class PipelineLayout:
         if self.num_layers != num_layers:
             raise ValueError(
                 f"layers_per_stage {list(self.layers_per_stage)} places {self.num_layers} layers, and the model has "
-                f"{num_layers}; for example {list(_spread(num_layers, self.num_stages))}"
+                f"{num_layers}; for example {list(spread(num_layers, self.num_stages))}"
             )
 
     def check_ranks(self, groups: ProcessGroups) -> None:
@@ -208,7 +212,7 @@ def _either(below: int, above: int) -> str:
     return str(above) if below >= above or below < 1 else f"{below} or {above}"
 
 
-def _spread(layers: int, stages: int) -> tuple[int, ...]:
+def spread(layers: int, stages: int) -> tuple[int, ...]:
     """Layers as even as they go, the larger stages in the middle, away from embeddings and head."""
     each, rest = divmod(layers, stages)
     first = (stages - rest) // 2

@@ -22,6 +22,8 @@ from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
 from core.pipeline_parallel.forward_only import forward_only
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import (
+    actions_of,
+    arrivals,
     build_schedule,
     check_microbatches,
     check_schedule,
@@ -299,8 +301,10 @@ class PipelineRunner:
         if self._built is None or self._built[0] != key:
             stages = [self._stage(position, activations) for position in range(len(self.chunks))]
             schedule = build_schedule(self.kind, stages, count)
-            for stage in stages:
-                stage.most_in_flight = most_in_flight(schedule)
+            orders = actions_of(schedule)
+            if orders is not None:
+                for stage in stages:
+                    stage.most_in_flight, stage.arrived = most_in_flight(orders.values()), arrivals(orders.values())
             self._built = (key, schedule, stages)
         return self._built[1], self._built[2]
 

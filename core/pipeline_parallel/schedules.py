@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from core.pipeline_parallel.layout import PipelineLayout, Placement
 
@@ -141,21 +141,53 @@ def build_schedule(kind: ScheduleKind, stages: list[Any], microbatches: int) -> 
     )
 
 
-def most_in_flight(schedule: Any) -> int | None:
-    """The most microbatches of one stage between forward and backward; None where torch waits for each send.
-
-    Torch's tables of several stages a rank keep what they send until the step ends.
+class Action(NamedTuple):
+    """One thing that a rank does for one microbatch: forward, backward, or where they are apart input gradients and
+    weight gradients.
     """
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: int
+    microbatch: int
+
+
+def actions_of(schedule: Any) -> dict[int, list[Action]] | None:
+    """What each rank does in one of torch's tables, in order; None where torch has none, and waits for each send."""
     if not hasattr(schedule, "pipeline_order_with_comms"):
         return None
+    return {rank: actions_in(row) for rank, row in schedule.pipeline_order.items()}
+
+
+def actions_in(row: Iterable[Any]) -> list[Action]:
+    """The computation in one rank's row of one of torch's tables."""
+    parts = (part for action in row if action is not None for part in action.sub_actions or (action,))
+    found = ((str(part.computation_type.value), part.stage_index, part.microbatch_index) for part in parts)
+    return [Action(kind, stage, number) for kind, stage, number in found if kind in ("F", "B", "I", "W")]  # type: ignore[arg-type]
+
+
+def most_in_flight(rows: Iterable[Sequence[Action]]) -> int:
+    """The most microbatches of one stage between forward and backward."""
     most = 0
     alive: Counter[int] = Counter()
-    for actions in schedule.pipeline_order.values():
-        for action in (part for row in actions if row is not None for part in row.sub_actions or (row,)):
-            kind = str(action.computation_type.value)
-            alive[action.stage_index] += (kind == "F") - (kind in ("B", "I"))
-            most = max(most, alive[action.stage_index])
+    for action in (action for row in rows for action in row):
+        alive[action.stage] += (action.kind == "F") - (action.kind in ("B", "I"))
+        most = max(most, alive[action.stage])
     return most
+
+
+def arrivals(rows: Iterable[Sequence[Action]]) -> dict[tuple[int, int], int]:
+    """(stage, microbatch) -> how many microbatches of this stage have arrived when this one's gradient comes.
+
+    The next stage has forwarded them before.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for row in rows:
+        forwarded: Counter[int] = Counter()
+        for action in row:
+            forwarded[action.stage] += action.kind == "F"
+            if action.kind in ("B", "I"):
+                found[action.stage - 1, action.microbatch] = forwarded[action.stage]
+    return found
 
 
 def _unchanged(output: Any, target: Any) -> Any:

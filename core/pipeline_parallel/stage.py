@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +114,9 @@ class Stage(PipelineStage):
         self.backwards_left = 0  # of this step, counted where weight gradients are done
         self.weight_work: WeightWork = []
         self.most_in_flight: int | None = None  # of this schedule; None where torch waits for what this stage sends
+        self.arrived: Mapping[tuple[int, int], int] = {}  # by `arrivals`, of this schedule
         self.leaving: dict[int, list[dist.Work]] = {}  # microbatch -> its activations under way
+        self.posted: list[dist.P2POp] = []  # the last sends that torch waits for
         self.leaving_back: deque[list[dist.Work]] = deque()  # gradients under way
 
     def begin_step(self, microbatches: int) -> None:
@@ -142,13 +144,19 @@ class Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The chunk on this microbatch; the first stage takes its input from the data."""
         output = self.run_chunk(self.microbatch, args)
-        if not self.is_last:
-            check_sent(output, self.sent, self.stage_index)
-        return output
+        if self.is_last:
+            return output
+        check_sent(output, self.sent, self.stage_index)
+        # Nothing else can have saved these tensors, so their values may go when they are sent.
+        if isinstance(output, (tuple, list)):
+            return tuple(_Leaving.apply(tensor) for tensor in output)
+        return _Leaving.apply(output)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
         """Backward; without weight gradients of linear layers unless `full_backward`."""
-        _wait(self.leaving.pop(bwd_chunk_id, ()))  # their gradient is here, so they have arrived
+        for sent in [sent for sent in self.leaving if sent < self.arrived.get((self.stage_index, bwd_chunk_id), 0)]:
+            _wait(self.leaving.pop(sent))
+        self.posted.clear()  # torch has waited for them, and keeps the list until the next ones
         if full_backward:
             if self.backwards_left == 1:
                 self.before_last()
@@ -179,9 +187,17 @@ class Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends of a microbatch's activations; none where this stage has begun and waits for them itself."""
+        """Sends of a microbatch's activations; none where this stage has begun and waits for them itself.
+
+        From here on backward needs the graph of what is sent, and not its values: these stay as long as the send.
+        """
         ops = super().get_fwd_send_ops(fwd_chunk_id)
+        for op in ops:
+            op.tensor = op.tensor.detach()  # torch 2.11 sends the output itself
+        if ops:
+            _keep_graph_alone(self.fwd_cache[fwd_chunk_id][0])
         if self.most_in_flight is None or not ops:
+            self.posted = ops
             return ops
         self.leaving[fwd_chunk_id] = dist.batch_isend_irecv(ops)
         return []
@@ -231,6 +247,24 @@ class Stage(PipelineStage):
         self.backwards_left -= 1
         if self.backwards_left == 0:
             self.after_last()
+
+
+class _Leaving(torch.autograd.Function):
+    """The same values in a tensor of their own, which only the pipeline has."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _keep_graph_alone(outputs: Iterable[Tensor]) -> None:
+    """Give tensors of a pipeline one element of memory. Their shape stays, by which torch checks their gradients."""
+    for output in outputs:
+        output.data = torch.empty((), dtype=output.dtype, device=output.device).expand(output.shape)
 
 
 def _wait(works: Iterable[dist.Work]) -> None:

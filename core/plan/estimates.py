@@ -60,11 +60,11 @@ class Stage(NamedTuple):
 class Order(NamedTuple):
     """A schedule's order where a forward takes 1 and a backward 2, by pipeline position.
 
-    in_flight: stages whose activations are alive at once. waits: until it is done, without its own work. hops: messages
-    between stages that a step waits for.
+    in_flight: microbatches of each of its stages whose activations are alive when most are. waits: until it is done,
+    beside its own work. hops: messages between stages that a step waits for.
     """
 
-    in_flight: tuple[int, ...]
+    in_flight: tuple[tuple[int, ...], ...]
     waits: tuple[float, ...]
     hops: float
 
@@ -306,33 +306,34 @@ def places_of(run: Run, parts: Sequence[Sequence[Any]], figures: Mapping[Any, Pa
 
 def activations_of(place: Place, rows: Sequence[Stage], order: Order, sent: int) -> int:
     """Bytes of one position at the highest point of a step. sent: what one stage sends the next for a microbatch."""
-    mine = [rows[number] for number in place.numbers]
-    saved = sum(row.saved for row in mine) // len(mine)
-    in_flight = order.in_flight[place.numbers[0] % len(order.in_flight)]
-    received = in_flight * sum(n > 0 for n in place.numbers) // len(mine) + any(
-        n < len(rows) - 1 for n in place.numbers
-    )
-    return (in_flight - 1) * saved + max(row.highest for row in mine) + received * sent
+    last = len(rows) - 1
+    kept = {number: rows[number].saved - sent * (number < last) for number in place.numbers}  # what is sent is freed
+    alive = dict(zip(place.numbers, order.in_flight[place.numbers[0] % len(order.in_flight)], strict=True))
+    highest = max(rows[number].highest - kept[number] for number in place.numbers)
+    received = sum(count for number, count in alive.items() if number > 0) + any(n < last for n in place.numbers)
+    return sum(count * kept[number] for number, count in alive.items()) + highest + received * sent
 
 
 @lru_cache(maxsize=4096)
 def order_of(schedule: str, layout: PipelineLayout, microbatches: int) -> Order:
-    """Summary of a schedule's order; more microbatches than four a stage only repeat."""
+    """What the order of a schedule comes to; more microbatches than four a rank only repeat."""
     stages = layout.num_stages
     if stages == 1:
-        return Order((1,), (0.0,), 0.0)
-    count = microbatches if microbatches <= 4 * stages else 2 * stages
+        return Order(((1,),), (0.0,), 0.0)
+    rank = layout.pp if find_schedule(schedule).name == "Interleaved1F1B" else stages
+    count = microbatches if microbatches <= 4 * rank else 2 * rank
     orders = actions_of_ranks(schedule, layout, count)
     in_flight = []
-    for actions in orders:
-        alive = most = 0
+    for place, actions in enumerate(orders):
+        alive = dict.fromkeys(layout.stages_of(place), 0)
+        most = tuple(alive.values())
         for action in actions:
-            alive += action.kind == "F"
-            most = max(most, alive)
-            alive -= action.kind in ("B", "W")
+            alive[action.stage] += action.kind == "F"
+            most = max(most, tuple(alive.values()), key=sum)
+            alive[action.stage] -= action.kind in ("B", "W")
         in_flight.append(most)
     if find_schedule(schedule).name == "GPipe":
-        in_flight = [microbatches] * layout.pp
+        in_flight = [(microbatches,)] * layout.pp
     seconds = {(kind, n): 2.0 if kind == "B" else 1.0 for kind in "FBIW" for n in range(stages)}
     small = 1e-3
     spans, later = (pipeline_spans(orders, seconds, hop, stages) for hop in (0.0, small))

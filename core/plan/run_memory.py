@@ -14,6 +14,7 @@ from core.distributed.layout.model_plan import ModelPlan, plan_model
 from core.groups.rank_grid import RankGrid
 from core.optimizer import OptimizerConfig
 from core.pipeline_parallel import PipelineLayout
+from core.pipeline_parallel.schedules import arrivals, find_schedule
 from core.plan.planned_groups import PlannedGroups, planned_groups
 from core.plan.schedule_order import actions_of_ranks
 from core.plan.state_bytes import TierBytes, UserOptimizer, state_bytes, whole_gradients
@@ -152,19 +153,25 @@ def wrapped_plans(run: Run, groups: PlannedGroups) -> list[tuple[nn.Module, Mode
 
 
 def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
-    """The figures of the parts of each stage of the pipeline."""
+    """The figures of the parts of each stage of the pipeline. What a stage sends is freed when it has arrived."""
     parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
     kinds = list(dict.fromkeys(part for row in parts.values() for part in row))
     (figures,) = run.source.figures(kinds, run.groups_of(0), [run.source.micro_batch_size])
     names = {part: part if isinstance(part, str) else run.source.name_of_layers(part) for part in kinds}
     named = {part: replace(figures[part], name=name) for part, name in names.items()}
-    return {stage: [named[part] for part in row] for stage, row in parts.items()}
+    found = {stage: [named[part] for part in row] for stage, row in parts.items()}
+    for row in list(found.values())[:-1]:
+        kept = max(0, row[-1].saved - run.source.sent_bytes())
+        row[-1] = replace(row[-1], saved=kept, name=f"{row[-1].name}, output sent")
+    return found
 
 
 def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts | None = None) -> list[RankMemory]:
     """Memory of some ranks; by default one rank of each pipeline position. parts: those of `parts_of_stages`."""
     ranks = run.first_ranks() if ranks is None else ranks
     orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
+    # Under 1F1B torch waits for a send before the next one.
+    arrived = None if find_schedule(run.schedule).name == "1F1B" else arrivals(orders)
     parts = parts_of_stages(run) if parts is None else parts
     found = []
     wrapped: dict[Any, tuple[list[tuple[nn.Module, ModelPlan]], TierBytes]] = {}  # positions alike hold as much
@@ -192,6 +199,8 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
             num_stages=run.layout.num_stages,
             microbatches=run.microbatches,
             sent_bytes=run.source.sent_bytes(),
+            arrived=arrived,
+            sends={stage for stage in stages if run.layout.sends(stage)},
         )
         more: dict[str, Any] = {"files" if run.on_cpu else "host": state.below, "experts": state.experts}
         more["parts"] = {stage: parts[stage] for stage in stages}

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from core.pipeline_parallel.layout import PipelineLayout
-from core.pipeline_parallel.schedules import build_schedule, find_schedule
-
-Kind = Literal["F", "B", "I", "W"]  # forward, backward; where they are apart, input gradients and weight gradients
-
-
-class Action(NamedTuple):
-    """One thing that a rank does for one microbatch."""
-
-    kind: Kind
-    stage: int
-    microbatch: int
+from core.pipeline_parallel.schedules import Action, actions_in, build_schedule, find_schedule
 
 
 @dataclass
@@ -47,7 +36,8 @@ class StandIn:
 def actions_of_ranks(schedule: str, layout: PipelineLayout, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """For each rank of the pipeline what it does, in order.
 
-    GPipe and 1F1B are said here: torch runs them without a table. The others are torch's tables.
+    GPipe and 1F1B are said here: torch runs them without a table. Interleaved1F1B is too, because torch takes seconds
+    for a long pipeline. The others are torch's tables.
     """
     if layout.num_stages == 1:
         return (tuple(Action(kind, 0, n) for n in range(microbatches) for kind in _FORWARD_BACKWARD),)
@@ -57,10 +47,14 @@ def actions_of_ranks(schedule: str, layout: PipelineLayout, microbatches: int) -
             tuple(_one_stage(stage, layout.pp if kind.name == "1F1B" else None, layout.pp, microbatches))
             for stage in range(layout.pp)
         )
-    return tuple(tuple(_of_torch(kind, layout, rank, microbatches)) for rank in range(layout.pp))
+    if kind.name == "Interleaved1F1B":
+        return tuple(tuple(_interleaved(layout, rank, microbatches)) for rank in range(layout.pp))
+    stages: list[Any] = [StandIn(stage, layout.num_stages, layout.pp, 0) for stage in layout.stages_of(0)]
+    table = build_schedule(kind, stages, microbatches).pipeline_order
+    return tuple(tuple(actions_in(table[rank])) for rank in range(layout.pp))
 
 
-_FORWARD_BACKWARD: tuple[Kind, Kind] = ("F", "B")
+_FORWARD_BACKWARD: tuple[Literal["F"], Literal["B"]] = ("F", "B")
 
 
 def _one_stage(stage: int, in_flight: int | None, stages: int, microbatches: int) -> list[Action]:
@@ -74,15 +68,22 @@ def _one_stage(stage: int, in_flight: int | None, stages: int, microbatches: int
     return actions
 
 
-def _of_torch(kind: Any, layout: PipelineLayout, rank: int, microbatches: int) -> Sequence[Action]:
-    stages = [StandIn(stage, layout.num_stages, layout.pp, rank) for stage in layout.stages_of(rank)]
-    order = build_schedule(kind, list(stages), microbatches).pipeline_order[rank]
-    return [part for action in order if action is not None for part in _parts(action)]
+def _interleaved(layout: PipelineLayout, rank: int, microbatches: int) -> list[Action]:
+    """Rounds of about as many microbatches as ranks go through the chunks; then a forward and a backward in turns."""
+    stages, total = layout.stages_of(rank), microbatches * layout.chunks
+    a_round = microbatches // max(1, microbatches // layout.pp)
+    ahead = min(total, (layout.chunks - 1) * a_round + 2 * (layout.pp - 1 - rank))
+    done = {kind: dict.fromkeys(stages, 0) for kind in _FORWARD_BACKWARD}
 
+    def action(kind: Literal["F", "B"], step: int) -> Action:
+        place = step // a_round % layout.chunks
+        stage = stages[place if kind == "F" else layout.chunks - 1 - place]
+        done[kind][stage] += 1
+        return Action(kind, stage, done[kind][stage] - 1)
 
-def _parts(action: Any) -> Sequence[Action]:
-    """An action of torch's table as ours; nothing for one that is not computation."""
-    if action.sub_actions is not None:
-        return [part for inner in action.sub_actions for part in _parts(inner)]
-    kind: Any = str(action.computation_type.value)
-    return [Action(kind, action.stage_index, action.microbatch_index)] if kind in ("F", "B", "I", "W") else []
+    actions = [action("F", step) for step in range(ahead)]
+    for step in range(total):
+        if ahead + step < total:
+            actions.append(action("F", ahead + step))
+        actions.append(action("B", step))
+    return actions

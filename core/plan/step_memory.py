@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -125,12 +125,17 @@ def memory_along(
     num_stages: int,
     microbatches: int,
     sent_bytes: int,
+    arrived: Mapping[tuple[int, int], int] | None = None,
+    sends: Collection[int] = (),
 ) -> list[Moment]:
     """The highest point of each action of a rank.
 
     stages: by number, those of the rank. sent_bytes: what one stage sends the next for a microbatch. A stage keeps what
-    it has received of the microbatches in flight, and in a backward the gradient that it has received.
+    it has received of the microbatches in flight, and in a backward the gradient that it has received. sends: stages
+    that send to another rank. arrived: as of `arrivals`; None where a stage waits for a send before the next forward.
     """
+    under_way = dict.fromkeys(stages, 0)  # sends that are not known to have arrived
+    forwarded = dict.fromkeys(stages, 0)
     in_flight = dict.fromkeys(stages, 0)
     done = dict.fromkeys(stages, 0)  # backwards that have made gradients of parameters
     moments = []
@@ -151,8 +156,15 @@ def memory_along(
         held = {ACTIVATIONS: alive - stage.saved + saved, WORKING: highest.own - saved}
         received = sum(count for one, count in in_flight.items() if one > 0)
         received += action.kind != "F" and action.stage < num_stages - 1
+        if action.kind in ("B", "I"):
+            known = forwarded[action.stage] if arrived is None else arrived.get((action.stage, action.microbatch), 0)
+            under_way[action.stage] = max(0, forwarded[action.stage] - known)
+        received += sum(under_way[one] for one in stages if one in sends)
         held |= {WHOLE: waiting - begun + highest.waiting, RECEIVED: received * sent_bytes}
         moments.append(Moment(action, held, dict(in_flight), highest.parts))
+        if action.kind == "F":
+            forwarded[action.stage] += 1
+            under_way[action.stage] = 1 if arrived is None else under_way[action.stage] + 1
         ends = action.kind in ("B", "W")
         done[action.stage] += ends
         in_flight[action.stage] -= ends

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -19,6 +20,7 @@ from tests.unit_tests.plan.test_plan_memory import EXPERTS, MODEL, RECOMPUTED, s
 from tests.unit_tests.ranks import ranks
 
 EMBEDDING, LAYERS, AGAIN, HEAD = "embedding", "layers", "layers, computed again", "last norm, logits and loss"
+SENT, AGAIN_SENT = f"{LAYERS}, output sent", f"{AGAIN}, output sent"  # the last layer of a stage
 
 
 def counts_of(memory: RankMemory) -> dict[str, int]:
@@ -32,14 +34,17 @@ OURS: dict[str, tuple[str, list[dict[str, int]]]] = {
     "recomputed": (f"--tp 1 {' '.join(RECOMPUTED)}", [{EMBEDDING: 1, AGAIN: 4, HEAD: 1}]),
     "tp, sequence parallel": (f"--tp 2 {' '.join(RECOMPUTED)}", [{EMBEDDING: 1, AGAIN: 4, HEAD: 1}]),
     "cp": ("--tp 1 --cp 2", [{EMBEDDING: 1, LAYERS: 4, HEAD: 1}]),
-    "pp": ("--tp 1 --pp 2", [{EMBEDDING: 2, LAYERS: 4}, {LAYERS: 2, HEAD: 1}]),
-    "pp, recomputed": (f"--tp 1 --pp 2 {' '.join(RECOMPUTED)}", [{EMBEDDING: 2, AGAIN: 4}, {AGAIN: 2, HEAD: 1}]),
+    "pp": ("--tp 1 --pp 2", [{EMBEDDING: 2, LAYERS: 2, SENT: 2}, {LAYERS: 2, HEAD: 1}]),
+    "pp, recomputed": (
+        f"--tp 1 --pp 2 {' '.join(RECOMPUTED)}",
+        [{EMBEDDING: 2, AGAIN: 2, AGAIN_SENT: 2}, {AGAIN: 2, HEAD: 1}],
+    ),
     "experts": (
         f"--tp 1 --parallel.ep 2 {' '.join(EXPERTS)}",
         [{EMBEDDING: 1, "expert layers": 2, "dense layers": 2, HEAD: 1}],
     ),
     # Four microbatches of rank 0 are in its first stage of one layer and one in the second when most is held.
-    "vpp": ("--tp 1 --pp 2 --parallel.vpp 2", [{EMBEDDING: 4, LAYERS: 5}, {LAYERS: 3, HEAD: 1}]),
+    "vpp": ("--tp 1 --pp 2 --parallel.vpp 2", [{EMBEDDING: 4, SENT: 5}, {SENT: 2, LAYERS: 1, HEAD: 1}]),
     "accumulated": (
         f"--tp 1 --run.micro-batch-size 2 {' '.join(strategy('optim_grads'))}",
         [{EMBEDDING: 1, LAYERS: 4, HEAD: 1}],
@@ -62,7 +67,7 @@ THEIRS: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {
     "llama cp": ({"cp": 2, "sequence_parallel": "ring_attn"}, [{EMBEDDING: 1, LAYERS: 4, HEAD: 1}]),
     "qwen3 pp": (
         {"pp": 2, "micro_batch_size": 1},
-        [{EMBEDDING: 2, LAYERS: 4}, {"before the layers": 1, LAYERS: 2, HEAD: 1}],
+        [{EMBEDDING: 2, LAYERS: 2, SENT: 2}, {"before the layers": 1, LAYERS: 2, HEAD: 1}],
     ),
     "gemma2": ({}, [{EMBEDDING: 1, "layers (sliding_attention)": 2, "layers (full_attention)": 2, HEAD: 1}]),
     "qwen3_moe ep": ({"ep": 2}, [{EMBEDDING: 1, "expert layers": 4, HEAD: 1}]),
@@ -80,7 +85,11 @@ def test_parts_of_a_hugging_face_model_come_to_the_total(layout: str) -> None:
 
 @ranks(1, timeout_s=120)
 @pytest.mark.parametrize(
-    ("family", "options"), [("llama", {}), ("qwen3", {"recompute": True}), ("qwen3_moe", {}), ("ours", {})]
+    ("family", "options"),
+    [
+        *(("llama", {}), ("qwen3", {"recompute": True}), ("qwen3_moe", {}), ("ours", {})),
+        ("ours", {"recompute_modules": ("layernorm", "mlp_act"), "recompute_num_layers": 3}),
+    ],
 )
 @pytest.mark.in_suite(2)
 def test_parts_come_to_what_a_forward_leaves(rank: int, world: int, family: str, options: dict[str, Any]) -> None:
@@ -88,6 +97,8 @@ def test_parts_come_to_what_a_forward_leaves(rank: int, world: int, family: str,
     job: GptJob | ModelJob
     if family == "ours":
         config = load_config([*MODEL, "--tp", "1"])
+        granularity: Any = "selective" if options else None
+        config = replace(config, model=replace(config.model, recompute_granularity=granularity, **options))
         run = run_of_job(config, world, on_cpu=True)
         job = GptJob(config, world)
     else:
@@ -99,7 +110,7 @@ def test_parts_come_to_what_a_forward_leaves(rank: int, world: int, family: str,
     job.clear()
     model: Any = job.chunks[0]
     (batch,) = job.batches
-    with LiveMemory(job.known()) as live:
+    with LiveMemory(job.known()) as live, live.sees_resized():
         if isinstance(job, GptJob):
             loss = model(batch, labels=batch).mean()
         else:
@@ -133,16 +144,17 @@ def test_a_table_shows_the_parts_below_their_total() -> None:
     flags = [*MODEL, *RECOMPUTED, "--tp", "1", "--pp", "2", "--run.micro-batch-size", "2"]
     lines = plan_run(load_config(flags), 2, "h100").describe().splitlines()
     start = next(place for place, line in enumerate(lines) if line.startswith("activations"))
-    rows = [re.split(r"\s\s+", line.strip()) for line in lines[start : start + 6]]
+    rows = [re.split(r"\s\s+", line.strip()) for line in lines[start : start + 7]]
     assert (
         rows
         == [
-            ["activations", "226.25 KiB", "274.63 KiB"],  # 2 x 33.125 + 4 x 40, 2 x 40 + 194.628
+            ["activations", "162.25 KiB", "274.63 KiB"],  # 2 x (33.125 + 40 + 8), 2 x 40 + 194.628
             ["microbatches in flight", "2", "1"],
             [EMBEDDING, "2 x 33.12 KiB"],
-            [AGAIN, "4 x 40.00 KiB", "2 x 40.00 KiB"],
+            [AGAIN, "2 x 40.00 KiB", "2 x 40.00 KiB"],
+            [AGAIN_SENT, "2 x 8.00 KiB"],
             [HEAD, "1 x 194.63 KiB"],
-            ["working memory of a layer", *rows[5][1:]],
+            ["working memory of a layer", *rows[6][1:]],
         ]
     )
 
