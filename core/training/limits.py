@@ -19,7 +19,7 @@ SIZE = whole(1, 2**31 - 1)  # far above what any machine holds, and small enough
 RANGES: dict[str, dict[str, Range]] = {
     "model": {
         **{name: MODEL_RANGES[name] for name in ("hidden_dropout", "attention_dropout", "init_method_std")},
-        "logits_chunk": MODEL_RANGES["logits_chunk"],
+        **{name: MODEL_RANGES[name] for name in ("logits_chunk", "recompute_num_layers")},
         **{name: EXPERT_RANGES[name] for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")},
         "moe_expert_capacity_factor": EXPERT_RANGES["moe_expert_capacity_factor"],
         "num_layers": whole(1, 2**16),

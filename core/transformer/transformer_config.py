@@ -76,8 +76,8 @@ class TransformerConfig(ExpertConfig):
 
     recompute_granularity: str | None = None
     recompute_num_layers: int | None = None
-    recompute_modules: Sequence[str] = ("core_attn",)
     logits_chunk: int | None = None
+    recompute_modules: Sequence[str] = ("core_attn",)
 
     @property
     def recomputed_parts(self) -> frozenset[str]:
@@ -141,11 +141,12 @@ class TransformerConfig(ExpertConfig):
         self.check_experts(self.num_layers, self.expert_ffn_size)
 
     def _check_recomputed(self) -> None:
-        for part in self.recomputed_parts:
+        for part in self.recompute_modules:
             if part not in RECOMPUTED_PARTS:
                 raise ValueError(
                     f"recompute_modules has {part!r}, and layers have {', '.join(RECOMPUTED_PARTS)}; use some of these"
                 )
+        for part in self.recomputed_parts:
             needed = OF_EXPERTS.get(part)
             if needed is not None and getattr(self, needed) is None:
                 raise ValueError(f"recompute_modules has {part!r}, and {needed} is None; leave {part!r} out")

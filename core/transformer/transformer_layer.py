@@ -21,7 +21,8 @@ class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, hidden], the sequence split under sequence parallelism.
 
     number: the layer's, counted from 0 over the whole model; it says whether experts stand in the MLP's place.
-    recompute_modules: the parts that backward computes again, as TransformerConfig names them.
+    recompute_modules: the parts that backward computes again, as TransformerConfig names them; recompute_attention is
+    'core_attn'.
     """
 
     def __init__(
@@ -30,8 +31,9 @@ class TransformerLayer(nn.Module):
         *,
         pg_collection: ProcessGroups | None = None,
         name: str | None = None,
-        recompute_modules: Collection[str] = (),
+        recompute_attention: bool = False,
         number: int = 0,
+        recompute_modules: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.config = config
@@ -41,7 +43,7 @@ class TransformerLayer(nn.Module):
             config,
             pg_collection=pg_collection,
             name=None if name is None else f"{name}.self_attention",
-            recompute_core="core_attn" in recompute_modules,
+            recompute_core=recompute_attention or "core_attn" in recompute_modules,
         )
         self.pre_mlp_layernorm = build_norm(config, config.hidden_size, recompute=norms_again)
         self.tp_size = self.self_attention.tp_size

@@ -41,6 +41,7 @@ MEANT: dict[str, set[str]] = {
     **dict.fromkeys(("model.moe_aux_loss_coeff", "model.moe_z_loss_coeff"), NOT_NEGATIVE),
     "model.moe_expert_capacity_factor": POSITIVE,
     "model.logits_chunk": {"0", LARGE_FLOAT},  # never in chunks; one chunk
+    "model.recompute_num_layers": {"0", LARGE_FLOAT},  # none; all
     "run.seed": {"0"},
     "run.validate_every": {"0"},  # only at the end
     "checkpoint.step": {"0"},  # of a converted checkpoint
