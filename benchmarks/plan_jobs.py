@@ -15,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from core import parallel_state
 from core.context_parallel import split_sequence
 from core.distributed import DistributedDataParallel, finalize_model_grads
-from core.hugging_face import split_model, split_stages, stage_activations
+from core.hugging_face import split_model, split_stages, stage_activations, use_chunked_loss
+from core.hugging_face.deferred_logits import loss_follows
 from core.hugging_face.parallel_loss import ParallelCausalLoss
 from core.hugging_face.transformers_plans import checkpoint_each_layer
 from core.moe import auxiliary_loss_scale
@@ -149,15 +150,22 @@ class ModelJob(PlannedJob):
             stages = split_stages(
                 model, run.layout, parallel_output=config.tp > 1, sequence_parallel=config.sequence_parallel
             )
+            use_chunked_loss(stages[-1], config.logits_chunk)
             self.chunks = wrap_stages(source.config, run.ddp, stages)
             activations = stage_activations(self.chunks[0], *shape)
-            self.runner = PipelineRunner(self.chunks, run.layout, self.stage_step, activations)
+            self.runner = PipelineRunner(
+                self.chunks, run.layout, self.stage_step, activations, schedule=run.schedule
+            )
         else:
             split_model(model, parallel_output=config.tp > 1, sequence_parallel=config.sequence_parallel)
+            use_chunked_loss(model, config.logits_chunk)
             self.chunks = [DistributedDataParallel(None, run.ddp, model)]
         self.optimizer = get_megatron_optimizer(run.optimizer, self.chunks)
         vocabulary = config.configuration.get_text_config().vocab_size
-        self.loss = ParallelCausalLoss(parallel_state.get_process_groups().tp, vocabulary)
+        self.last: Any = self.chunks[-1].module
+        own = getattr(self.last, "loss_function", None)
+        whole = ParallelCausalLoss(parallel_state.get_process_groups().tp, vocabulary)
+        self.loss = own if config.logits_chunk and isinstance(own, ParallelCausalLoss) else whole
         self.batches = [torch.randint(3, 250, shape) for _ in range(run.microbatches)]
 
     def arguments(self, ids: Tensor) -> dict[str, Any]:
@@ -169,7 +177,8 @@ class ModelJob(PlannedJob):
 
     def stage_step(self, chunk: Any, ids: Tensor, hidden: Any) -> Any:
         """The forward of one stage: hidden states, or of the last one the loss."""
-        output = chunk(received=hidden, **self.arguments(ids))
+        with loss_follows(self.last):
+            output = chunk(received=hidden, **self.arguments(ids))
         if isinstance(output, Tensor):
             return output
         return MicrobatchLoss(self.loss(output.logits.float(), labels=ids, num_items_in_batch=1.0))
@@ -184,7 +193,9 @@ class ModelJob(PlannedJob):
                 if self.config.sequence_parallel is not None:
                     loss = model(**self.arguments(ids), labels=ids).loss
                 else:
-                    loss = self.loss(model(**self.arguments(ids)).logits.float(), labels=ids, num_items_in_batch=1.0)
+                    with loss_follows(self.last):
+                        logits = model(**self.arguments(ids)).logits
+                    loss = self.loss(logits.float(), labels=ids, num_items_in_batch=1.0)
                 loss.backward()
 
 

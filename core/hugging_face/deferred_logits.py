@@ -8,8 +8,8 @@ tokens. Every other use computes all of them first, with the layer's own forward
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,14 +39,14 @@ ELEMENTWISE = frozenset(
 class DeferringHead:
     """The forward of an output layer whose logits wait for their use. logits_chunk: the option of `use_chunked_loss`.
 
-    expects_loss: True in a forward of the model with labels. asked_by: the function that had all logits computed in
-    that forward, if any.
+    expects_loss: True in a forward of the model with labels, or inside `loss_follows`. asked_by: the function that had
+    all logits computed in that forward, if any. loss_follows: True if a program computes the loss behind each forward.
     """
 
     def __init__(self, module: nn.Linear, logits_chunk: int | None, family: str) -> None:
         self.module, self.logits_chunk, self.family = module, logits_chunk, family
         self.inner: Any = vars(module).get("forward")  # of a seam
-        self.expects_loss = False
+        self.expects_loss = self.loss_follows = False
         self.asked_by = ""
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -118,8 +118,7 @@ class DeferredLogits(Tensor):
         """All logits [..., columns] of this rank; computed once. Collective where parameters are sharded."""
         if self.value is None:
             self.head.asked_by = self.head.asked_by or asked_by
-            owner = getattr(type(self.head.module._parameters["weight"]), "owner", lambda: None)()
-            with torch.set_grad_enabled(self.records), nullcontext() if owner is None else owner.reading():
+            with torch.set_grad_enabled(self.records), self._reading():
                 value = self.head.whole(self.hidden)
                 for step in self.steps:
                     value = step(value)
@@ -128,21 +127,27 @@ class DeferredLogits(Tensor):
 
     def losses(self, target: Tensor, vocab_size: int, groups: ProcessGroups) -> Tensor:
         """The loss of each token, over chunks of tokens. target: [...], as for chunked_cross_entropy."""
-        weight, bias = self.head.module.weight, self.head.module.bias
-        steps = self.steps
+        module, steps = self.head.module, self.steps
 
         def transform(logits: Tensor) -> Tensor:
             for step in steps:
                 logits = step(logits)
             return logits
 
-        return chunked_cross_entropy(
-            *(self.head.prepared(self.hidden), weight, target, self.tokens_at_once),
-            bias=bias,
-            transform=transform if steps else None,
-            vocab_size=vocab_size,
-            pg_collection=groups,
-        )
+        with self._reading():
+            return chunked_cross_entropy(
+                *(self.head.prepared(self.hidden), module.weight, target, self.tokens_at_once),
+                bias=module.bias,
+                transform=transform if steps else None,
+                vocab_size=vocab_size,
+                pg_collection=groups,
+            )
+
+    def _reading(self) -> AbstractContextManager[None]:
+        """Inside, the layer's parameters can be read after its model's forward too. Collective if they are sharded."""
+        owner = getattr(type(self.head.module._parameters["weight"]), "owner", lambda: None)()
+        found: AbstractContextManager[None] = nullcontext() if owner is None else owner.reading()
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self.computed("copy.deepcopy"), memo)
@@ -196,8 +201,21 @@ def expect_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     head = deferring_head(model)
     if head is not None:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        head.expects_loss = any(given.get(name) is not None for name in ("labels", "shift_labels"))
+        head.expects_loss = head.loss_follows or any(given.get(name) is not None for name in ("labels", "shift_labels"))
         head.asked_by = ""
+
+
+@contextmanager
+def loss_follows(model: Any) -> Iterator[None]:
+    """Inside, a forward without labels defers its logits too: the caller gives them to the model's loss_function."""
+    head = deferring_head(model)
+    if head is not None:
+        head.loss_follows = True
+    try:
+        yield
+    finally:
+        if head is not None:
+            head.loss_follows = False
 
 
 def end_forward(model: nn.Module, *_: Any) -> None:

@@ -35,11 +35,12 @@ from core.hugging_face.split_stages import check_cut, copied, of_stage, tie_ends
 from core.hugging_face.stages import empty_module, find_cut, keep_stage, list_of_layers, stages_config
 from core.hugging_face.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
 from core.pipeline_parallel import PipelineLayout
+from core.plan.chunked_head import ChunkedHead
 from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
 from core.plan.stand_ins import stand_ins
 from core.plan.step_figures import PartFigures, layers_in_words, watch_step, with_more
-from core.plan.without_values import WithoutValues
+from core.plan.without_values import WithoutValues, take_values
 from core.training.errors import ConfigError
 
 BETWEEN = "before the layers"  # of a later stage
@@ -163,7 +164,8 @@ class HuggingFaceSource:
     True if position ids come with the tokens. whole_loss: the loss of logits that are not split, as fine-tuning calls
     it; None for that of fp32 logits from parts of the vocabulary, and under sequence parallelism for the model's own.
     splits_sequence_of_logits: True if context parallelism leaves them cut. adapters: a peft.LoraConfig of what trains;
-    None for all weights. made: of this configuration; sources of several layouts may share them.
+    None for all weights. logits_chunk: as of `use_chunked_loss`. made: of this configuration; sources of several
+    layouts may share them.
     """
 
     configuration: Any
@@ -178,6 +180,7 @@ class HuggingFaceSource:
     whole_loss: Callable[..., Tensor] | None = None
     splits_sequence_of_logits: bool = False
     adapters: Any = None
+    logits_chunk: int | None = None
     made: WholeModels = field(default_factory=dict, repr=False)
     contracts: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
 
@@ -348,7 +351,8 @@ class HuggingFaceSource:
         try:
             model, _ = self._split(model, groups, mode, later)
             with self._without_values(mode, groups):
-                runs = [self._run(model, groups, size, later) for size in sizes]
+                head = ChunkedHead(model, self.logits_chunk, groups)
+                runs = [self._run(model, head, groups, size, later) for size in sizes]
                 return [watch_step(model, layers, run, groups.ledger, mode) for run in runs]
         except PlanError:
             raise
@@ -358,7 +362,9 @@ class HuggingFaceSource:
                 f"run: {first_line(error)}"
             ) from error
 
-    def _run(self, model: Any, groups: PlannedGroups, size: int, later: bool) -> Callable[[], Tensor]:
+    def _run(
+        self, model: Any, head: ChunkedHead, groups: PlannedGroups, size: int, later: bool
+    ) -> Callable[[], Tensor]:
         """The forward of a microbatch, which gives the loss."""
         shape = size, self.sequence_length
         tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for _ in range(3))
@@ -367,15 +373,17 @@ class HuggingFaceSource:
             given["position_ids"] = positions
         if later:
             given["received"] = self._hidden(*shape)
-        loss = ParallelCausalLoss(groups.tp, self.configuration.get_text_config().vocab_size)
+        loss = self.whole_loss or ParallelCausalLoss(groups.tp, self.configuration.get_text_config().vocab_size)
+        own = self.sequence_parallel is not None and self.whole_loss is None  # the model's own loss
 
         def run() -> Tensor:
-            if self.whole_loss is not None:
-                return self.whole_loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
-            if self.sequence_parallel is not None:
-                own: Tensor = model(**given, labels=labels).loss
-                return own
-            return loss(model(**given).logits.float(), labels=labels, num_items_in_batch=1.0)
+            output = model(**given, labels=labels) if own else model(**given)
+            if own:
+                found: Tensor = output.loss
+                return found
+            if head.chunk:
+                return head.loss(output.logits, labels)
+            return loss(output.logits.float(), labels=labels, num_items_in_batch=1.0)
 
         return run
 
@@ -384,7 +392,7 @@ class HuggingFaceSource:
     ) -> tuple[Any, SplitReport]:
         """Slices, tags, seams, contracts and adapters, by the code that splits real models: (the model, its report)."""
         with self._without_values(mode, groups):
-            _take_values(model)
+            take_values(model)
             plan = of_stage(self._whole_model.plan(groups), model)
             cut_parameters(model, plan, groups)
             arguments = example_of(model, groups)
@@ -397,7 +405,7 @@ class HuggingFaceSource:
             return model, report
         adapted = with_adapters(model, report.plan, copy.deepcopy(self.adapters), without_memory=True)
         with self._without_values(mode, groups):
-            _take_values(adapted, self.dtype)
+            take_values(adapted, self.dtype)
             finish_adapters(adapted, report, groups, arguments)
         return adapted, getattr(adapted, REPORT)
 
@@ -478,23 +486,3 @@ def _signature(layer: nn.Module) -> Any:
         )
         for name, module in layer.named_modules()
     )
-
-
-def _take_values(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Put tensors of the mode that is on in place of those of the meta device; tied parameters stay tied.
-
-    dtype: of the new ones; None for their own.
-    """
-    taken: dict[int, Any] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.device.type != "meta":  # it has been taken before
-                continue
-            if id(parameter) not in taken:
-                fake = torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
-                taken[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-            setattr(module, name, taken[id(parameter)])
-        others = [*module.named_buffers(recurse=False), *vars(module).items()]
-        for name, tensor in others:
-            if isinstance(tensor, Tensor):
-                setattr(module, name, torch.empty(tensor.shape, dtype=tensor.dtype))

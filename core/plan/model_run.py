@@ -39,7 +39,8 @@ class ModelRun:
     model: the path of a config.json, a directory with one, one of known_models(), or tiny:FAMILY. zero: 0 to 3, what is
     sharded over data ranks. sequence_parallel: a mode of `split_model`. recompute: True if each layer runs again in
     backward. documents: True if position ids come with the tokens, as fine-tuning's packed windows have them.
-    micro_batch_size: None for the job's own choice.
+    micro_batch_size: None for the job's own choice. vpp: stages a rank, under Interleaved1F1B. layers_per_stage: empty
+    for as many on every stage. logits_chunk: as of `use_chunked_loss`.
     """
 
     model: str
@@ -56,6 +57,9 @@ class ModelRun:
     recompute: bool = False
     documents: bool = False
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    vpp: int = 1
+    layers_per_stage: tuple[int, ...] = ()
+    logits_chunk: int | None = None
 
     @cached_property
     def configuration(self) -> Any:
@@ -124,14 +128,23 @@ class ModelRun:
 
 
 def run_of_model(config: ModelRun, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
-    """The run of a Hugging Face model on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
-    parallel = ParallelOptions(tp=config.tp, pp=config.pp, cp=config.cp, ep=config.ep)
+    """What a Hugging Face model comes to on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
+    parallel = ParallelOptions(
+        tp=config.tp, pp=config.pp, cp=config.cp, ep=config.ep, vpp=config.vpp, layers_per_stage=config.layers_per_stage
+    )
+    schedule = parallel.schedule_name
     grid = check_ranks(parallel, world_size)
     text, num_layers = config.configuration.get_text_config(), config.num_layers
     try:
-        layout = plan_pipeline(num_layers, config.pp)
+        layout = plan_pipeline(
+            num_layers,
+            config.pp,
+            schedule=schedule,
+            chunks=config.vpp if config.vpp > 1 else None,
+            layers_per_stage=config.layers_per_stage or None,
+        )
     except ValueError as error:
-        words = str(error).partition("; or say how many")[0]  # a Hugging Face model's stages are equally long
+        words = str(error).replace("layers_per_stage=", "--layers-per-stage ")
         raise ConfigError(f"--pp {config.pp}: {words}") from error
     micro, count = share_batch(grid, parallel, layout, config.global_batch_size, config.micro_batch_size)
     _check_lengths(config, text)
@@ -145,11 +158,12 @@ def run_of_model(config: ModelRun, world_size: int, *, on_cpu: bool = False, one
         config.sequence_parallel,
         config.recompute,
         config.documents,
+        logits_chunk=config.logits_chunk,
         made=config.made,
     )
     tokens = config.global_batch_size * config.sequence_length
     ddp, optimizer = zero_config(config.zero), optimizer_config(config.optimizer, config.dtype)
-    return Run(source, grid, layout, "1F1B", count, tokens, ddp, optimizer, on_cpu, one_host, notes=config.notes)
+    return Run(source, grid, layout, schedule, count, tokens, ddp, optimizer, on_cpu, one_host, notes=config.notes)
 
 
 def _check_lengths(config: ModelRun, text: Any) -> None:

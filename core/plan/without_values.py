@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # A public module of torch that has the class; the module that defines it has a private name.
 from torch.fx.experimental.proxy_tensor import TorchDispatchMode
@@ -189,3 +189,23 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: mapped(item, change) for key, item in value.items()}
     return change(value)
+
+
+def take_values(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Put tensors of the mode that is on in place of those of the meta device; tied parameters stay tied.
+
+    dtype: of the new ones; None for their own.
+    """
+    taken: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.device.type != "meta":  # it has been taken before
+                continue
+            if id(parameter) not in taken:
+                fake = torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
+                taken[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            setattr(module, name, taken[id(parameter)])
+        others = [*module.named_buffers(recurse=False), *vars(module).items()]
+        for name, tensor in others:
+            if isinstance(tensor, Tensor):
+                setattr(module, name, torch.empty(tensor.shape, dtype=tensor.dtype))

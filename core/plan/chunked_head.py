@@ -1,0 +1,60 @@
+"""ChunkedHead: in a watched step of a Hugging Face model, the loss over chunks of tokens as `use_chunked_loss` has it.
+
+Deferred logits and tensors without values are both classes of tensors, which do not go together. So here the output
+layer gives its input, and the loss is called with that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.hugging_face.chunked_loss import why_not_in_chunks
+from core.hugging_face.deferred_logits import DeferringHead
+from core.hugging_face.parallel_loss import output_layer
+from core.hugging_face.plan import without_adapters
+from core.plan.planned_groups import PlannedGroups
+from core.tensor_parallel.chunked_loss import chunk_of, chunked_cross_entropy
+
+
+class ChunkedHead:
+    """The output layer of a model. logits_chunk: the option of `use_chunked_loss`.
+
+    chunk: tokens of a chunk in the forward that has run; 0 where the layer has given its logits.
+    """
+
+    def __init__(self, model: Any, logits_chunk: int | None, groups: PlannedGroups) -> None:
+        base = without_adapters(model)
+        self.chunk = 0
+        self.logits_chunk, self.groups = logits_chunk, groups
+        if logits_chunk == 0 or why_not_in_chunks(base) is not None:
+            return
+        self.layer = output_layer(base)[1]
+        self.inner = DeferringHead(self.layer, logits_chunk, base.config.model_type)
+        self.layer.forward = self
+        own, self.vocab_size = base.loss_function, base.config.get_text_config().vocab_size
+
+        def loss_function(logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
+            found: Tensor = self.loss(logits, labels) if self.chunk else own(logits=logits, labels=labels, **more)
+            return found
+
+        base.loss_function = loss_function
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits; what they would be computed from where the loss takes them in chunks."""
+        shape = self.inner.shape_of(hidden)
+        self.chunk = chunk_of(self.logits_chunk, shape[:-1].numel(), shape[-1])
+        return self.inner.prepared(hidden) if self.chunk else self.inner.whole(hidden)
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the losses of the tokens that a rank has. hidden: what the layer gave; labels: of all tokens."""
+        target = F.pad(labels, (0, 1))[..., 1 : hidden.shape[-2] + 1]
+        losses = chunked_cross_entropy(
+            *(hidden, self.layer.weight, target, self.chunk),
+            bias=self.layer.bias,
+            vocab_size=self.vocab_size,
+            pg_collection=self.groups,
+        )
+        return losses.sum()
