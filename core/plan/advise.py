@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from core.collector_pause import collector_paused
+from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.pipeline_parallel.schedules import find_schedule
 from core.plan.changes import MOST_RANKS
 from core.plan.choices import AXES, Choice, Sizes, axes, choices, flags_of, with_choice
@@ -55,13 +56,15 @@ class Candidate:
 class Advice:
     """candidates: planned exactly, the best first, each with other sizes of the axes; none if no layout fits.
     considered: number of layouts that can be built. fitting: number of those that fit, by estimate. fewest: the
-    smallest number of ranks on which some layout fits, as `Search.fewest` looks for it.
+    smallest number of ranks on which some layout fits, as `Search.fewest` looks for it. compared: where a layout that
+    was asked for stands, in words.
     """
 
     candidates: Sequence[Candidate]
     considered: int
     fitting: int
     fewest: int | None
+    compared: str = ""
 
     def describe(self) -> str:
         """The advice in words."""
@@ -76,6 +79,8 @@ class Advice:
             lines.append(f"the first by options: {first.flags}")
         else:
             lines.append("no layout fits on so many ranks")
+        if self.compared:
+            lines.append(self.compared)
         if self.fewest is not None:
             lines.append(f"the smallest number of ranks that fits is {self.fewest}")
         elif not self.candidates:
@@ -90,12 +95,14 @@ def advise(
     *,
     most: int = 5,
     fixed: Mapping[str, int] | None = None,
+    compare: Mapping[str, int] | None = None,
 ) -> Advice:
     """The layouts of a model that fit on some ranks, the fastest first, each with why it is worse than the first.
 
     config: of the main job, or the path of a TOML file of it; or a ModelRun, of a Hugging Face model. Its own layout,
     sharding, microbatch and recomputation are left out of account; all else stays. most: so many layouts are returned.
     fixed: sizes that are given: axes by name (`tp`, `dp`, ...), `micro` and `zero`; and `recompute`, which is 1.
+    compare: sizes of a layout, as of `fixed`; the advice says where the best layout that has them would stand.
 
     Raises ConfigError, with the arithmetic, for a model or a batch that no layout can have on so many ranks. Where no
     layout fits, none is returned, and the fewest ranks are looked for above.
@@ -109,7 +116,32 @@ def advise(
     room = search.device.room(ranks)
     best = search.planned([estimate for estimate in found if estimate.peak <= SURE * room], ranks, most)
     shown = [replace(one, reason=_reason(best[0], one)) if place else one for place, one in enumerate(best)]
-    return Advice(shown, len(found), sum(one.peak <= room for one in found), search.fewest(ranks))
+    words = "" if compare is None else _compared(search, found, compare, shown, ranks)
+    return Advice(shown, len(found), sum(one.peak <= room for one in found), search.fewest(ranks), words)
+
+
+def _compared(
+    search: Search, found: Sequence[Estimate], sizes: Mapping[str, int], best: Sequence[Candidate], ranks: int
+) -> str:
+    """Where the best layout of some sizes stands among all, and why it is not first."""
+    name = " ".join(f"{axis} {size}" for axis, size in sizes.items())
+    own = Search(search.config, search.device, {**search.fixed, **sizes})
+    mine = sorted(own.estimates(ranks), key=_by_time)
+    if not mine:
+        return f"{name}: {own.why_none(ranks)}"
+    room = search.device.room(ranks)
+    fitting = [one for one in mine if one.peak <= room]
+    planned = next(filter(None, (own.planned_as(one.choice, ranks) for one in (fitting or mine)[:LEAST])), None)
+    if planned is None:
+        return f"{name}: no layout of these sizes can be built after all"
+    words = planned.choice.words(has_experts=search.sizes.experts is not None)
+    if not planned.plan.fits:
+        held = gib(min(one.peak for one in mine))
+        return f"{name} does not fit: the layout that holds least would hold {held} of {gib(room)}"
+    seconds = planned.plan.time.seconds
+    faster = {one.choice.axes for one in found if one.peak <= room and one.seconds < seconds} - {planned.choice.axes}
+    reason = _reason(best[0], planned) if best and best[0].rating < planned.rating else "no layout is better"
+    return f"{name} stands at place {1 + len(faster)}, as {words}: {seconds:.3g} s, {reason}"
 
 
 class Search:
@@ -119,18 +151,28 @@ class Search:
         self.config = config
         self.device = device
         self.fixed = fixed
+        for name, size in fixed.items():
+            low, high = (0, len(STRATEGIES) - 1) if name == "zero" else (1, MOST_RANKS)
+            if not low <= size <= high:
+                raise ConfigError(f"{name} {size}: expected {low} to {high:,}")
         self.sizes = Sizes.of(config)
         self.figures = SharedFigures(self.sizes.batch)
         self.shardings: dict[bool, dict[int, Sharding]] = {}  # True for ranks that hold several stages
         self.refused: set[tuple[Any, ...]] = set()  # splits that the layers refuse, without and with a pipeline
+        some = [(False, True)] * self.sizes.has_parts  # of layers, of parts of them
+        self.recomputations = [(True, False)] if "recompute" in fixed else [(False, False), *some, (True, False)]
 
     @collector_paused()
     def estimates(self, ranks: int, *, smallest: bool = False) -> list[Estimate]:
-        """All layouts that can be built on some ranks. smallest: True for their smallest microbatches alone."""
+        """All layouts that can be built on some ranks. smallest: True for those that may hold least: of the smallest
+        microbatches, one stage a rank, and layers that are computed again or not.
+        """
         built: list[tuple[Choice, Run, list[int]]] = []
         for choice, micros in choices(self.sizes, ranks, self.fixed):
-            for recompute in (False, True) if "recompute" not in self.fixed else (True,):
-                one = choice._replace(recompute=recompute)
+            for recompute, parts in self.recomputations:
+                if smallest and (parts or (choice.vpp > 1 and "vpp" not in self.fixed)):
+                    continue
+                one = choice._replace(recompute=recompute, parts=parts)
                 run = self._run(one, ranks)
                 if run is None:  # with any recomputation
                     break
@@ -199,12 +241,17 @@ class Search:
 
     def exactly(self, choice: Choice, ranks: int) -> Candidate | None:
         """A layout with its plan; None for one that cannot be built after all, or does not fit."""
+        found = self.planned_as(choice, ranks)
+        return None if found is None or not found.plan.fits else found
+
+    def planned_as(self, choice: Choice, ranks: int) -> Candidate | None:
+        """A layout with its plan; None for one that cannot be built after all."""
         config = with_choice(self.config, choice)
         try:
             plan = plan_run(config, ranks, self.device)
         except (ValueError, RuntimeError):
             return None
-        return Candidate(choice, config, plan, flags=flags_of(self.config, choice)) if plan.fits else None
+        return Candidate(choice, config, plan, flags=flags_of(self.config, choice))
 
     def planned(self, fitting: Sequence[Estimate], ranks: int, most: int) -> list[Candidate]:
         """The best by their plans, each with other sizes of the axes. fitting: by estimate, the fastest first.
@@ -232,7 +279,20 @@ class Search:
             least = sorted(fitting, key=lambda one: one.peak)[:LEAST]
             planned = (self.exactly(estimate.choice, ranks) for estimate in least)
             best = {found.choice.axes: found for found in planned if found is not None}
-        return sorted(best.values(), key=lambda candidate: candidate.rating)[:most]
+        shown = sorted(best.values(), key=lambda candidate: candidate.rating)[:most]
+        return sorted((self._with_instances(one, ranks) for one in shown), key=lambda candidate: candidate.rating)
+
+    def _with_instances(self, found: Candidate, ranks: int) -> Candidate:
+        """The better of a layout and the same with an instance of the optimizer on each machine."""
+        choice = found.choice
+        sharing = ranks // (choice.tp * choice.pp)  # ranks over which the optimizer is sharded
+        near = max(1, self.device.ranks_per_machine // choice.tp)
+        if isinstance(self.config, ModelRun) or self.config.ddp.num_distributed_optimizer_instances > 1:
+            return found
+        if choice.zero == 0 or near == 1 or sharing <= near or sharing % near:
+            return found
+        other = self.exactly(choice._replace(instances=sharing // near), ranks)
+        return found if other is None or found.rating <= other.rating else other
 
     def fewest(self, ranks: int) -> int | None:
         """The smallest number of ranks on which some layout fits: of all up to `ranks`, or else of some above.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR
+from core.pipeline_parallel.layout import PipelineLayout, spread
 from core.plan.model_run import ModelRun
 from core.training.config import JobConfig
 from core.training.sizes import count_parameters, divisors
@@ -16,13 +17,16 @@ from core.training.sizes import count_parameters, divisors
 FEWEST_TOKENS = 1024  # of a sequence on one rank: shorter parts are not considered for context parallelism
 AXES = ("tp", "pp", "cp", "ep", "etp")
 NO_MODE = "none"  # of sequence parallelism, as an option
+CHUNKS = (2, 3, 4, 8)  # stages a rank that are considered, where the layers divide by them
+PARTS = ("layernorm", "mlp_act", "moe_act")  # what recomputation of parts computes again, at nearly no cost
 
 
 class Sizes(NamedTuple):
     """Sizes of a model and a batch by which arithmetic rules layouts out.
 
     of_tp: sizes that tp has to divide; others are refused when a model is cut. experts: None for a model without.
-    expert_width: what etp has to divide; None for experts that tp splits. numel: of all parameters.
+    expert_width: what etp has to divide; None for experts that tp splits. numel: of all parameters. frees_stages: True
+    if nothing is said of stages but their number. has_parts: True if parts of layers can be computed again.
     """
 
     batch: int
@@ -32,6 +36,8 @@ class Sizes(NamedTuple):
     experts: int | None
     expert_width: int | None
     numel: int
+    frees_stages: bool = True
+    has_parts: bool = False
 
     @classmethod
     def of(cls, config: JobConfig | ModelRun) -> Sizes:
@@ -40,17 +46,26 @@ class Sizes(NamedTuple):
             whole = config.whole
             numel = sum(parameter.numel() for parameter in whole.model.parameters())
             batch, length = config.global_batch_size, config.sequence_length
-            return cls(batch, config.num_layers, length, (), whole.num_experts, None, numel)
+            return cls(batch, config.num_layers, length, (), whole.num_experts, None, numel, _frees_stages(config))
         model, batch = config.model, config.run.global_batch_size
         of_tp = model.num_attention_heads, model.query_groups, model.ffn_width
         width = None if model.num_experts is None else model.expert_width
-        return cls(
-            batch, model.num_layers, model.sequence_length, of_tp, model.num_experts, width, count_parameters(model)
-        )
+        numel, parts = count_parameters(model), model.recompute_granularity != "selective"
+        known = batch, model.num_layers, model.sequence_length, of_tp, model.num_experts, width, numel
+        return cls(*known, _frees_stages(config), parts)
+
+
+def _frees_stages(config: JobConfig | ModelRun) -> bool:
+    """True if nothing is said of stages but their number."""
+    pipeline = config if isinstance(config, ModelRun) else config.parallel
+    return not pipeline.layers_per_stage and pipeline.vpp == 1 and getattr(pipeline, "schedule", None) is None
 
 
 class Choice(NamedTuple):
-    """One layout. etp: 1, or tp. zero: 0 to 3, what is sharded. micro: sequences of a microbatch."""
+    """One layout. etp: 1, or tp. zero: 0 to 3, what is sharded. micro: sequences of a microbatch. recompute: True if
+    layers are computed again; parts: True if PARTS of them are. vpp: stages a rank. instances: of the optimizer, each
+    of which shards over its part of the data ranks; 1 for what is given.
+    """
 
     tp: int
     pp: int
@@ -60,6 +75,9 @@ class Choice(NamedTuple):
     zero: int = 0
     micro: int = 1
     recompute: bool = False
+    parts: bool = False
+    vpp: int = 1
+    instances: int = 1
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -68,13 +86,15 @@ class Choice(NamedTuple):
 
     @property
     def split(self) -> tuple[int, ...]:
-        """Fields that one layer's cost depends on, in addition to the microbatch."""
-        return self.tp, self.cp, self.ep, self.etp, self.recompute
+        """What one layer's cost depends on, beside the microbatch."""
+        return self.tp, self.cp, self.ep, self.etp, self.recompute, self.parts
 
     def words(self, *, has_experts: bool) -> str:
         """The layout for a table."""
         axes = [f"{name} {size}" for name, size in zip(AXES, self, strict=False) if has_experts or name[0] != "e"]
-        more = [f"zero {self.zero}", f"micro-batch {self.micro}", *["recompute"] * self.recompute]
+        stages = [f"vpp {self.vpp}"] * (self.vpp > 1)
+        more = [*stages, f"zero {self.zero}", f"micro-batch {self.micro}", *["recompute"] * self.recompute]
+        more += [*["recompute parts"] * self.parts, *[f"instances {self.instances}"] * (self.instances > 1)]
         return "  ".join([*axes, *more])
 
 
@@ -88,7 +108,29 @@ def choices(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tupl
             continue
         micros = [micro for micro in divisors(model.batch // dp) if micro == fixed.get("micro", micro)]
         for ep, etp in _expert_sizes(model, ranks // pp, tp, fixed) if micros else ():
-            yield Choice(tp, pp, cp, ep, etp), micros
+            for vpp in stages_a_rank(model, pp):
+                if vpp == fixed.get("vpp", vpp) or not model.frees_stages:
+                    yield Choice(tp, pp, cp, ep, etp, vpp=vpp), micros
+
+
+def stages_a_rank(model: Sizes, pp: int) -> list[int]:
+    """Numbers of stages that a rank may hold."""
+    if pp == 1 or not model.frees_stages:
+        return [1]
+    both = model.layers, model.layers + 2  # embeddings and head may count as a layer each
+    return [1, *(n for n in CHUNKS if any(pp * n <= layers and layers % (pp * n) == 0 for layers in both))]
+
+
+def uneven_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage where they do not divide; empty where they do.
+
+    Embeddings and head count as a layer each where that divides; else the ends have fewer.
+    """
+    if layers % stages == 0:
+        return ()
+    ends = (layers + 2) % stages == 0
+    whole = PipelineLayout.even(layers, stages, count_embedding=True, count_head=True) if ends else None
+    return spread(layers, stages) if whole is None else whole.layers_per_stage
 
 
 def axes(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tuple[int, int, int, int]]:
@@ -138,7 +180,15 @@ def _model_with(config: ModelRun, choice: Choice) -> ModelRun:
         sequence_parallel=mode,
         micro_batch_size=choice.micro,
         recompute=choice.recompute,
+        **_stages_of(choice, config.num_layers, is_free=_frees_stages(config)),
     )
+
+
+def _stages_of(choice: Choice, layers: int, *, is_free: bool) -> dict[str, Any]:
+    """Options of a pipeline. is_free: True if none are given, which stay."""
+    if choice.pp == 1:
+        return {"vpp": 1, "layers_per_stage": ()}
+    return {"vpp": choice.vpp, "layers_per_stage": uneven_stages(layers, choice.pp * choice.vpp)} if is_free else {}
 
 
 def _job_with(config: JobConfig, choice: Choice) -> JobConfig:
@@ -147,22 +197,28 @@ def _job_with(config: JobConfig, choice: Choice) -> JobConfig:
     parallel = replace(config.parallel, dp=None, tp=choice.tp, pp=choice.pp, cp=choice.cp, ep=choice.ep, etp=etp)
     if choice.tp == 1:
         parallel = replace(parallel, sequence_parallel=None)
+    parallel = replace(parallel, **_stages_of(choice, config.model.num_layers, is_free=_frees_stages(config)))
     if choice.pp == 1:
-        parallel = replace(parallel, vpp=1, schedule=None, layers_per_stage=())
+        parallel = replace(parallel, schedule=None)
     ddp = replace(
         config.ddp,
         data_parallel_sharding_strategy=STRATEGIES[choice.zero],
         use_distributed_optimizer=choice.zero > 0,
         overlap_param_gather=config.ddp.overlap_param_gather and choice.zero in (1, 2),
     )
-    granularity = config.model.recompute_granularity
-    if choice.recompute or granularity == "full":
-        granularity = "full" if choice.recompute else None
+    if choice.instances > 1:
+        ddp = replace(ddp, num_distributed_optimizer_instances=choice.instances)
+    model = config.model
+    if choice.recompute or model.recompute_granularity == "full":
+        model = replace(model, recompute_granularity="full" if choice.recompute else None)
+    if choice.parts:
+        names = PARTS if model.num_experts is not None else PARTS[:2]
+        model = replace(model, recompute_granularity="selective", recompute_modules=names)
     return replace(
         config,
         parallel=parallel,
         ddp=ddp,
-        model=replace(config.model, recompute_granularity=granularity),
+        model=model,
         run=replace(config.run, micro_batch_size=choice.micro),
     )
 
@@ -181,6 +237,10 @@ def _flags_of_model(config: ModelRun, found: ModelRun) -> str:
     given |= {"zero": found.zero, "micro-batch": found.micro_batch_size}
     if (found.sequence_parallel, config.sequence_parallel) != (None, None):
         given["sequence-parallel"] = found.sequence_parallel or NO_MODE
+    if found.vpp != config.vpp:
+        given["vpp"] = found.vpp
+    if found.layers_per_stage != config.layers_per_stage:
+        given["layers-per-stage"] = " ".join(map(str, found.layers_per_stage))
     return " ".join([*(f"--{name} {value}" for name, value in given.items()), *["--recompute"] * found.recompute])
 
 
@@ -194,15 +254,20 @@ def _flags_of_job(config: JobConfig, found: JobConfig) -> str:
     elif not config.ddp.use_distributed_optimizer:
         words.append("--ddp.use-distributed-optimizer")
     words.append(f"--ddp.data-parallel-sharding-strategy {ddp.data_parallel_sharding_strategy}")
+    instances = ddp.num_distributed_optimizer_instances
+    if instances != config.ddp.num_distributed_optimizer_instances:
+        words.append(f"--ddp.num-distributed-optimizer-instances {instances}")
     if not ddp.overlap_param_gather:
         words.append("--ddp.no-overlap-param-gather")
     granularity = found.model.recompute_granularity
     if granularity != config.model.recompute_granularity:
         words.append(f"--model.recompute-granularity {granularity}")
+    if found.model.recompute_modules != config.model.recompute_modules:
+        words.append(f"--model.recompute-modules {' '.join(found.model.recompute_modules)}")
     for name in ("dp", "etp", "sequence_parallel", "vpp", "schedule"):
         value = getattr(parallel, name)
         if value != getattr(config.parallel, name) and name not in (AXES if has_experts else ()):
             words.append(f"--parallel.{name.replace('_', '-')} {value}")
     if parallel.layers_per_stage != config.parallel.layers_per_stage:
-        words.append("--parallel.layers-per-stage")  # none
+        words.append(" ".join(["--parallel.layers-per-stage", *map(str, parallel.layers_per_stage)]))
     return " ".join(words)

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from core.plan.advise import advise
 from core.plan.calibrate import calibrate
 from core.plan.changes import advice
 from core.plan.choices import NO_MODE
-from core.plan.device import known_devices, read_device
+from core.plan.device import Device, known_devices, read_device
 from core.plan.model_run import TINY, ModelRun, known_models
 from core.plan.pictures import draw_plan
 from core.plan.plan_run import plan_run
 from core.training.config import AXIS_OPTIONS, JobConfig
-from core.training.config_file import given_options, load_config, spell_out
+from core.training.config_file import given_options, load_config, read_toml, spell_out
 from core.training.errors import ConfigError
 from core.training.extras import MissingExtra, require
 from core.training.limits import check_numbers
@@ -32,7 +33,7 @@ MOST_RANKS_AT_ALL = 131_072
 NAMES = {"seq": "sequence_length", "global_batch": "global_batch_size", "micro_batch": "micro_batch_size"}
 FIXED = (*AXIS_OPTIONS, "micro", "zero", "recompute")  # what advice keeps
 # Options of Hugging Face models alone; those of the main job have names there.
-OF_MODELS = ("zero", "sequence_parallel", "dtype", "recompute", "documents")
+OF_MODELS = ("zero", "sequence_parallel", "dtype", "recompute", "documents", "layers_per_stage", "logits_chunk")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,11 +52,13 @@ def _plan(arguments: list[str]) -> int:
     _check_sizes(options)
     if options.advise:
         return _advise(options, more)
+    if options.compare is not None:
+        raise ConfigError("--compare says where a layout stands among those of --advise; give --advise too")
     if options.picture is not None:
         check_writable(options.picture, "--picture")
         require("matplotlib", "drawing the plots")
     config = model_run(options, more) if is_hugging_face(options.model) else job_config(options, more)
-    plan = plan_run(config, options.ranks, read_device(options.device))
+    plan = plan_run(config, options.ranks, _device(options))
     print(json.dumps(plan.as_dict(), indent=2) if options.json else plan.describe())
     if options.picture is not None:
         print("drawn:", *draw_plan(options.picture, plan), file=sys.stderr if options.json else sys.stdout)
@@ -73,9 +76,31 @@ def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
     config = model_run(options, more) if is_hugging_face(options.model) else job_config(options, more)
     given = {**vars(options), "micro": options.micro_batch, **_long_sizes(config, more)}
     fixed = {name: int(given[name]) for name in FIXED if given[name] is not None}
-    found = advise(config, options.ranks, read_device(options.device), fixed=fixed)
+    compared = None if options.compare is None else _sizes(options.compare)
+    found = advise(config, options.ranks, _device(options), fixed=fixed, compare=compared)
     print(*(config.notes if isinstance(config, ModelRun) else ()), found.describe(), sep="\n")
     return 0 if found.candidates else DOES_NOT_FIT
+
+
+def _device(options: argparse.Namespace) -> Device:
+    """The device, with the headroom that is asked for."""
+    found = read_device(options.device)
+    if options.headroom is None:
+        return found
+    if not 0 <= options.headroom < 1:
+        raise ConfigError(f"--headroom is {options.headroom:g}; expected a share of the memory from 0 to below 1")
+    return replace(found, headroom=options.headroom)
+
+
+def _sizes(words: str) -> dict[str, int]:
+    """{'tp': 8, 'pp': 16} of 'tp=8,pp=16'. ConfigError for what is no size of a layout."""
+    found = {}
+    for word in words.split(","):
+        name, _, size = word.strip().partition("=")
+        if name not in FIXED or not size.isdecimal():
+            raise ConfigError(f"--compare has {word.strip()!r}; expected NAME=NUMBER of {', '.join(FIXED)}")
+        found[name] = int(size)
+    return found
 
 
 def _long_sizes(config: JobConfig | ModelRun, more: Sequence[str]) -> dict[str, int]:
@@ -101,6 +126,8 @@ def _check_sizes(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {size}; expected a whole number of at least 1")
     if options.zero is not None and options.zero not in range(len(STRATEGIES)):
         raise ConfigError(f"--zero is {options.zero}; expected 0 to {len(STRATEGIES) - 1}")
+    if options.logits_chunk is not None and options.logits_chunk < 0:
+        raise ConfigError(f"--logits-chunk is {options.logits_chunk}; expected at least 0")
     if options.ranks > MOST_RANKS_AT_ALL:
         raise ConfigError(f"--ranks is {options.ranks:,}; at most {MOST_RANKS_AT_ALL:,} are planned")
 
@@ -130,7 +157,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq", type=int, help="tokens of a sequence")
     parser.add_argument("--global-batch", type=int, help="sequences of a step")
     parser.add_argument("--micro-batch", type=int, help="sequences of a forward")
+    parser.add_argument("--headroom", type=float, help="share of the memory that is kept free; else the device's")
     parser.add_argument("--advise", action="store_true", help="look for what is not given; the layouts that fit")
+    parser.add_argument(
+        "--compare", metavar="tp=8,pp=16", help="with --advise: say where this layout stands, and why it is not first"
+    )
     for axis in AXIS_OPTIONS:
         parser.add_argument(f"--{axis}", type=int, help=f"{axis} parallel size")
     of_models = parser.add_argument_group("of Hugging Face models")
@@ -138,6 +169,8 @@ def _parser() -> argparse.ArgumentParser:
     of_models.add_argument("--sequence-parallel", help=f"a mode of split_model: {', '.join(MODES)}; or {NO_MODE}")
     of_models.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the parameters")
     of_models.add_argument("--recompute", action="store_true", default=None, help="run each layer again in backward")
+    of_models.add_argument("--logits-chunk", type=int, help="tokens whose logits exist at a time; 0 for all at once")
+    of_models.add_argument("--layers-per-stage", type=int, nargs="+", help="of a pipeline; as many on each by default")
     of_models.add_argument("--documents", action="store_true", default=None, help="pack documents, with position ids")
     return parser
 
@@ -165,12 +198,14 @@ def model_run(options: argparse.Namespace, more: Sequence[str]) -> ModelRun:
     mode = given.get("sequence_parallel")
     if mode not in (None, NO_MODE, *MODES):
         raise ConfigError(f"--sequence-parallel is {mode!r}; expected one of {', '.join(MODES)}, or {NO_MODE}")
+    if "layers_per_stage" in given:
+        given["layers_per_stage"] = tuple(given["layers_per_stage"])
     if mode == NO_MODE:
         del given["sequence_parallel"]
     return ModelRun(options.model[0], **{name: given[name] for name in _FIELDS & given.keys() if name != "model"})
 
 
-_FIELDS = {"model", "tp", "pp", "cp", "ep", *NAMES.values(), *OF_MODELS}
+_FIELDS = {"model", "tp", "pp", "vpp", "cp", "ep", *NAMES.values(), *OF_MODELS}
 
 
 def _refuse_contradictions(named: dict[str, Any], more: Sequence[str]) -> None:
@@ -187,6 +222,9 @@ def job_config(options: argparse.Namespace, more: Sequence[str]) -> JobConfig:
     for name in OF_MODELS:
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is of Hugging Face models; the main job has its own options")
+    for file in options.model:
+        if Path(file).is_file() and not read_toml(Path(file)):
+            raise ConfigError(f"--model {file} is empty, so it is no model; give its sizes, such as [model] num_layers")
     flags = [part for file in options.model for part in ("--config", file)]
     named = {
         "--model.sequence-length": options.seq,

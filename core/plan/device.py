@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from core.number_ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, whole
+from core.number_ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, Range, whole
 from core.training.errors import ConfigError
 
 FILES = Path(__file__).parent / "devices"
@@ -43,7 +43,8 @@ class Device:
     attention_flops: operations a second of attention's kernel, by dtype; without a dtype's, those of products.
     memory_bandwidth: bytes a second read and written. operator_overhead_s: the least that an operator takes. inside,
     between: links within a machine and between machines. ranks_per_machine: where one ends and the other begins.
-    overlap_slowdown: share by which arithmetic takes longer while a collective runs that it hides.
+    overlap_slowdown: share by which arithmetic takes longer while a collective runs that it hides. headroom: share of
+    the memory that is kept free, for what an allocator adds to the tensors that are planned.
 
     What a measured file adds: matmul_sizes: by dtype, (operations of a product, operations a second). memory_sizes:
     (bytes of an operator, bytes a second). operators: of a host, by name and dtype (operations or bytes of an operator,
@@ -82,6 +83,7 @@ class Device:
     communicator_bytes: int | None = None
     attention_flops: Mapping[str, float] = field(default_factory=dict)
     overlap_slowdown: float = 0.0
+    headroom: float = 0.0
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Device:
@@ -126,8 +128,16 @@ class Device:
         return self.turns / (max(1.0, self.ranks / self.cores) if self.cores else 1.0)
 
     def room(self, ranks: int) -> int:
-        """Bytes that one of some ranks may use."""
+        """Bytes that the tensors of one of some ranks may have."""
+        return self.memory_of(ranks) - self.kept_free(ranks)
+
+    def memory_of(self, ranks: int) -> int:
+        """Bytes of the device of one of some ranks, or of its part of a machine."""
         return self.memory_bytes // (min(ranks, self.ranks_per_machine) if self.is_host else 1)
+
+    def kept_free(self, ranks: int) -> int:
+        """Bytes of these that are kept free."""
+        return int(self.headroom * self.memory_of(ranks))
 
     def shared_by(self, ranks: int) -> Device:
         """The device as one of several ranks of a host has it: ranks beyond the cores take turns.
@@ -193,6 +203,7 @@ NUMBERS = {
     "optimizer_bucket_s": NOT_NEGATIVE,
     "step_overhead_s": NOT_NEGATIVE,
     "overlap_slowdown": NOT_NEGATIVE,
+    "headroom": BELOW_ONE,
     "ranks": whole(0),
     "cores": whole(0),
     "turns": POSITIVE,

@@ -37,6 +37,7 @@ def this_machine(options: RunOptions, ranks_here: int) -> Device:
         about=f"{where}; --device h100 plans for that one, with the time of a step",
         memory_bytes=host_memory_bytes() if of_gpu is None else of_gpu,
         is_host=of_gpu is None,
+        headroom=0.0 if of_gpu is None else read_device("h100").headroom,
         has_figures=False,
         ranks_per_machine=ranks_here,
     )

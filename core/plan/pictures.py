@@ -13,7 +13,8 @@ from core.training.extras import require
 from core.training.plots import SPAN_COLORS, figure
 
 GIB = 1 << 30
-COLORS = ("#2e6da4", "#7fb3d5", "#82c99d", "#c7e9b4", "#f0b27a", "#f7dc6f", "#bb8fce", "#d98880", "#aab7b8", "#76448a")
+# Okabe and Ito's and a violet, in an order in which neighbours in a stack differ most, to colour-blind readers too.
+COLORS = ("#0072b2", "#e69f00", "#9933ff", "#009e73", "#f0e442", "#56b4e9", "#d55e00", "#dddddd", "#222222", "#cc79a7")
 ACTIONS = {"F": ("forward", SPAN_COLORS["forward"]), "B": ("backward", SPAN_COLORS["backward"])}
 ACTIONS |= {
     "I": ("input gradients", SPAN_COLORS["input gradient"]),
@@ -99,7 +100,7 @@ def draw_roofline(path: Path, plan: RunPlan) -> None:
     least, most = min([*points.values(), corner]) / 4, max([*points.values(), corner]) * 4
     picture = figure(9, 4.6)
     axes = picture.subplots()
-    for color, (where, speed) in zip(("#2e6da4", "#d98880"), links.items(), strict=True):
+    for color, (where, speed) in zip((COLORS[0], COLORS[6]), links.items(), strict=True):
         turn = min(max(peak / speed, least), most)
         axes.plot([least, turn, most], [min(peak, least * speed), min(peak, turn * speed), peak], color=color,
                   label=f"{names[where]}, {speed / 1e9:,.3g} GB a second")  # fmt: skip

@@ -53,8 +53,13 @@ class RunPlan:
 
     @property
     def room(self) -> int:
-        """Bytes that one rank may use: its device, or its part of a machine's memory."""
+        """Bytes that the tensors of one rank may have: its device, or its part of a machine, without the headroom."""
         return self.device.room(self.run.grid.world_size)
+
+    @property
+    def headroom(self) -> int:
+        """Bytes of a rank's memory that are kept free, for what an allocator adds to tensors."""
+        return self.device.kept_free(self.run.grid.world_size)
 
     @cached_property
     def fullest(self) -> RankMemory:
@@ -102,7 +107,8 @@ class RunPlan:
         ranks = self.run.grid.world_size
         found: dict[str, Any] = {
             **{"parameters": self.parameters, "layout": self.layout, "device": self.device.name, "ranks": ranks},
-            **{"fits": self.fits, "room_bytes": self.room, "peak_bytes": self.fullest.peak},
+            **{"fits": self.fits, "room_bytes": self.room, "headroom_bytes": self.headroom},
+            "peak_bytes": self.fullest.peak,
             "positions": [
                 {"rank": memory.rank, "stages": memory.stages, "peak_bytes": memory.peak, "bytes": memory.held}
                 for memory in self.memories
@@ -131,7 +137,7 @@ class RunPlan:
         time = ["", *filter(None, tables)] if any(tables) else []
         offloads = any(sum([*memory.files.values(), *memory.host.values()]) for memory in self.memories)
         below = [BELOW_TAKES_NO_TIME] if timed and offloads else []
-        table = memory_table(self.memories, self.room)
+        table = memory_table(self.memories, self.room, self.headroom)
         return "\n".join([*self.run.notes, self.layout, device, table, verdict, *unknown, *time, *below])
 
 

@@ -28,8 +28,9 @@ def shown(memories: Sequence[RankMemory]) -> list[RankMemory]:
     return [memories[place] for place in sorted({*wanted, most})]
 
 
-def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
-    """Bytes by kind at the highest point of a step, a column a rank; room: what one rank may use.
+def memory_table(memories: Sequence[RankMemory], room: int | None, headroom: int = 0) -> str:
+    """Bytes by kind at the highest point of a step, a column a rank; room: what one rank may use. headroom: what is
+    kept free beside that.
 
     What lies below the device comes last, and takes no room: in files, or with a GPU on the host.
     """
@@ -43,6 +44,8 @@ def memory_table(memories: Sequence[RankMemory], room: int | None) -> str:
                 rows.append(("  of experts", [gib(memory.experts.get(kind, 0)) for memory in columns]))
             rows += _rows_of_parts(columns) if kind == ACTIVATIONS else []
     rows.append(("highest", [gib(memory.peak) for memory in columns]))
+    if headroom:
+        rows.append(("headroom for the allocator", [gib(headroom)] * len(columns)))
     if room is not None:
         rows.append(("left", [gib(room - memory.peak) for memory in columns]))
     for where, below in (

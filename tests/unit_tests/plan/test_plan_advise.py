@@ -1,12 +1,13 @@
 """Advice against exact plans: each layout's estimate, the order of those that are shown, and the fewest ranks."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from core.plan import ModelRun, advise, plan_run, read_device
 from core.plan.advise import PLANNED, SURE, Candidate, Search
-from core.plan.choices import Choice, Sizes, choices, flags_of, with_choice
+from core.plan.choices import Choice, Sizes, choices, flags_of, stages_a_rank, uneven_stages, with_choice
 from core.plan.command import main
 from core.plan.estimates import Estimate
 from core.training.config import JobConfig
@@ -63,12 +64,13 @@ def test_no_layout_is_left_out_but_those_that_cannot_be_built() -> None:
     buildable = set()
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
-            parallel = replace(config.parallel, tp=tp, pp=pp)
-            try:
-                plan_run(replace(config, parallel=parallel, run=replace(config.run, micro_batch_size=1)), 4)
-            except ConfigError:
-                continue
-            buildable.add((tp, pp, 1))
+            for vpp in (1, 2):
+                parallel = replace(config.parallel, tp=tp, pp=pp, vpp=vpp)
+                try:
+                    plan_run(replace(config, parallel=parallel, run=replace(config.run, micro_batch_size=1)), 4)
+                except ConfigError:
+                    continue
+                buildable.add((tp, pp, 1))
     assert found == buildable
     assert {(choice.tp, choice.pp) for choice, _ in choices(Sizes.of(config), 4, {"tp": 2, "dp": 1})} == {(2, 2)}
 
@@ -111,7 +113,7 @@ def test_layouts_that_do_not_fit_after_all_hide_none_that_does(monkeypatch: pyte
 def test_the_fewest_ranks_are_those_of_all_plans() -> None:
     """Up to the ranks asked for, and above them at powers of two and whole machines."""
     config = small("--model.num-layers 6 --model.hidden-size 256 --model.ffn-hidden-size 1024", batch=12)
-    device = replace(read_device("h100"), ranks_per_machine=2)
+    device = replace(read_device("h100"), ranks_per_machine=2, headroom=0.0)
 
     def least(ranks: int) -> int:
         found = [one.choice for one in Search(config, device, {"micro": 1}).estimates(ranks)]
@@ -135,7 +137,7 @@ def test_the_fewest_ranks_are_those_of_all_plans() -> None:
 
 def test_where_nothing_fits_the_fewest_ranks_are_told() -> None:
     config = small(batch=4)
-    device = read_device("h100")
+    device = replace(read_device("h100"), headroom=0.0)
     least = min(
         plan_run(with_choice(config, estimate.choice), 2, device).fullest.peak
         for estimate in Search(config, device, {"micro": 1}).estimates(2)
@@ -223,7 +225,9 @@ def test_what_some_layouts_refuse_leaves_the_others(capsys: pytest.CaptureFixtur
 def test_options_added_to_a_command_come_to_the_layout(given: str) -> None:
     """Whatever the command says of the layout is taken back."""
     config = small(given)
-    for choice in (Choice(1, 1), Choice(2, 1, etp=2, micro=2), Choice(1, 2, recompute=True), Choice(4, 1, 1, 1, 4)):
+    stages = Choice(1, 2, vpp=2), Choice(1, 3), Choice(2, 1, parts=True)
+    plain = Choice(1, 1), Choice(2, 1, etp=2, micro=2), Choice(1, 2, recompute=True), Choice(4, 1, 1, 1, 4)
+    for choice in (*plain, *stages):
         for zero in range(4):
             wanted = choice._replace(zero=zero)
             assert small(f"{given} {flags_of(config, wanted)}") == with_choice(config, wanted)
@@ -240,3 +244,41 @@ def test_options_take_a_mode_of_a_hugging_face_model_back(capsys: pytest.Capture
     capsys.readouterr()
     assert main([*flags, "--advise", "--sequence-parallel", "magic"]) == 2
     assert "expected one of split_gather" in capsys.readouterr().err
+
+
+def test_stages_that_published_models_have_are_tried() -> None:
+    """405B: 126 layers over 16 ranks, of one or eight stages. BLOOM: 70 over 12. DeepSeek-V3: 61 over 16."""
+    assert uneven_stages(126, 16) == (7, *[8] * 14, 7)
+    assert uneven_stages(126, 128) == (0, *[1] * 126, 0)
+    assert uneven_stages(70, 12) == (5, *[6] * 10, 5)
+    assert uneven_stages(61, 16) == (3, *[4] * 13, 3, 3)
+    assert uneven_stages(96, 24) == ()
+    sizes = Sizes.of(small())
+    for layers, pp, counts in ((126, 16, [1, 2, 4, 8]), (96, 8, [1, 2, 3, 4]), (61, 16, [1])):
+        assert stages_a_rank(sizes._replace(layers=layers), pp) == counts
+    assert stages_a_rank(sizes._replace(layers=4), 1) == stages_a_rank(sizes._replace(frees_stages=False), 2) == [1]
+    found = Search(small(length=8, batch=16), read_device("h100"), {"pp": 2, "tp": 1, "micro": 1}).estimates(2)
+    expected = set(itertools.product((1, 2, 3), (False, True)))
+    assert {(one.choice.vpp, one.choice.parts) for one in found} == expected
+
+
+def test_a_layout_of_ones_own_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*MODEL.split(), "--seq", "64", "--global-batch", "4", "--ranks", "2", "--advise"]
+    assert main([*flags, "--compare", "tp=2,micro=1"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("tp 2 micro 1"))
+    assert line.startswith("tp 2 micro 1 stands at place 3, as tp 2  pp 1  cp 1  zero ")
+    assert "times the time: " in line
+    assert main([*flags, "--compare", "tp=1"]) == 0
+    assert "tp 1 stands at place 1" in capsys.readouterr().out
+    assert main([*flags, "--compare", "tp=3"]) == 0
+    assert "tp 3: no sizes of tp, pp and cp that the model allows, of which tp 3 is given," in capsys.readouterr().out
+    for words in ("tp:2", "tp=x", "speed=1"):
+        assert main([*flags, "--compare", words]) == 2
+        assert f"--compare has '{words}'; expected NAME=NUMBER of " in capsys.readouterr().err
+
+
+def test_one_wrong_size_is_named() -> None:
+    with pytest.raises(ConfigError, match="^zero 5: expected 0 to 3$"):
+        advise(small(), 2, fixed={"zero": 5})
+    with pytest.raises(ConfigError, match="^micro 0: expected 1 to"):
+        advise(small(), 2, fixed={"micro": 0})

@@ -36,7 +36,7 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit" in shown
     changes = shown.partition("it would fit with one of these:\n")[2].splitlines()
     assert len(changes) == 3
-    assert changes[0].split()[:2] == ["--run.micro-batch-size", "4"]
+    assert changes[0].split()[:2] == ["--run.micro-batch-size", "2"]
 
 
 def test_what_would_fit_is_looked_for_on_all_axes() -> None:
@@ -46,7 +46,7 @@ def test_what_would_fit_is_looked_for_on_all_axes() -> None:
     from core.finetune.planned import PlannedTuning
 
     experts = ModelRun("tiny:qwen3_moe", sequence_length=64, global_batch_size=4)
-    device = read_device("h100")
+    device = replace(read_device("h100"), headroom=0.0)
     whole, least = (plan_run(run, 4, device).fullest.peak for run in (experts, replace(experts, ep=4)))
     assert least < whole
     found = [words for words, _ in changes_that_fit(experts, 4, replace(device, memory_bytes=least), most=99)]
@@ -361,3 +361,32 @@ def test_a_plan_as_json_has_the_numbers_of_the_plan_in_words(capsys: pytest.Capt
     assert f"a step takes {told['step']['seconds']:.3g} s: {told['step']['tokens_per_s']:,.0f} tokens" in words
     assert main([*layout, "--json", "--advise"]) == 2
     assert "--json is of one layout" in capsys.readouterr().err
+
+
+def test_what_an_allocator_adds_is_kept_free(capsys: pytest.CaptureFixture[str]) -> None:
+    """A tenth of a GPU by its file, which --headroom changes; nothing of a host."""
+    config = load_config(["--tp", "1", "--model.num-layers", "2", "--model.hidden-size", "64"])
+    device = read_device("h100")
+    plan = plan_run(config, 1, device)
+    assert (plan.room, plan.headroom) == (72_000_000_000, 8_000_000_000)
+    assert plan_run(config, 1, "laptop").headroom == 0
+    full = replace(device, memory_bytes=plan.fullest.peak)
+    assert not plan_run(config, 1, full).fits
+    assert plan_run(config, 1, replace(full, headroom=0.0)).fits
+    flags = ["--ranks", "1", "--tp", "1", "--model.num-layers", "2", "--model.hidden-size", "64"]
+    assert main([*flags, "--headroom", "0.25"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"headroom for the allocator +18.63 GiB\n", shown) and "of 55.88 GiB" in shown
+    assert main([*flags, "--headroom", "0"]) == 0
+    assert "headroom" not in capsys.readouterr().out
+    assert main([*flags, "--headroom", "1"]) == 2
+    assert "--headroom is 1; expected a share of the memory from 0 to below 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["empty.toml", "comment.toml", "config.json"])
+def test_an_empty_file_is_no_model(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).write_text("# nothing\n" if name == "comment.toml" else "")
+    assert main(["--model", str(tmp_path / name), "--ranks", "1"]) == 2
+    told = capsys.readouterr().err
+    assert str(tmp_path / name) in told and ("is empty, so it is no model" in told) == name.endswith("toml")
+    assert len(told.splitlines()) == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from core.plan.command import main
-from core.plan.pictures import ACTIONS
+from core.plan.pictures import ACTIONS, COLORS
 from core.training.plots import EXPOSED, IN_FLIGHT, SPAN_COLORS
 from tests.unit_tests.test_docs import ROOT
 
@@ -93,3 +93,10 @@ def test_what_a_picture_shows_next_to_each_other_can_be_told_apart(eyes: str) ->
     assert {color for _, color in ACTIONS.values()} == {
         SPAN_COLORS[name] for name in ("forward", "backward", "weight gradient")
     }
+
+
+@pytest.mark.parametrize("eyes", SEEN)
+def test_kinds_of_memory_can_be_told_apart(eyes: str) -> None:
+    seen = [lab(color, eyes) for color in COLORS]
+    assert min(math.dist(one, other) for one, other in itertools.combinations(seen, 2)) > 15
+    assert min(map(math.dist, seen, seen[1:])) > 45  # neighbours in a stack
