@@ -152,7 +152,7 @@ class Action(NamedTuple):
 
 
 def actions_of(schedule: Any) -> dict[int, list[Action]] | None:
-    """What each rank does in one of torch's tables, in order; None where torch has none, and waits for each send."""
+    """Actions of each rank in one of torch's tables, in order; None where torch has none, and waits for each send."""
     if not hasattr(schedule, "pipeline_order_with_comms"):
         return None
     return {rank: actions_in(row) for rank, row in schedule.pipeline_order.items()}

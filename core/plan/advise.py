@@ -123,7 +123,7 @@ def advise(
 def _compared(
     search: Search, found: Sequence[Estimate], sizes: Mapping[str, int], best: Sequence[Candidate], ranks: int
 ) -> str:
-    """Where the best layout of some sizes stands among all, and why it is not first."""
+    """The place of the best layout of some sizes among all, and why it is not first."""
     name = " ".join(f"{axis} {size}" for axis, size in sizes.items())
     own = Search(search.config, search.device, {**search.fixed, **sizes})
     mine = sorted(own.estimates(ranks), key=_by_time)

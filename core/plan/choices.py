@@ -86,7 +86,7 @@ class Choice(NamedTuple):
 
     @property
     def split(self) -> tuple[int, ...]:
-        """What one layer's cost depends on, beside the microbatch."""
+        """Fields that one layer's cost depends on, in addition to the microbatch."""
         return self.tp, self.cp, self.ep, self.etp, self.recompute, self.parts
 
     def words(self, *, has_experts: bool) -> str:

@@ -61,7 +61,7 @@ class Order(NamedTuple):
     """A schedule's order where a forward takes 1 and a backward 2, by pipeline position.
 
     in_flight: microbatches of each of its stages whose activations are alive when most are. waits: until it is done,
-    beside its own work. hops: messages between stages that a step waits for.
+    without its own work. hops: messages between stages that a step waits for.
     """
 
     in_flight: tuple[tuple[int, ...], ...]
@@ -316,7 +316,7 @@ def activations_of(place: Place, rows: Sequence[Stage], order: Order, sent: int)
 
 @lru_cache(maxsize=4096)
 def order_of(schedule: str, layout: PipelineLayout, microbatches: int) -> Order:
-    """What the order of a schedule comes to; more microbatches than four a rank only repeat."""
+    """Summary of a schedule's order; more microbatches than four a rank only repeat."""
     stages = layout.num_stages
     if stages == 1:
         return Order(((1,),), (0.0,), 0.0)

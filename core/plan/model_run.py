@@ -128,7 +128,7 @@ class ModelRun:
 
 
 def run_of_model(config: ModelRun, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
-    """What a Hugging Face model comes to on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
+    """The run of a Hugging Face model on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
     parallel = ParallelOptions(
         tp=config.tp, pp=config.pp, cp=config.cp, ep=config.ep, vpp=config.vpp, layers_per_stage=config.layers_per_stage
     )

@@ -30,7 +30,7 @@ def shown(memories: Sequence[RankMemory]) -> list[RankMemory]:
 
 def memory_table(memories: Sequence[RankMemory], room: int | None, headroom: int = 0) -> str:
     """Bytes by kind at the highest point of a step, a column a rank; room: what one rank may use. headroom: what is
-    kept free beside that.
+    kept free in addition.
 
     What lies below the device comes last, and takes no room: in files, or with a GPU on the host.
     """

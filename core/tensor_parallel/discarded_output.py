@@ -37,7 +37,7 @@ def computed_again(function: Callable[..., Tensor], *args: Tensor | None) -> Ten
 
 
 def discard(output: Tensor, consumed: Tensor) -> None:
-    """Free an output of `computed_again` until backward comes to what its only consumer made of it. Others stay.
+    """Free an output of `computed_again` until the backward of what its only consumer made of it. Others stay.
 
     consumed: what the consumer gave; nothing may read `output` from here on but the consumer's own backward.
     """
@@ -54,7 +54,7 @@ def discard(output: Tensor, consumed: Tensor) -> None:
 
 @dataclass
 class Recipe:
-    """How an output is made again. cast: torch's state of autocast. made: the graph of an output that was made again,
+    """Recipe of an output. cast: torch's state of autocast. made: the graph of an output that was made again,
     by its end and the tensors that it begins with, until its own backward takes it.
     """
 
