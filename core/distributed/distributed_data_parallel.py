@@ -176,7 +176,6 @@ class DistributedDataParallel(nn.Module):
         Gradients that were not finalized are dropped; under overlap that is collective, as their reduction has begun: a
         step may be dropped after a backward on every rank, or on none.
         """
-        self.check_memory()
         with attributes_alone():
             self.reducer.discard()
             for buffer in self.all_buffers:
@@ -185,11 +184,6 @@ class DistributedDataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """The same as zero_grad_buffer: gradients live in the buffer, where there is nothing to set to None."""
         self.zero_grad_buffer()
-
-    def check_memory(self) -> None:
-        """Raise SyncError if the memory of gradients or parameters was freed."""
-        for buffer in self.all_buffers:
-            buffer.check_memory()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply every gradient by a factor (a number, or a 0-dim tensor)."""

@@ -158,7 +158,6 @@ def _check_arguments(
     if pg_collection is not None and pg_collection is not groups:
         _check_same_groups(groups, pg_collection)
     for chunk in chunks:
-        chunk.check_memory()
         if chunk.reducer.state is not StepState.REDUCED and not chunk.reducer.has_new_step:
             raise SyncError(
                 f"rank {dist.get_rank()}: finalize_model_grads was called twice without a backward in between; the "

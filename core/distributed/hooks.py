@@ -75,8 +75,6 @@ def _begin_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
             f"the forward of {type(module).__name__} runs inside torch's DistributedDataParallel, and it is wrapped by "
             "core.distributed's too: both would reduce its gradients, each into the other's. Leave one of the two out"
         )
-    for buffer in engine.buffers:
-        buffer.check_memory()
     if torch.is_grad_enabled():
         engine.reducer.note_forward()
         if engine.first_steps.active:

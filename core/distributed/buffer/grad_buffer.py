@@ -18,7 +18,6 @@ from core.distributed.distributed_data_parallel_config import Residency
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.wire import huge_pages
 from core.distributed.wire.shared_memory import HostChannel, allocate
-from core.groups.agree import SyncError
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -119,18 +118,8 @@ class GradBuffer:
         """Elements without the padding at the ends of buckets."""
         return sum(bucket.layout.numel_unpadded for bucket in self.buckets)
 
-    def check_memory(self) -> None:
-        """Raise SyncError if user code has freed the memory: a write of a gradient would end the process."""
-        for what, data in (("gradients", self.grad_data), ("parameters", self.param_data)):
-            if data is not None and data.untyped_storage().nbytes() < data.nbytes:
-                raise SyncError(
-                    f"the memory of the {what} of {self.buckets[0].contracts[0].name!r} and others was freed since the "
-                    "wrap (resize_ of their storage). Keep it while the model is wrapped; deleting the wrapper frees it"
-                )
-
     def zero(self) -> None:
         """Zero all gradients, and attach them to `.grad` again."""
-        self.check_memory()
         for bucket in self.buckets:
             if bucket.copied is not None:
                 bucket.await_copy()
