@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core import parallel_state
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
 from core.distributed.guard.first_steps import look
 from core.distributed.guard.replicas import refuse_unequal, unequal_across_stages
-from core.distributed.reduce.model_chunks import models_of
 from core.distributed.reduce.model_turns import link_chunks
 from core.distributed.reduce.step_state import StepState
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
@@ -291,3 +291,27 @@ def _look(parts: Sequence[DistributedDataParallel], groups: ProcessGroups) -> No
     if not watches[0].active:
         for part in parts:
             part.reducer.at_begin = None
+
+
+def models_of(chunks: Sequence[Any]) -> list[int]:
+    """For each chunk the number of its model, by position: a virtual pipeline's chunks lie next to one another.
+
+    Two chunks of one model that hold a parameter of one name hold copies of a tied weight: their gradients are added,
+    and their sum counts once in a norm. In two models the same name means two weights.
+    chunks: wrapped, of one rank, in the model's order; all ranks have equally many. Raises ValueError, on all ranks
+    alike, where there are several models and some of a model's chunks are missing.
+
+        models_of([encoder, decoder])  # [0, 1]
+        models_of([chunk0, chunk1])    # [0, 0] with virtual_pipeline_model_parallel_size=2
+    """
+    given = (getattr(getattr(chunk, "config", None), "virtual_pipeline_model_parallel_size", None) for chunk in chunks)
+    size = next(
+        (size for size in given if size is not None),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+    )
+    if len(chunks) > size and len(chunks) % size:
+        raise ValueError(
+            f"{len(chunks)} model chunks were given and virtual_pipeline_model_parallel_size is {size}, so it is not "
+            f"known which of them are one model; pass all {size} chunks of each model, next to one another"
+        )
+    return [number // size for number in range(len(chunks))]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from core.distributed.buffer.bucket import BucketState
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
-from core.distributed.reduce.model_chunks import models_of
+from core.distributed.finalize_model_grads import models_of
 from core.distributed.wire import huge_pages
 from core.groups.agree import SyncError
 from core.optimizer.algorithms.names import algorithm_needs_shapes

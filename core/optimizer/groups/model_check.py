@@ -14,7 +14,7 @@ from core.distributed.buffer.memory_tier import HostTier
 from core.distributed.contract.global_names import global_name
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel import DistributedDataParallel
-from core.distributed.reduce.model_chunks import models_of
+from core.distributed.finalize_model_grads import models_of
 from core.groups.process_groups import CHAINS, ProcessGroups, world_chain
 from core.groups.rank_grid import COPY_AXES
 from core.optimizer.masters.master_weights import LOW_PRECISION

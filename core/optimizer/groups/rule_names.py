@@ -12,7 +12,7 @@ from torch import nn
 
 from core.distributed.contract.global_names import namer
 from core.distributed.distributed_data_parallel import DistributedDataParallel
-from core.distributed.reduce.model_chunks import models_of
+from core.distributed.finalize_model_grads import models_of
 from core.groups import agree
 from core.optimizer.groups.model_check import params_of
 
