@@ -102,7 +102,7 @@ def assemble(
     placement = ddp_config.placement
     tier = None if placement is None else _tier(plan, placement, groups)
     places = Places() if placement is None else places_of(plan, ddp_config)
-    units = _param_units(plan, ddp_config, groups, tier, places)
+    units = _param_units(plan, ddp_config, groups, tier, places) if ddp_config.shards_parameters else []
     shards = [[unit.shard for unit in of_buffer] for of_buffer in units]
     below: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
     if tier is not None:
@@ -261,8 +261,6 @@ def _param_units(
 ) -> list[list[ParamUnit]]:
     """If parameters are sharded: the units of each buffer of trained parameters, then of frozen ones."""
     units: list[list[ParamUnit]] = []
-    if not ddp_config.shards_parameters:
-        return units
     communicators: Communicators = {}
     blocks = huge_pages.Blocks(most=3)  # a window, and one ahead
     layouts = (*plan.layout.buffers, *plan.frozen_layout.buffers)

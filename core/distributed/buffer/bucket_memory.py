@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from core.distributed.buffer.bucket_pool import BucketPool
-from core.distributed.buffer.param_views import views_of
-from core.distributed.layout.param_layout import BucketLayout
+from core.distributed.layout.param_layout import BucketLayout, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +124,16 @@ class BucketMemory:
         """Copy changes of the whole gradient to the shard, if that is separate memory."""
         if self.pool is not None and self.gathered:
             self.owned_grad.copy_(self.shard_of(self.grad))
+
+
+def views_of(flat: torch.Tensor, slots: Sequence[Slot], start: int) -> list[torch.Tensor]:
+    """For each slot its elements of `flat` in the parameter's shape; `flat` begins at element `start` of the buffer."""
+    return [flat[slot.start - start : slot.end - start].view(slot.shape) for slot in slots]
+
+
+@torch.no_grad()
+def move_to(views: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> None:
+    """Move each parameter, with its values, to the memory of a view. The memory that it had before is freed."""
+    for param, view in zip(params, views, strict=True):
+        view.copy_(param)
+        param.data = view

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from core.distributed.buffer.bucket import Bucket, BucketGroups
+from core.distributed.buffer.bucket_memory import move_to, views_of
 from core.distributed.buffer.bucket_pool import BucketPool, pool_numel
-from core.distributed.buffer.param_views import move_to, views_of
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel_config import Residency
 from core.distributed.layout.param_layout import BufferLayout

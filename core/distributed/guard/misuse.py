@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from core.distributed.buffer.bucket import Bucket, BucketState
-from core.distributed.buffer.param_views import REMEDY, refuse_reshaped
 from core.distributed.layout.model_plan import ModelPlan
 from core.groups.agree import SyncError
+
+REMEDY = "Do it before wrapping, or delete the wrapper and wrap the model again"
 
 
 class Snapshot(NamedTuple):
@@ -190,3 +191,13 @@ class StepGuard:
             known = any(id(param) in self.params for group in optimizer.param_groups for param in group["params"])
             self.concerned[optimizer] = known
         return known
+
+
+def refuse_reshaped(names: Sequence[str], params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
+    """SyncError for the first parameter whose shape is not that of the wrap any more. Local."""
+    for name, param, was in zip(names, params, shapes, strict=True):
+        if param.shape != was:
+            raise SyncError(
+                f"parameter {name!r} is {list(param.shape)} now and was {list(was)} when the model was wrapped; was it "
+                f"resized (resize_token_embeddings)? {REMEDY}"
+            )

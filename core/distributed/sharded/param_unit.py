@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from core.distributed.buffer.bucket_memory import BucketGroups
+from core.distributed.buffer.bucket_memory import BucketGroups, views_of
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.buffer.memory_tier import HostTier, MemoryTier
-from core.distributed.buffer.param_views import refuse_reshaped, views_of
+from core.distributed.guard.misuse import refuse_reshaped
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.sharded.sharded_parameter import DATA, ParamClasses
 from core.distributed.wire import huge_pages

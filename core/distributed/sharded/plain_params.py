@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,6 +19,7 @@ class PlainParams:
     units: Sequence[ParamUnit] = ()
     channels: Sequence[HostChannel] = ()
     is_held = True  # True while all values are there until the caller gives them up
+    take_gathers: Callable[[], dict[str, list[str]]] = dict  # the gathers since the last call
 
     @property
     def memstats(self) -> MemStats | None:
@@ -63,10 +64,6 @@ class PlainParams:
 
     def barrier(self) -> None:
         """Wait for ranks that read this one's memory."""
-
-    def take_gathers(self) -> dict[str, list[str]]:
-        """The gathers since the last call."""
-        return {}
 
     def describe(self) -> str:
         """Text behind the table of buckets."""

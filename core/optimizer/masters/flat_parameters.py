@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.buffer.param_views import move_to, views_of
+from core.distributed.buffer.bucket_memory import move_to, views_of
 from core.distributed.wire import huge_pages
 
 DEVICE_ALIGNMENT = 16  # bytes at which a GPU's matrix and vector kernels want a parameter to begin

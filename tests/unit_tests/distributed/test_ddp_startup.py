@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.distributed import ContractError, LayoutMismatch, finalize_model_grads
-from core.distributed.buffer.param_views import move_to, views_of
+from core.distributed.buffer.bucket_memory import move_to, views_of
 from core.distributed.contract.gradient_contract import (
     DEFAULT_RULES,
     GradSyncRule,
