@@ -1,7 +1,10 @@
 """One thread a process, no rank left behind, and which cases of a test with many are left to `make nightly`."""
 
 import os
+import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +12,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a network; a name that is nowhere would be asked for again
 
 from tests.unit_tests import ranks
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Iterator[Path]:
+    """As tmp_path, where an fsync costs nothing: for many saves by processes that are killed, not for a power cut."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="pytest-", dir=memory) as folder:
+        yield Path(folder)
 
 
 def pytest_unconfigure() -> None:

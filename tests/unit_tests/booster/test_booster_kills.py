@@ -125,11 +125,11 @@ def sweeps(pairs: list[tuple[str, str]], folder: str, pipe: Any) -> None:
 
 @pytest.mark.parametrize("pairs", [CHANGES, pytest.param([(form, form) for form in FORMS], marks=pytest.mark.nightly)])
 def test_a_save_that_is_killed_anywhere_leaves_the_old_weights_or_the_new(
-    tmp_path: Path, pairs: list[tuple[str, str]]
+    in_memory: Path, pairs: list[tuple[str, str]]
 ) -> None:
     context: Any = ranks._the_pool().context
     ours, theirs = context.Pipe()
-    process = context.Process(target=sweeps, args=(pairs, str(tmp_path), theirs))
+    process = context.Process(target=sweeps, args=(pairs, str(in_memory), theirs))
     process.start()
     theirs.close()
     for before, after in pairs:

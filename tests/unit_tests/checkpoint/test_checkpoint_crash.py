@@ -49,14 +49,14 @@ def assert_survived(outcome: Outcome, expected: int) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_rank_killed_at_any_point_leaves_the_newest_checkpoint_whole_and_the_next_save_works(tmp_path: Path) -> None:
+def test_a_rank_killed_at_any_point_leaves_the_newest_checkpoint_whole_and_the_next_save_works(in_memory: Path) -> None:
     crashes = [Crash(False, 0, point) for point in POINTS]
     crashes += [Crash(False, 1, point) for point in OF_EVERY_RANK]
     crashes += [
         Crash(True, 0, point) for point in ("half a file", "half a manifest", "after rename", "during deletion")
     ]
     crashes += [Crash(True, 1, point) for point in ("half a file", "before part")]
-    for outcome in outcomes_of(process_main, crashes, tmp_path):
+    for outcome in outcomes_of(process_main, crashes, in_memory):
         assert_survived(outcome, 2 if outcome.crash.point in COMMITTED else 1)
 
 
