@@ -38,7 +38,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,26 @@ def run_on_ranks(
     if "<locals>" in function.__qualname__:
         raise ValueError(f"{function.__qualname__} is defined inside a function; ranks find tests by name in a module.")
     _the_pool().run(function, world, arguments, timeout_s)
+
+
+@contextlib.contextmanager
+def as_torchrun_starts(rank: int, world: int) -> Iterator[None]:
+    """In the place of a test's group, the variables by which torchrun's ranks find each other. Collective."""
+    import torch.distributed as dist
+
+    port = [0]
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    dist.barrier()
+    dist.destroy_process_group()
+    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0], "TORCHELASTIC_USE_AGENT_STORE": True}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in place.items():
+            patch.setenv(name, str(value))
+        yield
 
 
 # --- this side of the pipe ---------------------------------------------------------------------------------------

@@ -21,14 +21,18 @@ from tests.unit_tests.finetune.test_finetune_then_generate import trained
 
 # A program of someone who has never heard of core: it runs where core cannot be imported.
 THEIRS = """
-import json, sys
+import json, os, sys
 sys.modules["core"] = None
-{loads}
-prompt = tokenizer.apply_chat_template(
-    [{{"role": "user", "content": "count aaa"}}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-)
-found = model.generate(**prompt, max_new_tokens=9, do_sample=False)[0, prompt["input_ids"].shape[1]:]
-print(json.dumps([type(model).__name__, tokenizer.decode(found, skip_special_tokens=True)]))
+for directory, loads in json.loads(sys.argv[1]).items():
+    os.chdir(directory)
+    names = {}
+    exec(loads, names)
+    prompt = names["tokenizer"].apply_chat_template(
+        [{"role": "user", "content": "count aaa"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    found = names["model"].generate(**prompt, max_new_tokens=9, do_sample=False)[0, prompt["input_ids"].shape[1]:]
+    answer = names["tokenizer"].decode(found, skip_special_tokens=True)
+    print(json.dumps([type(names["model"]).__name__, answer]))
 """
 
 
@@ -36,20 +40,20 @@ def code_of(card: str, language: str) -> str:
     return str(re.search(rf"```{language}\n(.*?)```", card, re.DOTALL)[1])  # type: ignore[index]
 
 
-def answered(directory: Path) -> tuple[str, str]:
-    """What the code of a card gives, run in its directory: (the model's class, an answer)."""
-    program = THEIRS.format(loads=code_of((directory / "README.md").read_text(), "python"))
-    command = [sys.executable, "-P", "-c", program] if sys.version_info >= (3, 11) else [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=150)
+def answered(*directories: Path) -> list[list[str]]:
+    """What the code of each card gives, run in its directory: [the model's class, an answer]."""
+    loads = {str(directory): code_of((directory / "README.md").read_text(), "python") for directory in directories}
+    alone = ["-P"] if sys.version_info >= (3, 11) else []
+    command = [sys.executable, *alone, "-c", THEIRS, json.dumps(loads)]
+    done = subprocess.run(command, cwd=directories[0], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
-    kind, answer = json.loads(done.stdout.splitlines()[-1])
-    return kind, answer
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(directories) :]]
 
 
 def test_the_code_on_a_card_loads_model_and_adapter_without_this_package(tmp_path: Path) -> None:
     flags = ["--tp", "2", "--lora.r", "8", "--lora.merge", "--optimizer.lr", "2e-2"]
     run = trained(tmp_path, *flags)
-    kinds, answers = zip(*(answered(run / name) for name in ("model", "adapter")), strict=True)
+    kinds, answers = zip(*answered(run / "model", run / "adapter"), strict=True)
     assert kinds == ("Qwen3ForCausalLM", "PeftModelForCausalLM")
     assert answers[0] == answers[1] and answers[0].strip("b") == "" != answers[0]  # as the data answers
 

@@ -5,6 +5,8 @@ transformers' and peft's own loading and greedy search are the reference.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -25,7 +27,7 @@ from safetensors.torch import load_file
 from core.finetune.model import check_model, directory_of
 from core.jobs import convert, generate
 from tests.unit_tests.finetune.test_finetune_job import config_in, tuned
-from tests.unit_tests.ranks import ranks
+from tests.unit_tests.ranks import as_torchrun_starts, ranks
 
 PROMPT, TOKENS = "count aaa", 9
 GREEDY = ["--prompt", PROMPT, "--tokens", str(TOKENS), "--temperature", "0"]
@@ -151,10 +153,38 @@ def test_a_merged_model_is_a_plain_directory_and_its_adapter_lies_next_to_it(
     assert printed(capsys, run) == answer_of(again.eval(), tokenizer, chat=False)
 
 
+@ranks(2)
+def generate_on_ranks(rank: int, world: int, model: Path, folder: Path) -> None:
+    shown = io.StringIO()
+    with as_torchrun_starts(rank, world), contextlib.redirect_stdout(shown):
+        assert generate.main([str(model), *GREEDY, "--tp", "2"]) == 0
+    (folder / f"shown-{rank}").write_text(shown.getvalue())
+
+
 def test_two_ranks_share_a_model_and_one_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = directory_of(config_in(tmp_path))
-    generate_from = [sys.executable, "-m", "core.generate", str(model), *GREEDY, "--tp", "2"]
     check_model(config_in(tmp_path))
+    generate_on_ranks(world=2, model=model, folder=tmp_path)
+    assert (tmp_path / "shown-0").read_text().rstrip("\n") == printed(capsys, model)
+    assert (tmp_path / "shown-1").read_text() == ""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_plain_start_with_tp_starts_as_many_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    check_model(config_in(tmp_path))
+    started: list[int] = []
+    monkeypatch.setattr(generate, "start_ranks", lambda count: started.append(count) or status)
+    assert generate.main([str(directory_of(config_in(tmp_path))), *GREEDY, "--tp", "2"]) == status
+    assert started == [2]
+
+
+@pytest.mark.nightly
+def test_the_command_starts_its_own_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = directory_of(config_in(tmp_path))
+    check_model(config_in(tmp_path))
+    generate_from = [sys.executable, "-m", "core.generate", str(model), *GREEDY, "--tp", "2"]
     done = subprocess.run(generate_from, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip("\n") == printed(capsys, model)

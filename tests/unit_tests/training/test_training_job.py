@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 pytest.importorskip("tyro")
 
@@ -21,12 +20,12 @@ from core.checkpoint import list_steps
 from core.distributed.guard.finite import NonFiniteGradientError
 from core.training.config_file import load_config
 from core.training.job import build_trainer, open_tokens, run_job, run_steps, start_groups
-from core.training.launch import Launch
+from core.training.launch import find_launch
 from core.training.main import main
 from core.training.plan import plan_job
 from core.training.reporter import Reporter
 from core.training.trainer import StepResult
-from tests.unit_tests.ranks import ranks, run_on_ranks
+from tests.unit_tests.ranks import as_torchrun_starts, ranks, run_on_ranks
 from tests.unit_tests.training.training_reference import (
     CPU,
     REPLICATED,
@@ -163,23 +162,15 @@ def test_a_job_that_does_not_fit_is_refused_by_rank_0_alone_before_any_group(
 @ranks(2)
 def test_no_thread_of_a_group_outlives_the_job(rank: int, world: int, tmp_path: Path, text_flags: list[str]) -> None:
     """One that lets go of its last tensor while the interpreter ends aborts the process, after a run that went well."""
-    port = [0]
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = [store.port]
-    dist.broadcast_object_list(port)
-    dist.barrier()
-    dist.destroy_process_group()
-    gc.collect()
-    before = len(os.listdir("/proc/self/task"))
-    launch = Launch(rank, world, rank, world, "127.0.0.1", port[0], "torchrun")
     flags = [*TINY, *text_flags, "--parallel.tp", "1", "--run.directory", str(tmp_path), "--logging.no-plots"]
     config = load_config([*flags, "--run.steps", "2", "--optimizer.warmup-steps", "1"])
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**launch.environment(), "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-            patch.setenv(name, value)
+    with as_torchrun_starts(rank, world):
+        gc.collect()
+        before = len(os.listdir("/proc/self/task"))
+        launch = find_launch(os.environ)
+        assert launch is not None
         assert len(run_job(config, plan_job(config, world), launch).losses) == 2
-    assert len(os.listdir("/proc/self/task")) <= before
+        assert len(os.listdir("/proc/self/task")) <= before
 
 
 def test_an_interrupt_ends_the_command_cleanly_with_everything_written(tmp_path: Path, text_flags: list[str]) -> None:

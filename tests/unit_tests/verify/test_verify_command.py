@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from tests.layouts.gpt import check_gpt
 from tests.layouts.layouts import Layout
 from tests.layouts.table import run_table
 from tests.layouts.tables import FULL_HOUSE, tables
-from tests.unit_tests.ranks import ranks
+from tests.unit_tests.ranks import as_torchrun_starts, ranks
 from tests.unit_tests.reference import Net
 from tests.unit_tests.test_docs import program_of
 from tests.unit_tests.verify.test_verify import mean_loss, samples
@@ -141,18 +142,8 @@ def test_command_starts_its_own_ranks() -> None:
 @ranks(2)
 def test_ranks_that_a_launcher_started_run_the_layouts_of_their_number(rank: int, world: int) -> None:
     """With the variables that torchrun sets; `make nightly` has the real one."""
-    port = [0]
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = [store.port]
-    dist.broadcast_object_list(port)
-    dist.barrier()
-    dist.destroy_process_group()
     printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        place = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0]}
-        for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
-            patch.setenv(name, str(value))
+    with as_torchrun_starts(rank, world), contextlib.redirect_stdout(printed):
         status = main(["--only", "dp2 tp1", "--steps", "3", "--optimizers", "sgd"])
     assert status == 0, printed.getvalue()
     lines = [line.split() for line in printed.getvalue().splitlines()]
@@ -172,13 +163,13 @@ def test_command_runs_under_torchrun() -> None:
     assert [words[0] for words in lines] == ["a", "right", "PASSED:"] and lines[1][1] == "sgd"
 
 
-def test_the_program_in_the_docs_runs(tmp_path: Path) -> None:
+def test_the_program_in_the_docs_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = tmp_path / "page.py"
     program.write_text(program_of(ROOT / "docs" / "source" / "verify.md"))
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr
+    runpy.run_path(str(program), run_name="__main__")
+    printed = capsys.readouterr().out
     shown = (ROOT / "docs" / "source" / "verify.md").read_text().split("$ python mlp.py\n")[1].split("```")[0]
-    report, table = re.split(r" +output, rank", done.stdout)
+    report, table = re.split(r" +output, rank", printed)
     assert report.split() == shown.partition("   output, rank")[0].split()
     assert [line.split()[0] for line in table.splitlines() if "<- here" in line] == ["2.norm"]
 
