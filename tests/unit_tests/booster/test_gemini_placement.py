@@ -1,14 +1,15 @@
 """Where GeminiPlugin's chunks lie changes no bit; bytes on the device are those that were asked for."""
 
+import ctypes
 import errno
 import gc
 import itertools
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
+import traceback
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,10 +32,11 @@ from core.distributed.wire import huge_pages
 from core.distributed.wire.shared_memory import HostMemory
 from core.groups.agree import SyncError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit_tests import ranks as pool
 from tests.unit_tests.booster.booster_reference import whole_weights
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.booster.test_gemini import TINY_CHUNKS
-from tests.unit_tests.ranks import ranks
+from tests.unit_tests.ranks import LOOPBACK, ranks
 from tests.unit_tests.reference import wrap
 
 FRACTIONS = (0.0, 0.5, 1.0)
@@ -294,6 +296,9 @@ def test_a_directory_without_room_is_refused_on_all_ranks(rank: int, world: int,
     assert not list(folder.iterdir())
 
 
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # CLONE_NEWUSER and CLONE_NEWNS of unshare(2)
+
+
 def fill_a_disk(rank: int, folder: str) -> None:
     """On a disk of 8 MB: parameters have no room at the boost, and moments none in the first step."""
     free = os.statvfs(folder).f_bavail
@@ -328,16 +333,51 @@ def fill_a_disk(rank: int, folder: str) -> None:
     assert Files(Path(folder)).bytes_of(states(optimizer)) == sum(t.nbytes for t in states(optimizer)) > 0
 
 
+NO_MOUNT = 77  # an exit status: a user may mount no file system here
+
+
+def fill_a_disk_in_a_namespace(folder: Path) -> None:
+    """The body of a process without threads: mount a disk of 8 MB that ends with it, and fork two ranks."""
+    signal.alarm(150)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
+    libc = ctypes.CDLL(None)
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(NEW_USER | NEW_MOUNTS) != 0:
+        os._exit(NO_MOUNT)
+    for file, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path("/proc/self", file).write_text(text)
+    if libc.mount(b"tmpfs", bytes(folder / "disk"), b"tmpfs", 0, b"size=8m") != 0:
+        os._exit(NO_MOUNT)
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(140)
+            try:
+                dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+                fill_a_disk(rank, str(folder / "disk"))
+                dist.destroy_process_group()
+                os._exit(0)
+            except BaseException:
+                (folder / f"failure-{rank}").write_text(traceback.format_exc())
+            finally:
+                os._exit(1)
+        children.append(child)
+    failed = [child for child in children if os.waitpid(child, 0)[1] != 0]
+    os._exit(1 if failed else 0)
+
+
 def test_a_disk_that_is_really_full_is_told_on_all_ranks(tmp_path: Path) -> None:
     """The disk is a file system in a namespace of its own, which ends with the ranks."""
-    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"', str(tmp_path)]
-    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode != 0:
+    (tmp_path / "disk").mkdir()
+    process = pool._the_pool().context.Process(target=fill_a_disk_in_a_namespace, args=(tmp_path,))
+    process.start()
+    process.join()
+    if process.exitcode == NO_MOUNT:
         pytest.skip("a user may mount no file system here")
-    program = f"import sys; from {ranks.__module__} import run_on_ranks; from {__name__} import fill_a_disk; "
-    program += "run_on_ranks(fill_a_disk, 2, {'folder': sys.argv[1]})"
-    command = [*mount, sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[3])
-    assert done.returncode == 0, done.stderr
+    failures = [file.read_text() for file in sorted(tmp_path.glob("failure-*"))]
+    assert process.exitcode == 0 and not failures, "\n".join(failures)
 
 
 @ranks(1)
