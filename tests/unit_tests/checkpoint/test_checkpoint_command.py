@@ -10,6 +10,7 @@ from core.checkpoint import CheckpointSaver
 from core.checkpoint.__main__ import main
 from core.checkpoint.root_directory import list_committed
 from tests.unit_tests.checkpoint.checkpoint_saves import fill_with, save_alone, state_of
+from tests.unit_tests.forked_python import run_python
 
 ROOT = Path(__file__).parents[3]
 INTACT, DAMAGED, USAGE_ERROR = 0, 1, 2
@@ -125,9 +126,7 @@ def test_what_is_not_there_is_an_error_in_one_line(
 
 def test_the_command_runs_as_a_module_and_its_status_tells(root: Path) -> None:
     flip_weight(list_committed(root)[-1].path)
-    done = subprocess.run(
-        [sys.executable, "-m", "core.checkpoint", "verify", str(root)], capture_output=True, text=True, cwd=ROOT
-    )
+    done = run_python("-m", "core.checkpoint", "verify", root, folder=root.parent)
     assert done.returncode == DAMAGED and "DAMAGED" in done.stdout, done.stderr
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from core.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from core.checkpoint.__main__ import main
 from core.checkpoint.convert import add_arguments, convert, open_source, parse_size, run
 from core.checkpoint.weights.sharded import runs_by_size
 from core.groups.process_groups import ProcessGroups
@@ -54,18 +53,15 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
-def test_a_checkpoint_of_one_process_becomes_its_state_dict_and_back(tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_process_becomes_its_state_dict_and_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = planted_model(torch.bfloat16)
     save_checkpoint(tmp_path / "root", 4, [model])
-    done = subprocess.run(
-        [sys.executable, "-m", "core.checkpoint", "convert", str(tmp_path / "root"), str(tmp_path / "weights.pt")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    assert main(["convert", str(tmp_path / "root"), str(tmp_path / "weights.pt")]) == 0
     found = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert_same(found, model.state_dict())
-    assert "tensors" in done.stdout and not list(tmp_path.glob(".*"))
+    assert "tensors" in capsys.readouterr().out and not list(tmp_path.glob(".*"))
 
     convert(options(tmp_path / "weights.pt", tmp_path / "again", "--as-step", 9))
     other = GPTModel(model_config(Layout(dtype=torch.bfloat16, seed=2)), ProcessGroups())

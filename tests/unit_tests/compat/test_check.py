@@ -16,6 +16,7 @@ from core.compat.__main__ import main as command_of
 from core.compat.check import ABSENT, GUARDED, OTHERWISE, SERVED, WARNED, check_program, main
 from core.compat.megatron.faces import configs
 from tests.unit_tests.compat.megatron_page import KINDS
+from tests.unit_tests.forked_python import run_python
 
 COMPAT = Path(__file__).parent
 PROGRAM = """\
@@ -169,14 +170,6 @@ def test_the_command_is_what_the_page_says(tmp_path: Path, capsys: pytest.Captur
 def test_a_name_next_to_megatron_core_is_answered_with_a_sentence(tmp_path: Path) -> None:
     for line in ("import megatron.training", "from megatron.training import get_args", "import megatron.legacy.model"):
         (tmp_path / "train.py").write_text(f"import megatron.core\n{line}\n")
-        command = [sys.executable, "-m", "core.compat.megatron", "train.py"]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            cwd=tmp_path,
-            env={"PYTHONPATH": str(COMPAT.parents[2])},
-        )
+        done = run_python("-m", "core.compat.megatron", "train.py", folder=tmp_path, cwd=tmp_path)
         last = done.stderr.splitlines()[-1]
         assert done.returncode == 1 and "is not here; core.compat.megatron stands for megatron.core alone: " in last

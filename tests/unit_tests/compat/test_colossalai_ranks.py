@@ -34,6 +34,7 @@ from core.compat.colossalai.starting import (
     launch_from_torch,
 )
 from tests.unit_tests.compat.colossalai_counts import count
+from tests.unit_tests.forked_python import run_python
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import ROOT
 
@@ -55,15 +56,15 @@ coordinator.destroy()
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_program_that_imports_colossalai_runs_as_it_is_and_its_launch_seeds(tmp_path: Path, world: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "core.compat.colossalai", str(tmp_path / "program.py")]
+    command = ["-m", "core.compat.colossalai", str(tmp_path / "program.py")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if world > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        command = [*torchrun, "--no-python", *command]
+        command = [*torchrun, "--no-python", sys.executable, *command]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     else:  # as torchrun would start the only rank; port 0 asks the system for one
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        environment.update(place)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        done = run_python(*command, folder=tmp_path, cwd=tmp_path, env={**environment, **place})
     assert done.returncode == 0, done.stderr
     torch.manual_seed(7)
     assert done.stdout.splitlines() == [f"sum {world * (world + 1) / 2} draw {torch.rand(1).item():.6f}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import core.compat.megatron as mcore
 from core import distributed, parallel_state
 from core.compat.install import Surface, install, register, run, uninstall
+from tests.unit_tests.forked_python import run_python
 
 ROOT = Path(__file__).parents[3]
 
@@ -114,10 +114,10 @@ print(WORD, sys.argv[1:], mpu.__name__)
 def test_a_program_that_cannot_be_edited_runs_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "helper_of_the_program.py").write_text("WORD = 'beside it'\n")
-    command = [sys.executable, "-m", "core.compat.megatron", str(tmp_path / "program.py"), "--flag", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    command = ("-m", "core.compat.megatron")
+    done = run_python(*command, tmp_path / "program.py", "--flag", "1", folder=tmp_path)
     assert done.stdout == "beside it ['--flag', '1'] core.compat.megatron.parallel_state\n", done.stderr
-    usage = subprocess.run(command[:3], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    usage = run_python(*command, folder=tmp_path)
     assert (
         usage.returncode == 2
         and "usage: python -m core.compat.megatron [--replace-installed] script.py" in usage.stdout
@@ -130,13 +130,12 @@ def test_the_command_hides_an_installed_package_only_if_asked(tmp_path: Path) ->
     (package / "__init__.py").write_text("")
     (tmp_path / "program.py").write_text("from megatron.core import mpu; print(mpu.__name__)\n")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = [sys.executable, "-m", "core.compat.megatron"]
+    command = ("-m", "core.compat.megatron")
     for asked, status, said in (
         ([], 1, "error: megatron.core is installed in this environment"),
         (["--replace-installed"], 0, "core.compat.megatron.parallel_state"),
     ):
-        program = [*command, *asked, "program.py"]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+        done = run_python(*command, *asked, "program.py", folder=tmp_path, cwd=tmp_path, env=environment)
         assert done.returncode == status
         assert (done.stdout + done.stderr).startswith(said) and "Traceback" not in done.stderr
 
