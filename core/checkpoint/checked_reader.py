@@ -21,7 +21,7 @@ from torch.futures import Future
 from core.checkpoint.damage import Damage, read_whole
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError, explain
 from core.checkpoint.index import index_of, read_older_index
-from core.checkpoint.manifest import METADATA_NAME, FileRecord, Manifest, Segment
+from core.checkpoint.manifest import METADATA_NAME, FileRecord, ItemBytes, Manifest
 
 
 class CheckedReader(StorageReader):
@@ -94,7 +94,7 @@ class CheckedReader(StorageReader):
         """Only a CheckpointDirectory makes one of these."""
         return False
 
-    def _segment(self, record: FileRecord, offset: int, item: ReadItem) -> Segment:
+    def _segment(self, record: FileRecord, offset: int, item: ReadItem) -> ItemBytes:
         name = item.storage_index.fqn
         segment = record.segment_at(offset)
         if segment is None or segment.name != name:

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.checkpoint.manifest import Box, FileRecord, Segment
+from core.checkpoint.manifest import Box, FileRecord, ItemBytes
 from core.checkpoint.save_points import reach
 
 Bytes = bytes | bytearray | memoryview
@@ -31,7 +31,7 @@ class DurableFile:
         self._half = expected_bytes // 2
         self._crc32 = 0
         self._segment_crc32 = 0
-        self._segments: list[Segment] = []
+        self._segments: list[ItemBytes] = []
         self._stream = open(path, "xb", buffering=BUFFER_BYTES)  # noqa: SIM115  closed by `finish` or `abandon`
 
     def write(self, data: Bytes) -> int:
@@ -60,7 +60,7 @@ class DurableFile:
         """Context manager: bytes written inside are the item `name`, or that box of it."""
         start, self._segment_crc32 = self.size, 0
         yield
-        self._segments.append(Segment(name, start, self.size - start, self._segment_crc32, box))
+        self._segments.append(ItemBytes(name, start, self.size - start, self._segment_crc32, box))
 
     def finish(self) -> FileRecord:
         """Bring the file to the disk and close it."""

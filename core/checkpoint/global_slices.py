@@ -27,7 +27,7 @@ from core.distributed.contract.gradient_contract import copies_across_stages, da
 from core.groups.rank_grid import COPY_AXES, MODEL_AXES, axes_of
 
 
-class Places(Protocol):
+class AxisRanks(Protocol):
     """This rank's index on each axis; ProcessGroups is one."""
 
     def size(self, name: str) -> int:
@@ -57,7 +57,7 @@ class GlobalSlice:
     is_copy: bool = False
 
 
-def global_slices(module: nn.Module, places: Places) -> dict[str, GlobalSlice]:
+def global_slices(module: nn.Module, places: AxisRanks) -> dict[str, GlobalSlice]:
     """Of every parameter of a model chunk, frozen ones too, by its name in the chunk, in registration order. Local.
 
     module: the chunk without its wrapper. places: the ProcessGroups it was built with.
@@ -74,7 +74,7 @@ def global_slices(module: nn.Module, places: Places) -> dict[str, GlobalSlice]:
     return found
 
 
-def buffer_slices(module: nn.Module, places: Places) -> dict[str, GlobalSlice]:
+def buffer_slices(module: nn.Module, places: AxisRanks) -> dict[str, GlobalSlice]:
     """The same of the buffers that a state_dict would hold, which all ranks of a stage hold alike."""
     kept = set(module.state_dict(keep_vars=True))
     within_stage = [axis for axis in MODEL_AXES if axis in COPY_AXES]
@@ -104,7 +104,7 @@ def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
     return mine
 
 
-def _splits(local_name: str, name: str, param: torch.Tensor, places: Places) -> tuple[list[Split], tuple[str, ...]]:
+def _splits(local_name: str, name: str, param: torch.Tensor, places: AxisRanks) -> tuple[list[Split], tuple[str, ...]]:
     """The splits of a parameter, and the groups over which ranks hold the same of it."""
     data_group = data_group_of(param)
     is_expert = data_group == "expt_dp"
@@ -149,7 +149,7 @@ def _slice(
     local_shape: Index,
     splits: list[Split],
     replica_axes: tuple[str, ...],
-    places: Places,
+    places: AxisRanks,
     is_copy: bool = False,
 ) -> GlobalSlice:
     try:

@@ -39,7 +39,7 @@ class ManifestError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ItemBytes:
     """The bytes of one item in a file."""
 
     name: str  # of the tensor or object
@@ -62,7 +62,7 @@ class FileRecord:
     rank: int  # that wrote it
     size: int
     crc32: int
-    segments: tuple[Segment, ...] = ()  # by offset; what lies between them belongs to no item
+    segments: tuple[ItemBytes, ...] = ()  # by offset; what lies between them belongs to no item
 
     def names(self, start: int = 0, end: int | None = None) -> tuple[str, ...]:
         """The items with a byte in [start, end), each once, in the order of their bytes."""
@@ -71,7 +71,7 @@ class FileRecord:
         found = dict.fromkeys(part.name for part in touched)
         return tuple(found)
 
-    def segment_at(self, offset: int) -> Segment | None:
+    def segment_at(self, offset: int) -> ItemBytes | None:
         """The segment that begins at `offset`."""
         at = bisect_left(self.segments, offset, key=lambda part: part.offset)
         found = at < len(self.segments) and self.segments[at].offset == offset
@@ -235,7 +235,9 @@ def _file_from(tree: dict[str, Any]) -> FileRecord:
     size, end, segments = _whole(tree["size"]), 0, []
     boxes = tree.get("boxes", [None] * len(tree["segments"]))
     for (name, offset, length, crc), box in zip(tree["segments"], boxes, strict=True):
-        part = Segment(str(name), _whole(offset), _whole(length), int(crc, 16), box and tuple(map(_whole_numbers, box)))
+        part = ItemBytes(
+            str(name), _whole(offset), _whole(length), int(crc, 16), box and tuple(map(_whole_numbers, box))
+        )
         if part.offset < end or part.end > size:
             raise ValueError(f"{name!r} lies at bytes {part.offset} to {part.end} of a file of {size}")
         end = part.end

@@ -53,7 +53,7 @@ class Found:
 
 def check_program(text: str) -> list[Finding]:
     """The findings in a program's text, by line. SyntaxError for what is no Python."""
-    reader = _Reader()
+    reader = _ProgramReader()
     reader.visit(ast.parse(text))
     return sorted(set(reader.findings))
 
@@ -85,7 +85,7 @@ def _inside(surface: Surface, inner: str) -> Found:
     return Found(found)
 
 
-class _Reader(ast.NodeVisitor):
+class _ProgramReader(ast.NodeVisitor):
     """Walks a program once, in the order of its lines."""
 
     def __init__(self) -> None:

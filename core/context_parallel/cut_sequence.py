@@ -45,21 +45,23 @@ class CutSequence:
 
     def cut(self, whole: Tensor) -> Tensor:
         """`part` of [..., s, h], with the mean of a gradient that is of all tokens: Note [Gradients of a part]."""
-        part: Tensor = _Linear.apply(whole, partial(self.part, dim=-2), lambda grad: self.join(grad, -2) / self.size)
+        part: Tensor = _LinearMap.apply(whole, partial(self.part, dim=-2), lambda grad: self.join(grad, -2) / self.size)
         return part
 
     def whole(self, part: Tensor) -> Tensor:
         """`join` of [..., s, h], with a gradient for what all ranks compute alike: Note [Gradients of a part]."""
-        joined: Tensor = _Linear.apply(part, partial(self.join, dim=-2), lambda grad: self.part(grad, -2) * self.size)
+        joined: Tensor = _LinearMap.apply(
+            part, partial(self.join, dim=-2), lambda grad: self.part(grad, -2) * self.size
+        )
         return joined
 
     def total(self, value: Tensor) -> Tensor:
         """The sum over the ranks. Its gradient is multiplied by their number: Note [Gradients of a part]."""
-        summed: Tensor = _Linear.apply(value, partial(all_reduce, group=self.group), lambda grad: grad * self.size)
+        summed: Tensor = _LinearMap.apply(value, partial(all_reduce, group=self.group), lambda grad: grad * self.size)
         return summed
 
 
-class _Linear(torch.autograd.Function):
+class _LinearMap(torch.autograd.Function):
     """Apply a linear function to a tensor; another function gives the gradient."""
 
     @staticmethod

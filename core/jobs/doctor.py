@@ -39,7 +39,7 @@ Verdict = Literal["ok", "slower", "without", "MISSING"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Line:
     """One line. 'slower': it works, and could be faster; 'without': an option needs it; 'MISSING': nothing trains."""
 
     verdict: Verdict
@@ -62,59 +62,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if missing else 0
 
 
-def look(ask: Callable[[], Finding]) -> Finding:
+def look(ask: Callable[[], Line]) -> Line:
     """The finding; one that cannot be had becomes a line that says so."""
     try:
         return ask()
     except Exception as error:  # a broken driver or a file that may not be read must not hide the other lines
         words = str(error).strip().splitlines()
-        return Finding("without", f"cannot be found: {words[0] if words else type(error).__name__}")
+        return Line("without", f"cannot be found: {words[0] if words else type(error).__name__}")
 
 
-def python() -> Finding:
+def python() -> Line:
     """The interpreter and the system."""
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.platform == "win32":
-        return Finding("MISSING", f"{text}; Windows has no fork and no file locks as used here; use WSL 2")
-    return Finding("ok", text)
+        return Line("MISSING", f"{text}; Windows has no fork and no file locks as used here; use WSL 2")
+    return Line("ok", text)
 
 
-def torch_version() -> Finding:
+def torch_version() -> Line:
     """Look for torch in a version that is tested."""
     if importlib.util.find_spec("torch") is None:
-        return Finding("MISSING", "not installed: pip install torch")
+        return Line("MISSING", "not installed: pip install torch")
     import torch
 
     version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
     oldest, untried = (".".join(map(str, bound)) for bound in (OLDEST_TORCH, FIRST_UNTRIED_TORCH))
     if version < OLDEST_TORCH:
-        return Finding("MISSING", f"{torch.__version__} is too old: pip install 'torch>={oldest},<{untried}'")
+        return Line("MISSING", f"{torch.__version__} is too old: pip install 'torch>={oldest},<{untried}'")
     if version >= FIRST_UNTRIED_TORCH:
-        return Finding("without", f"{torch.__version__}; tests ran with {oldest} and later, below {untried}")
-    return Finding("ok", str(torch.__version__))
+        return Line("without", f"{torch.__version__}; tests ran with {oldest} and later, below {untried}")
+    return Line("ok", str(torch.__version__))
 
 
-def backends() -> Finding:
+def backends() -> Line:
     """List the backends of collectives."""
     import torch.distributed as dist
 
     if not dist.is_available():
-        return Finding("MISSING", "this torch was built without torch.distributed")
+        return Line("MISSING", "this torch was built without torch.distributed")
     there = {"gloo (CPU)": dist.is_gloo_available(), "nccl (GPU)": dist.is_nccl_available()}
     text = ", ".join(f"{name} {'yes' if has else 'no'}" for name, has in there.items())
-    return Finding("ok" if any(there.values()) else "MISSING", text)
+    return Line("ok" if any(there.values()) else "MISSING", text)
 
 
-def address() -> Finding:
+def address() -> Line:
     """gloo connects ranks by the address of the host's name."""
     name = socket.gethostname()
     try:
-        return Finding("ok", f"this host's name is found at {socket.gethostbyname(name)}")
+        return Line("ok", f"this host's name is found at {socket.gethostbyname(name)}")
     except OSError as error:
-        return Finding("slower", f"this host's name {name!r} is not found ({error.strerror}); set GLOO_SOCKET_IFNAME")
+        return Line("slower", f"this host's name {name!r} is not found ({error.strerror}); set GLOO_SOCKET_IFNAME")
 
 
-def cores() -> Finding:
+def cores() -> Line:
     """Cores, and the threads that a rank takes of them."""
     from core.training.threads import available_cores
 
@@ -122,42 +122,42 @@ def cores() -> Finding:
     said = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set"
     text = f"{count}; {said}; 4 ranks take {max(1, count // 4)} thread(s) each"
     if threads and threads.isdigit() and int(threads) > count:
-        return Finding("slower", f"{text}; more threads than cores: every step waits for the slowest")
-    return Finding("ok", text)
+        return Line("slower", f"{text}; more threads than cores: every step waits for the slowest")
+    return Line("ok", text)
 
 
-def instructions() -> Finding:
+def instructions() -> Line:
     """Instructions that torch's CPU kernels were compiled for and use here."""
     import torch
 
-    return Finding("ok", torch.backends.cpu.get_cpu_capability())
+    return Line("ok", torch.backends.cpu.get_cpu_capability())
 
 
-def memory() -> Finding:
+def memory() -> Line:
     """Memory of the machine."""
     page = os.sysconf("SC_PAGE_SIZE") / 2**30
     text = f"{os.sysconf('SC_PHYS_PAGES') * page:.1f} GiB"
     free = f", {os.sysconf('SC_AVPHYS_PAGES') * page:.1f} GiB not used" if "SC_AVPHYS_PAGES" in os.sysconf_names else ""
-    return Finding("ok", text + free)
+    return Line("ok", text + free)
 
 
-def gpus() -> Finding:
+def gpus() -> Line:
     """Accelerators, alike ones counted."""
     import torch
 
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         why = "no device or driver is found" if built else "this torch is a CPU build"
-        return Finding("without", f"none ({why}); everything runs on the CPU")
+        return Line("without", f"none ({why}); everything runs on the CPU")
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     kinds = Counter(
         f"{device.name}, {device.total_memory / 2**30:.0f} GiB, compute {device.major}.{device.minor}"
         for device in devices
     )
-    return Finding("ok", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) + "; one rank each")
+    return Line("ok", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) + "; one rank each")
 
 
-def shared_memory() -> Finding:
+def shared_memory() -> Line:
     """Try whether ranks of this host can read each other's gradients through mapped memory."""
     from core.distributed.wire.shared_memory import new_mapped_file
 
@@ -165,7 +165,7 @@ def shared_memory() -> Finding:
     try:
         fd = new_mapped_file()
     except OSError as error:
-        return Finding("slower", f"{otherwise}: {error.strerror or error}")
+        return Line("slower", f"{otherwise}: {error.strerror or error}")
     try:
         program = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
         place = f"/proc/{os.getpid()}/fd/{fd}"
@@ -175,51 +175,49 @@ def shared_memory() -> Finding:
     finally:
         os.close(fd)
     if done.returncode:
-        return Finding("slower", f"{otherwise}: another process of this user may not open {place}")
-    return Finding("ok", "ranks of one host add each other's gradients in place")
+        return Line("slower", f"{otherwise}: another process of this user may not open {place}")
+    return Line("ok", "ranks of one host add each other's gradients in place")
 
 
-def huge_pages() -> Finding:
+def huge_pages() -> Line:
     """Look whether large buffers get huge pages."""
     if not HUGE_PAGES.exists():
-        return Finding("slower", "this system has none to ask for")
+        return Line("slower", "this system has none to ask for")
     chosen = re.search(r"\[(\w+)\]", HUGE_PAGES.read_text())
     if chosen is None or chosen[1] == "never":
-        return Finding("slower", f"switched off: echo madvise | sudo tee {HUGE_PAGES}")
-    return Finding("ok", f"{chosen[1]}: buffers of 4 MiB and more lie in them")
+        return Line("slower", f"switched off: echo madvise | sudo tee {HUGE_PAGES}")
+    return Line("ok", f"{chosen[1]}: buffers of 4 MiB and more lie in them")
 
 
-def optimizer() -> Finding:
+def optimizer() -> Line:
     """Name the kernel that steps Adam."""
     from core.optimizer.algorithms.backends import report
 
     first, *others = report().splitlines()
     missing = [line.split()[1].rstrip(":") for line in others if "not installed" in line]
-    return Finding("ok" if "foreach" not in first else "slower", f"{first}; not installed: {', '.join(missing)}")
+    return Line("ok" if "foreach" not in first else "slower", f"{first}; not installed: {', '.join(missing)}")
 
 
-def compiler() -> Finding:
+def compiler() -> Line:
     """torch.compile on the CPU needs a C++ compiler; nothing of ours does."""
     found = next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
-    return Finding("ok", found) if found else Finding("without", "no C++ compiler; only torch.compile needs one")
+    return Line("ok", found) if found else Line("without", "no C++ compiler; only torch.compile needs one")
 
 
-def triton() -> Finding:
+def triton() -> Line:
     """Kernels that torch.compile makes for GPUs."""
     if importlib.util.find_spec("triton") is not None:
-        return Finding("ok", "installed")
-    return Finding(
-        "without", "not installed; only torch.compile on a GPU needs it: pip install 'gradient-core[triton]'"
-    )
+        return Line("ok", "installed")
+    return Line("without", "not installed; only torch.compile on a GPU needs it: pip install 'gradient-core[triton]'")
 
 
-def extra(name: str) -> Callable[[], Finding]:
+def extra(name: str) -> Callable[[], Line]:
     """Look for the packages of an extra, and for a transformers version whose plans are read."""
 
-    def ask() -> Finding:
+    def ask() -> Line:
         missing = [package for package in EXTRAS[name] if importlib.util.find_spec(package.replace("-", "_")) is None]
         if missing:
-            return Finding("without", f"{', '.join(missing)} not installed: pip install 'gradient-core[{name}]'")
+            return Line("without", f"{', '.join(missing)} not installed: pip install 'gradient-core[{name}]'")
         if "transformers" in EXTRAS[name]:
             from core.hugging_face.plan import PlanError
             from core.hugging_face.transformers_plans import check_version
@@ -227,22 +225,20 @@ def extra(name: str) -> Callable[[], Finding]:
             try:
                 check_version(importlib.metadata.version("transformers"))
             except PlanError as error:
-                return Finding("without", str(error))
-        return Finding("ok", "installed")
+                return Line("without", str(error))
+        return Line("ok", "installed")
 
     return ask
 
 
-def disk() -> Finding:
+def disk() -> Line:
     """Look for room on the disk that the main job writes to."""
     here = Path.cwd()
     text = f"{shutil.disk_usage(here).free / 2**30:.1f} GiB free in {here}"
-    return (
-        Finding("ok", text) if os.access(here, os.W_OK) else Finding("slower", f"{text}, and it cannot be written to")
-    )
+    return Line("ok", text) if os.access(here, os.W_OK) else Line("slower", f"{text}, and it cannot be written to")
 
 
-QUESTIONS: dict[str, Callable[[], Finding]] = {
+QUESTIONS: dict[str, Callable[[], Line]] = {
     "python": python,
     "torch": torch_version,
     "backends": backends,

@@ -29,7 +29,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 @dataclass(frozen=True)
-class Entry:
+class NamePair:
     """One tensor of ours, the tensors there that hold the same numbers, and the way in both directions."""
 
     ours: str
@@ -216,7 +216,7 @@ def _same_names(expected: set[str], found: Mapping[str, Tensor]) -> None:
         raise ValueError(f"these are not the weights that the configuration describes: the file {'; it '.join(parts)}")
 
 
-def _entries(config: TransformerConfig) -> Iterator[Entry]:
+def _entries(config: TransformerConfig) -> Iterator[NamePair]:
     """Every tensor of a whole GPT, in order."""
     yield _same(EMBEDDING, EMBEDDINGS[layout_of(config)])
     if layout_of(config) == "gpt2":
@@ -232,11 +232,11 @@ def _entries(config: TransformerConfig) -> Iterator[Entry]:
         yield _same(OUTPUT, HEAD)
 
 
-def _gpt2_layer(config: TransformerConfig, ours: str, number: int) -> Iterator[Entry]:
+def _gpt2_layer(config: TransformerConfig, ours: str, number: int) -> Iterator[NamePair]:
     theirs = f"transformer.h.{number}"
     for kind in ("weight", "bias"):
         yield _same(f"{ours}.input_layernorm.{kind}", f"{theirs}.ln_1.{kind}")
-        yield Entry(
+        yield NamePair(
             f"{ours}.self_attention.linear_qkv.{kind}",
             (f"{theirs}.attn.c_attn.{kind}",),
             lambda mixed: [_turned(torch.cat(_split_qkv(config, mixed)))],
@@ -248,12 +248,12 @@ def _gpt2_layer(config: TransformerConfig, ours: str, number: int) -> Iterator[E
         yield _linear(f"{ours}.mlp.linear_fc2.{kind}", f"{theirs}.mlp.c_proj.{kind}")
 
 
-def _llama_layer(config: TransformerConfig, ours: str, number: int) -> Iterator[Entry]:
+def _llama_layer(config: TransformerConfig, ours: str, number: int) -> Iterator[NamePair]:
     theirs = f"model.layers.{number}"
     yield _same(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
     yield _same(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
     for kind in ("weight", "bias") if config.add_bias_linear else ("weight",):
-        yield Entry(
+        yield NamePair(
             f"{ours}.self_attention.linear_qkv.{kind}",
             tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv"),
             lambda mixed: _split_qkv(config, mixed),
@@ -263,19 +263,19 @@ def _llama_layer(config: TransformerConfig, ours: str, number: int) -> Iterator[
         up = f"{theirs}.mlp.up_proj.{kind}"
         if config.activation == "swiglu":  # ours has the gate above the value
             gate = f"{theirs}.mlp.gate_proj.{kind}"
-            yield Entry(f"{ours}.mlp.linear_fc1.{kind}", (gate, up), lambda both: both.chunk(2), torch.cat)
+            yield NamePair(f"{ours}.mlp.linear_fc1.{kind}", (gate, up), lambda both: both.chunk(2), torch.cat)
         else:
             yield _same(f"{ours}.mlp.linear_fc1.{kind}", up)
         yield _same(f"{ours}.mlp.linear_fc2.{kind}", f"{theirs}.mlp.down_proj.{kind}")
 
 
-def _same(ours: str, theirs: str) -> Entry:
-    return Entry(ours, (theirs,), lambda whole: [whole], lambda parts: parts[0])
+def _same(ours: str, theirs: str) -> NamePair:
+    return NamePair(ours, (theirs,), lambda whole: [whole], lambda parts: parts[0])
 
 
-def _linear(ours: str, theirs: str) -> Entry:
+def _linear(ours: str, theirs: str) -> NamePair:
     """gpt2 keeps the matrices of linear layers as [in, out]."""
-    return Entry(ours, (theirs,), lambda whole: [_turned(whole)], lambda parts: _turned(parts[0]))
+    return NamePair(ours, (theirs,), lambda whole: [_turned(whole)], lambda parts: _turned(parts[0]))
 
 
 def _turned(tensor: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Estimate(NamedTuple):
     seconds: float
 
 
-class Stage(NamedTuple):
+class LayerCosts(NamedTuple):
     """One stage and one microbatch: bytes saved, and at the highest point; seconds of forward and of backward.
 
     exchanges: the seconds of these that are no arithmetic.
@@ -69,7 +69,7 @@ class Order(NamedTuple):
     hops: float
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """One pipeline position. params: (elements, True for an expert's) of its parameters, in the order of the model.
 
     tied: elements of an embedding that another position has too. kind: equal for positions with equal parameters.
@@ -133,7 +133,7 @@ class Estimates:
         wanted = list(dict.fromkeys(part for row in parts for part in row))
         zeros = [zero for zero in self.shardings if groups.size("dp_cp") > 1 or zero == min(self.shardings)]
         states: dict[tuple[int, int, bool], State] = {}
-        places: list[Place] = []
+        places: list[Position] = []
         for micro in micros:
             count = run.microbatches // micro
             figures = self.figures.at(choice.split, run, micro, wanted)
@@ -169,16 +169,16 @@ class Estimates:
                 seconds = max(end + behind[place.kind] for place, end in zip(places, ends, strict=True))
                 yield Estimate(choice._replace(zero=zero, micro=micro), peak, seconds)
 
-    def _stage(self, part: PartFigures, groups: PlannedGroups) -> Stage:
+    def _stage(self, part: PartFigures, groups: PlannedGroups) -> LayerCosts:
         """A stage of one part."""
         seconds = stage_seconds([part], self.device)
         moved = {
             phase: sum(row.seconds for row in layer_travels([part], phase, groups, self.device)) for phase in seconds
         }
         forward_s, backward_s = (seconds[phase] + moved[phase] for phase in (FORWARD, BACKWARD))
-        return Stage(part.saved, max(part.forward, part.backward), forward_s, backward_s, sum(moved.values()))
+        return LayerCosts(part.saved, max(part.forward, part.backward), forward_s, backward_s, sum(moved.values()))
 
-    def _state(self, zero: int, run: Run, place: Place, groups: PlannedGroups) -> State:
+    def _state(self, zero: int, run: Run, place: Position, groups: PlannedGroups) -> State:
         """State of a position between steps."""
         each, ddp = self.shardings[zero].each, run.ddp
         residency = ddp.residency
@@ -214,7 +214,9 @@ class Estimates:
         tied = int(each[GRADIENTS] * place.tied) // residency.spread(groups.size("dp_cp")).states
         return State(sum(held.values()), optimizer_seconds(held, owned, self.device, count), max(1, count), tied, sent)
 
-    def _behind(self, run: Run, place: Place, state: State, groups: PlannedGroups, rows: Sequence[Stage]) -> float:
+    def _behind(
+        self, run: Run, place: Position, state: State, groups: PlannedGroups, rows: Sequence[LayerCosts]
+    ) -> float:
         """Seconds of the update, and of reductions and gathers that nothing hides."""
         ddp = run.ddp
         device = self.device
@@ -272,10 +274,10 @@ def buckets_of(
     return found
 
 
-def joined(costs: Sequence[Stage], figures: Sequence[PartFigures]) -> Stage:
+def joined(costs: Sequence[LayerCosts], figures: Sequence[PartFigures]) -> LayerCosts:
     """A stage of some parts."""
     together = StageFigures.of(figures)
-    return Stage(
+    return LayerCosts(
         together.saved,
         max(together.forward, together.backward),
         sum(cost.forward_s for cost in costs),
@@ -284,7 +286,7 @@ def joined(costs: Sequence[Stage], figures: Sequence[PartFigures]) -> Stage:
     )
 
 
-def places_of(run: Run, parts: Sequence[Sequence[Any]], figures: Mapping[Any, PartFigures]) -> list[Place]:
+def places_of(run: Run, parts: Sequence[Sequence[Any]], figures: Mapping[Any, PartFigures]) -> list[Position]:
     """The positions of a run's pipeline. parts: of each stage."""
     layout, last = run.layout, run.layout.num_stages - 1
     kinds: dict[Any, int] = {}
@@ -300,11 +302,11 @@ def places_of(run: Run, parts: Sequence[Sequence[Any]], figures: Mapping[Any, Pa
             tied = embedding[0]
             params += [embedding] * (0 not in numbers)
         kind = kinds.setdefault((names, position == 0), len(kinds))
-        found.append(Place(numbers, params, tied, position == 0, kind))
+        found.append(Position(numbers, params, tied, position == 0, kind))
     return found
 
 
-def activations_of(place: Place, rows: Sequence[Stage], order: Order, sent: int) -> int:
+def activations_of(place: Position, rows: Sequence[LayerCosts], order: Order, sent: int) -> int:
     """Bytes of one position at the highest point of a step. sent: what one stage sends the next for a microbatch."""
     last = len(rows) - 1
     kept = {number: rows[number].saved - sent * (number < last) for number in place.numbers}  # what is sent is freed

@@ -88,7 +88,7 @@ def first_line(error: Exception) -> str:
     return words if speaks else f"{type(error).__name__}: {words}"
 
 
-class WholeModel:
+class MetaModel:
     """A causal model without memory. recompute: True if each layer runs again in backward."""
 
     def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
@@ -145,14 +145,16 @@ class WholeModel:
 
 
 # By dtype and recomputation, of one configuration.
-WholeModels = dict[tuple[torch.dtype, bool], WholeModel]
+MetaModels = dict[tuple[torch.dtype, bool], MetaModel]
 
 
-def whole_model(made: WholeModels, configuration: Any, dtype: torch.dtype, recompute: bool) -> WholeModel:
+def whole_model(
+    made: MetaModels, configuration: Any, dtype: torch.dtype, recompute: bool
+) -> MetaModel:
     """The one that was made, or a new one."""
     key = dtype, recompute
     if key not in made:
-        made[key] = WholeModel(configuration, dtype, recompute)
+        made[key] = MetaModel(configuration, dtype, recompute)
     return made[key]
 
 
@@ -181,7 +183,7 @@ class HuggingFaceSource:
     splits_sequence_of_logits: bool = False
     adapters: Any = None
     logits_chunk: int | None = None
-    made: WholeModels = field(default_factory=dict, repr=False)
+    made: MetaModels = field(default_factory=dict, repr=False)
     contracts: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -195,7 +197,7 @@ class HuggingFaceSource:
         return bool(self.configuration.get_text_config().tie_word_embeddings)
 
     @property
-    def _whole_model(self) -> WholeModel:
+    def _whole_model(self) -> MetaModel:
         return whole_model(self.made, self.configuration, self.dtype, self.recompute)
 
     @property

@@ -32,7 +32,7 @@ SAME_WORK = {
 FLOPS = {str(operator): count for operator, count in flop_registry.items()}
 
 
-class Place(NamedTuple):
+class Phase(NamedTuple):
     """Position in a step: forward or backward of one part of the model."""
 
     phase: str
@@ -82,11 +82,11 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
-        self.place = Place(FORWARD, "")
+        self.place = Phase(FORWARD, "")
         self.live = 0
         self.live_of: defaultdict[str, int] = defaultdict(int)  # by the part that made it
-        self.peak: defaultdict[Place, int] = defaultdict(int)
-        self.work: defaultdict[Place, Counter[Work]] = defaultdict(Counter)
+        self.peak: defaultdict[Phase, int] = defaultdict(int)
+        self.work: defaultdict[Phase, Counter[Work]] = defaultdict(Counter)
         self._followed: dict[int, Any] = {}  # by id of the storage, which lives as long as the entry
         self._sizes: dict[int, tuple[int, str]] = {}  # bytes, and the part that made them
         for tensor in known:
@@ -94,7 +94,7 @@ class LiveMemory(TorchDispatchMode):
 
     def enter(self, phase: str, part: str) -> None:
         """From now on `part` runs."""
-        self.place = Place(phase, part)
+        self.place = Phase(phase, part)
         self.peak[self.place] = max(self.peak[self.place], self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

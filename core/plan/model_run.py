@@ -13,7 +13,13 @@ from core.hugging_face.sequence import MODES, OVER_CONTEXT, OVER_TENSOR
 from core.hugging_face.tiny import tiny_of_bytes
 from core.pipeline_parallel.schedules import plan_pipeline
 from core.plan.config_notes import config_notes
-from core.plan.hugging_face_source import HuggingFaceSource, WholeModel, WholeModels, as_config_error, whole_model
+from core.plan.hugging_face_source import (
+    HuggingFaceSource,
+    MetaModels,
+    MetaModel,
+    as_config_error,
+    whole_model,
+)
 from core.plan.run_memory import Run
 from core.training.config import OptimizerOptions, ParallelOptions
 from core.training.errors import ConfigError
@@ -111,12 +117,12 @@ class ModelRun:
         return int(self.configuration.get_text_config().num_hidden_layers)
 
     @cached_property
-    def made(self) -> WholeModels:
+    def made(self) -> MetaModels:
         """Models without memory that plans of this run share."""
         return {}
 
     @property
-    def whole(self) -> WholeModel:
+    def whole(self) -> MetaModel:
         """The model without memory."""
         return whole_model(self.made, self.configuration, DTYPES[self.dtype], False)
 

@@ -43,10 +43,10 @@ class Ledger:
     def __init__(self, *, over_gloo: bool) -> None:
         self.over_gloo = over_gloo
         self.during = ""
-        self.sent: defaultdict[Entry, list[int]] = defaultdict(lambda: [0, 0])
+        self.sent: defaultdict[Sent, list[int]] = defaultdict(lambda: [0, 0])
 
 
-class Entry(NamedTuple):
+class Sent(NamedTuple):
     """The calls of one collective on one group."""
 
     during: str
@@ -73,7 +73,7 @@ class PlannedGroup:
 
     def count(self, collective: str, nbytes: float) -> NoWork:
         """Note one collective with the bytes that this rank puts on the wire."""
-        row = self.ledger.sent[Entry(self.ledger.during, self.kind, collective)]
+        row = self.ledger.sent[Sent(self.ledger.during, self.kind, collective)]
         row[0] += 1
         row[1] += int(nbytes)
         return NoWork()

@@ -19,7 +19,7 @@ from core.plan.planned_groups import PlannedGroups, planned_groups
 from core.plan.schedule_order import actions_of_ranks
 from core.plan.state_bytes import TierBytes, UserOptimizer, state_bytes, whole_gradients
 from core.plan.step_figures import PartFigures
-from core.plan.step_memory import Moment, Saved, StageFigures, memory_along
+from core.plan.step_memory import HighPoint, Saved, StageFigures, memory_along
 
 StageParts = Mapping[int, Sequence[PartFigures]]  # stage -> the figures of its parts, in order
 
@@ -114,7 +114,7 @@ class RankMemory:
     rank: int
     stages: tuple[int, ...]
     state: Mapping[str, int]
-    moments: Sequence[Moment]
+    moments: Sequence[HighPoint]
     plans: Sequence[ModelPlan] = field(default=(), repr=False)
     files: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, int] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class RankMemory:
     parts: StageParts = field(default_factory=dict, repr=False)
 
     @property
-    def highest(self) -> Moment:
+    def highest(self) -> HighPoint:
         """The action in which most is held."""
         return max(self.moments, key=lambda moment: moment.total)
 

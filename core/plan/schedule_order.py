@@ -11,7 +11,7 @@ from core.pipeline_parallel.schedules import Action, actions_in, build_schedule,
 
 
 @dataclass
-class StandIn:
+class StageStandIn:
     """A stage as torch's schedules read it when they make their table."""
 
     stage_index: int

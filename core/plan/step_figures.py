@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.plan.live_memory import AFTER, BACKWARD, BEFORE, FORWARD, LiveMemory, Place, Work
+from core.plan.live_memory import AFTER, BACKWARD, BEFORE, FORWARD, LiveMemory, Phase, Work
 from core.plan.planned_groups import Ledger
 from core.plan.without_values import WithoutValues
 
@@ -143,7 +143,7 @@ def _figures(
     figures = {}
     before = 0  # what earlier parts have saved
     for part in params:
-        places = {phase: Place(phase, part) for phase in (FORWARD, BACKWARD)}
+        places = {phase: Phase(phase, part) for phase in (FORWARD, BACKWARD)}
         figures[part] = PartFigures(
             saved.get(part, 0),
             max(0, live.peak[places[FORWARD]] - before),

@@ -91,7 +91,7 @@ class StageFigures:
 
 
 @dataclass(frozen=True)
-class Moment:
+class HighPoint:
     """Memory at the highest point of one action, by kind.
 
     in_flight: by stage, the microbatches that activations are there of. parts: of the action's own microbatch only
@@ -127,7 +127,7 @@ def memory_along(
     sent_bytes: int,
     arrived: Mapping[tuple[int, int], int] | None = None,
     sends: Collection[int] = (),
-) -> list[Moment]:
+) -> list[HighPoint]:
     """The highest point of each action of a rank.
 
     stages: by number, those of the rank. sent_bytes: what one stage sends the next for a microbatch. A stage keeps what
@@ -161,7 +161,7 @@ def memory_along(
             under_way[action.stage] = max(0, forwarded[action.stage] - known)
         received += sum(under_way[one] for one in stages if one in sends)
         held |= {WHOLE: waiting - begun + highest.waiting, RECEIVED: received * sent_bytes}
-        moments.append(Moment(action, held, dict(in_flight), highest.parts))
+        moments.append(HighPoint(action, held, dict(in_flight), highest.parts))
         if action.kind == "F":
             forwarded[action.stage] += 1
             under_way[action.stage] = 1 if arrived is None else under_way[action.stage] + 1

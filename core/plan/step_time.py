@@ -18,7 +18,7 @@ from core.plan.run_memory import RankMemory, Run, StageParts
 from core.plan.schedule_order import actions_of_ranks
 from core.plan.state_bytes import MASTERS, MOMENTS
 from core.plan.step_figures import PartFigures
-from core.plan.time_line import Span, pipeline_spans, shared_spans
+from core.plan.time_line import TimedAction, pipeline_spans, shared_spans
 from core.plan.travels import Travel, gradient_travels, layer_travels, rule_travels, travel
 
 ATTENTION = "scaled_dot_product"  # in the names of attention's kernels
@@ -43,7 +43,7 @@ class StepTime:
     mfu: float
     flops_per_s: float
     travels: Sequence[Travel]
-    spans: Sequence[Span]
+    spans: Sequence[TimedAction]
 
     @property
     def seconds(self) -> float:
@@ -168,7 +168,9 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
     )
 
 
-def _spans(run: Run, groups: PlannedGroups, seconds: Mapping[tuple[str, int], float], device: Device) -> list[Span]:
+def _spans(
+    run: Run, groups: PlannedGroups, seconds: Mapping[tuple[str, int], float], device: Device
+) -> list[TimedAction]:
     """The time line of the pipeline. Ranks that wait leave their cores to others, if they have to share them."""
     num_stages = run.layout.num_stages
     hop_s = travel(groups, "pp", "send", 1, run.source.sent_bytes(), device).seconds if num_stages > 1 else 0.0

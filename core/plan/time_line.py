@@ -11,7 +11,7 @@ Done = Mapping[tuple[str, int, int], float]  # (kind, stage, microbatch) -> when
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedAction:
     """One action of one pipeline position, in seconds from the begin of the step."""
 
     place: int
@@ -22,7 +22,7 @@ class Span:
 
 def pipeline_spans(
     orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], hop_s: float, num_stages: int
-) -> list[Span]:
+) -> list[TimedAction]:
     """When each position does what: an action begins when its rank is free and what it needs has arrived.
 
     seconds: (kind of action, stage) -> its duration. hop_s: of a message between neighbouring stages.
@@ -30,7 +30,7 @@ def pipeline_spans(
     done: dict[tuple[str, int, int], float] = {}
     free = [0.0] * len(orders)
     at = [0] * len(orders)
-    spans: list[Span] = []
+    spans: list[TimedAction] = []
     left = sum(map(len, orders))
     while left:
         before = left
@@ -43,7 +43,7 @@ def pipeline_spans(
                 start = max(free[place], ready)
                 end = start + seconds[action.kind, action.stage]
                 done[action.kind, action.stage, action.microbatch] = end
-                spans.append(Span(place, action, start, end))
+                spans.append(TimedAction(place, action, start, end))
                 free[place] = end
                 at[place] += 1
                 left -= 1
@@ -76,14 +76,14 @@ def shared_spans(
     hop_s: float,
     num_stages: int,
     slower: Callable[[int], float],
-) -> list[Span]:
+) -> list[TimedAction]:
     """As `pipeline_spans`, of positions that share cores: a position that waits leaves its core to the others.
 
     seconds: of a core of one's own. slower: by how many positions work, how many times as long each of them takes.
     """
     done: dict[tuple[str, int, int], float] = {}
     at, now = [0] * len(orders), 0.0
-    spans: list[Span] = []
+    spans: list[TimedAction] = []
     running: dict[int, tuple[float, float]] = {}  # position -> (since when, seconds of a core that are left)
     while len(spans) < sum(map(len, orders)):
         coming: list[float] = []  # when what a position needs arrives
@@ -110,7 +110,7 @@ def shared_spans(
             if left <= 1e-12:
                 action = orders[place][at[place]]
                 done[action.kind, action.stage, action.microbatch] = now
-                spans.append(Span(place, action, since, now))
+                spans.append(TimedAction(place, action, since, now))
                 at[place] += 1
                 del running[place]
     return spans

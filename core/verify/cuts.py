@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.checkpoint.global_slices import GlobalSlice, Places
+from core.checkpoint.global_slices import AxisRanks, GlobalSlice
 
 AXES = ("cp", "tp")
 SECTIONS = (1, 2, 3)
@@ -46,7 +46,7 @@ class Cut:
 
 
 def cuts_of(
-    mine: Sequence[int], whole: Sequence[int], ranks: Places, *, samples: int, weight: GlobalSlice | None = None
+    mine: Sequence[int], whole: Sequence[int], ranks: AxisRanks, *, samples: int, weight: GlobalSlice | None = None
 ) -> list[Cut]:
     """All ways in which a tensor of shape `mine` may lie in one of shape `whole`; none where it cannot.
 
@@ -63,7 +63,7 @@ def cuts_of(
 
 
 def _cuts(
-    mine: Sequence[int], whole: Sequence[int], ranks: Places, samples: int, weight: GlobalSlice | None
+    mine: Sequence[int], whole: Sequence[int], ranks: AxisRanks, samples: int, weight: GlobalSlice | None
 ) -> list[Cut]:
     found = []
     axes = [axis for axis in AXES if ranks.size(axis) > 1]
@@ -82,7 +82,7 @@ def _cuts(
     return found + [Cut(places) for places in itertools.product(*ways)]
 
 
-def _ways(length: int, part: int, axes: Sequence[str], ranks: Places, samples: int) -> Iterator[Tensor]:
+def _ways(length: int, part: int, axes: Sequence[str], ranks: AxisRanks, samples: int) -> Iterator[Tensor]:
     """The different index vectors [part] that a dimension of `length` may be cut to."""
     seen = set()
     for count in range(1, len(axes) + 1):

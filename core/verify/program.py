@@ -83,7 +83,7 @@ def run_program(asked: Asked) -> int:
     if not asked.is_module and not Path(asked.program).is_file():
         print(f"python -m core.verify: there is no file {asked.program!r}", file=sys.stderr)
         return 2
-    watch = Watch(asked)
+    watch = ProgramWatch(asked)
     sys.argv = [asked.program, *asked.arguments]
     status: Any = 0
     with watch.active():
@@ -121,10 +121,10 @@ def note(loss_fn: Callable[..., Any], *arguments: Any, per_token: bool = False) 
         watch.noted.append(Noted(loss_fn, kept((arguments, {})), per_token))
 
 
-_ACTIVE: list[Watch] = []
+_ACTIVE: list[ProgramWatch] = []
 
 
-class Watch:
+class ProgramWatch:
     """Watches the calls of modules in a program. reports: of the steps that were compared."""
 
     def __init__(self, asked: Asked) -> None:
@@ -229,7 +229,7 @@ class Watch:
 class ProgramCheck(StepCheck):
     """The check of a program's first step. Its reference is built when the step is over."""
 
-    def __init__(self, watch: Watch, job: LoopJob, module: nn.Module) -> None:
+    def __init__(self, watch: ProgramWatch, job: LoopJob, module: nn.Module) -> None:
         super().__init__(job, self._whole, conclude=watch.end)
         self.watch = watch
         self.module = module

@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Member:
+class RankProcess:
     """One rank's process.
 
     machine: equal for ranks that see each other's processes. born: the start of the process, because process numbers
@@ -85,14 +85,14 @@ class Member:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
-def this_member(rank: int, stage: int = 0) -> Member:
+def this_member(rank: int, stage: int = 0) -> RankProcess:
     """The process that calls it."""
     state = state_of(os.getpid())
-    return Member(rank, socket.gethostname(), _machine(), os.getpid(), "" if state is None else state[1], stage)
+    return RankProcess(rank, socket.gethostname(), _machine(), os.getpid(), "" if state is None else state[1], stage)
 
 
 @dataclass(frozen=True)
-class Finding:
+class LostRank:
     """A finding about a rank: one of the kinds above, in words."""
 
     kind: str
@@ -106,14 +106,14 @@ class RankWatch:
     store: the job's; the watch opens a connection of its own.
     """
 
-    def __init__(self, store: dist.Store, member: Member, world: int) -> None:
+    def __init__(self, store: dist.Store, member: RankProcess, world: int) -> None:
         own = store.clone()
         own.set_timeout(timedelta(seconds=STORE_LIMIT_S))
         self.store = PromptStore(own, STORE_LIMIT_S + 1.0)
         self.rank = member.rank
         self.world = world
         self.members = {member.rank: member}  # of the ranks that have come so far
-        self.lost: dict[int, Finding] = {}  # in the order in which it was found
+        self.lost: dict[int, LostRank] = {}  # in the order in which it was found
         self.left: set[int] = set()  # ranks that ended on purpose
         self.busy: set[int] = set()  # ranks of this host that run, and whose beats do not come
         self.place = Place("", time.monotonic())
@@ -149,7 +149,7 @@ class RankWatch:
         self._arrived = arrived
         for rank in range(self.world):
             if rank not in self.members and self.store.check([f"member/{rank}"]):
-                self.members[rank] = Member(**json.loads(self.store.get(f"member/{rank}")))
+                self.members[rank] = RankProcess(**json.loads(self.store.get(f"member/{rank}")))
 
     def stop(self, failure: BaseException | None = None) -> None:
         """End the thread, and publish that this rank leaves. May be called twice.
@@ -184,7 +184,7 @@ class RankWatch:
         self.stop(sys.exc_info()[1] or getattr(sys, "last_value", None))
 
     @property
-    def neighbours(self) -> list[Member]:
+    def neighbours(self) -> list[RankProcess]:
         """The other ranks whose processes can be seen from here."""
         own = self.members[self.rank]
         return [m for m in list(self.members.values()) if m.machine == own.machine and m is not own and m.born]
@@ -333,7 +333,7 @@ class RankWatch:
         self._beats = beats  # a rank that is looked at again has all the time
         return found
 
-    def _without_beats(self, member: Member, seconds: float) -> tuple[str, str]:
+    def _without_beats(self, member: RankProcess, seconds: float) -> tuple[str, str]:
         if member in self.neighbours and member.state is not None:
             self.busy.add(member.rank)
             return BACK, (
@@ -365,7 +365,7 @@ class RankWatch:
             self.lost.pop(rank, None)
             log.warning("rank %d: %s", self.rank, words)
             return
-        self.lost[rank] = Finding(kind, words, time.monotonic())
+        self.lost[rank] = LostRank(kind, words, time.monotonic())
         log.error("rank %d: %s%s", self.rank, words, self._here())
 
     def _report_long_wait(self) -> None:

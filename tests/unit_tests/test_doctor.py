@@ -56,7 +56,7 @@ def test_without_torch_every_line_is_printed_and_the_status_is_1(tmp_path: Path)
 def test_an_answer_that_fails_is_told_in_its_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken() -> doctor.Finding:
+    def broken() -> doctor.Line:
         raise RuntimeError("the driver is asleep\nand more")
 
     monkeypatch.setitem(doctor.QUESTIONS, "GPUs", broken)
@@ -140,7 +140,7 @@ def test_alike_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _number: device)
-    assert doctor.gpus() == doctor.Finding("ok", "3 x Example 80, 80 GiB, compute 9.0; one rank each")
+    assert doctor.gpus() == doctor.Line("ok", "3 x Example 80, 80 GiB, compute 9.0; one rank each")
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["dcotor"], 2), (["doctor", "-x"], 2)])

@@ -25,7 +25,7 @@ PLACE = ("offset", "numel")
 OWN_OPTIONS = ("params", "param_names", "fused", "foreach")  # of a group, which saved ones do not replace
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     """One rank's piece of one parameter's state: elements [start, end) of some keys, and other values unchanged."""
 
     rank: int  # in the shard group
@@ -71,8 +71,8 @@ def _names_by_group(engine: AdoptedOptimizer) -> list[tuple[dist.ProcessGroup, l
     return list(found.items())
 
 
-def _pieces_of_all_ranks(engine: AdoptedOptimizer, mine: Mapping[str, Sequence[Entry]]) -> dict[str, list[Piece]]:
-    pieces: dict[str, list[Piece]] = {}
+def _pieces_of_all_ranks(engine: AdoptedOptimizer, mine: Mapping[str, Sequence[Entry]]) -> dict[str, list[StatePiece]]:
+    pieces: dict[str, list[StatePiece]] = {}
     for group, names in _names_by_group(engine):
         rank = dist.get_rank(group)
         here = {name: [_piece(rank, entry) for entry in mine.get(name, [])] for name in names}
@@ -82,7 +82,7 @@ def _pieces_of_all_ranks(engine: AdoptedOptimizer, mine: Mapping[str, Sequence[E
     return pieces
 
 
-def _piece(rank: int, entry: Entry) -> Piece:
+def _piece(rank: int, entry: Entry) -> StatePiece:
     dtypes: dict[str, torch.dtype] = {}
     values: dict[str, Any] = {}
     for key, value in entry.items():
@@ -92,10 +92,10 @@ def _piece(rank: int, entry: Entry) -> Piece:
             dtypes[key] = value.dtype
         else:  # a count of steps, or what is kept for rows and columns
             values[key] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-    return Piece(rank, entry["offset"], entry["offset"] + entry["numel"], dtypes, values)
+    return StatePiece(rank, entry["offset"], entry["offset"] + entry["numel"], dtypes, values)
 
 
-def _has_moments(pieces: Sequence[Piece]) -> bool:
+def _has_moments(pieces: Sequence[StatePiece]) -> bool:
     """Has it been updated? torch's optimizers set up the state of a parameter where they find none at all."""
     return bool(pieces) and bool(pieces[0].values or set(pieces[0].dtypes) - {MASTER})
 

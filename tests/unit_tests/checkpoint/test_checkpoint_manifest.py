@@ -9,16 +9,16 @@ from core.checkpoint.damage import shares
 from core.checkpoint.manifest import (
     CommitRecord,
     FileRecord,
+    ItemBytes,
     Manifest,
     ManifestError,
-    Segment,
     TensorRecord,
     part_from_json,
     part_to_json,
     read_manifest,
 )
 
-SEGMENTS = (Segment("a", 0, 40, 1), Segment("ü b", 40, 0, 0), Segment("c", 40, 60, 3))
+SEGMENTS = (ItemBytes("a", 0, 40, 1), ItemBytes("ü b", 40, 0, 0), ItemBytes("c", 40, 60, 3))
 FILE = FileRecord("rank_00001_000.distcp", 1, 100, 77, SEGMENTS)
 MANIFEST = Manifest(12, 2, (FILE,), {"a": TensorRecord((2, 5), "float32")}, {"layout": {"tp": 2}, "list": [1, None]})
 
@@ -92,7 +92,7 @@ def test_the_items_of_a_byte_range_are_those_with_a_byte_in_it() -> None:
 
 
 def test_a_segment_is_found_by_its_first_byte_only() -> None:
-    segments = tuple(Segment(f"t{i}", 10 * i, 10, i) for i in range(5))
+    segments = tuple(ItemBytes(f"t{i}", 10 * i, 10, i) for i in range(5))
     file = FileRecord("f", 0, 50, 0, segments)
     assert [file.segment_at(offset) for offset in (0, 20, 40)] == [segments[0], segments[2], segments[4]]
     assert file.segment_at(21) is None and file.segment_at(50) is None

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.verify import note
-from core.verify.program import Asked, Watch, asked_by, function_named, run_program
+from core.verify.program import Asked, ProgramWatch, asked_by, function_named, run_program
 from core.verify.report import GradientReport
 from tests.unit_tests.ranks import ranks
 
@@ -54,7 +54,7 @@ WHOLE = f"{__name__}:build_whole"
 
 def report_of(program: Callable[[], None], **asked: Any) -> GradientReport:
     """Run a program, which is to end after its first step."""
-    watch = Watch(Asked("a program", **asked))
+    watch = ProgramWatch(Asked("a program", **asked))
     with watch.active(), pytest.raises(SystemExit) as end:
         program()
     (report,) = watch.reports
@@ -194,7 +194,7 @@ def test_a_forgotten_reduction_in_a_dtensor_parallel_model_is_found(rank: int, w
 @ranks(2)
 def test_a_program_goes_on_where_it_is_asked_to(rank: int, world: int) -> None:
     torch.manual_seed(4)
-    watch = Watch(Asked("a program", continues=True))
+    watch = ProgramWatch(Asked("a program", continues=True))
     with watch.active():
         model = nn.parallel.DistributedDataParallel(Net())
         before = model.module.up.weight.detach().clone()
@@ -210,9 +210,9 @@ def test_a_program_goes_on_where_it_is_asked_to(rank: int, world: int) -> None:
 @ranks(2)
 def test_what_is_not_known_is_asked_for(rank: int, world: int) -> None:
     model = split_by_torch(forgets=False)
-    with Watch(Asked("a program")).active(), pytest.raises(ValueError, match="--whole module:function"):
+    with ProgramWatch(Asked("a program")).active(), pytest.raises(ValueError, match="--whole module:function"):
         train(model, seed=7, forward=lambda x, y: mean_loss(model, x[:4], y[:4]))
-    with Watch(Asked("a program")).active(), pytest.raises(ValueError, match="gives a Tensor of shape .*--loss"):
+    with ProgramWatch(Asked("a program")).active(), pytest.raises(ValueError, match="gives a Tensor of shape .*--loss"):
         plain = nn.parallel.DistributedDataParallel(Net())
         train(plain, forward=lambda x, y: mean_loss(plain, x, y))
 
