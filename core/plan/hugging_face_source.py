@@ -148,9 +148,7 @@ class MetaModel:
 MetaModels = dict[tuple[torch.dtype, bool], MetaModel]
 
 
-def whole_model(
-    made: MetaModels, configuration: Any, dtype: torch.dtype, recompute: bool
-) -> MetaModel:
+def whole_model(made: MetaModels, configuration: Any, dtype: torch.dtype, recompute: bool) -> MetaModel:
     """The one that was made, or a new one."""
     key = dtype, recompute
     if key not in made:

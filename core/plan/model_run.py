@@ -15,8 +15,8 @@ from core.pipeline_parallel.schedules import plan_pipeline
 from core.plan.config_notes import config_notes
 from core.plan.hugging_face_source import (
     HuggingFaceSource,
-    MetaModels,
     MetaModel,
+    MetaModels,
     as_config_error,
     whole_model,
 )
