@@ -49,7 +49,7 @@ def actions_of_ranks(schedule: str, layout: PipelineLayout, microbatches: int) -
         )
     if kind.name == "Interleaved1F1B":
         return tuple(tuple(_interleaved(layout, rank, microbatches)) for rank in range(layout.pp))
-    stages: list[Any] = [StandIn(stage, layout.num_stages, layout.pp, 0) for stage in layout.stages_of(0)]
+    stages: list[Any] = [StageStandIn(stage, layout.num_stages, layout.pp, 0) for stage in layout.stages_of(0)]
     table = build_schedule(kind, stages, microbatches).pipeline_order
     return tuple(tuple(actions_in(table[rank])) for rank in range(layout.pp))
 
