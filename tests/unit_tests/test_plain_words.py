@@ -34,7 +34,7 @@ ROOMS = sorted(
     for path in [*(ROOT / "core").iterdir(), *(ROOT / name for name in ("benchmarks", "examples", "pretrain_gpt.py"))]
     if path.suffix == ".py" or (path / "__init__.py").is_file() or path.name == "examples"
 )
-PAGES = ("docs/source", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = ("docs/source", "benchmarks", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 # Rooms and pages that hold marks still.
 EXCEPTIONS: frozenset[str] = frozenset()
 
