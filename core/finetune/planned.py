@@ -17,11 +17,11 @@ from core.finetune.model import causal_class, check_configuration, lora_config_o
 from core.finetune.plan import BY_TORCH, SERVED, TunePlan, plan_tuning, sequence_mode, zero_stage
 from core.finetune.trainer import loss_of_whole_logits
 from core.pipeline_parallel import PipelineLayout
-from core.plan.changes import MOST_RANKS, larger_sizes
 from core.plan.hugging_face_source import HuggingFaceSource
 from core.plan.model_run import ModelRun
 from core.plan.planned_groups import planned_groups
 from core.plan.run_memory import Run
+from core.plan.suggestions import MOST_RANKS, larger_sizes
 from core.training.config import ParallelOptions
 from core.training.errors import ConfigError
 from core.training.extras import require_installed

@@ -14,7 +14,6 @@ from typing import Any
 from core.collector_pause import collector_paused
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.pipeline_parallel.schedules import find_schedule
-from core.plan.changes import MOST_RANKS
 from core.plan.choices import AXES, Choice, Sizes, axes, choices, flags_of, with_choice
 from core.plan.device import Device, read_device
 from core.plan.estimates import Estimate, Estimates, Sharding
@@ -24,6 +23,7 @@ from core.plan.report import gib
 from core.plan.run_memory import Run
 from core.plan.shared_figures import SharedFigures
 from core.plan.state_bytes import SCRATCH
+from core.plan.suggestions import MOST_RANKS
 from core.training.config import JobConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError

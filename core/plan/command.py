@@ -14,12 +14,12 @@ from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.hugging_face.sequence import MODES
 from core.plan.advise import advise
 from core.plan.calibrate import calibrate
-from core.plan.changes import advice
 from core.plan.choices import NO_MODE
 from core.plan.device import Device, known_devices, read_device
 from core.plan.model_run import TINY, ModelRun, known_models
 from core.plan.pictures import draw_plan
 from core.plan.plan_run import plan_run
+from core.plan.suggestions import advice
 from core.training.config import AXIS_OPTIONS, JobConfig
 from core.training.config_file import given_options, load_config, read_toml, spell_out
 from core.training.errors import ConfigError

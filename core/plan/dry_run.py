@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from core.plan.changes import advice, changes_that_fit
 from core.plan.command import DOES_NOT_FIT
 from core.plan.device import Device, read_device
 from core.plan.plan_run import Plannable, plan_run
 from core.plan.report import gib
+from core.plan.suggestions import advice, suggestions_that_fit
 from core.training.config import JobConfig, RunOptions
 from core.training.errors import ConfigError
 from core.training.memory import device_memory_bytes, host_memory_bytes
@@ -62,7 +62,7 @@ def refuse_what_cannot_fit(config: JobConfig | Plannable, options: RunOptions, r
         needed = ranks_here * sum(peaks) // len(peaks) if ranks == ranks_here else ranks_here * min(peaks)
     if needed <= MARGIN * device.memory_bytes:
         return
-    changes = changes_that_fit(config, ranks, device)
+    changes = suggestions_that_fit(config, ranks, device)
     advice = f"it would fit with {' or '.join(words for words, _ in changes)}; " if changes else ""
     what = f"{ranks_here} ranks of this machine" if device.is_host else f"rank {plan.fullest.rank}"
     raise ConfigError(

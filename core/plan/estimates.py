@@ -22,6 +22,7 @@ from core.groups.rank_grid import DATA_KINDS
 from core.pipeline_parallel import PipelineLayout
 from core.pipeline_parallel.schedules import find_schedule
 from core.plan.choices import Choice
+from core.plan.communication import communication_of, layer_communication, param_gathers, part_sent
 from core.plan.device import Device
 from core.plan.live_memory import BACKWARD, FORWARD
 from core.plan.planned_groups import PlannedGroups
@@ -33,7 +34,6 @@ from core.plan.step_figures import Params, PartFigures
 from core.plan.step_memory import WHOLE, StageFigures
 from core.plan.step_time import optimizer_seconds, stage_seconds
 from core.plan.time_line import pipeline_spans
-from core.plan.travels import layer_travels, param_gathers, part_sent, travel
 
 
 class Estimate(NamedTuple):
@@ -146,7 +146,7 @@ class Estimates:
             places = places or places_of(run, parts, figures)
             source: Any = run.source
             sent = replace(source, micro_batch_size=micro).sent_bytes() if layout.num_stages > 1 else 0
-            hop = travel(groups, "pp", "send", 1, sent, self.device).seconds if sent else 0.0
+            hop = communication_of(groups, "pp", "send", 1, sent, self.device).seconds if sent else 0.0
             order = order_of(run.schedule, layout, count)
             held = [activations_of(place, rows, order, sent) for place in places]
             mean = sum(row.forward_s + row.backward_s for row in rows) / len(rows)
@@ -173,7 +173,8 @@ class Estimates:
         """A stage of one part."""
         seconds = stage_seconds([part], self.device)
         moved = {
-            phase: sum(row.seconds for row in layer_travels([part], phase, groups, self.device)) for phase in seconds
+            phase: sum(row.seconds for row in layer_communication([part], phase, groups, self.device))
+            for phase in seconds
         }
         forward_s, backward_s = (seconds[phase] + moved[phase] for phase in (FORWARD, BACKWARD))
         return LayerCosts(part.saved, max(part.forward, part.backward), forward_s, backward_s, sum(moved.values()))
@@ -228,12 +229,12 @@ class Estimates:
         for name, calls, grads, params in state.sent:
             shard, _ = shard_and_replica(name, ddp)
             collective = "reduce_scatter" if ddp.sharded else "all_reduce"
-            reduce_s += travel(groups, shard, collective, calls * rounds, grads * rounds, device).seconds
+            reduce_s += communication_of(groups, shard, collective, calls * rounds, grads * rounds, device).seconds
             if ddp.sharded:
                 times = param_gathers(ddp, run.microbatches)
                 nbytes = 0 if maps else part_sent(params, groups.size(shard))
-                gather_s += travel(groups, shard, "all_gather", calls * times, nbytes * times, device).seconds
-        copies_s = travel(groups, "embd", "all_reduce", 1, state.tied, device).seconds if state.tied else 0.0
+                gather_s += communication_of(groups, shard, "all_gather", calls * times, nbytes * times, device).seconds
+        copies_s = communication_of(groups, "embd", "all_reduce", 1, state.tied, device).seconds if state.tied else 0.0
         behind = state.update_s + self.device.step_overhead_s * self.device.link_turns + copies_s
         all_s = reduce_s + gather_s
         if self.device.is_host:  # a core that adds gradients does nothing else

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from core.models.gpt import GPTModel
 from core.pipeline_parallel import PipelineLayout, build_gpt_stages, gpt_activations
+from core.plan.fake_collectives import fake_collectives
 from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
-from core.plan.stand_ins import stand_ins
 from core.plan.state_bytes import is_tagged
 from core.plan.step_figures import PartFigures, layers_in_words, watch_step
 from core.plan.without_values import WithoutValues
@@ -120,7 +120,7 @@ class GptSource:
         shape = self.micro_batch_size, self.sequence_length // self.config.context_parallel_size
         experts = config.num_moe_experts
         chosen = 1.0 if experts is None else config.moe_router_topk / experts
-        with WithoutValues() as mode, stand_ins(chosen, on_cpu=groups.ledger.over_gloo):
+        with WithoutValues() as mode, fake_collectives(chosen, on_cpu=groups.ledger.over_gloo):
             numbers = [kind.number for kind in kinds]
             whole = config.recompute_granularity == "full"
             model = GPTModel(config, groups, layer_numbers=[*numbers, *numbers[-1:] * whole])

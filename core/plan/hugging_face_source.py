@@ -36,9 +36,9 @@ from core.hugging_face.stages import empty_module, find_cut, keep_stage, list_of
 from core.hugging_face.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
 from core.pipeline_parallel import PipelineLayout
 from core.plan.chunked_head import ChunkedHead
+from core.plan.fake_collectives import fake_collectives
 from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
-from core.plan.stand_ins import stand_ins
 from core.plan.step_figures import PartFigures, layers_in_words, watch_step, with_more
 from core.plan.without_values import WithoutValues, take_values
 from core.training.errors import ConfigError
@@ -450,7 +450,7 @@ class HuggingFaceSource:
         if not self.has_documents:  # else it returns a mask of documents for any positions without values
             masks.find_packed_sequence_indices = _no_documents
         try:
-            with stand_ins(self._chosen(), on_cpu=groups.ledger.over_gloo), mode:
+            with fake_collectives(self._chosen(), on_cpu=groups.ledger.over_gloo), mode:
                 yield
         finally:
             masks.find_packed_sequence_indices = found

@@ -91,7 +91,7 @@ def draw_roofline(path: Path, plan: RunPlan) -> None:
     flops = plan.run.microbatches * sum(work.values()) / ranks
     peak = flops_of(device.peak_flops, work.most_common(1)[0][0])
     sent: dict[tuple[str, str], int] = {}
-    for row in time.travels:
+    for row in time.communication:
         sent[row.group, row.link] = sent.get((row.group, row.link), 0) + row.nbytes
     points = {key: flops / nbytes for key, nbytes in sent.items() if nbytes}
     links = {"inside": device.inside.bytes_per_s, "between": device.between.bytes_per_s}

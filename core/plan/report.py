@@ -97,7 +97,7 @@ def time_table(time: StepTime, ranks: int, *, on_cpu: bool) -> str:
 def traffic_table(time: StepTime, *, has_seconds: bool) -> str:
     """Bytes that one rank sends over each group, and the time if known; '' for a rank that is alone."""
     totals: dict[tuple[str, str, str], list[float]] = {}
-    for row in time.travels:
+    for row in time.communication:
         total = totals.setdefault((row.group, row.collective, row.link), [0, 0, 0.0])
         for place, value in enumerate((row.calls, row.nbytes, row.seconds)):
             total[place] += value

@@ -10,6 +10,13 @@ import torch
 
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.layout.model_plan import ModelPlan, dtype_name
+from core.plan.communication import (
+    Communication,
+    communication_of,
+    gradient_communication,
+    layer_communication,
+    rule_communication,
+)
 from core.plan.device import Device
 from core.plan.live_memory import BACKWARD, FORWARD, Work
 from core.plan.operator_times import operator_key, work_size
@@ -19,7 +26,6 @@ from core.plan.schedule_order import actions_of_ranks
 from core.plan.state_bytes import MASTERS, MOMENTS
 from core.plan.step_figures import PartFigures
 from core.plan.time_line import TimedAction, pipeline_spans, shared_spans
-from core.plan.travels import Travel, gradient_travels, layer_travels, rule_travels, travel
 
 ATTENTION = "scaled_dot_product"  # in the names of attention's kernels
 
@@ -42,7 +48,7 @@ class StepTime:
     tokens_per_s: float
     mfu: float
     flops_per_s: float
-    travels: Sequence[Travel]
+    communication: Sequence[Communication]
     spans: Sequence[TimedAction]
 
     @property
@@ -104,7 +110,7 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
         (phase, stage): seconds for stage, row in parts.items() for phase, seconds in stage_seconds(row, device).items()
     }
     moved = {
-        (phase, stage): layer_travels(row, phase, groups[run.layout.rank_of(stage)], device)
+        (phase, stage): layer_communication(row, phase, groups[run.layout.rank_of(stage)], device)
         for stage, row in parts.items()
         for phase in (FORWARD, BACKWARD)
     }
@@ -133,10 +139,14 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
             for row in moved[phase, s]
         ]
         hops = microbatches * sum((s > 0) + (s < num_stages - 1) for s in memory.stages)
-        between = [travel(groups[place], "pp", "send", hops, hops * run.source.sent_bytes(), device)] if hops else []
+        between = (
+            [communication_of(groups[place], "pp", "send", hops, hops * run.source.sent_bytes(), device)]
+            if hops
+            else []
+        )
         exchanged = min(busy, sum(row.seconds for row in inner))
-        reductions, gathers = gradient_travels(memory.plans, run.ddp, groups[place], device, microbatches)
-        rules = rule_travels(memory.plans, run.ddp, groups[place], device)
+        reductions, gathers = gradient_communication(memory.plans, run.ddp, groups[place], device, microbatches)
+        rules = rule_communication(memory.plans, run.ddp, groups[place], device)
         buckets = sum(len(layout.buckets) for plan in memory.plans for layout in plan.layout.buffers)
         update = optimizer_seconds(memory.state, owned_bytes(memory.plans), device, buckets)
         last_backward = sum(seconds["B", s] for s in memory.stages)
@@ -173,7 +183,9 @@ def _spans(
 ) -> list[TimedAction]:
     """The time line of the pipeline. Ranks that wait leave their cores to others, if they have to share them."""
     num_stages = run.layout.num_stages
-    hop_s = travel(groups, "pp", "send", 1, run.source.sent_bytes(), device).seconds if num_stages > 1 else 0.0
+    hop_s = (
+        communication_of(groups, "pp", "send", 1, run.source.sent_bytes(), device).seconds if num_stages > 1 else 0.0
+    )
     orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
     if device.turns == 1.0 or len(orders) == 1:
         return pipeline_spans(orders, seconds, hop_s, num_stages)
@@ -186,8 +198,8 @@ def _exposed(
     run: Run,
     device: Device,
     buckets: int,
-    reductions: Sequence[Travel],
-    gathers: Sequence[Travel],
+    reductions: Sequence[Communication],
+    gathers: Sequence[Communication],
     last_backward: float,
     update: float,
     arithmetic: float,

@@ -13,9 +13,7 @@ from core.tensor_parallel.discarded_output import computed_again
 class LayerNorm(nn.Module):
     """(x - mean) / std * weight + bias. Under sequence parallelism it sees some positions: gradients are partial."""
 
-    def __init__(
-        self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False
-    ) -> None:
+    def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False) -> None:
         super().__init__()
         self.eps = eps
         self.recompute = recompute  # keep the input alone, so that the output can be discarded
@@ -36,9 +34,7 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """x / root mean square * weight (arXiv 1910.07467). Under sequence parallelism its gradient is partial."""
 
-    def __init__(
-        self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False
-    ) -> None:
+    def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False) -> None:
         super().__init__()
         self.eps = eps
         self.recompute = recompute  # keep the input alone, so that the output can be discarded

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from core.plan import ModelRun, plan_run, read_device
-from core.plan.changes import advice, changes_that_fit, single_changes, single_model_changes
 from core.plan.command import main
 from core.plan.job_run import run_of_job
 from core.plan.model_run import known_models
+from core.plan.suggestions import advice, single_model_suggestions, single_suggestions, suggestions_that_fit
 from core.training.config_file import load_config
 
 ROOT = Path(__file__).parents[3]
@@ -49,16 +49,16 @@ def test_what_would_fit_is_looked_for_on_all_axes() -> None:
     device = replace(read_device("h100"), headroom=0.0)
     whole, least = (plan_run(run, 4, device).fullest.peak for run in (experts, replace(experts, ep=4)))
     assert least < whole
-    found = [words for words, _ in changes_that_fit(experts, 4, replace(device, memory_bytes=least), most=99)]
+    found = [words for words, _ in suggestions_that_fit(experts, 4, replace(device, memory_bytes=least), most=99)]
     assert "--ep 4" in found
     tuned = tune_config(["--model", "tiny:qwen3_moe", "--run.global-batch-size", "4"])
     told = [words for words, _, _ in PlannedTuning(tuned).smaller(4)]
     assert {"--ep 4", "--sp 4"} <= {*told}
-    told = [words for words, _, _ in single_model_changes(replace(experts, sequence_length=4096), 4)]
+    told = [words for words, _, _ in single_model_suggestions(replace(experts, sequence_length=4096), 4)]
     assert "--cp 4 --sequence-parallel all_to_all" in told
     for batch, more in ((4, False), (64, True)):
         job = load_config(["--config", TINY[1], "--tp", "1", "--run.global-batch-size", str(batch)])
-        assert {"--cp 4", "--pp 4"} <= {words for words, _, _ in single_changes(job, 4)}
+        assert {"--cp 4", "--pp 4"} <= {words for words, _, _ in single_suggestions(job, 4)}
         said = advice(job, plan_run(job, 4, replace(device, memory_bytes=1000)))
         assert said.startswith("no single change makes it fit; change several")
         assert ("more ranks" in said) is more

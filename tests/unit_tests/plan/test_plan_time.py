@@ -11,12 +11,12 @@ from core.groups.rank_grid import DATA_KINDS, GRID_KINDS
 from core.pipeline_parallel import PipelineLayout
 from core.pipeline_parallel.schedules import actions_in, build_schedule, find_schedule
 from core.plan import Link, plan_run, read_device
+from core.plan.communication import hops_seconds, link_of
 from core.plan.job_run import run_of_job
 from core.plan.live_memory import Work
 from core.plan.schedule_order import Action, StandIn, actions_of_ranks
 from core.plan.step_time import work_seconds
 from core.plan.time_line import pipeline_spans, shared_spans
-from core.plan.travels import hops_seconds, link_of
 from core.training.config_file import load_config
 
 TINY = "--model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256 --model.sequence-length 64"
@@ -98,7 +98,10 @@ def test_latency_grows_with_the_ranks_of_a_ring_and_the_logarithm_of_a_tree() ->
     assert hops_seconds("send", 8, 2, inside, between) == 14.0
     flags = "--tp 1 --ddp.data-parallel-sharding-strategy optim_grads_params --ddp.no-overlap-param-gather"
     waits = [
-        sum(row.seconds / row.calls for row in plan(f"{flags} --run.global-batch-size {ranks}", ranks).time.travels)
+        sum(
+            row.seconds / row.calls
+            for row in plan(f"{flags} --run.global-batch-size {ranks}", ranks).time.communication
+        )
         for ranks in (64, 1024)
     ]
     assert waits[1] > 10 * waits[0]
@@ -108,7 +111,7 @@ def test_a_hidden_reduction_slows_down_what_hides_it() -> None:
     flags = load_config([*TINY.split(), *["--tp", "1", "--run.global-batch-size", "8", "--ddp.bucket-size", "20000"]])
     device = replace(read_device("h100"), operator_overhead_s=1e-3)  # a backward that hides nearly all
     free, slowed = (plan_run(flags, 4, replace(device, overlap_slowdown=share)).time for share in (0.0, 0.25))
-    hidden = sum(row.seconds for row in free.travels) - free.gradients
+    hidden = sum(row.seconds for row in free.communication) - free.gradients
     assert hidden > 0 and slowed.gradients == pytest.approx(free.gradients + 0.25 * hidden)
 
 
@@ -116,7 +119,7 @@ def test_gradients_and_parameters_travel_once() -> None:
     """A sharded optimizer over n ranks sends (n - 1) / n of the gradients, and as much of the parameters."""
     planned = plan("--tp 1 --run.global-batch-size 8", 4)
     (memory,) = planned.memories
-    sent = {row.collective: row.nbytes for row in planned.time.travels if row.group == "dp_cp"}
+    sent = {row.collective: row.nbytes for row in planned.time.communication if row.group == "dp_cp"}
     numel = sum(layout.numel for layout in memory.plans[0].layout.buffers)
     assert sent == {"reduce_scatter": numel * 4 * 3 // 4, "all_gather": numel * 4 * 3 // 4}
 
@@ -127,8 +130,8 @@ def test_buckets_that_stay_whole_until_backward_are_gathered_half_as_often() -> 
     flags += "--ddp.data-parallel-sharding-strategy optim_grads_params --ddp.no-overlap-param-gather "
 
     def gathers(how: str) -> dict[str, tuple[str, int, int]]:
-        travels = plan(f"{flags} --ddp.{how}reshard-after-forward", 16).time.travels
-        return {row.group: (row.link, row.calls, row.nbytes) for row in travels if row.collective == "all_gather"}
+        communication = plan(f"{flags} --ddp.{how}reshard-after-forward", 16).time.communication
+        return {row.group: (row.link, row.calls, row.nbytes) for row in communication if row.collective == "all_gather"}
 
     _, calls, nbytes = gathers("")["dp_cp"]
     assert gathers("no-") == {"dp_cp": ("between", calls // 2, nbytes // 2)}
@@ -144,8 +147,8 @@ def test_model_flops_do_not_depend_on_how_a_model_is_split() -> None:
 
 def test_ranks_of_another_machine_are_reached_over_the_slower_link() -> None:
     near, far = (plan("--tp 1 --run.global-batch-size 16", ranks).time for ranks in (8, 16))
-    assert {row.link for row in near.travels} == {"inside"}
-    assert {row.link for row in far.travels} == {"between"}
+    assert {row.link for row in near.communication} == {"inside"}
+    assert {row.link for row in far.communication} == {"between"}
 
 
 @pytest.mark.parametrize(
@@ -179,8 +182,8 @@ def test_a_kind_of_group_is_as_slow_as_the_slowest_of_the_job(ranks: int, flags:
 
 def test_the_time_of_a_step_is_that_of_groups_on_two_machines() -> None:
     flags = "--model.num-attention-heads 6 --model.hidden-size 96 --model.sequence-length 96 --run.global-batch-size 24"
-    (link,) = {row.link for row in plan(f"--tp 6 {flags}", 24).time.travels if row.group == "tp"}
-    (within,) = {row.link for row in plan(f"--tp 2 {flags}", 24).time.travels if row.group == "tp"}
+    (link,) = {row.link for row in plan(f"--tp 6 {flags}", 24).time.communication if row.group == "tp"}
+    (within,) = {row.link for row in plan(f"--tp 2 {flags}", 24).time.communication if row.group == "tp"}
     assert (link, within) == ("between", "inside")
 
 

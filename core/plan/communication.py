@@ -17,7 +17,7 @@ from core.plan.step_figures import PartFigures
 
 
 @dataclass(frozen=True)
-class Travel:
+class Communication:
     """One rank's communication over one group in a step. link: 'inside' a machine or 'between' machines."""
 
     group: str
@@ -84,7 +84,9 @@ def _places_of_firsts(grid: RankGrid, tokens: str, expert: bool, ranks_per_machi
     return places
 
 
-def travel(groups: PlannedGroups, name: str, collective: str, calls: int, nbytes: int, device: Device) -> Travel:
+def communication_of(
+    groups: PlannedGroups, name: str, collective: str, calls: int, nbytes: int, device: Device
+) -> Communication:
     """The time of some calls: each waits once for its farthest rank, and bytes leave one after the other."""
     where = link_of(groups, name, device)
     link = device.link(collective, groups.size(name)) if where == "inside" else device.between
@@ -95,7 +97,7 @@ def travel(groups: PlannedGroups, name: str, collective: str, calls: int, nbytes
         latency_s = link.latency_s + hops_seconds(
             collective, groups.size(name), machines, device.inside, device.between
         )
-    return Travel(name, collective, where, calls, nbytes, calls * latency_s + nbytes / link.bytes_per_s)
+    return Communication(name, collective, where, calls, nbytes, calls * latency_s + nbytes / link.bytes_per_s)
 
 
 def machines_of(groups: PlannedGroups, name: str, device: Device) -> int:
@@ -122,23 +124,25 @@ def hops_seconds(collective: str, ranks: int, machines: int, inside: Link, betwe
     return 2 * min(ring, in_machine * inside.hop_s + math.ceil(math.log2(machines)) * between.hop_s)
 
 
-def layer_travels(parts: Sequence[PartFigures], phase: str, groups: PlannedGroups, device: Device) -> list[Travel]:
+def layer_communication(
+    parts: Sequence[PartFigures], phase: str, groups: PlannedGroups, device: Device
+) -> list[Communication]:
     """Communication of the layers of one stage for one microbatch."""
     total: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for part in parts:
         for key, (calls, nbytes) in part.sent[phase].items():
             total[key][0] += calls
             total[key][1] += nbytes
-    return [travel(groups, *key, calls, nbytes, device) for key, (calls, nbytes) in total.items()]
+    return [communication_of(groups, *key, calls, nbytes, device) for key, (calls, nbytes) in total.items()]
 
 
-def gradient_travels(
+def gradient_communication(
     plans: Sequence[ModelPlan],
     ddp_config: DistributedDataParallelConfig,
     groups: PlannedGroups,
     device: Device,
     microbatches: int,
-) -> tuple[list[Travel], list[Travel]]:
+) -> tuple[list[Communication], list[Communication]]:
     """(reductions of gradients, gathers of parameters) of a step, bucket by bucket as the wrapper has laid them out.
 
     Where ranks of a host map each other's buffers, sharded parameters are read where they lie, and nothing is copied.
@@ -164,7 +168,7 @@ def gradient_travels(
                     reductions[shard, "all_reduce", 2 * part_sent(bucket.numel * grad, groups.size(shard))] += rounds
     if device.gradients is not None:  # ranks of a host read each other's buffers
         device = replace(device, inside=device.gradients, collectives={})
-    return _travels(reductions, groups, device), _travels(gathers, groups, device)
+    return _communication(reductions, groups, device), _communication(gathers, groups, device)
 
 
 def param_gathers(ddp_config: DistributedDataParallelConfig, microbatches: int) -> int:
@@ -179,18 +183,20 @@ def part_sent(nbytes: int, ranks: int) -> int:
     return nbytes * (ranks - 1) // ranks
 
 
-def _travels(counted: Mapping[tuple[str, str, int], int], groups: PlannedGroups, device: Device) -> list[Travel]:
+def _communication(
+    counted: Mapping[tuple[str, str, int], int], groups: PlannedGroups, device: Device
+) -> list[Communication]:
     total: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for (name, collective, nbytes), calls in counted.items():
         if groups.size(name) > 1:
             total[name, collective][0] += calls
             total[name, collective][1] += calls * nbytes
-    return [travel(groups, *key, calls, nbytes, device) for key, (calls, nbytes) in total.items()]
+    return [communication_of(groups, *key, calls, nbytes, device) for key, (calls, nbytes) in total.items()]
 
 
-def rule_travels(
+def rule_communication(
     plans: Sequence[ModelPlan], ddp_config: DistributedDataParallelConfig, groups: PlannedGroups, device: Device
-) -> list[Travel]:
+) -> list[Communication]:
     """Communication of the sync rules after the data-parallel reduction, by the contracts."""
     counted: Counter[tuple[str, str, int]] = Counter()
     for plan in plans:
@@ -201,4 +207,4 @@ def rule_travels(
             kept = nbytes // (layout.shards if ddp_config.sharded else 1)
             for axis in (*contract.partial_over, *contract.averaged_over):
                 counted[axis, "all_reduce", 2 * part_sent(kept, groups.size(axis))] += 1
-    return _travels(counted, groups, device)
+    return _communication(counted, groups, device)

@@ -26,7 +26,7 @@ def larger_sizes(size: int, ranks: int) -> Iterator[int]:
         yield size
 
 
-def single_changes(config: JobConfig, ranks: int) -> Iterator[tuple[str, JobConfig, int]]:
+def single_suggestions(config: JobConfig, ranks: int) -> Iterator[tuple[str, JobConfig, int]]:
     """(flags in words, the changed configuration, ranks) for each option that takes memory off a rank."""
     model, parallel, ddp = config.model, config.parallel, config.ddp
     for strategy in STRATEGIES[STRATEGIES.index(ddp.strategy) + 1 :]:
@@ -58,8 +58,8 @@ def single_changes(config: JobConfig, ranks: int) -> Iterator[tuple[str, JobConf
         more *= 2
 
 
-def single_model_changes(config: ModelRun, ranks: int) -> Iterator[tuple[str, ModelRun, int]]:
-    """As `single_changes`, of a Hugging Face model."""
+def single_model_suggestions(config: ModelRun, ranks: int) -> Iterator[tuple[str, ModelRun, int]]:
+    """As `single_suggestions`, of a Hugging Face model."""
     for zero in range(config.zero + 1, len(STRATEGIES)):
         yield f"--zero {zero}", replace(config, zero=zero), ranks
     source: Any = run_of_model(config, ranks).source
@@ -85,7 +85,9 @@ def single_model_changes(config: ModelRun, ranks: int) -> Iterator[tuple[str, Mo
 def _changes(config: JobConfig | ModelRun | Plannable, ranks: int) -> Iterator[tuple[str, Any, int]]:
     if isinstance(config, Plannable):
         return config.smaller(ranks)
-    return single_model_changes(config, ranks) if isinstance(config, ModelRun) else single_changes(config, ranks)
+    return (
+        single_model_suggestions(config, ranks) if isinstance(config, ModelRun) else single_suggestions(config, ranks)
+    )
 
 
 def _takes_more_ranks(config: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> bool:
@@ -98,7 +100,7 @@ def _takes_more_ranks(config: JobConfig | ModelRun | Plannable, ranks: int, devi
     return False
 
 
-def changes_that_fit(
+def suggestions_that_fit(
     config: JobConfig | ModelRun | Plannable, ranks: int, device: Device, most: int = 3
 ) -> list[tuple[str, RunPlan]]:
     """The changes after which the run fits, the fastest first; of one option the first value that fits.
@@ -123,7 +125,7 @@ def changes_that_fit(
 def advice(config: JobConfig | ModelRun | Plannable, plan: RunPlan) -> str:
     """The changes in words; for a plan that does not fit."""
     ranks, before = plan.run.grid.world_size, plan.time.seconds
-    changes = changes_that_fit(config, ranks, plan.device)
+    changes = suggestions_that_fit(config, ranks, plan.device)
     if not changes:
         more = ", or take more ranks" if _takes_more_ranks(config, ranks, plan.device) else ""
         return f"no single change makes it fit; change several{more}"

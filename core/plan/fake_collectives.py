@@ -74,7 +74,7 @@ ATTENTION, DROPOUT = F.scaled_dot_product_attention, F.dropout  # torch's own
 
 
 @contextmanager
-def stand_ins(chosen: float, *, on_cpu: bool) -> Iterator[None]:
+def fake_collectives(chosen: float, *, on_cpu: bool) -> Iterator[None]:
     """Inside, layers meet no other rank, and torch drops as it does on the planned device. chosen: as in EvenLoads."""
     before = token_dispatcher.HOST_COUNTS, ring.pass_on
     token_dispatcher.HOST_COUNTS, ring.pass_on = EvenLoads(chosen), pass_on
