@@ -23,6 +23,7 @@ import secrets
 import shutil
 import socket
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,7 +192,7 @@ class RootDirectory:
     def move_latest(self, target: Committed) -> None:
         """Let `latest` name a commit."""
         reach("before latest", 0)
-        write_durably(self.path / LATEST, f"{target.path.name}\n".encode(), 0, half_point="half a latest")
+        self._write_latest(target.path.name, "half a latest")
 
     def prune(self, keep_last: int, is_intact: Callable[[Path], bool]) -> None:
         """Delete what is older than the newest `keep_last` checkpoints that are intact, oldest first.
@@ -251,7 +252,15 @@ class RootDirectory:
         """After a crash between the commit and `latest`: let it name the newest commit again."""
         newest = list_committed(self.path)[-1:]
         if newest and read_latest(self.path) != newest[0].path.name:
-            write_durably(self.path / LATEST, f"{newest[0].path.name}\n".encode(), 0)
+            self._write_latest(newest[0].path.name)
+
+    def _write_latest(self, name: str, half_point: str | None = None) -> None:
+        """What is no file is left alone, with a warning: loads read the steps' own names."""
+        latest = self.path / LATEST
+        if latest.is_dir() and not latest.is_symlink():
+            warnings.warn(f"{latest} is a directory, so it names no checkpoint; move it away", stacklevel=2)
+        else:
+            write_durably(latest, f"{name}\n".encode(), 0, half_point=half_point)
 
     def _next_sequence(self) -> int:
         newest = list_committed(self.path)[-1:]

@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from core.number_ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, Range, whole
+from core.number_ranges import BELOW_ONE, Range, whole
 from core.training.errors import ConfigError
 
 FILES = Path(__file__).parent / "devices"
@@ -193,29 +194,33 @@ def read_device(name: str) -> Device:
 
 
 LINKS = ("inside", "between", "gradients")  # the last one need not be there
-LINK = {"latency_s": NOT_NEGATIVE, "bytes_per_s": POSITIVE, "hop_s": NOT_NEGATIVE}  # the last one need not be there
+# With upper ends, so that no product or quotient of a plan is infinite.
+COUNT, COUNT_OR_ZERO, BYTES = whole(1, 10**7), whole(0, 10**7), whole(1, 10**18)
+SECONDS, SIZE = Range(Real, 0, 1e6), Range(Real, 1, 1e30)
+RATE, RATE_OR_ZERO = Range(Real, 1, 1e24), Range(Real, 0, 1e24)
+LINK = {"latency_s": SECONDS, "bytes_per_s": RATE, "hop_s": SECONDS}  # the last one need not be there
 NUMBERS = {
-    "memory_bytes": COUNT,
-    "memory_bandwidth": POSITIVE,
-    "operator_overhead_s": NOT_NEGATIVE,
+    "memory_bytes": BYTES,
+    "memory_bandwidth": RATE,
+    "operator_overhead_s": SECONDS,
     "ranks_per_machine": COUNT,
-    "optimizer_bandwidth": NOT_NEGATIVE,
-    "optimizer_bucket_s": NOT_NEGATIVE,
-    "step_overhead_s": NOT_NEGATIVE,
-    "overlap_slowdown": NOT_NEGATIVE,
+    "optimizer_bandwidth": RATE_OR_ZERO,
+    "optimizer_bucket_s": SECONDS,
+    "step_overhead_s": SECONDS,
+    "overlap_slowdown": SECONDS,
     "headroom": BELOW_ONE,
-    "ranks": whole(0),
-    "cores": whole(0),
-    "turns": POSITIVE,
-    "communicator_bytes": whole(0),
+    "ranks": COUNT_OR_ZERO,
+    "cores": COUNT_OR_ZERO,
+    "turns": Range(Real, 1, 1e6),
+    "communicator_bytes": whole(0, 10**18),
 }
 RATES = {"matmul_flops": {"float32"}, "peak_flops": {"float32"}, "attention_flops": set()}  # by dtype; those needed
-POINT = (POSITIVE, POSITIVE)
+POINT = (SIZE, RATE)
 POINTS = {  # lists of rows; True for such lists by name. The first number of a row rises
     "matmul_sizes": (True, POINT),
     "memory_sizes": (False, POINT),
-    "operators": (True, (POSITIVE, NOT_NEGATIVE)),
-    "collectives": (True, (COUNT, NOT_NEGATIVE, POSITIVE)),
+    "operators": (True, (SIZE, SECONDS)),
+    "collectives": (True, (COUNT, SECONDS, RATE)),
 }
 
 
@@ -245,7 +250,7 @@ def _check_value(name: str, value: Any, *, is_word: bool, is_flag: bool) -> None
     if name in RATES:
         _check_names(f"{name}.", _table(name, value), {*value}, RATES[name])
         for dtype, rate in value.items():
-            _check_number(f"{name}.{dtype}", rate, POSITIVE)
+            _check_number(f"{name}.{dtype}", rate, RATE)
     if name in POINTS:
         by_name, row = POINTS[name]
         for key, points in _table(name, value).items() if by_name else [("", value)]:

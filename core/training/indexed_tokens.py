@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from core.training.token_file import TokenFile, TokenFileHeader, cut_off, write_whole
+from core.training.token_file import TokenFile, TokenFileHeader, cut_off, read_header, write_header
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -96,16 +95,16 @@ def describe_indexed(prefix: Path, cache: Path) -> Path:
     header = _known(stamp, index)
     if header is None:
         header = _scanned(bin_path, index)
-        write_whole(stamp, json.dumps(asdict(header), indent=2).encode())
+        write_header(stamp, header)
     path = cache / header.digest[:16]
-    write_whole(path.with_suffix(".json"), json.dumps(asdict(header), indent=2).encode())
+    write_header(path.with_suffix(".json"), header)
     return path
 
 
 def _known(stamp: Path, index: Index) -> TokenFileHeader | None:
     try:
-        header = TokenFileHeader(**json.loads(stamp.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        header = read_header(stamp)
+    except (OSError, ValueError):
         return None
     return header if (header.tokens, header.dtype) == (index.tokens, index.dtype) else None
 
@@ -128,7 +127,7 @@ def _scanned(bin_path: Path, index: Index) -> TokenFileHeader:
 
 def open_indexed(prefix: Path, path: Path, *, validation_fraction: float) -> TokenFile:
     """Map the pair that `describe_indexed` has described in `path`; the last part of it is held out."""
-    header = TokenFileHeader(**json.loads(path.with_suffix(".json").read_text()))
+    header = read_header(path.with_suffix(".json"))
     tokens = np.memmap(files_of(prefix)[0], np.dtype(header.dtype).newbyteorder("<"), "r")
     if len(tokens) != header.tokens:
         raise ValueError(f"{files_of(prefix)[0]} held {header.tokens} tokens a moment ago and holds {len(tokens)} now")

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from core.number_ranges import whole
+
 
 class GlobalBatchSampler:
     """Deals shuffled window indices in global batches; each data rank takes a slice, cut into microbatches.
@@ -52,7 +54,12 @@ class GlobalBatchSampler:
                     f"the saved sampler position belongs to {name} {state[name]} and this sampler has "
                     f"{getattr(self, name)}; continue with the same text, sequence length and seed"
                 )
-        self.consumed = int(state["consumed"])
+        if state["consumed"] not in whole(0):
+            raise ValueError(
+                f"the saved sampler position is {state['consumed']!r}, and a position is the whole number of windows "
+                "dealt so far; load another checkpoint"
+            )
+        self.consumed = state["consumed"]
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:

@@ -90,12 +90,12 @@ def source_of(options: DataOptions) -> Text | DatasetText:
 def is_whole(path: Path) -> bool:
     """True if the tokens match the header next to them: same number, same digest."""
     try:
-        header = TokenFileHeader(**json.loads(path.with_suffix(".json").read_bytes()))  # written last
+        header = read_header(path.with_suffix(".json"))  # written last
         digest = hashlib.sha256(header.dtype.encode())
         with path.with_suffix(".tokens").open("rb") as file:
             while data := file.read(READ_BYTES):
                 digest.update(data)
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError):
         return False
     return digest.hexdigest() == header.digest
 
@@ -154,12 +154,34 @@ def write_token_file(path: Path, text: Text | DatasetText, tokenizer: Tokenizer)
         raise
     partial.replace(path.with_suffix(".tokens"))
     header = TokenFileHeader(text.name, documents, text_bytes, tokens, tokenizer.vocab_size, dtype, digest.hexdigest())
-    write_whole(path.with_suffix(".json"), json.dumps(asdict(header), indent=2).encode())
+    write_header(path.with_suffix(".json"), header)
+
+
+def write_header(path: Path, header: TokenFileHeader) -> None:
+    """Write a header as JSON, with its digest."""
+    write_whole(path, json.dumps({**asdict(header), "sha256": _digest_of(header)}, indent=2).encode())
+
+
+def read_header(path: Path) -> TokenFileHeader:
+    """The header as it was written; ValueError where the file has another content."""
+    try:
+        values = json.loads(path.read_bytes())
+        told = values.pop("sha256")
+        header = TokenFileHeader(**values)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{path} is no header of a token file; delete it to make it again") from error
+    if told != _digest_of(header):
+        raise ValueError(f"{path} has other content than was written; delete it to make it again")
+    return header
+
+
+def _digest_of(header: TokenFileHeader) -> str:
+    return hashlib.sha256(json.dumps(asdict(header)).encode()).hexdigest()
 
 
 def open_token_file(path: Path, *, validation_fraction: float) -> TokenFile:
     """Map a token file that `prepare_token_file` has made; the last `validation_fraction` of it is held out."""
-    header = TokenFileHeader(**json.loads(path.with_suffix(".json").read_text()))
+    header = read_header(path.with_suffix(".json"))
     tokens = np.memmap(path.with_suffix(".tokens"), dtype=header.dtype, mode="r")
     if len(tokens) != header.tokens:
         raise ValueError(

@@ -267,6 +267,17 @@ def test_a_directory_that_a_live_process_writes_is_not_cleaned(tmp_path: Path) -
     assert not saving.exists()
 
 
+def test_a_directory_in_the_place_of_latest_does_not_stop_saves(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest" / "notes").write_text("of the user")
+    for step in (1, 2):
+        with pytest.warns(UserWarning, match="latest is a directory, so it names no checkpoint; move it away"):
+            save_alone(tmp_path, step)
+        assert_is_step(loaded(find_intact(tmp_path), 0), step, 0)
+    assert (tmp_path / "latest" / "notes").read_text() == "of the user"
+    assert not (tmp_path / "latest.tmp").exists()
+
+
 def test_latest_is_mended_by_the_next_save(tmp_path: Path) -> None:
     save_alone(tmp_path, 1, 2)
     (tmp_path / "latest").write_text("step_00000001.0001\n")

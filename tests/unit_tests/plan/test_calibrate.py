@@ -151,26 +151,55 @@ H100 = json.loads((FILES / "h100.json").read_text())
 LINK = {"latency_s": 1e-5, "bytes_per_s": 1e9}
 
 
+BYTES = "a whole number of at least 1 and at most 1000000000000000000"
+RANKS = "a whole number of at least 1 and at most 10000000"
+RATE, SECONDS = "a number of at least 1 and at most 1e+24", "a number of at least 0 and at most 1000000.0"
+
+
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({**H100, "memory_bytes": "80GB"}, "memory_bytes must be a whole number of at least 1, got '80GB'"),
-        ({**H100, "memory_bytes": None}, "memory_bytes must be a whole number of at least 1, got None"),
-        ({**H100, "memory_bytes": -5}, "memory_bytes must be a whole number of at least 1, got -5"),
-        ({**H100, "memory_bandwidth": 0}, "memory_bandwidth must be a finite number above 0, got 0"),
+        (
+            {**H100, "memory_bytes": "80GB"},
+            f"memory_bytes must be {BYTES}, got '80GB'",
+        ),
+        (
+            {**H100, "memory_bytes": None},
+            f"memory_bytes must be {BYTES}, got None",
+        ),
+        (
+            {**H100, "memory_bytes": -5},
+            f"memory_bytes must be {BYTES}, got -5",
+        ),
+        ({**H100, "memory_bandwidth": 0}, f"memory_bandwidth must be {RATE}, got 0"),
         (
             {**H100, "operator_overhead_s": math.nan},
-            "operator_overhead_s must be a finite number of at least 0, got nan",
+            f"operator_overhead_s must be {SECONDS}, got nan",
         ),
-        ({**H100, "matmul_flops": {"float32": -1.0}}, "matmul_flops.float32 must be a finite number above 0, got -1.0"),
+        (
+            {**H100, "matmul_flops": {"float32": -1.0}},
+            f"matmul_flops.float32 must be {RATE}, got -1.0",
+        ),
+        (
+            {**H100, "peak_flops": {"float32": 1e-300}},
+            f"peak_flops.float32 must be {RATE}",
+        ),
+        ({**H100, "step_overhead_s": 1e300}, f"step_overhead_s must be {SECONDS}"),
+        ({**H100, "cores": 10**400}, "cores must be a whole number of at least 0 and at most 10000000, got 1000"),
         ({**H100, "matmul_flops": {"bfloat16": 1e12}}, "matmul_flops.float32 is missing"),
-        ({**H100, "attention_flops": {"bfloat16": 0}}, "attention_flops.bfloat16 must be a finite number above 0"),
+        (
+            {**H100, "attention_flops": {"bfloat16": 0}},
+            f"attention_flops.bfloat16 must be {RATE}",
+        ),
         (
             {**H100, "links": {"inside": {**LINK, "hop_s": -1}, "between": LINK}},
-            "links.inside.hop_s must be a finite number of at least 0, got -1",
+            f"links.inside.hop_s must be {SECONDS}, got -1",
         ),
         ({**H100, "peak_flops": 3}, "peak_flops must be a table of names, got 3"),
-        ({**H100, "ranks_per_machine": 0}, "ranks_per_machine must be a whole number of at least 1, got 0"),
+        (
+            {**H100, "ranks_per_machine": 0},
+            f"ranks_per_machine must be {RANKS}, got 0",
+        ),
         ({**H100, "is_host": "no"}, "is_host must be true or false, got 'no'"),
         ({**H100, "about": 3}, "about must be a text, got 3"),
         ({**H100, "links": []}, "links must be a table of names, got []"),
@@ -178,7 +207,7 @@ LINK = {"latency_s": 1e-5, "bytes_per_s": 1e9}
         ({**H100, "links": {"inside": LINK, "between": LINK, "far": LINK}}, "links.far is no name there; known are"),
         (
             {**H100, "links": {"inside": LINK, "between": {**LINK, "bytes_per_s": 0}}},
-            "links.between.bytes_per_s must be a finite number above 0, got 0",
+            f"links.between.bytes_per_s must be {RATE}, got 0",
         ),
         ({**H100, "memory_sizes": [[1, 2], [1, 3]]}, "memory_sizes[1][0] must be more than 1 of the row before, got 1"),
         ({**H100, "collectives": {"send": [[2, 1e-5]]}}, "collectives.send[0] must be a list of 3 numbers"),

@@ -96,6 +96,21 @@ def test_a_cut_off_token_file_is_refused(tmp_path: Path) -> None:
         open_token_file(path, validation_fraction=0.1)
 
 
+def test_a_header_of_a_token_file_that_was_changed_is_made_again(tmp_path: Path) -> None:
+    """The bytes of the text decide the unit of the loss, and no token says how many they were."""
+    (tmp_path / "a.txt").write_text("some text")
+    options = DataOptions(text=(tmp_path / "a.txt",), cache=tmp_path)
+    path = prepare_token_file(options)
+    file = path.with_suffix(".json")
+    whole = file.read_text()
+    for damaged in (whole.replace('"text_bytes": 9', '"text_bytes": 90'), "[]", "{}", '{"sha256": 1}'):
+        assert damaged != whole
+        file.write_text(damaged)
+        with pytest.raises(ValueError, match=r"json (has other content than was written|is no header of a token file)"):
+            open_token_file(path, validation_fraction=0.1)
+        assert prepare_token_file(options) == path and file.read_text() == whole
+
+
 def test_an_empty_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     with pytest.raises(ValueError, match="is empty: 1 files, 0 bytes"):
@@ -193,6 +208,13 @@ def test_a_position_in_another_text_is_refused() -> None:
     state = GlobalBatchSampler(num_windows=50, global_batch_size=2, seed=3).state_dict()
     with pytest.raises(ValueError, match="belongs to num_windows 50 and this sampler has 60"):
         GlobalBatchSampler(num_windows=60, global_batch_size=2, seed=3).load_state_dict(state)
+
+
+@pytest.mark.parametrize("consumed", [-5, 2.0, "3", None])
+def test_a_position_that_is_no_number_of_windows_is_refused(consumed: object) -> None:
+    sampler = GlobalBatchSampler(num_windows=50, global_batch_size=2, seed=3)
+    with pytest.raises(ValueError, match="position is the whole number of windows dealt so far"):
+        sampler.load_state_dict({**sampler.state_dict(), "consumed": consumed})
 
 
 def test_a_text_shorter_than_a_window_is_refused() -> None:
