@@ -113,11 +113,16 @@ def _class_of(directory: str | os.PathLike[str], kind: Any, trust_remote_code: b
     configuration = read_configuration(directory, trust_remote_code=trust_remote_code)
     where = f"{os.fspath(directory)!r}: its config.json"
     names = configuration.architectures
+    auto = transformers.AutoModelForCausalLM if kind is None else kind
+    code: dict[str, str] = (getattr(configuration, "auto_map", None) or {}) if trust_remote_code else {}
+    own = [name for name in code.values() if kind is None and names and name.endswith(f".{names[0]}")]
+    if own or auto.__name__ in code:
+        reference = own[0] if own else code[auto.__name__]
+        return transformers.dynamic_module_utils.get_class_from_dynamic_module(reference, os.fspath(directory))
     if kind is None and names:
         if not hasattr(transformers, names[0]):
             raise PlanError(f"{where} names the class {names[0]!r}, which transformers does not have; pass kind=")
         return getattr(transformers, names[0])
-    auto = transformers.AutoModelForCausalLM if kind is None else kind
     try:
         found = getattr(auto, AUTO)[type(configuration)]
     except (KeyError, AttributeError):

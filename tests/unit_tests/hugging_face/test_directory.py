@@ -133,6 +133,45 @@ def test_code_in_a_directory_is_not_run_and_nobody_is_asked(tmp_path: Path, monk
     assert not (tmp_path / "it ran").exists()
 
 
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class Config(LlamaConfig):
+    model_type = "of_its_own"
+class Model(LlamaForCausalLM):
+    config_class = Config
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + 1
+        return output
+"""
+
+
+@ranks(2)
+@pytest.mark.parametrize("architectures", [["Model"], None])
+def test_code_of_a_directory_that_is_trusted_is_split(
+    rank: int, world: int, architectures: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / f"modules{rank}"))
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    whole = transformers.LlamaForCausalLM(config)
+    if rank == 0:
+        whole.save_pretrained(tmp_path / "model")
+        (tmp_path / "model" / "code.py").write_text(CODE)
+        entries = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+        content = json.loads((tmp_path / "model" / "config.json").read_text())
+        content |= {"model_type": "of_its_own", "auto_map": entries, "architectures": architectures}
+        (tmp_path / "model" / "config.json").write_text(json.dumps(content))
+    torch.distributed.barrier()
+    ids = torch.arange(12).view(2, 6)
+    model = load_split(tmp_path / "model", trust_remote_code=True)
+    assert type(model).__name__ == "Model" and model.lm_head.weight.shape[0] == 16
+    torch.testing.assert_close(model(ids).logits, whole(ids).logits + 1)
+
+
 def test_a_file_that_is_no_tokenizer_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
