@@ -27,11 +27,14 @@ import pytest
 import torch
 from torch import nn
 
+from core.booster import Booster
+from core.booster.plugin import HybridParallelPlugin
 from core.groups.local_store import local_store
 from core.training.config_file import load_config
-from core.training.job import run_job
+from core.training.job import on_started_ranks, run_job
 from core.training.launch import Launch
 from core.training.plan import plan_job
+from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.training.training_reference import TINY, text_flags_in
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
@@ -53,6 +56,12 @@ LAYOUTS = {
     "pp": (4, "--parallel.tp 1 --parallel.pp 2 --run.micro-batch-size 1"),
     "ep": (4, f"--parallel.tp 1 --parallel.ep 2 {EXPERTS}"),
     "cp": (4, "--parallel.tp 1 --parallel.cp 2"),
+    "hybrid tp": (4, ""),  # a loop of the user's own with HybridParallelPlugin, below
+    "hybrid pp": (4, ""),
+}
+HYBRID: dict[str, dict[str, Any]] = {
+    "hybrid tp": {"tp_size": 2, "pp_size": 1},  # and two data ranks
+    "hybrid pp": {"tp_size": 2, "pp_size": 2, "num_microbatches": 2},
 }
 TRANSPORTS = {"memory": [], "sockets": ["--ddp.no-share-host-memory"]}
 # Where the rank falls: a function that is entered there, and whether that counts in step STEP alone.
@@ -67,6 +76,13 @@ FUNCTIONS = {
     "load": ("core.checkpoint.load", "_check_format", False),
     "save": ("core.training.checkpoints", "save_checkpoint", False),
 }
+IN_HYBRID = {
+    "wrap": ("core.booster.plugin.hybrid_parallel_plugin", "HybridParallelPlugin.configure", False),
+    "data": (__name__, "batch_of", True),
+    "load": ("core.booster.booster", "Booster.load_model", False),
+    "save": ("core.booster.booster", "Booster.save_model", False),
+}
+LAYERS = ("TransformerLayer", "LlamaDecoderLayer")
 PHASES = (*FUNCTIONS, "forward", "backward")
 IN_STEPS = {"data", "forward", "backward", "bucket", "guards", "norm", "gather"}
 
@@ -96,7 +112,12 @@ class Case:
 
 
 def is_possible(case: Case) -> bool:
-    """False where nothing is gathered; and for an error in a load, which all ranks raise, with the rank's name."""
+    """False where nothing is gathered; and for an error in a load, which all ranks raise, with the rank's name.
+
+    The loop of the user's own runs once, with the memory that ranks of a host share.
+    """
+    if case.layout in HYBRID and case.transport != "memory":
+        return False
     return (case.phase, case.layout) != ("gather", "dp") and (case.phase, case.fault) != ("load", "exception")
 
 
@@ -127,8 +148,42 @@ def rank_main(case: Case, rank: int, port: int, folder: Path, flags: list[str]) 
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
     if rank == VICTIM and case.fault != "none":
         set_trap(case, folder)
+    if case.layout in HYBRID:
+        on_started_ranks(lambda *_: train_hybrid(case, folder / "saved"), "cpu", 5, launch)
+        return
     config = load_config(flags)
     run_job(config, plan_job(config, case.world), launch)
+
+
+def train_hybrid(case: Case, saved: Path) -> None:
+    """Four steps of a user's own loop; it goes on from what was saved, and saves after the second step."""
+    plugin = HybridParallelPlugin(precision="fp32", zero_stage=1, max_norm=1.0, **HYBRID[case.layout])
+    booster, model = Booster(plugin=plugin), small("llama", torch.float32)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    if saved.exists():
+        booster.load_model(model, saved)
+    for step in range(1, 5):
+        begin_step(step)
+        batch = batch_of(step)
+        if plugin.pp_size > 1:
+            booster.execute_pipeline(iter([batch]), model, None, optimizer)
+        else:
+            booster.backward(model(**batch).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if case.phase in ("load", "save") and step == 2:
+            booster.save_model(model, saved, shard=True)
+            if case.fault == "none":
+                return
+
+
+def begin_step(step: int) -> None:
+    """Where a trap learns the step."""
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    ids = tokens(seed=step)
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
 def set_trap(case: Case, folder: Path) -> None:
@@ -168,15 +223,17 @@ def set_trap(case: Case, folder: Path) -> None:
         time.sleep(0.25)
 
     before("core.training.trainer", "Trainer.train_step", note_step)
+    before(__name__, "begin_step", lambda step: running.__setitem__(0, step))
+    places = {**FUNCTIONS, **IN_HYBRID} if case.layout in HYBRID else FUNCTIONS
     if case.fault == "slow":
         before("core.training.trainer", "Trainer.train_step", slow_down)
-    elif case.phase in FUNCTIONS:
-        module, name, _ = FUNCTIONS[case.phase]
+    elif case.phase in places:
+        module, name, _ = places[case.phase]
         before(module, name, lambda _first: fall())
     else:
 
         def trap(module: nn.Module, _inputs: Any, output: Any = None) -> None:
-            if type(module).__name__ != "TransformerLayer" or not module.training:
+            if type(module).__name__ not in LAYERS or not module.training:
                 return
             if case.phase == "forward":
                 fall()
@@ -261,7 +318,11 @@ def problems_of(case: Case, folder: Path, found: dict[int, tuple[float, str]]) -
         after, line = found[rank]
         if re.match(rf"rank {rank}: rank {VICTIM} \(process {pid} on \S+\) (has|is|failed)", line) is None:
             problems.append(f"{case}: rank {rank} blames another: {line}")
-        elif case.phase in IN_STEPS and f"step {STEP}" not in line.partition("This rank is ")[2]:
+        elif (
+            case.layout not in HYBRID
+            and case.phase in IN_STEPS
+            and f"step {STEP}" not in line.partition("This rank is ")[2]
+        ):
             problems.append(f"{case}: no place and step {STEP} of rank {rank}: {line}")
         elif after > LIMIT_S[case.fault] + SLACK_S:
             problems.append(f"{case}: rank {rank} needed {after:.1f} s: {line}")
@@ -321,7 +382,9 @@ def test_every_survivor_names_the_rank_that_fell(
     run_case(case, tmp_path, cache, times)
 
 
-SLOW = [Case("slow", "data", layout, transport) for layout in LAYOUTS for transport in TRANSPORTS]
+SLOW = [
+    Case("slow", "data", layout, transport) for layout in LAYOUTS if layout not in HYBRID for transport in TRANSPORTS
+]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.nightly) for case in SLOW], ids=str)
