@@ -12,6 +12,7 @@ from types import TracebackType
 from core import parallel_state
 from core.watch.interrupts import INTERRUPTED, SAME_PRESS_S
 from core.watch.processes import STOPPED
+from core.watch.signals import SignalThread
 
 END_S = 3.0  # after the second Ctrl-C, until a rank that still runs is ended
 
@@ -19,32 +20,22 @@ END_S = 3.0  # after the second Ctrl-C, until a rank that still runs is ended
 class EndAtSecondInterrupt:
     """Inside it, a thread hears the signals of this process. A context manager; entered in the main thread.
 
-    Python runs handlers of signals between two steps of the main thread, so never while that waits in C++. But the
-    interpreter writes the number of each signal into a pipe at once, and this thread reads it.
     says: True on the rank that prints what the first Ctrl-C does.
     """
 
     def __init__(self, *, says: bool) -> None:
         self.says = says
         self._first_s: float | None = None
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
+        self._thread = SignalThread(self._hear)
 
     def __enter__(self) -> EndAtSecondInterrupt:
-        self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, name="second interrupt", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        signal.set_wakeup_fd(self._previous)
-        os.close(self._write)  # the thread reads the end, and closes its side
-
-    def _listen(self) -> None:
-        while numbers := os.read(self._read, 1):
-            self._hear(numbers[0])
-        os.close(self._read)
+        self._thread.stop()
 
     def _hear(self, number: int) -> None:
         if self._first_s is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import torch.distributed as dist
 from torch import nn
 
 from core.watch.waiting import call_of, current_wait, in_words, steps_of
@@ -31,6 +32,9 @@ class Place:
     ranks: tuple[int, ...] = ()
     key: tuple[float, ...] = ()
     what: str = ""
+
+
+NOWHERE = Place("", 0.0)
 
 
 def place_of_main_thread(before: Place) -> Place:
@@ -57,6 +61,18 @@ def place_of_main_thread(before: Place) -> Place:
         return before
     words = f"waiting for {wait}{call_of(vars(main))}, {in_words(ranks)}"
     return Place(words, time.monotonic(), True, tuple(ranks), key, str(wait))
+
+
+def group_of_main_thread() -> dist.ProcessGroup | None:
+    """The group of what the main thread waits for, as far as that is known."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.endswith(COLLECTIVES):
+        group = frame.f_locals.get("group")
+        if isinstance(group, dist.ProcessGroup):
+            return group
+        frame = frame.f_back
+    wait = current_wait(threading.main_thread())
+    return wait.group if wait is not None and isinstance(wait.group, dist.ProcessGroup) else None
 
 
 def place_in_code(innermost: FrameType) -> tuple[str, bool]:

@@ -2,7 +2,8 @@
 
 A collective waits for all ranks, and a backend does not say for whom. So each process runs one thread next to the
 training. Every BEAT_S it publishes where the main thread is in the job's store, looks at the processes of its own
-host, and reads the beat of the next rank. The thread calls no collective and never touches a GPU.
+host, and reads the beat of the next rank. The thread calls no collective and never touches a GPU. After a
+Ctrl-C another thread ends the main thread's wait (core.watch.signals).
 
 - A process of this host that has ended, or that was stopped (SIGSTOP, a debugger), is seen in /proc.
 - A rank whose beats stop for SILENT_S is silent: its host is lost, or the process is stopped there. One of this host
@@ -40,6 +41,7 @@ from core.watch.flight_recorder import unfinished_collective
 from core.watch.place import Place, place_in_code, place_of_main_thread
 from core.watch.processes import ENDED, STOPPED, boot_id, state_of
 from core.watch.prompt_store import PromptStore
+from core.watch.signals import SignalThread, end_wait
 from core.watch.stragglers import Stragglers, own_times
 from core.watch.waiting import error_chain, in_short, in_vain, in_words, is_peers, own_failure, waiting
 
@@ -129,6 +131,7 @@ class RankWatch:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="core-rank-watch", daemon=True)
         self._at_exit: Any = None
+        self._signals = SignalThread(end_wait)
 
     def start(self) -> None:
         """Begin to watch; returns at once, whether or not the other ranks have come."""
@@ -138,6 +141,7 @@ class RankWatch:
         atexit.register(self._end)
         self._at_exit = Finalize(None, self._end, exitpriority=100)  # processes of multiprocessing run no atexit
         self._thread.start()
+        self._signals.start()
 
     def meet(self) -> None:
         """Read which ranks have come."""
@@ -166,6 +170,7 @@ class RankWatch:
             self._find_lost(range(self.world))
             own = None if self.lost else in_short(failure)
         self._ending.set()
+        self._signals.stop()
         self._thread.join(2 * BEAT_S)
         with suppress(RuntimeError):  # the store has gone, and with it everybody who could read this
             if own is not None:
@@ -462,9 +467,7 @@ def start_watch(stage: int) -> RankWatch | None:
     rank = dist.get_rank()
     store = dist.group.WORLD.get_group_store()
     try:
-        number = store.add(
-            f"core.watch.rank_watch/starts/{rank}", 1
-        )  # the same on all ranks, as all start equally often
+        number = store.add(f"core.watch.rank_watch/starts/{rank}", 1)  # the same on all ranks: they start equally often
         watch = RankWatch(dist.PrefixStore(f"core.watch.rank_watch/{number}", store), this_member(rank, stage), world)
         watch.start()
     except RuntimeError as error:
@@ -481,9 +484,6 @@ def _place_of(error: BaseException | None) -> str:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return place_in_code(trace.tb_frame)[0]
-
-
-# --- small things ----------------------------------------------------------------------------------------------------
 
 
 def _machine() -> str:

@@ -91,8 +91,8 @@ def in_short(error: BaseException | None) -> str:
 
 
 def is_peers(error: BaseException | None) -> bool:
-    """True if an error began with a wait for other ranks that failed."""
-    return error is not None and is_backends(error_chain(error)[-1])
+    """True if an error began with a wait for other ranks that failed; a Ctrl-C is the user's, also within one."""
+    return error is not None and not isinstance(error, KeyboardInterrupt) and is_backends(error_chain(error)[-1])
 
 
 def error_chain(error: BaseException) -> list[BaseException]:

@@ -1,0 +1,98 @@
+"""A thread that hears signals; Ctrl-C ends every wait in gloo.
+
+Python runs handlers of signals between two steps of the main thread, so never while that waits in C++. But the
+interpreter writes the number of each signal into a pipe at once, and a thread reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from core.watch.place import NOWHERE, group_of_main_thread, place_of_main_thread
+
+STAYS_S = 0.3  # in one wait after a Ctrl-C, before that wait is ended
+TAG = 1 << 20  # of a message that never comes
+
+
+class SignalThread:
+    """A thread that hears the signals of this process: it calls `hear` with the number of each.
+
+    Not started outside of the main thread, nor where other code hears signals in this way.
+    """
+
+    def __init__(self, hear: Callable[[int], None]) -> None:
+        self.hear = hear
+        self.write = -1
+
+    def start(self) -> None:
+        """Begin to hear."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+            os.close(read)
+            os.close(write)
+            return
+        self.write = write
+        _started.add(write)
+        _stop_in_forked_processes()
+        threading.Thread(target=self._listen, args=(read,), name="core-signals", daemon=True).start()
+
+    def stop(self) -> None:
+        """Hear nothing more; may be called twice."""
+        if self.write != -1 and threading.current_thread() is threading.main_thread():
+            _let_go()
+            _started.discard(self.write)
+            os.close(self.write)  # the thread reads the end, and closes its side
+            self.write = -1
+
+    def _listen(self, read: int) -> None:
+        while numbers := os.read(read, 1):
+            self.hear(numbers[0])
+        os.close(read)
+
+
+def end_wait(number: int) -> None:
+    """After a Ctrl-C that shall raise KeyboardInterrupt: end the main thread's wait in gloo, which then raises it.
+
+    gloo ends all waits of a group where one of them reaches its limit. The group's connections are lost by that, and a
+    wait that was interrupted could not be finished anyway. Nothing where the main thread goes on.
+    """
+    if number != signal.SIGINT or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    place = place_of_main_thread(NOWHERE)
+    time.sleep(STAYS_S)
+    if not place.waits or place_of_main_thread(place) is not place:
+        return
+    group = group_of_main_thread() or dist.group.WORLD
+    with suppress(RuntimeError, ValueError):  # no gloo in it, or it is destroyed by now
+        other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        group.recv([torch.empty(1, device="cpu")], other, TAG).wait(timedelta(milliseconds=1))
+
+
+_started: set[int] = set()  # the pipes' ends that signals are written into
+
+
+def _let_go() -> None:
+    """Write no signal of this process into a pipe from here: it is the parent's in a forked process."""
+    current = signal.set_wakeup_fd(-1)
+    if current not in _started:  # other code's
+        signal.set_wakeup_fd(current)
+
+
+@functools.cache
+def _stop_in_forked_processes() -> None:
+    os.register_at_fork(after_in_child=_let_go)
