@@ -24,7 +24,7 @@ from core.groups.rank_grid import default_embedding_ranks as default_embedding_r
 from core.groups.rank_grid import default_position_embedding_ranks as default_position_embedding_ranks
 from core.watch.forked import drop_connections_in_workers
 from core.watch.rank_watch import RankWatch, start_watch
-from core.watch.waiting import use_watch
+from core.watch.waiting import use_watch, waiting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -256,7 +256,8 @@ def update_pg_timeout(timeout: timedelta, pg_group: ProcessGroup | None = None) 
 
 def create_group(ranks: Sequence[int] | None = None, *arguments: Any, **options: Any) -> ProcessGroup | None:
     """A group of the caller's own, by the arguments of torch's new_group; `destroy_model_parallel` leaves it alone."""
-    return dist.new_group(None if ranks is None else list(ranks), *arguments, **options)
+    with waiting("a group of the caller's own", dist.group.WORLD):
+        return dist.new_group(None if ranks is None else list(ranks), *arguments, **options)
 
 
 def _refuse_unsupported(**arguments: tuple[Any, Any]) -> None:

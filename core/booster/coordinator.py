@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from core.groups import agree
+from core.watch.waiting import waiting
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 
@@ -74,7 +75,8 @@ class DistCoordinator:
 
     def block_all(self, process_group: Group = None) -> None:
         """Return when every rank of the group has called. Collective."""
-        dist.barrier(process_group)
+        with waiting("block_all", process_group or dist.group.WORLD):
+            dist.barrier(process_group)
 
     def on_master_only(self, process_group: Group = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator: the function runs on the group's first rank, and is None on the others."""

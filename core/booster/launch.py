@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from core.booster.accelerator import devices_here
 from core.booster.rank_logger import DistributedLogger
+from core.watch.waiting import PeerLost, in_short, starting
 
 # Launcher -> what it sets for each process: rank, local rank, number of ranks, host, port.
 PLACES = {
@@ -54,12 +55,25 @@ def launch(
             logger.warning(f"backend {backend!r} is not for {kind!r}, where this rank trains; {own!r} is taken")
         if kind != "cpu":
             torch.accelerator.set_device_index(rank % devices if local_rank is None else local_rank)
-        address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        dist.init_process_group(own, init_method=address, rank=rank, world_size=world_size)
+        with starting(_store(host, port, rank, world_size), rank, world_size) as store:
+            dist.init_process_group(own, store=store, rank=rank, world_size=world_size)
         how = f"is started with {own} on {kind}"
     set_seed(seed)
     if verbose:
         logger.info(f"torch.distributed {how}; world size {world_size}, seed {seed}", ranks=[0])
+
+
+def _store(host: str, port: int, rank: int, world_size: int) -> dist.Store:
+    """The job's store: torchrun's, or one that rank 0 holds. It waits for no rank, so that `starting` can name them."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store: dist.Store = next(dist.rendezvous(f"tcp://{address}", rank, world_size))[0]
+        return store
+    try:
+        return dist.TCPStore(host, port, world_size, rank == 0, wait_for_workers=False, multi_tenant=True)
+    except dist.DistError as error:
+        what = "cannot hold the job's store at" if rank == 0 else "cannot reach rank 0, which holds the job's store, at"
+        raise PeerLost(f"rank {rank} {what} {address}: {in_short(error)}. Give a free port of rank 0's host") from error
 
 
 def launch_from_torch(backend: str | None = None, seed: int = 1024, verbose: bool = True) -> None:

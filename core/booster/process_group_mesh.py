@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from core.watch.waiting import waiting
+
 Coordinate = tuple[int, ...]
 
 
@@ -65,7 +67,8 @@ class ProcessGroupMesh:
         found = None
         for base in itertools.product(*(range(1 if dim in axes else size) for dim, size in enumerate(self.shape))):
             ranks = [self.ravel(coord, self.shape) for coord in self.get_coords_along_axis(base, axes, places)]
-            group = dist.new_group(ranks, backend=backend)
+            with waiting(f"a group of ranks {ranks}", dist.group.WORLD):
+                group = dist.new_group(ranks, backend=backend)
             found = group if self.rank in ranks else found
         self._groups[rows] = found
         return found

@@ -8,6 +8,7 @@ after the other reach every rank (`world_groups`). None is the default group, or
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -42,11 +43,7 @@ def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> t
     for group in _chain(groups):
         with _asking(what, group):
             both = both.to(control_device(group))
-            if both.is_cpu:
-                complete(dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True))
-            else:
-                dist.all_reduce(both, dist.ReduceOp.MAX, group)
-                both = both.cpu()  # waits here
+            both = _done(dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True), both)
     found = both.tolist()
     return [-value for value in found[:count]], found[count:]
 
@@ -68,11 +65,29 @@ def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
     """Every rank's picklable value, by its rank in the job. For a start and for failures, never for a step."""
     everyone = {dist.get_rank() if dist.is_initialized() else 0: value}
     for group in _chain(groups):
-        parts: list[Any] = [None] * dist.get_world_size(group)
+        mine = torch.frombuffer(bytearray(pickle.dumps(everyone)), dtype=torch.uint8)
         with _asking(what, group):
-            dist.all_gather_object(parts, everyone, group)
+            sizes = _rows(torch.tensor([len(mine)], device="cpu"), group).flatten().tolist()
+            rows = _rows(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))), group)
+        parts = [pickle.loads(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
         everyone = {rank: theirs for part in parts for rank, theirs in part.items()}
     return everyone
+
+
+def _rows(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[ranks, n] of every rank's [n], on the CPU. Call it inside `_asking`."""
+    mine = mine.to(control_device(group))
+    rows = mine.new_empty((dist.get_world_size(group), len(mine)))
+    return _done(dist.all_gather(list(rows.unbind()), mine, group, async_op=True), rows)
+
+
+def _done(work: dist.Work, result: torch.Tensor) -> torch.Tensor:
+    """The result of a collective, on the CPU, once it is there."""
+    if result.is_cpu:
+        complete(work)
+        return result
+    work.wait()
+    return result.cpu()  # waits here
 
 
 def first(finding: T | None, groups: Groups, what: str) -> T | None:

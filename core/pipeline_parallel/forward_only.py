@@ -46,7 +46,7 @@ def forward_only(
             check_sent(output, received(stage + 1), stage)
             local = tuple(output) if isinstance(output, (tuple, list)) else (output,)
             if layout.rank_of(stage + 1) != layout.rank_of(stage):
+                target = dist.get_global_rank(group, layout.rank_of(stage + 1))
                 for tensor in local:
-                    dist.send(
-                        tensor.contiguous(), dst=dist.get_global_rank(group, layout.rank_of(stage + 1)), group=group
-                    )
+                    with waiting("the next stage to take the activations of a microbatch", group):
+                        dist.send(tensor.contiguous(), dst=target, group=group)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from core.groups import agree
 from core.tensor_parallel.mappings import group_rank, group_size, resolve_groups
+from core.watch.waiting import waiting
 
 
 def broadcast_data(
@@ -35,5 +36,6 @@ def broadcast_data(
         for key, (shape, _) in known.items()
     }
     for tensor in sent.values() if group is not None and group_size(group) > 1 else ():
-        dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)
+        with waiting("the data of the first rank", group):
+            dist.broadcast(tensor, dist.get_process_group_ranks(group)[0], group=group)
     return sent

@@ -318,7 +318,8 @@ def prepared_by_one(prepare: Callable[[], str], prepares_data: bool, cache: Path
     The other ranks wait as long as it takes, without the time limit of the job's groups. The rank watch says which
     rank waits for which (core.watch.rank_watch).
     """
-    group = dist.new_group(timeout=NO_LIMIT, backend="gloo")
+    with waiting("a group for the text", dist.group.WORLD):
+        group = dist.new_group(timeout=NO_LIMIT, backend="gloo")
     name: str | None = None
     failure: str | None = None
     if prepares_data:

@@ -17,6 +17,7 @@ from core.distributed import DistributedDataParallel
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradientContract
 from core.groups import agree
+from core.watch.waiting import waiting
 
 BIAS = "expert_bias"  # the buffer of a router that finalize_model_grads moves
 
@@ -143,7 +144,8 @@ class WrappedModel:
         with self.gathered():
             mine = [(held.place, held.tensor.detach().cpu()) for held in first]
         everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(mine, everyone, dst=0)
+        with waiting("the weights of all ranks", dist.group.WORLD):
+            dist.gather_object(mine, everyone, dst=0)
         weights, failure = {}, None
         try:
             weights = {} if everyone is None else _assembled(everyone)
@@ -186,7 +188,8 @@ def _whole_bucket(bucket: Bucket) -> Tensor:
         return bucket.grad * bucket.pending_scale
     mine = bucket.owned_grad.to(bucket.device).contiguous()
     shards = [torch.empty_like(mine) for _ in range(dist.get_world_size(bucket.groups.shard))]
-    dist.all_gather(shards, mine, group=bucket.groups.shard)
+    with waiting("the shards of a bucket", bucket.groups.shard):
+        dist.all_gather(shards, mine, group=bucket.groups.shard)
     return torch.cat(shards) * bucket.pending_scale
 
 

@@ -19,6 +19,7 @@ from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel import PipelineRunner
 from core.verify.gathered import WrappedModel, first_tensor, piece_of
 from core.verify.recording import Recorder
+from core.watch.waiting import waiting
 
 LossFn = Callable[[nn.Module, Any], Any]  # (model, part of the batch) -> mean loss, or (summed loss, number of tokens)
 SplitFn = Callable[[Any], Any]  # a data rank's microbatch -> what this rank of its context-parallel group holds of it
@@ -80,7 +81,8 @@ class Job(ABC):
         """From each data rank's mean loss, or sum and number of tokens. Collective over the data group."""
         data = self.groups.require("dp_cp")
         sums = torch.tensor([loss, tokens], dtype=torch.float64, device=self.model.device)
-        dist.all_reduce(sums, group=data)
+        with waiting("the loss of all data ranks", data):
+            dist.all_reduce(sums, group=data)
         return float(sums[0] / (divisor_of_tokens(sums[1]) if self.per_token else dist.get_world_size(data)))
 
 

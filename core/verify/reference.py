@@ -20,6 +20,7 @@ from core.moe import TopKRouter, auxiliary_loss_scale
 from core.verify.gathered import BIAS, cast, load_whole_weights, on_tensors, piece_of
 from core.verify.job import Job, LossFn, split_loss
 from core.verify.recording import Point, Recorder, dense_parameters, relative_difference
+from core.watch.waiting import waiting
 
 ModelFn = Callable[[], nn.Module]
 
@@ -289,7 +290,8 @@ class Reference:
         for name, (shape, dtype) in shapes.items():
             grad = torch.empty(shape, dtype=dtype) if mine is None else mine.grads[name]
             grad = grad.to(self.device).contiguous()
-            dist.broadcast(grad, src=0)
+            with waiting("the reference's gradients", dist.group.WORLD):
+                dist.broadcast(grad, src=0)
             grads[name] = grad.cpu()
         return replace(rest, grads=grads)
 

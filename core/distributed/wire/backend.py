@@ -7,6 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from core.watch.waiting import waiting
+
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that carries tensors of a device. A group may have several, and dist.get_backend names none then."""
@@ -23,6 +25,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 def new_communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A communicator of the same ranks. A gather in backward must not be paired with a reduction. Collective."""
     members, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-    made = dist.new_group(members, timeout=timeout_of(group), backend=backend, use_local_synchronization=True)
+    with waiting("another communicator", group):
+        made = dist.new_group(members, timeout=timeout_of(group), backend=backend, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup), "this rank is a member"
     return made

@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from core.watch.waiting import waiting
+
 BLOCK = 256  # numbers that share a scale: 4 bytes in 260
 LARGEST = 448.0
 FP8 = torch.float8_e4m3fn
@@ -88,14 +90,16 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGr
 def all_gather_bytes(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """All-gather under the name that this version of torch has for it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, tensor, group=group)
+    with waiting("8-bit values of all ranks", group):
+        gather(output, tensor, group=group)
 
 
 def _sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
     """rows [size, m], row r for rank r. Returns the fp32 sum over ranks of this rank's row, [m]."""
     packed = quantize(rows)
     received = torch.empty_like(packed)
-    dist.all_to_all_single(received, packed, group=group)
+    with waiting("8-bit parts of all ranks", group):
+        dist.all_to_all_single(received, packed, group=group)
     return dequantize(received).sum(0)
 
 

@@ -58,7 +58,7 @@ class CallCount(TorchDispatchMode):
 def counted_collectives(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     seen: list[str] = []
     with monkeypatch.context() as patched:
-        for name in ("all_reduce", "broadcast", "all_gather_object", "all_gather_into_tensor", "barrier"):
+        for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier"):
             original = getattr(dist, name)
 
             def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:

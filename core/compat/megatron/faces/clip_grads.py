@@ -14,6 +14,7 @@ from core.compat.megatron.faces.layers import param_is_not_tensor_parallel_dupli
 from core.compat.megatron.faces.modules import param_is_not_shared
 from core.compat.megatron.faces.refusals import arguments
 from core.groups import agree
+from core.watch.waiting import waiting
 
 
 def get_grad_norm_fp32(
@@ -28,8 +29,7 @@ def get_grad_norm_fp32(
         largest = agree.gather(float(together.max()), grad_stats_parallel_group, "the largest gradient")
         return max(largest.values())
     total = together.to(device_of_group(grad_stats_parallel_group)).pow(exponent).sum()
-    dist.all_reduce(total, group=grad_stats_parallel_group)
-    return float(total) ** (1.0 / exponent)
+    return float(_added(total, grad_stats_parallel_group, "the gradients' norm")) ** (1.0 / exponent)
 
 
 @arguments("parameters max_norm total_norm !use_decoupled_grad=False")
@@ -49,8 +49,13 @@ def count_zeros_fp32(parameters: Tensor | Iterable[Tensor], grad_stats_parallel_
         counts = param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, tp_group)
         if param.grad is not None and counts:
             zeros += int(param.grad.numel() - torch.count_nonzero(param.grad))
-    dist.all_reduce(zeros, group=grad_stats_parallel_group)
-    return float(zeros)
+    return float(_added(zeros, grad_stats_parallel_group, "the number of zeros"))
+
+
+def _added(numbers: Tensor, group: Any, what: str) -> Tensor:
+    with waiting(what, group or dist.group.WORLD):
+        dist.all_reduce(numbers, group=group)
+    return numbers
 
 
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

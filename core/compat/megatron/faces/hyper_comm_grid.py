@@ -14,6 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from core.groups.rank_grid import RankGrid
+from core.watch.waiting import waiting
 
 __all__ = ["HyperCommGrid", "RankGenerator"]
 
@@ -31,7 +32,8 @@ def new_groups(members: Iterable[Sequence[int]], **options: Any) -> Any:
     """Make a process group of each; this rank's, or None. Collective over the world."""
     mine = None
     for ranks in members:
-        group = dist.new_group(list(ranks), **options)
+        with waiting(f"a group of ranks {list(ranks)}", dist.group.WORLD):
+            group = dist.new_group(list(ranks), **options)
         mine = group if dist.get_rank() in ranks else mine
     return mine
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from core.groups import agree
+from core.watch.waiting import waiting
 
 LEVELS, OPTIONS = (0, 1, 2), ("max", "minmax", "all")
 
@@ -58,7 +59,7 @@ class Timer:
     @staticmethod
     def _now(barrier: bool) -> float:
         if barrier and dist.is_initialized():
-            dist.barrier()
+            _barrier()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -128,9 +129,14 @@ class Timers:
         self, names: Sequence[str] | None, normalizer: float, reset: bool, barrier: bool
     ) -> dict[str, list[float]]:
         if barrier and dist.is_initialized():
-            dist.barrier()
+            _barrier()
         asked = [name for name in (self.timers if names is None else names) if name in self.timers]
         mine = {name: self.timers[name].elapsed(reset) * 1e3 / normalizer for name in asked}
         everybody = agree.gather(mine, None, "timers").values()
         known = dict.fromkeys(name for theirs in everybody for name in theirs)
         return {name: [theirs.get(name, 0.0) for theirs in everybody] for name in known}
+
+
+def _barrier() -> None:
+    with waiting("a timer's barrier", dist.group.WORLD):
+        dist.barrier()
