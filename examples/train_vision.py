@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train_vision.py --wrapper torch
 
 Both print the same losses and accuracies. On a CPU the buffers of BatchNorm are broadcast, as torch's DDP does by
-default; on GPUs the layers become SyncBatchNorm. Evaluation on all ranks, an average of the weights (EMA), early stop,
-and TensorBoard with `--tensorboard DIRECTORY`. Nothing is downloaded.
+default; on GPUs the layers become SyncBatchNorm, which the tests cannot run: they have no GPU. Evaluation on all ranks,
+an average of the weights (EMA), early stop, and TensorBoard with `--tensorboard DIRECTORY`. Nothing is downloaded.
 """
 
 from __future__ import annotations
