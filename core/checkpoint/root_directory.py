@@ -255,7 +255,7 @@ class RootDirectory:
             self._write_latest(newest[0].path.name)
 
     def _write_latest(self, name: str, half_point: str | None = None) -> None:
-        """What is no file is left alone, with a warning: loads read the steps' own names."""
+        """Write the name of a commit. A directory there stays, with a warning: loads read the names of steps."""
         latest = self.path / LATEST
         if latest.is_dir() and not latest.is_symlink():
             warnings.warn(f"{latest} is a directory, so it names no checkpoint; move it away", stacklevel=2)

@@ -166,11 +166,11 @@ def read_header(path: Path) -> TokenFileHeader:
     """The header as it was written; ValueError where the file has another content."""
     try:
         values = json.loads(path.read_bytes())
-        told = values.pop("sha256")
+        saved = values.pop("sha256")
         header = TokenFileHeader(**values)
     except (TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{path} is no header of a token file; delete it to make it again") from error
-    if told != _digest_of(header):
+    if saved != _digest_of(header):
         raise ValueError(f"{path} has other content than was written; delete it to make it again")
     return header
 

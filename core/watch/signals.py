@@ -69,7 +69,7 @@ def end_wait(number: int) -> None:
     """After a Ctrl-C that shall raise KeyboardInterrupt: end the main thread's wait in gloo, which then raises it.
 
     gloo ends all waits of a group where one of them reaches its limit. The group's connections are lost by that, and a
-    wait that was interrupted could not be finished anyway. Nothing where the main thread goes on.
+    wait that was interrupted could not be finished anyway. Nothing where the main thread is elsewhere by then.
     """
     if number != signal.SIGINT or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
