@@ -41,7 +41,7 @@ from core.watch.flight_recorder import unfinished_collective
 from core.watch.place import Place, place_in_code, place_of_main_thread
 from core.watch.processes import ENDED, STOPPED, boot_id, state_of
 from core.watch.prompt_store import PromptStore
-from core.watch.signals import SignalThread, end_wait
+from core.watch.signals import WaitEnder
 from core.watch.stragglers import Stragglers, own_times
 from core.watch.waiting import error_chain, in_short, in_vain, in_words, is_peers, own_failure, waiting
 
@@ -131,7 +131,7 @@ class RankWatch:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="core-rank-watch", daemon=True)
         self._at_exit: Any = None
-        self._signals = SignalThread(end_wait)
+        self._signals = WaitEnder()
 
     def start(self) -> None:
         """Begin to watch; returns at once, whether or not the other ranks have come."""

@@ -14,11 +14,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
+from core.watch.interrupts import SAME_PRESS_S
 from core.watch.place import NOWHERE, group_of_main_thread, place_of_main_thread
+from core.watch.waiting import forget_wait
 
 STAYS_S = 0.3  # in one wait after a Ctrl-C, before that wait is ended
 TAG = 1 << 20  # of a message that never comes
@@ -51,13 +54,15 @@ class SignalThread:
         _stop_in_forked_processes()
         threading.Thread(target=self._listen, args=(read,), name="core-signals", daemon=True).start()
 
-    def stop(self) -> None:
-        """Hear nothing more; may be called twice."""
-        if self.write != -1 and threading.current_thread() is threading.main_thread():
-            _let_go()
-            _started.discard(self.write)
-            os.close(self.write)  # the thread reads the end, and closes its side
-            self.write = -1
+    def stop(self) -> bool:
+        """Hear nothing more, in the main thread. True if it has heard until now."""
+        if self.write == -1 or threading.current_thread() is not threading.main_thread():
+            return False
+        _let_go()
+        _started.discard(self.write)
+        os.close(self.write)  # the thread reads the end, and closes its side
+        self.write = -1
+        return True
 
     def _listen(self, read: int) -> None:
         while numbers := os.read(read, 1):
@@ -65,22 +70,44 @@ class SignalThread:
         os.close(read)
 
 
-def end_wait(number: int) -> None:
-    """After a Ctrl-C that shall raise KeyboardInterrupt: end the main thread's wait in gloo, which then raises it.
+class WaitEnder:
+    """Between start and stop, a Ctrl-C that shall raise KeyboardInterrupt ends the main thread's wait in gloo.
 
-    gloo ends all waits of a group where one of them reaches its limit. The group's connections are lost by that, and a
-    wait that was interrupted could not be finished anyway. Nothing where the main thread is elsewhere by then.
+    Without a handler of the program's own. gloo ends all waits of a group where one of them reaches its limit. The
+    group's connections are lost by that, and a wait that was interrupted could not be finished anyway.
     """
-    if number != signal.SIGINT or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return
-    place = place_of_main_thread(NOWHERE)
-    time.sleep(STAYS_S)
-    if not place.waits or place_of_main_thread(place) is not place:
-        return
-    group = group_of_main_thread() or dist.group.WORLD
-    with suppress(RuntimeError, ValueError):  # no gloo in it, or it is destroyed by now
-        other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-        group.recv([torch.empty(1, device="cpu")], other, TAG).wait(timedelta(milliseconds=1))
+
+    def __init__(self) -> None:
+        self.raised_s = -SAME_PRESS_S  # when KeyboardInterrupt was raised last
+        self.thread = SignalThread(self._hear)
+
+    def start(self) -> None:
+        """Begin to hear, in the main thread; in another one, nothing."""
+        self.thread.start()
+        if self.thread.write != -1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self.interrupt)
+
+    def stop(self) -> None:
+        """Leave the signal as it was; may be called twice."""
+        if self.thread.stop() and signal.getsignal(signal.SIGINT) == self.interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Python's own handler, with the time at which it has run."""
+        self.raised_s = time.monotonic()
+        forget_wait()
+        signal.default_int_handler(number, frame)
+
+    def _hear(self, number: int) -> None:
+        if number != signal.SIGINT or signal.getsignal(signal.SIGINT) != self.interrupt:
+            return
+        heard_s = time.monotonic()
+        time.sleep(STAYS_S)
+        if self.raised_s < heard_s - SAME_PRESS_S and place_of_main_thread(NOWHERE).waits:
+            group = group_of_main_thread() or dist.group.WORLD
+            with suppress(RuntimeError, ValueError):  # no gloo in it, or it is destroyed by now
+                other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+                group.recv([torch.empty(1, device="cpu")], other, TAG).wait(timedelta(milliseconds=1))
 
 
 _started: set[int] = set()  # the pipes' ends that signals are written into

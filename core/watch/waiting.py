@@ -332,6 +332,11 @@ def call_of(thread: dict[str, object]) -> str:
     return f" (step {steps.number})" if steps.number else ""
 
 
+def forget_wait() -> None:
+    """Let this thread wait for nothing: an error is raised that may come in the end of a `waiting`, and cut it off."""
+    vars(threading.current_thread())["core_wait"] = None
+
+
 def current_wait(thread: threading.Thread) -> waiting | None:
     """The innermost wait that a thread is in, if it is in one."""
     found = vars(thread).get("core_wait")
