@@ -43,7 +43,12 @@ def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> t
     for group in _chain(groups):
         with _asking(what, group):
             both = both.to(control_device(group))
-            both = _done(dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True), both)
+            work = dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True)
+            if both.is_cpu:
+                complete(work)
+            else:
+                work.wait()
+                both = both.cpu()  # waits here
     found = both.tolist()
     return [-value for value in found[:count]], found[count:]
 
@@ -66,28 +71,18 @@ def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
     everyone = {dist.get_rank() if dist.is_initialized() else 0: value}
     for group in _chain(groups):
         mine = torch.frombuffer(bytearray(pickle.dumps(everyone)), dtype=torch.uint8)
+        longest = bounds([len(mine)], group, what)[1][0]
         with _asking(what, group):
-            sizes = _rows(torch.tensor([len(mine)], device="cpu"), group).flatten().tolist()
-            rows = _rows(torch.nn.functional.pad(mine, (0, max(sizes) - len(mine))), group)
-        parts = [pickle.loads(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
+            mine = torch.nn.functional.pad(mine, (0, longest - len(mine))).to(control_device(group))
+            rows = mine.new_empty((dist.get_world_size(group), longest))
+            work = dist.all_gather(list(rows.unbind()), mine, group, async_op=True)
+            if rows.is_cpu:
+                complete(work)
+            else:
+                work.wait()
+            parts = [pickle.loads(row.numpy()) for row in rows.cpu()]  # a pickle has an end of its own
         everyone = {rank: theirs for part in parts for rank, theirs in part.items()}
     return everyone
-
-
-def _rows(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[ranks, n] of every rank's [n], on the CPU. Call it inside `_asking`."""
-    mine = mine.to(control_device(group))
-    rows = mine.new_empty((dist.get_world_size(group), len(mine)))
-    return _done(dist.all_gather(list(rows.unbind()), mine, group, async_op=True), rows)
-
-
-def _done(work: dist.Work, result: torch.Tensor) -> torch.Tensor:
-    """The result of a collective, on the CPU, once it is there."""
-    if result.is_cpu:
-        complete(work)
-        return result
-    work.wait()
-    return result.cpu()  # waits here
 
 
 def first(finding: T | None, groups: Groups, what: str) -> T | None:

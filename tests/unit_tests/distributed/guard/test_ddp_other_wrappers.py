@@ -111,7 +111,7 @@ def test_what_cannot_be_wrapped_is_refused_by_name_before_gradients_or_weights_t
         with counted_collectives(pytest.MonkeyPatch()) as calls, pytest.raises(ValueError, match=REFUSED[make]):
             wrap(model, data_parallel_sharding_strategy=strategy)
         # In each data group the ranks tell each other that they refuse, and nothing else.
-        assert calls == ["all_reduce", "all_gather", "all_gather"] * 2  # sizes, and words
+        assert calls == ["all_reduce", "all_reduce", "all_gather"] * 2
 
 
 @ranks(2)
