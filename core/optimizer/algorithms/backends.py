@@ -135,8 +135,8 @@ def make_with_backend(
     if len(samples) > 1 and wanted == "auto":  # some are stepped on the host, where a GPU's kernels are not
         kinds = [(algorithm, device, sample.dtype) for device, sample in samples.items()]
         wanted = next(name for name in ORDER if not any(_usable(name, *kind)[1] for kind in kinds))
-    sample = next(iter(samples.values()))
-    backend, kernel, optimizer_report = choose(algorithm, sample.device, sample.dtype, wanted)
+    chosen = [choose(algorithm, device, sample.dtype, wanted) for device, sample in samples.items()]
+    backend, kernel, _ = chosen[0]
     make: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW if decoupled else torch.optim.Adam}[algorithm]
     optimizer: Any
     if kernel is not None:
@@ -145,7 +145,7 @@ def make_with_backend(
         optimizer = make(groups, lr=lr, fused=True, **options)
     else:  # foreach=False without fused is torch's way to ask for one tensor at a time
         optimizer = make(groups, lr=lr, foreach=backend == "foreach", **options)
-    optimizer.backend_report = optimizer_report
+    optimizer.backend_report = "\n".join(report for _, _, report in chosen)
     return optimizer
 
 

@@ -197,6 +197,21 @@ def test_an_optimizer_tells_its_backend(rank: int, world: int) -> None:
 gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 
 
+def test_a_named_backend_must_serve_every_device_that_masters_lie_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the state may lie on the host, which a GPU's kernels do not step."""
+
+    def usable(name: str, algorithm: str, device: torch.device, dtype: torch.dtype) -> tuple[None, str]:
+        return None, "has no kernel for cpu" if name == "fused" and device.type == "cpu" else ""
+
+    monkeypatch.setattr(backends, "_usable", usable)
+    params = [nn.Parameter(torch.zeros(3, device=device)) for device in ("meta", "cpu")]
+    options: dict[str, Any] = {"lr": 0.1, "decoupled": True}
+    with pytest.raises(ValueError, match="optimizer_backend='fused' cannot be used: has no kernel for cpu"):
+        backends.make_with_backend("adam", [{"params": params}], wanted="fused", **options)
+    made: Any = backends.make_with_backend("adam", [{"params": params}], wanted="foreach", **options)
+    assert "adam on meta: foreach" in made.backend_report and "adam on cpu: foreach" in made.backend_report
+
+
 @pytest.mark.gpu
 @gpu_only
 @pytest.mark.parametrize("name", ["transformer_engine", "apex", "fused", "foreach"])
