@@ -14,7 +14,7 @@ from core.plan import Link, plan_run, read_device
 from core.plan.communication import hops_seconds, link_of
 from core.plan.job_run import run_of_job
 from core.plan.live_memory import Work
-from core.plan.schedule_order import Action, StandIn, actions_of_ranks
+from core.plan.schedule_order import Action, StageStandIn, actions_of_ranks
 from core.plan.step_time import work_seconds
 from core.plan.time_line import pipeline_spans, shared_spans
 from core.training.config_file import load_config
@@ -190,7 +190,7 @@ def test_the_time_of_a_step_is_that_of_groups_on_two_machines() -> None:
 @pytest.mark.parametrize(("pp", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (2, 3, 7), (4, 3, 3), (3, 2, 12)])
 def test_an_interleaved_order_is_torchs(pp: int, chunks: int, microbatches: int) -> None:
     layout = PipelineLayout.even(pp * chunks, pp, chunks)
-    stages: list[Any] = [StandIn(stage, layout.num_stages, pp, 0) for stage in layout.stages_of(0)]
+    stages: list[Any] = [StageStandIn(stage, layout.num_stages, pp, 0) for stage in layout.stages_of(0)]
     table = build_schedule(find_schedule("Interleaved1F1B"), stages, microbatches).pipeline_order
     orders = actions_of_ranks("Interleaved1F1B", layout, microbatches)
     assert [list(order) for order in orders] == [actions_in(table[rank]) for rank in range(pp)]
