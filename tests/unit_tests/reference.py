@@ -50,6 +50,15 @@ def loss_of(model: nn.Module, rank: int, microbatch: int) -> torch.Tensor:
     return (model(x) - y).pow(2).sum() * (rank + 1)
 
 
+def train(ddp: DistributedDataParallel, optimizer: Any, rank: int, *microbatches: int) -> None:
+    """A step on each of some microbatches, all of which are made."""
+    for microbatch in microbatches:
+        optimizer.zero_grad()
+        loss_of(ddp, rank, microbatch).backward()
+        finalize_model_grads([ddp])
+        assert optimizer.step()[0]
+
+
 def mean_over_ranks(
     model: nn.Module, world: int, microbatches: Sequence[int] = (0,), loss: LossOf = loss_of
 ) -> dict[str, torch.Tensor]:

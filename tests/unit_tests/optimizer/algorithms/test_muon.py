@@ -21,7 +21,7 @@ from core.optimizer.algorithms.newton_schulz import COEFFICIENTS, coefficients_o
 from core.tensor_parallel import tensor_parallel_slice
 from core.transformer import TransformerConfig
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import loss_of, make_net, wrap
+from tests.unit_tests.reference import loss_of, make_net, train, wrap
 
 STRATEGIES = ("no_shard", "optim")
 OPTIONS: dict[str, Any] = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0}
@@ -163,13 +163,6 @@ def test_muon_refuses_vectors() -> None:
 
 
 # -- on ranks ---------------------------------------------------------------------------------------------------------
-
-
-def train(ddp: DistributedDataParallel, optimizer: Any, rank: int, microbatch: int) -> None:
-    optimizer.zero_grad()
-    loss_of(ddp, rank, microbatch).backward()
-    finalize_model_grads([ddp])
-    assert optimizer.step()[0]
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,6 @@ from torch import nn
 from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import LowLevelZeroPlugin
-from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.optimizer import (
     OptimizerConfig,
     ParamKey,
@@ -25,7 +24,7 @@ from core.optimizer.algorithms.names import algorithm_needs_shapes, label, resol
 from core.optimizer.step.inner_optimizer import inner_optimizer
 from core.optimizer.step.inner_step import InnerStep
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import loss_of, make_net, wrap
+from tests.unit_tests.reference import loss_of, make_net, train, wrap
 
 STRATEGIES = ("no_shard", "optim")
 STEPS = 4
@@ -73,13 +72,6 @@ def decay_groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
         {"params": [p for p in params if p.dim() > 1], "weight_decay": decay},
         {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
     ]
-
-
-def train(ddp: DistributedDataParallel, optimizer: Any, rank: int, microbatch: int) -> None:
-    optimizer.zero_grad()
-    loss_of(ddp, rank, microbatch).backward()
-    finalize_model_grads([ddp])
-    assert optimizer.step()[0]
 
 
 def reference_step(model: nn.Module, optimizer: Any, world: int, microbatch: int) -> None:

@@ -20,7 +20,7 @@ from core.optimizer import (
 from core.optimizer.groups.param_groups import GroupKey, ParamGroups
 from core.optimizer.groups.param_key import decays_by_default, is_embedding_or_output
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import loss_of, make_net, wrap
+from tests.unit_tests.reference import loss_of, make_net, train, wrap
 
 
 class Tagged(nn.Module):
@@ -224,10 +224,7 @@ def test_each_group_moves_with_its_own_numbers(rank: int, world: int, strategy: 
     }
     optimizer = get_megatron_optimizer(config, [ddp], config_overrides=overrides)
     for microbatch in range(3):
-        optimizer.zero_grad()
-        loss_of(ddp, rank, microbatch).backward()
-        finalize_model_grads([ddp])
-        assert optimizer.step()[0]
+        train(ddp, optimizer, rank, microbatch)
         plain.zero_grad()
         for source in range(world):
             (loss_of(reference, source, microbatch) / world).backward()

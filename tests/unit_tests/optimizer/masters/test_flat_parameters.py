@@ -13,17 +13,9 @@ from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import Net, batch, loss_of, make_net, wrap
+from tests.unit_tests.reference import Net, batch, loss_of, make_net, train, wrap
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0}
-
-
-def train(ddp: Any, optimizer: Any, rank: int, numbers: range) -> None:
-    for number in numbers:
-        optimizer.zero_grad()
-        loss_of(ddp, rank, number).backward()
-        finalize_model_grads([ddp])
-        assert optimizer.step()[0]
 
 
 def reference_steps(model: Net, world: int, numbers: range, decays: Any = lambda p: p.dim() > 1) -> None:
@@ -62,7 +54,7 @@ def test_one_long_run_makes_the_steps_of_torch(rank: int, world: int) -> None:
     assert len({param.untyped_storage().data_ptr() for param in params}) == 1
     for param, before in zip(params, start.parameters(), strict=True):
         assert param.shape == before.shape and param.is_contiguous() and torch.equal(param, before)
-    train(ddp, optimizer, rank, range(3))
+    train(ddp, optimizer, rank, *range(3))
     reference_steps(reference, world, range(3), decays=lambda param: True)
     assert_equal_weights(model, reference, start)
 
@@ -84,7 +76,7 @@ def test_memory_that_somebody_else_uses_stays_where_it_is(rank: int, world: int)
         ddp = wrap(model)
         optimizer = get_megatron_optimizer(OptimizerConfig(**ADAMW), [ddp])
         assert [param.data_ptr() for param in model.parameters()] == addresses, what
-        train(ddp, optimizer, rank, range(3))
+        train(ddp, optimizer, rank, *range(3))
         reference_steps(reference, world, range(3))
         assert_equal_weights(model, reference, start)
         assert [param.data_ptr() for param in model.parameters()] == addresses, what
@@ -100,11 +92,11 @@ def test_a_parameter_that_was_given_other_memory_is_stepped_from_its_values(
     model = make_net(dtype)
     ddp = wrap(model, grad_reduce_in_fp32=True)
     optimizer = get_megatron_optimizer(OptimizerConfig(bf16=dtype is torch.bfloat16, **ADAMW), [ddp])
-    train(ddp, optimizer, rank, range(1))
+    train(ddp, optimizer, rank, *range(1))
     twin = make_net(dtype)
     twin_ddp = wrap(twin, grad_reduce_in_fp32=True)
     twin_optimizer = get_megatron_optimizer(OptimizerConfig(bf16=dtype is torch.bfloat16, **ADAMW), [twin_ddp])
-    train(twin_ddp, twin_optimizer, rank, range(1))
+    train(twin_ddp, twin_optimizer, rank, *range(1))
 
     home = model.second.weight.data_ptr()
     model.second.weight.data = model.second.weight.data + 1
@@ -112,8 +104,8 @@ def test_a_parameter_that_was_given_other_memory_is_stepped_from_its_values(
     for each in (optimizer, twin_optimizer):
         each.reload_model_params()
     model.third.weight.data = model.third.weight.data.clone()  # and one that nobody reloads
-    train(ddp, optimizer, rank, range(1, 3))
-    train(twin_ddp, twin_optimizer, rank, range(1, 3))
+    train(ddp, optimizer, rank, *range(1, 3))
+    train(twin_ddp, twin_optimizer, rank, *range(1, 3))
     assert model.second.weight.data_ptr() == home
     for name, want in twin.named_parameters():
         assert torch.equal(model.get_parameter(name), want), name
@@ -153,7 +145,7 @@ def test_a_second_optimizer_finds_the_parameters_where_the_first_has_put_them(ra
     addresses = [param.data_ptr() for param in model.parameters()]
     second = get_megatron_optimizer(OptimizerConfig(**ADAMW), [ddp])
     assert [param.data_ptr() for param in model.parameters()] == addresses
-    train(ddp, second, rank, range(2))
+    train(ddp, second, rank, *range(2))
     reference_steps(reference, world, range(2))
     assert_equal_weights(model, reference, start)
     held = [
@@ -175,7 +167,7 @@ def test_a_graph_from_before_the_step_is_not_used_after_it(rank: int, world: int
         optimizer = get_megatron_optimizer(OptimizerConfig(bf16=dtype is torch.bfloat16, **ADAMW), [ddp])
         x, _ = batch(rank, 9, dtype)
         old = model(x).sum()
-        train(ddp, optimizer, rank, range(1))
+        train(ddp, optimizer, rank, *range(1))
         optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             old.backward()
@@ -204,7 +196,7 @@ def test_a_run_that_a_frozen_parameter_has_split_makes_the_same_bits(rank: int, 
                         masters.follow_freezing(optimizer.optimizer)
                 parts = [segment for masters in optimizer.masters for segment in masters.segments]
                 assert len(parts) > len(whole) or (strategy == "optim" and world > 1)
-            train(ddp, optimizer, rank, range(4))
+            train(ddp, optimizer, rank, *range(4))
             trained.append({name: param.clone() for name, param in model.named_parameters()})
         for name, want in trained[0].items():
             assert torch.equal(trained[1][name], want), (algorithm, name)
