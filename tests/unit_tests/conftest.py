@@ -1,5 +1,6 @@
 """One thread a process, no rank left behind, and which cases of a test with many are left to `make nightly`."""
 
+import gc
 import os
 import tempfile
 from collections import defaultdict
@@ -23,6 +24,12 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="pytest-", dir=memory) as folder:
         yield Path(folder)
+
+
+def pytest_collection_finish() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a whole suite, or much of it
+        ranks.start_server()
+        gc.freeze()  # what was imported and collected stays, so no later collection need look at it: 0.5 s each
 
 
 def pytest_unconfigure() -> None:

@@ -39,7 +39,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ START_LIMIT_S = 180.0  # starting a worker on a busy machine; not counted as the
 GRACE_S = 1.0  # after the first failure, how long the other ranks may take to tell theirs
 SEED = 1234
 PRELOADED = ("core.training.job", "core.booster.plugin", "core.gradient_accumulation", "tests.layouts.gpt")
-LIBRARIES = ("transformers.models.llama.modeling_llama", "safetensors.torch")
+LIBRARIES = ("transformers.models.llama.modeling_llama", "safetensors.torch", "peft")
 EAGER = ("test_process_groups", "test_parallel_state", "test_ranks")  # connect all pairs of a group when it is made
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
@@ -200,10 +200,11 @@ class Pool:
         if method == "forkserver":
             # torch.optim imports torch._dynamo at its first use, a second in each worker if not done here.
             # So is the package: a worker of eight that imports it for itself costs a second, and so after each failure.
-            # A whole suite comes to the models of transformers too: two seconds in each worker, if not done here.
-            suite = LIBRARIES if "PYTEST_XDIST_WORKER" in os.environ else ()
+            # So is what this process has imported: a whole suite comes to most of the package, and to transformers.
+            own = [name for name in sys.modules if name.startswith("core.") and not name.endswith("__main__")]
+            own += [name for name in LIBRARIES if name.partition(".")[0] in sys.modules]
             self.context.set_forkserver_preload(
-                ["torch", "torch.distributed", "torch._dynamo", "einops", "pytest", *PRELOADED, *suite]
+                ["torch", "torch.distributed", "torch._dynamo", "einops", "pytest", *PRELOADED, *own]
             )
         # On IPv4, as torch asks for the name of whoever connects: a name server may take 5 s for ::ffff:127.0.0.1.
         self.store = local_store()
@@ -297,6 +298,17 @@ def _the_pool() -> Pool:
         _pool = Pool()
         atexit.register(close_pool)
     return _pool
+
+
+def start_server() -> None:
+    """Start the process that workers are forked from, with what this process has imported of the package by now.
+
+    A process has one such server, and its imports are those of whoever starts it first: a pool of the package, or
+    this one. Workers that have to import for themselves cost seconds each.
+    """
+    _the_pool()
+    if sys.platform == "linux":
+        forkserver.ensure_running()
 
 
 def close_pool() -> None:
