@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a network; a name that is nowhere would be asked for again
 
-from tests.unit_tests import ranks
+from tests.unit_tests import ranks, rewritten
 
 
 @pytest.fixture
@@ -26,14 +27,27 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Rewrite the asserts of a run's files once for all of its processes, each worker of xdist a part of them."""
+    worker = getattr(config, "workerinput", None)
+    if worker is not None and rewritten.FOLDER in os.environ:
+        rewritten.share(Path(os.environ[rewritten.FOLDER]))
+        number = int(worker["workerid"].removeprefix("gw"))
+        rewritten.rewrite_a_part(config.args, number, worker["workercount"], config)
+    elif worker is None and config.getoption("numprocesses", None):
+        os.environ[rewritten.FOLDER] = tempfile.mkdtemp(prefix="rewritten-")
+
+
 def pytest_collection_finish() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # a whole suite, or much of it
         ranks.start_server()
         gc.freeze()  # what was imported and collected stays, so no later collection need look at it: 0.5 s each
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     ranks.close_pool()
+    if not hasattr(config, "workerinput") and rewritten.FOLDER in os.environ:
+        shutil.rmtree(os.environ.pop(rewritten.FOLDER), ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -25,7 +25,6 @@ import gc
 import importlib
 import inspect
 import itertools
-import marshal
 import multiprocessing
 import os
 import queue
@@ -37,7 +36,6 @@ import tempfile
 import threading
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -303,8 +301,8 @@ def _the_pool() -> Pool:
 def start_server() -> None:
     """Start the process that workers are forked from, with what this process has imported of the package by now.
 
-    A process has one such server, and its imports are those of whoever starts it first: a pool of the package, or
-    this one. Workers that have to import for themselves cost seconds each.
+    A process has one such server, and its imports are those that the first pool to start it names: one of the
+    package, or this one. Workers that have to import for themselves cost seconds each.
     """
     _the_pool()
     if sys.platform == "linux":
@@ -469,25 +467,14 @@ def _seed_what_is_there_only() -> None:
 def _rewrite_asserts(folder: Path) -> None:
     """Make a failing assert show its values here as it does in the pytest process.
 
-    pytest keeps what it rewrote beside the tests, unless Python is told to write no bytecode. Then each worker would
-    rewrite each file for itself, 6 s in all, so here the first one leaves it in the pool's folder for the others.
+    pytest keeps what it rewrote next to the tests, unless Python is told to write no bytecode. Then the first worker
+    that rewrites a file leaves it for the others: in the pool's folder, or in that of a whole run.
     """
-    from _pytest.assertion import install_importhook, rewrite
+    from _pytest.assertion import install_importhook
     from _pytest.config import get_config
 
+    from tests.unit_tests import rewritten
+
     install_importhook(get_config())
-    if not sys.dont_write_bytecode:
-        return
-    rewrite_file = rewrite._rewrite_test
-
-    def rewrite_once(path: Path, config: pytest.Config) -> tuple[bytes, types.CodeType]:
-        kept = folder / f"{path.stem}-{path.stat().st_mtime_ns}.code"
-        if kept.exists():
-            return marshal.loads(kept.read_bytes())
-        rewritten = rewrite_file(path, config)
-        own = kept.with_suffix(f".{os.getpid()}")
-        own.write_bytes(marshal.dumps(rewritten))
-        own.rename(kept)  # another worker sees all of it or nothing
-        return rewritten
-
-    rewrite._rewrite_test = rewrite_once
+    if rewritten.FOLDER in os.environ or sys.dont_write_bytecode:
+        rewritten.share(Path(os.environ.get(rewritten.FOLDER, folder)))

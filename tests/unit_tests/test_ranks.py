@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.assertion import rewrite
 
 from tests.unit_tests import ranks as pool
+from tests.unit_tests import rewritten
 from tests.unit_tests.ranks import RankFailure, ranks, run_on_ranks
 
 
@@ -170,6 +173,33 @@ def test_collections_after_a_test_leave_out_what_was_imported() -> None:
     pool.close_pool()  # workers that have imported nothing yet
     run_on_ranks(_import_a_module, 2, {"name": "tests.unit_tests.rank_codes"})
     run_on_ranks(_module_is_frozen, 2, {"name": "tests.unit_tests.rank_codes"})
+
+
+def test_asserts_of_a_file_are_rewritten_once_for_all_processes_and_again_after_an_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    seen: list[Path] = []
+
+    def rewrite_file(path: Path, config: pytest.Config) -> tuple[bytes, types.CodeType]:
+        seen.append(path)
+        return b"hash", compile(path.read_text(), str(path), "exec")
+
+    monkeypatch.setattr(rewrite, "_rewrite_test", rewrite_file)
+    rewritten.share(tmp_path)
+    files = [tmp_path / folder / "test_it.py" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(f"value = {file.parent.name!r}")
+        os.utime(file, (1, 1))  # as of one archive
+    for _ in range(2):
+        rewritten.rewrite_a_part([str(tmp_path)], 0, 1, pytestconfig)
+    assert seen == files
+    files[0].write_text("value = 'c'")
+    for file, value in zip(files, "cb", strict=True):
+        names: dict[str, object] = {}
+        exec(rewrite._rewrite_test(file, pytestconfig)[1], names)
+        assert names["value"] == value
+    assert seen == [*files, files[0]]
 
 
 def test_a_function_inside_a_function_is_refused() -> None:
