@@ -19,6 +19,8 @@ from core.context_parallel import ring
 from core.hugging_face.dropout import ForwardStream
 from core.moe import token_dispatcher
 from core.moe.token_dispatcher import HostCounts
+from core.plan.live_memory import LiveMemory
+from core.tensor_parallel import chunked_loss
 from core.tensor_parallel.random import DROPOUT_STREAMS, RNGState, get_rng_tracker
 
 
@@ -70,14 +72,30 @@ def dropout_of_gpu(input: Tensor, p: float = 0.5, training: bool = True, inplace
     return found
 
 
+def few_chunks(tokens: int, chunk: int) -> Iterator[slice]:
+    """Two chunks of tokens, the first of which counts for all other whole ones, and the smaller last one."""
+    whole, rest = divmod(tokens, chunk)
+    if whole > 1:
+        LiveMemory.times = whole - 1
+        try:
+            yield slice(0, chunk)
+        finally:
+            LiveMemory.times = 1
+    if whole:
+        yield slice((whole - 1) * chunk, whole * chunk)
+    if rest:
+        yield slice(whole * chunk, tokens)
+
+
 ATTENTION, DROPOUT = F.scaled_dot_product_attention, F.dropout  # torch's own
 
 
 @contextmanager
 def fake_collectives(chosen: float, *, on_cpu: bool) -> Iterator[None]:
     """Inside, layers meet no other rank, and torch drops as it does on the planned device. chosen: as in EvenLoads."""
-    before = token_dispatcher.HOST_COUNTS, ring.pass_on
+    before = token_dispatcher.HOST_COUNTS, ring.pass_on, chunked_loss.rows_of_chunks
     token_dispatcher.HOST_COUNTS, ring.pass_on = EvenLoads(chosen), pass_on
+    chunked_loss.rows_of_chunks = few_chunks
     if not on_cpu:
         F.scaled_dot_product_attention, F.dropout = attention_of_gpu, dropout_of_gpu
     ForwardStream.meets_ranks = False
@@ -90,5 +108,5 @@ def fake_collectives(chosen: float, *, on_cpu: bool) -> Iterator[None]:
     finally:
         tracker.set_states(streams)
         ForwardStream.meets_ranks = True
-        token_dispatcher.HOST_COUNTS, ring.pass_on = before
+        token_dispatcher.HOST_COUNTS, ring.pass_on, chunked_loss.rows_of_chunks = before
         F.scaled_dot_product_attention, F.dropout = ATTENTION, DROPOUT

@@ -81,9 +81,9 @@ def _work_between(low: Mapping[Work, int], high: Mapping[Work, int], share: floa
     found: Counter[Work] = Counter()
     for (one, count), (other, others) in zip(low.items(), high.items(), strict=True):
         here = one._replace(flops=_mean(one.flops, other.flops, share), nbytes=_mean(one.nbytes, other.nbytes, share))
-        if count != others or here != other._replace(flops=here.flops, nbytes=here.nbytes):
+        if here != other._replace(flops=here.flops, nbytes=here.nbytes):
             return None
-        found[here] += count
+        found[here] += _mean(count, others, share)  # a loss has more chunks of more tokens
     return found
 
 

@@ -107,7 +107,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         column = column.masked_fill(elsewhere, 0)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         largest, sums, predicted = hidden.new_empty((3, tokens), dtype=dtype)
-        for rows in _rows_of_chunks(tokens, chunk):
+        for rows in rows_of_chunks(tokens, chunk):
             logits = _logits(hidden[rows], weight, bias, transform).to(dtype)
             logits[:, ctx.valid :] = -torch.inf
             predicted[rows] = logits.gather(1, column[rows].unsqueeze(1)).squeeze(1)
@@ -133,7 +133,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = _zeros_to_add_to(weight) if needs_weight and main_grad is None else main_grad
         grad_bias = _zeros_to_add_to(bias) if needs_bias else None
         hit = grad.masked_fill(elsewhere, 0.0).unsqueeze(1)
-        for rows in _rows_of_chunks(len(column), ctx.chunk):
+        for rows in rows_of_chunks(len(column), ctx.chunk):
             part = hidden[rows]
             raw = F.linear(part, weight, bias)
             with torch.enable_grad():
@@ -156,7 +156,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden, given, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 6
 
 
-def _rows_of_chunks(tokens: int, chunk: int) -> Iterator[slice]:
+def rows_of_chunks(tokens: int, chunk: int) -> Iterator[slice]:
+    """The rows of each chunk. In the plan of a run a few stand for all."""
     return (slice(begin, begin + chunk) for begin in range(0, tokens, chunk))
 
 

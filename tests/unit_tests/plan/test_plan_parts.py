@@ -8,13 +8,14 @@ from typing import Any, Literal
 import pytest
 
 from benchmarks.plan_jobs import GptJob, ModelJob
-from core.plan import ModelRun, RankMemory, plan_run
+from core.plan import ModelRun, RankMemory, plan_run, stand_ins
 from core.plan.job_run import run_of_job
 from core.plan.live_memory import LiveMemory
 from core.plan.model_run import run_of_model
-from core.plan.run_memory import plan_memory
+from core.plan.run_memory import parts_of_stages, plan_memory
 from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS
 from core.plan.step_memory import ACTIVATIONS
+from core.tensor_parallel.chunked_loss import rows_of_chunks
 from core.training.config_file import load_config
 from tests.unit_tests.plan.test_plan_memory import EXPERTS, MODEL, RECOMPUTED, strategy
 from tests.unit_tests.ranks import ranks
@@ -250,3 +251,18 @@ def test_gpt2_with_its_own_dropout_needs_no_room_for_scores_on_a_gpu() -> None:
         run.configuration.update({"attn_pdrop": attn_pdrop, "n_positions": 512})
         peaks.append(plan_run(run, 1, "h100").fullest.peak)
     assert peaks[0] == peaks[1]
+
+
+def test_two_chunks_of_the_loss_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work and memory of the head are those of all chunks, the smaller last one too: 128 tokens by 24."""
+    flags = [*MODEL, "--tp", "1", "--run.micro-batch-size", "2", "--model.logits-chunk", "24"]
+    run = run_of_job(load_config(flags), 1)
+    (*_, found) = parts_of_stages(run)[0]
+    monkeypatch.setattr(stand_ins, "few_chunks", rows_of_chunks)
+    (*_, expected) = parts_of_stages(run)[0]
+    assert found.name == expected.name == HEAD
+    assert (found.saved, found.forward, found.backward) == (expected.saved, expected.forward, expected.backward)
+    for phase, work in expected.work.items():
+        for field in ("flops", "nbytes"):
+            counts = [sum(getattr(op, field) * count for op, count in row.items()) for row in (found.work[phase], work)]
+            assert counts[0] == counts[1] > 0, (phase, field)
