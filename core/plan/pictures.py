@@ -35,7 +35,8 @@ def draw_memory(path: Path, plan: RunPlan) -> None:
     layers = [[*values, values[-1]] for values in held.values()]
     axes.stackplot(steps, *layers, labels=list(held), colors=COLORS, step="post", linewidth=0)
     if plan.room < 2 * memory.peak:
-        axes.axhline(plan.room / GIB, color="#c0392b", linestyle="--", label="of the device")
+        label = "of the device, without the headroom" if plan.headroom else "of the device"
+        axes.axhline(plan.room / GIB, color="#c0392b", linestyle="--", label=label)
     axes.set_xlim(0, len(memory.moments))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("forwards and backwards of a step, in their order")
