@@ -19,6 +19,7 @@ from core.groups import agree
 from core.hugging_face import gather_logits, stage_activations
 from core.hugging_face.parallel_loss import ParallelCausalLoss, refuse_use_of_split_logits
 from core.hugging_face.stages import stage_of
+from core.interface.whole import note
 from core.pipeline_parallel import PipelineRunner
 from core.pipeline_parallel.runner import MicrobatchLoss
 from core.training.errors import ConfigError
@@ -33,6 +34,15 @@ def loss_of_whole_logits(logits: torch.Tensor, labels: torch.Tensor, num_items_i
     following = F.pad(labels, (0, 1), value=UNLEARNED)[..., 1:]
     total = F.cross_entropy(logits.flatten(0, -2), following.flatten(), ignore_index=UNLEARNED, reduction="sum")
     return total / num_items_in_batch
+
+
+def loss_of_windows(
+    model: nn.Module, arguments: Mapping[str, Any], labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the sum of the losses of learned tokens, their number) of a whole model."""
+    logits = model(**arguments).logits
+    own = torch.promote_types(logits.dtype, torch.float32)
+    return loss_of_whole_logits(logits.to(own), labels, 1.0), (labels[..., 1:] != UNLEARNED).sum()
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,8 @@ class TuneTrainer(Trainer):
         if self.runner is not None:
             # The runner takes the mean over microbatches.
             parts = [self.microbatch(batch, weight * len(batches)) for batch in batches]
+            for batch in batches:
+                note(loss_of_windows, self.arguments(batch), batch[1], per_token=True)
             outcome = self.runner.step(parts, finalize=False)
             trace.spans.extend(Span(event.work, event.start_s, event.end_s) for event in self.runner.events)
             return outcome.loss / weight
@@ -124,6 +136,8 @@ class TuneTrainer(Trainer):
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """The sum over learned tokens, in fp32, of a model that is whole on this rank."""
+        if torch.is_grad_enabled():
+            note(loss_of_windows, self.arguments(batch), batch[1], per_token=True)
         logits = self.chunks[0](**self.arguments(batch)).logits
         return self.loss(logits.float(), labels=batch[1], num_items_in_batch=1.0)
 

@@ -1,15 +1,31 @@
-"""Say that a model is about to be cut, wrapped or moved: who compares with the whole model remembers its structure."""
+"""Events of a program for `python -m core.verify`: a model that is about to be cut, and the loss of a microbatch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
-KEEPERS: list[Callable[[nn.Module], None]] = []  # of `python -m core.verify`; else there are none
+# Both lists are empty unless the command runs.
+KEEPERS: list[Callable[[nn.Module], None]] = []
+NOTES: list[Callable[[Callable[..., Any], tuple[Any, ...], bool], None]] = []
 
 
 def about_to_change(model: nn.Module) -> None:
     """Call it with a whole model, before it is cut or sharded in place."""
     for keep in KEEPERS:
         keep(model)
+
+
+def note(loss_fn: Callable[..., Any], *arguments: Any, per_token: bool = False) -> None:
+    """Say what a microbatch's loss is, where the model's forward does not give it. Does nothing but under the command.
+
+    loss_fn(whole, *arguments): the mean loss of the microbatch, divided by nothing. per_token: True if it returns the
+    summed loss and the number of tokens. Call it once for each microbatch, on every rank, before its backward.
+
+        verify.note(mean_loss, inputs, targets)
+        (mean_loss(model, inputs, targets) / microbatches).backward()
+    """
+    for listen in NOTES:
+        listen(loss_fn, arguments, per_token)

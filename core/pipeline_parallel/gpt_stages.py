@@ -86,8 +86,8 @@ def gpt_forward_step(chunk: nn.Module, microbatch: Mapping[str, Tensor | None] |
     placeholder will not do on the stages between. Under context parallelism s is this rank's part of the sequence, all
     of it from get_batch_on_this_cp_rank.
     """
-    stage = chunk
-    while not isinstance(stage, GPTModel):
+    stage: Any = chunk
+    while not hasattr(stage, "post_process"):
         stage = stage.module
     given: Mapping[str, Tensor | None] = microbatch if isinstance(microbatch, Mapping) else {}
     packed = {name: given[name] for name in ("position_ids", "document_ids") if given.get(name) is not None}

@@ -1,9 +1,9 @@
 """The oracle: every gradient of a layout against one process that splits nothing."""
 
+from core.interface.whole import note
 from core.verify.check import check_gradients
 from core.verify.loop import LoopCheck, verify_with
 from core.verify.place import Where
-from core.verify.program import note
 from core.verify.report import GradientReport, WrongGradientError
 
 __all__ = [

@@ -104,7 +104,7 @@ def _part(
     """This rank's part; of copies in several chunks the sum, and the first one's result."""
     held = mine[0]
     own = [job.model.own_gradient(held).detach().cpu().double().reshape(-1) for held in mine]
-    local = torch.stack(own).sum(dim=0)
+    local = torch.stack(own).sum(dim=0) / job.scale
     want = held.slice_of(expected.grads[held.name]).double().reshape(-1)
     auxiliary = None
     if plain is not None:

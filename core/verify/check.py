@@ -27,6 +27,7 @@ from core.verify.job import Job, LossFn, PipelineJob, PlainJob, SplitFn
 from core.verify.place import ALLOWANCE, Where, in_any_layer, largest_of_layers
 from core.verify.reference import Expected, ModelFn, Reference
 from core.verify.report import Comparison, GradientReport
+from core.verify.structure import builder_of
 from core.verify.where import locate, random_module, shared_faults
 
 BIAS_BOUND = 1e-5  # of the routers' biases, which move by equal steps
@@ -67,7 +68,8 @@ def check_gradients(
     nested tuples, lists, dicts of tensors whose first dimension counts samples. Data-parallel ranks take equal parts in
     rank order, cut once more into `microbatches`. split_fn: a microbatch -> what this context-parallel rank holds of it
     (get_batch_on_this_cp_rank).
-    reference_fn: builds the model without any splitting; `model_fn` where that does not split. It gets the layout's
+    reference_fn: builds the model without any splitting; by default `model_fn` where that does not split, and for our
+    GPT the model of transformers that core.convert would write, where there is one. It gets the layout's
     weights; what it calls a stage's parameters, modules say (`global_names`, see core.distributed.contract).
     config, ddp_config: what the model is wrapped with; by default rank 0's weights are broadcast. dtype: model
     and batch are cast to it; None leaves them, and a model that came wrapped keeps its own. steps: gradients are
@@ -126,12 +128,13 @@ def check_gradients(
             job = PlainJob(ddp, loss_fn, microbatches, split_fn)
         compute = job.model.dtype
         batch = on_tensors(lambda t: cast(t, dtype and compute, job.model.device), batch)
-        build = _reference_builder(model_fn, reference_fn, job, model)
+        build, kind = _reference_builder(model_fn, reference_fn, job, model)
         reference = Reference(job, build, reference_dtype, loss_fn)
         title = title or f"{dist.get_world_size()} ranks"
         noise = NOISE.get(compute, 1e-2)
         with paused([chunk.engine.first_steps for chunk in job.model.chunks]):
             report = compare(job, reference, batch, bound=bound, noise=noise, steps=steps, title=title)
+            report = replace(report, reference=kind)
         if optimizer_fn is not None and report.ok:
             report = replace(report, broken=_left_by_optimizer(job, optimizer_fn(given)))
         return report
@@ -184,9 +187,13 @@ def _wrapped(
 
 def _reference_builder(
     model_fn: Callable[[], Any], reference_fn: ModelFn | None, job: Job, model: nn.Module | PipelineRunner
-) -> ModelFn:
+) -> tuple[ModelFn, str]:
+    """Function that builds the whole model, and its kind in words, where there is a choice."""
     if reference_fn is not None:
-        return reference_fn
+        return reference_fn, ""
+    of_gpt = builder_of(job.model.chunks[0].module)
+    if of_gpt is not None:
+        return of_gpt
     if isinstance(model, PipelineRunner):
         raise ValueError("this model comes in stages; pass reference_fn, which builds it whole")
     if job.model.is_split:
@@ -196,7 +203,7 @@ def _reference_builder(
         )
     # Wrapping is collective and the reference is built on one rank only: a model that came wrapped is copied.
     (chunk,) = job.model.chunks
-    return (lambda: copy.deepcopy(chunk.module)) if model is chunk else model_fn
+    return (lambda: copy.deepcopy(chunk.module)) if model is chunk else model_fn, ""
 
 
 def compare(
@@ -214,6 +221,8 @@ def compare(
     for step in range(steps):
         if expected is None or reference.moves:
             expected = reference.step(batch)
+            if job.per_token and job.scale != 1.0:
+                job.token_weight = reference.token_weight = 1.0 / (expected.tokens or 1.0)
             allowed = Allowed(expected, noise, bound, job.model.dtype)
         biases = job.biases()
         loss = job.step(batch)
@@ -221,7 +230,7 @@ def compare(
             # The sum of many losses of either sign can be small: measured against one at least.
             loss_error = max(loss_error, abs(loss - expected.loss) / max(abs(expected.loss), 1.0))
         loss_bound = allowed.loss()
-        got = job.model.gradients()
+        got = job.gradients()
         digests.append(_digest(got))
         mine = [
             _comparison(job, held, step, got[held.key], expected.grads[held.name], allowed)
@@ -255,6 +264,7 @@ def compare(
                     "noise": noise,
                     "parameters": list(expected.grads),
                     "wrong": names,
+                    "factor": job.factor_of_gradients(expected.tokens),
                 }
                 where = locate(job, reference, batch, **options)
             if step > 0 and cause:

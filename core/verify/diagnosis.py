@@ -26,6 +26,7 @@ DATA_AXES = (
 SAME = 1e-3  # factors this close are equal; far above round-off, far below any wrong divisor
 NO_SUM = "the gradient is no sum of the ranks' gradients"
 NO_SIZE = "which is no size of this layout"
+ELSEWHERE = "the gradient points elsewhere than the reference"
 
 
 class Explanation(NamedTuple):
@@ -95,7 +96,7 @@ def explain(
         if not bool(part.valid.any()):
             continue
         matrix = torch.stack([by_rank[rank].local[part.valid] for rank in columns], 1) if columns else None
-        right = _fit(matrix, part.expected[part.valid])
+        right = fit(matrix, part.expected[part.valid])
         if right is None:
             return _by_ratio(parts, sizes, suspects, tokens, microbatches)
         if isinstance(right, str):
@@ -104,7 +105,7 @@ def explain(
                 "layer's backward, or the data or the weights of a rank",
                 of_reduction=False,
             )
-        found = _fit(matrix, part.reduced[part.valid])
+        found = fit(matrix, part.reduced[part.valid])
         if found is None or isinstance(found, str):
             return Explanation(
                 f"{NO_SUM}: memory was overwritten, a slice lies elsewhere, or another step's gradients were mixed in"
@@ -234,6 +235,12 @@ def name_factor(
                 if _same(factor, product) or _same(factor * product, 1.0):
                     size = "large" if factor > 1 else "small"
                     found.append(f"{first} x {second} = {product} times too {size}")
+    left = round(factor * microbatches)
+    if not found and 1 < left < microbatches and _same(factor * microbatches, left):
+        found.append(
+            f"{left}/{microbatches} is there: {microbatches - left} of {microbatches} microbatches are left out, "
+            "or cleared by a late zero_grad"
+        )
     if not found and tokens is not None and _same(tokens / factor, round(tokens / factor)):
         found.append(f"it is divided by {round(tokens / factor)} tokens, and the whole batch has {tokens:.10g}")
     return "; or ".join(found) or f"it is {factor:.6g} times the reference, {NO_SIZE}"
@@ -328,7 +335,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return float((one - other).norm()) <= 1e-4 * float(other.norm())
 
 
-def _fit(matrix: Tensor | None, target: Tensor) -> list[float] | str | None:
+def fit(matrix: Tensor | None, target: Tensor, close: float = SAME) -> list[float] | str | None:
     """Factors of the columns that add up to target; text if none do; None if they cannot be distinguished."""
     if matrix is None or matrix.shape[0] < matrix.shape[1]:
         return None
@@ -337,7 +344,7 @@ def _fit(matrix: Tensor | None, target: Tensor) -> list[float] | str | None:
     if float(singular[-1]) < 1e-4 * float(singular[0]):
         return None
     solution = torch.linalg.lstsq(matrix / scale, target.unsqueeze(1)).solution
-    if float(((matrix / scale) @ solution - target.unsqueeze(1)).norm()) > SAME * max(float(target.norm()), 1e-300):
+    if float(((matrix / scale) @ solution - target.unsqueeze(1)).norm()) > close * max(float(target.norm()), 1e-300):
         return "no combination"
     return [float(value) for value in solution.squeeze(1) / scale]
 
@@ -356,7 +363,7 @@ def _by_ratio(
         if want.numel() and float(want.norm()) > 0:
             factor = float(have @ want) / float(want @ want)
             if float((have - factor * want).norm()) > SAME * float(have.norm()):
-                return Explanation("the gradient points elsewhere than the reference", of_reduction=False)
+                return Explanation(ELSEWHERE, of_reduction=False)
             factors.append(factor)
     wrong = [factor for factor in factors if not _same(factor, 1.0)]
     if wrong and all(_same(factor, wrong[0]) for factor in wrong):

@@ -26,9 +26,16 @@ SplitFn = Callable[[Any], Any]  # a data rank's microbatch -> what this rank of 
 
 
 class Job(ABC):
-    """The model of this rank, and how a step runs through it. sees_loss: True if `step` returns the loss."""
+    """The model of this rank, and how a step runs through it. sees_loss: True if `step` returns the loss.
+
+    scale: the loss scale that is in the gradients of `step` and of `backward`. token_weight: what `backward` multiplies
+    the loss of a token by, if tokens divide later: their sum times a loss scale may be no number of fp16.
+    """
 
     sees_loss = True
+    inputs_to: torch.dtype | None = None  # to which the layout casts a batch
+    scale = 1.0
+    token_weight = 1.0
 
     def __init__(self, model: WrappedModel, microbatches: int, split_fn: SplitFn | None) -> None:
         self.model = model
@@ -44,6 +51,13 @@ class Job(ABC):
     @abstractmethod
     def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
         """All microbatches without any reduction: every rank keeps its own gradients."""
+
+    def gradients(self) -> dict[tuple[int, str], Tensor]:
+        """The reduced gradients by `Held.key`, without the loss scale. Collective."""
+        found = self.model.gradients()
+        if self.scale == 1.0:
+            return found
+        return {key: in_full(grad, 1.0 / self.scale) for key, grad in found.items()}
 
     def biases(self) -> dict[tuple[int, str], Tensor]:
         """The routers' biases from before the step that comes, by `Held.key`."""
@@ -72,6 +86,13 @@ class Job(ABC):
         answers = agree.gather(found, None, "the guard against drifting copies")
         return next((text for text in answers.values() if text), "")
 
+    def factor_of_gradients(self, tokens: float | None) -> float:
+        """Factor of the gradients of `backward` over the reference's. tokens: of the whole batch.
+
+        A rank's loss is the mean over its own positions, unless tokens divide later.
+        """
+        return 1.0 if self.per_token else float(self.groups.size("cp"))
+
     def clear(self) -> None:
         """Zero all gradients."""
         for chunk in self.model.chunks:
@@ -94,6 +115,7 @@ class PlainJob(Job):
     ) -> None:
         super().__init__(WrappedModel([ddp]), microbatches, split_fn)
         self.ddp = ddp
+        self.called: nn.Module = ddp
         self.loss_fn = loss_fn
 
     def step(self, batch: Any) -> float:
@@ -122,10 +144,10 @@ class PlainJob(Job):
         for number, part in enumerate(parts):
             last = reduce and number == len(parts) - 1
             with nullcontext() if last else self.ddp.no_sync():
-                loss, count = split_loss(self.loss_fn(self.ddp, part), self.per_token)
-                weight = 1.0 if self.per_token else 1.0 / self.microbatches
-                with auxiliary_loss_scale(weight), around_backward():
-                    (loss * weight).backward()
+                loss, count = split_loss(self.loss_fn(self.called, part), self.per_token)
+                weight = self.token_weight if self.per_token else 1.0 / self.microbatches
+                with auxiliary_loss_scale(weight * self.scale), around_backward():
+                    in_full(loss, weight * self.scale).backward()
             total += float(loss.detach()) * weight
             tokens += count
         return total, tokens
@@ -155,6 +177,11 @@ class PipelineJob(Job):
             for chunk in self.model.chunks:
                 nothing_leaves.enter_context(chunk.no_sync())
             self.runner.step(self.parts(batch), finalize=False)
+
+
+def in_full(tensor: Tensor, factor: float) -> Tensor:
+    """A tensor times a factor, which may be no number of a dtype of 16 bits."""
+    return tensor if factor == 1.0 else tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
 
 
 def split_loss(result: Any, per_token: bool) -> tuple[Tensor, float]:

@@ -13,24 +13,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from core.distributed import DistributedDataParallel
 from core.distributed.finalize_model_grads import wrapped_chunks
-from core.distributed.guard.first_steps import paused
 from core.groups import agree
 from core.pipeline_parallel import PipelineRunner
 from core.verify.check import NOISE, compare
-from core.verify.diagnosis import NO_SUM
-from core.verify.gathered import cast, first_tensor, on_tensors
-from core.verify.job import Job, PipelineJob, PlainJob
-from core.verify.microbatches import Given, JoinFn, Microbatch, other_inputs, whole_batch
+from core.verify.diagnosis import ELSEWHERE, NO_SIZE, NO_SUM
+from core.verify.gathered import cast, on_tensors
+from core.verify.microbatch_weights import microbatches_at_fault
+from core.verify.microbatches import Given, JoinFn, Microbatch, other_inputs, same_data, whole_batch
+from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob
 from core.verify.reference import ModelFn, Reference
 from core.verify.report import GradientReport
+from core.verify.torch_model import TorchLoopJob
 
 OTHER_BACKWARDS = (
     "the loop does something else than one backward of loss_fn for each microbatch: one is left out or runs twice, its "
     "labels are other ones, or gradients are changed (clipped, scaled, zeroed) before finalize_model_grads"
 )
+
+TITLES = ("first step of the loop", "second step of the loop (the first was right)")
 
 _CHECKS: dict[int, StepCheck] = {}  # by the identity of the wrapped module
 
@@ -43,24 +47,28 @@ def verify_with(
     bound: float | None = None,
     reference_dtype: torch.dtype = torch.float64,
     join_fn: JoinFn | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> StepCheck:
     """Check the first step of a loop: its data, its accumulation and its loss, which check_gradients does not see.
 
     Call it once, right before the first step, after weights are loaded. The inputs of each forward in training mode
-    are kept until `finalize_model_grads`. Then the unsplit model runs over the microbatches of all data ranks, and
+    are kept until `finalize_model_grads`, or until an optimizer of torch begins to step or gradients are clipped, where
+    the model is not in our wrapper. Then the unsplit model runs over the microbatches of all data ranks, and
     every reduced gradient of the layout is compared with the mean over all microbatches.
 
-    model: wrapped in DistributedDataParallel, or the PipelineRunner of a pipeline, of which the microbatches of the
-    first step are kept: loss_fn(whole, microbatch). What the first stage is not given, such as labels, is taken from
-    the last one. build_whole: builds the same model without any splitting; it gets the
-    layout's weights as they are now. loss_fn(whole, *args, **kwargs): the mean loss of one microbatch, not divided by
-    anything, from the arguments of the forward; with `config.calculate_per_token_loss` (sum of losses, number of
-    tokens). If labels are not among these arguments, the loop passes them: see `LoopCheck.note`. With a loss scale,
-    loss_fn multiplies by it. bound, reference_dtype: as for check_gradients. join_fn: under context parallelism, the
-    parts that its ranks have of a tensor, in order -> the whole; by default a head and a tail chunk of dim 1, as of
-    get_batch_on_this_cp_rank. Tensors that are equal on all these ranks are whole.
+    model: as the loop calls it: in our wrapper, in torch's DDP, sharded by fully_shard, split by DTensors, or plain. Or
+    the PipelineRunner of a pipeline, of which the microbatches of the first step are kept: loss_fn(whole, microbatch).
+    What the first stage is not given, such as labels, is taken from the last one. build_whole: builds the same model
+    without any splitting; it gets the layout's weights as they are now. loss_fn(whole, *args, **kwargs): the mean loss
+    of one microbatch, not divided by anything, from the arguments of the forward; with
+    `config.calculate_per_token_loss` (sum of losses, number of tokens). If labels are not among these arguments, the
+    loop passes them: see `LoopCheck.note`. With a loss scale, loss_fn multiplies by it. bound, reference_dtype: as for
+    check_gradients. join_fn: under context parallelism, the parts that its ranks have of a tensor, in order -> the
+    whole; by default a head and a tail chunk of dim 1, as of get_batch_on_this_cp_rank. Tensors that are equal on all
+    these ranks are whole. mesh: of a model that is not in our wrapper, where its own has several dimensions and no
+    names.
 
-    Raises WrongGradientError in the first `finalize_model_grads`, on all ranks alike, if a gradient is wrong. Raises
+    Raises WrongGradientError when the first step's gradients are whole, on all ranks alike, if one is wrong. Raises
     MemoryError on all ranks, before anything is built, if the unsplit model does not fit on rank 0. The model must be
     deterministic. Collective over the default process group.
 
@@ -70,20 +78,27 @@ def verify_with(
             finalize_model_grads([model])
             optimizer.step()
     """
+    modules: list[nn.Module]
     if isinstance(model, PipelineRunner):
         chunks = wrapped_chunks(model.chunks, "verify_with(PipelineRunner(chunks, ...), build_whole, loss_fn)")
+        modules = [chunk.module for chunk in chunks]
     else:
-        chunks = wrapped_chunks(model, "verify_with(model, build_whole, loss_fn)")
-        if len(chunks) > 1 or chunks[0].groups.size("pp") > 1:
+        chunks = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+        modules = [chunks[0].module if chunks else model]
+        if len(chunks) > 1 or (chunks and chunks[0].groups.size("pp") > 1):
             raise ValueError(
                 "verify_with was given a stage of a pipeline, whose inputs are activations; pass the PipelineRunner "
                 "that runs the stages"
             )
-    if any(id(chunk.module) in _CHECKS for chunk in chunks):
+    if any(id(module) in _CHECKS for module in modules):
         raise ValueError("this model is being verified already; call verify_with once, before the first step")
     if isinstance(model, PipelineRunner):
         return PipelineCheck(model, build_whole, loss_fn, bound, reference_dtype, join_fn)
-    return LoopCheck(chunks[0], build_whole, loss_fn, bound, reference_dtype, join_fn)
+    if chunks:
+        return LoopCheck(chunks[0], build_whole, loss_fn, bound, reference_dtype, join_fn)
+    return LoopCheck(
+        TorchLoopJob(model, loss_of_call(loss_fn), mesh), build_whole, loss_fn, bound, reference_dtype, join_fn
+    )
 
 
 def loss_of_call(loss_fn: Callable[..., Any]) -> Callable[[nn.Module, Microbatch], Any]:
@@ -97,9 +112,10 @@ def loss_of_call(loss_fn: Callable[..., Any]) -> Callable[[nn.Module, Microbatch
 
 
 class StepCheck:
-    """The check of the first step of a loop. `report` is None until it is over, and the same on all ranks.
+    """The check of the first steps of a loop. `report` is None until it is over, and the same on all ranks.
 
-    job: the loop's. It says when the step is over. conclude: called with the report, on all ranks.
+    job: the loop's. It says when a step is over. conclude: called with the report, on all ranks. steps: how many steps
+    are compared, while they are right. A step whose gradients are not finite, under a loss scale, does not count.
     """
 
     def __init__(
@@ -110,8 +126,12 @@ class StepCheck:
         reference_dtype: torch.dtype = torch.float64,
         conclude: Callable[[GradientReport], None] = GradientReport.raise_if_wrong,
         join_fn: JoinFn | None = None,
+        steps: int = 1,
     ) -> None:
         self.report: GradientReport | None = None
+        self.steps = steps
+        self.done = 0  # steps that were compared
+        self.before: dict[tuple[int, str], Tensor] = {}  # the gradients of the last step
         self.job = job
         self.build_whole = build_whole
         self.bound = bound
@@ -120,6 +140,7 @@ class StepCheck:
         self.join_fn = join_fn
         self.reference: _LoopReference | None = None
         self.listens = True  # until the step is over
+        self.skips = False  # True if a loss scale skips steps whose gradients are not finite
         self.forwards: list[Microbatch] = []
         self.noted: list[Microbatch] = []
         self.autocast: torch.dtype | None = None
@@ -157,15 +178,47 @@ class StepCheck:
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.forwards.append(kept((args, kwargs)))
 
+    def look_inside(self, module: nn.Module) -> None:
+        """A module inside of the model is about to be called: autocast, or a cast of the weights, shows here."""
+        if not self.listens:
+            return
+        kind = self.job.model.device.type
+        if torch.is_autocast_enabled(kind):
+            self.autocast = torch.get_autocast_dtype(kind)
+        self.job.model.note_dtype(module)
+
+    def forget(self) -> None:
+        """A step was skipped, whose gradients were not finite: the next one is compared."""
+        self.forwards, self.noted = [], []
+
     def _finish(self) -> None:
         """Compare the step that has just been closed. Collective over the world."""
+        if self.done and not agree.any(bool(self.noted or self.forwards), None, "the forwards of a step"):
+            return  # the optimizer of a step whose clipped gradients were compared, for one
+        if self.skips and not self._is_finite():
+            self.forget()
+            return
         self.listens = False
-        with self.until_over, _kept_random_state(self.job.model.device):
-            if self.reference is None:
-                self.prepare()
-            self.report = self._compared(self.noted or self.forwards)
-        self.reference, self.forwards, self.noted = None, [], []
-        self.conclude(self.report)
+        try:
+            with _kept_random_state(self.job.model.device):
+                if self.reference is None:
+                    self.prepare()
+                self.report = self._compared(self.noted or self.forwards)
+                self.job.keep_biases()
+            self.done += 1
+            self.listens = self.report.ok and self.done < self.steps
+        finally:
+            self.reference = None
+            self.forget()
+            if not self.listens:
+                self.before = {}
+                self.until_over.close()
+        if not self.listens:
+            self.conclude(self.report)
+
+    def _is_finite(self) -> bool:
+        finite = all(bool(grad.isfinite().all()) for grad in self.job.gradients().values())
+        return not agree.any(not finite, None, "gradients that are not finite")
 
     def _compared(self, mine: list[Microbatch]) -> GradientReport:
         job, groups, reference = self.job, self.job.groups, self.reference
@@ -185,8 +238,10 @@ class StepCheck:
                 "each microbatch"
             )
         batch = whole_batch(answers, self.join_fn)
-        job.mine = mine
+        job.mine, job.forwards = mine, self.forwards
         job.microbatches = reference.microbatches = len(mine)
+        reference.scale = job.scale
+        got = job.gradients()  # a diagnosis clears them
         compute = self.autocast or job.model.dtype
         with torch.autocast(job.model.device.type, self.autocast, enabled=self.autocast is not None):
             report = compare(
@@ -196,10 +251,21 @@ class StepCheck:
                 bound=self.bound,
                 noise=NOISE.get(compute, 1e-2),
                 steps=1,
-                title=f"first step of the loop, {dist.get_world_size()} ranks, {len(mine)} microbatches each",
+                title=f"{TITLES[self.done]}, {_counted(dist.get_world_size(), 'rank')}, "
+                f"{_counted(len(mine), 'microbatch')} each",
             )
-        other = other_inputs(answers) or (OTHER_BACKWARDS if report.cause.startswith(NO_SUM) else "")
-        return report if report.ok or not other else replace(report, cause=f"{other}; then: {report.cause}")
+            report = replace(report, notes=same_data(answers))
+            other = "" if report.ok else other_inputs(answers)
+            at_fault = ""
+            unexplained = report.cause.startswith((NO_SUM, ELSEWHERE)) or NO_SIZE in report.cause
+            if report.wrong and not other and unexplained:
+                at_fault = microbatches_at_fault(job, reference, batch, report, got, self.before)
+                other = OTHER_BACKWARDS if not at_fault and ELSEWHERE not in report.cause else ""
+        self.before = got if self.steps > 1 else {}
+        everywhere = len({entry.name for entry in report.wrong}) == report.parameters
+        if at_fault or (everywhere and "of microbatches" in report.cause):  # the fault is the loop's, and no module's
+            report = replace(report, cause=at_fault or report.cause, where=None)
+        return replace(report, cause=f"{other}; then: {report.cause}") if other else report
 
 
 class LoopCheck(StepCheck):
@@ -207,19 +273,27 @@ class LoopCheck(StepCheck):
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
+        ddp: DistributedDataParallel | TorchLoopJob,
         build_whole: ModelFn,
         loss_fn: Callable[..., Any],
         bound: float | None,
         reference_dtype: torch.dtype,
         join_fn: JoinFn | None = None,
     ) -> None:
-        job = LoopJob(ddp, loss_of_call(loss_fn))
+        job = ddp if isinstance(ddp, TorchLoopJob) else LoopJob(ddp, loss_of_call(loss_fn))
+        called = job.torch_model.outer if isinstance(job, TorchLoopJob) else job.ddp.module
         super().__init__(job, build_whole, bound, reference_dtype, join_fn=join_fn)
-        self.prepare()
-        self.until_over.callback(ddp.module.register_forward_pre_hook(_note_forward, with_kwargs=True).remove)
-        _CHECKS[id(ddp.module)] = self
-        self.until_over.callback(_CHECKS.pop, id(ddp.module))
+        if isinstance(job, TorchLoopJob):  # whose dtype shows in its first forward
+            _refuse_what_does_not_fit(job, reference_dtype)
+            for part in called.modules():
+                self.until_over.callback(part.register_forward_pre_hook(_look_inside).remove)
+        else:
+            self.prepare()
+        # Before a hook of fully_shard, which casts the inputs.
+        hook = called.register_forward_pre_hook(_note_forward, with_kwargs=True, prepend=True)
+        self.until_over.callback(hook.remove)
+        _CHECKS[id(called)] = self
+        self.until_over.callback(_CHECKS.pop, id(called))
 
 
 class PipelineCheck(StepCheck):
@@ -242,7 +316,6 @@ class PipelineCheck(StepCheck):
         def kept_step(microbatches: Sequence[Any], **options: Any) -> Any:
             for microbatch in microbatches if self.listens else ():
                 self.note_forward((microbatch,), {})
-            job.ran = job.ran or [args[0] for args, _ in self.forwards]
             return step(microbatches, **options)
 
         vars(runner)["step"] = kept_step
@@ -250,67 +323,6 @@ class PipelineCheck(StepCheck):
         for chunk in runner.chunks:
             _CHECKS[id(chunk.module)] = self
             self.until_over.callback(_CHECKS.pop, id(chunk.module))
-
-
-class RanJob(Job):
-    """A step that a loop has run already; the batch is a list of microbatches for each data rank."""
-
-    sees_loss = False
-    mine: list[Microbatch]
-    loss_fn: Any
-
-    @contextmanager
-    def watched(self, finish: Callable[[], None]) -> Iterator[None]:
-        """Call `finish` when the step's gradients are reduced, on all ranks. The watch of first steps waits."""
-        with paused([chunk.engine.first_steps for chunk in self.model.chunks]):
-            self.model.chunks[-1].reducer.at_end = finish
-            try:
-                yield
-            finally:
-                self.model.chunks[-1].reducer.at_end = None
-
-    def step(self, batch: Any) -> float:
-        """See Job; the loop has run it."""
-        return math.nan
-
-    def parts(self, batch: Any) -> list[Any]:
-        """See Job; what this rank was given, which may not be what its tensor-parallel group was given."""
-        return self.mine
-
-    def samples(self, batch: Any) -> int:
-        """See Job."""
-        tensor = first_tensor(batch)
-        return tensor.shape[0] if tensor.dim() else 1
-
-    def biases(self) -> dict[tuple[int, str], Tensor]:
-        """See Job."""
-        return self.before
-
-    def keep_biases(self) -> None:
-        """Before the step."""
-        self.before = super().biases()
-
-
-class LoopJob(RanJob, PlainJob):
-    """Forwards and backwards of one wrapped model."""
-
-    def __init__(self, ddp: DistributedDataParallel, loss_fn: Callable[[nn.Module, Microbatch], Any]) -> None:
-        PlainJob.__init__(self, ddp, loss_fn, 1)
-        self.keep_biases()
-
-
-class PipelineLoopJob(RanJob, PipelineJob):
-    """A step of a pipeline. ran: the microbatches as the runner was given them."""
-
-    def __init__(self, runner: PipelineRunner, loss_fn: Callable[[nn.Module, Microbatch], Any]) -> None:
-        PipelineJob.__init__(self, runner, 1)
-        self.loss_fn = loss_fn
-        self.ran: list[Any] = []
-        self.keep_biases()
-
-    def parts(self, batch: Any) -> list[Any]:
-        """See Job."""
-        return self.ran
 
 
 class _LoopReference(Reference):
@@ -333,6 +345,12 @@ def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     check = _CHECKS.get(id(module))
     if check is not None and module.training and torch.is_grad_enabled():
         check.note_forward(args, kwargs)
+
+
+def _look_inside(module: nn.Module, _: Any) -> None:
+    """The same of any module of a model that torch wraps."""
+    for check in list(_CHECKS.values()):
+        check.look_inside(module)
 
 
 def _refuse_what_does_not_fit(job: RanJob, dtype: torch.dtype) -> None:
@@ -373,6 +391,10 @@ def kept(microbatch: Microbatch) -> Microbatch:
     """A microbatch's copy, because a loop may use the memory of its inputs again."""
     kept: Microbatch = on_tensors(lambda tensor: tensor.detach().clone(), microbatch)
     return kept
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('h') else 's'}"
 
 
 def _on_cpu(microbatches: Sequence[Microbatch]) -> list[Microbatch]:

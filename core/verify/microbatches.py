@@ -99,6 +99,20 @@ def _with_tensors(value: Any, new: Any) -> Any:
     return value
 
 
+def same_data(answers: Mapping[int, Given]) -> tuple[str, ...]:
+    """Data ranks that were given the same microbatches, in words. A warning: a program may mean it."""
+    by_data: dict[str, set[int]] = {}
+    for given in answers.values():
+        if given.cp == 0 and given.stage == 0 and any(given.digests):
+            by_data.setdefault(repr(given.digests), set()).add(given.data_rank)
+    return tuple(
+        f"data: data ranks {sorted(ranks)} were given the same microbatches, so they train as one; choose data by "
+        "parallel_state.get_data_parallel_rank(), or with a DistributedSampler, unless this is meant"
+        for ranks in by_data.values()
+        if len(ranks) > 1
+    )
+
+
 def other_inputs(answers: Mapping[int, Given]) -> str:
     """Ranks of one place that were given other microbatches, in words.
 

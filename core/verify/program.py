@@ -1,19 +1,21 @@
 """`python -m core.verify train.py ARGS`: run a user's program, and check the first step of the model that it trains.
 
 Calls of modules are watched while the program runs. The first module that is called in training mode, and that no
-other module calls, is the model. Its inputs are kept until its gradients are whole. For a model in our wrapper that is
-in `finalize_model_grads`; for any other, when an optimizer of torch begins to step, or gradients are clipped.
+other module calls, is the model; or the first pipeline that runs. Its inputs are kept until its gradients are whole.
+For a model in our wrapper that is in `finalize_model_grads`; for any other, when an optimizer of torch begins to step,
+or gradients are clipped. Two steps are compared, the second one for what the first leaves behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,24 +26,35 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from core.booster.mixed_precision.loss_scaled_optimizer import TorchAMPOptimizer
 from core.distributed import DistributedDataParallel
 from core.groups import agree
-from core.interface.whole import KEEPERS
-from core.models import GPTModel
-from core.verify.loop import LoopJob, Microbatch, StepCheck, kept, loss_of_call
+from core.interface.whole import KEEPERS, NOTES
+from core.optimizer.loss_scaler import DynamicLossScaler, LossScaler
+from core.optimizer.optimizer import MegatronOptimizer
+from core.pipeline_parallel import PipelineRunner
+from core.verify.loop import StepCheck, kept, loss_of_call
+from core.verify.losses import is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages
+from core.verify.microbatches import Microbatch
+from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob
 from core.verify.report import GradientReport
-from core.verify.structure import builder_of, structure_of, with_memory
+from core.verify.structure import buffers_without_values, builder_of, structure_of, with_memory
 from core.verify.torch_model import TorchLoopJob, unwrapped
 
-NUM_ITEMS = "num_items_in_batch"  # transformers' name for the labels that count in the whole batch
 UNCOPYABLE = (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, AssertionError)
 NAMED = "module:function, or a function of the program"
+# What multiplies a loss for an optimizer of torch's; and the factor. Ours know theirs.
+SCALES: tuple[tuple[type, str, Callable[[Any], float]], ...] = (
+    (TorchAMPOptimizer, "scale_loss", lambda optimizer: optimizer.scaler.value),
+    (torch.amp.GradScaler, "scale", lambda scaler: scaler.get_scale()),
+)
+SCALE_SEEN = 0.05  # a scale is a power of two in most cases, and gradients in 16 bits are off by less
 NAME_IT = "name a function that builds the model without any splitting: --whole module:function"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Options of the command line. whole, loss: names of functions, 'module:function', or of the program's own.
+    """Options of the command line. whole, loss, join: names of functions, 'module:function', or of the program's own.
 
     continues: True if the program continues to train after the report.
     """
@@ -51,6 +64,7 @@ class Asked:
     is_module: bool = False
     whole: str | None = None
     loss: str | None = None
+    join: str | None = None
     continues: bool = False
 
 
@@ -71,6 +85,9 @@ def asked_by(arguments: Sequence[str]) -> Asked:
     parser.add_argument(
         "--loss", metavar="FUNCTION", help=f"the mean loss of a microbatch, of a model and inputs; {NAMED}"
     )
+    parser.add_argument(
+        "--join", metavar="FUNCTION", help=f"makes a whole sequence of context-parallel ranks' parts; {NAMED}"
+    )
     parser.add_argument("--go-on", dest="continues", action="store_true", help="train on after the report")
     parser.add_argument("program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -79,7 +96,7 @@ def asked_by(arguments: Sequence[str]) -> Asked:
 
 
 def run_program(asked: Asked) -> int:
-    """Run the program and check its first step; the exit status. 0: all gradients are right."""
+    """Run the program and check its first two steps; the exit status. 0: all gradients are right."""
     if not asked.is_module and not Path(asked.program).is_file():
         print(f"python -m core.verify: there is no file {asked.program!r}", file=sys.stderr)
         return 2
@@ -95,33 +112,19 @@ def run_program(asked: Asked) -> int:
                 runpy.run_path(asked.program, run_name="__main__")
         except SystemExit as end:
             status = end.code
+        watch.show_the_rest()
     if watch.reports:
         return 0 if all(report.ok for report in watch.reports) else 1
     if status not in (None, 0):  # the program has failed, and has said why; or ranks that it has started have reported
         return status if isinstance(status, int) else 1
     if not watch.calls and not watch.starts_ranks():
-        print("python -m core.verify: the program has called no model in training mode, so nothing is compared")
+        why = watch.alone or "the program has called no model in training mode"
+        print(f"python -m core.verify: {why}, so nothing is compared")
         return 1
     if watch.calls:
         print("python -m core.verify: the program has ended before its first step was complete; nothing is compared")
         return 1
     return 0
-
-
-def note(loss_fn: Callable[..., Any], *arguments: Any, per_token: bool = False) -> None:
-    """Say what a microbatch's loss is, where the model's forward does not give it. Does nothing but under the command.
-
-    loss_fn(whole, *arguments): the mean loss of the microbatch, divided by nothing. per_token: True if it returns the
-    summed loss and the number of tokens. Call it once for each microbatch, on every rank, before its backward.
-
-        verify.note(mean_loss, inputs, targets)
-        (mean_loss(model, inputs, targets) / microbatches).backward()
-    """
-    for watch in _ACTIVE:
-        watch.noted.append(Noted(loss_fn, kept((arguments, {})), per_token))
-
-
-_ACTIVE: list[ProgramWatch] = []
 
 
 class ProgramWatch:
@@ -137,10 +140,13 @@ class ProgramWatch:
         self.open: list[ProgramCheck] = []  # whose model is being called
         self.depth = 0
         self.calls = 0
+        self.optimizers: list[MegatronOptimizer] = []
+        self.scale = 1.0  # of the loss, as a scaler has multiplied it last
+        self.alone = ""  # said of a model that is called before torch.distributed is started
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Watch in this block."""
+        """ProgramWatch in this block."""
         call = nn.Module.__call__
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -151,21 +157,86 @@ class ProgramWatch:
             finally:
                 self.depth -= 1
 
-        hook = register_module_module_registration_hook(self.keep_wrapped)
-        KEEPERS.append(self.keep)
-        _ACTIVE.append(self)
-        try:
-            with mock.patch.object(nn.Module, "__call__", watched):
-                yield
-        finally:
-            _ACTIVE.remove(self)
-            KEEPERS.remove(self.keep)
-            hook.remove()
+        step = PipelineRunner.step
+
+        def watched_step(runner: PipelineRunner, microbatches: Sequence[Any], **options: Any) -> Any:
+            self.before_pipeline(runner, microbatches)
+            self.depth += 1
+            try:
+                return step(runner, microbatches, **options)
+            finally:
+                self.depth -= 1
+
+        with ExitStack() as stack:
+            stack.callback(register_module_module_registration_hook(self.keep_wrapped).remove)
+            KEEPERS.append(self.keep)
+            stack.callback(KEEPERS.remove, self.keep)
+            NOTES.append(self.note)
+            stack.callback(NOTES.remove, self.note)
+            stack.enter_context(mock.patch.object(nn.Module, "__call__", watched))
+            init, optimizer_init = TorchDDP.__init__, MegatronOptimizer.__init__
+
+            def kept_init(wrapper: TorchDDP, module: nn.Module, *args: Any, **options: Any) -> None:
+                self.keep(module)
+                init(wrapper, module, *args, **options)
+
+            def listed_init(optimizer: MegatronOptimizer, *args: Any, **options: Any) -> None:
+                optimizer_init(optimizer, *args, **options)
+                self.optimizers.append(optimizer)
+
+            stack.enter_context(mock.patch.object(TorchDDP, "__init__", kept_init))
+            stack.enter_context(mock.patch.object(MegatronOptimizer, "__init__", listed_init))
+            stack.enter_context(mock.patch.object(PipelineRunner, "step", watched_step))
+            for owner, name, scale_of in SCALES:
+                stack.enter_context(mock.patch.object(owner, name, self._noting_scale(getattr(owner, name), scale_of)))
+            for owner in (LossScaler, DynamicLossScaler, torch.amp.GradScaler):
+                stack.enter_context(mock.patch.object(owner, "update", self._ending_step(owner.update)))
+            yield
+
+    def _noting_scale(self, method: Callable[..., Any], scale_of: Callable[[Any], float]) -> Callable[..., Any]:
+        def noting(holder: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.listens():
+                self.scale = scale_of(holder)
+            return method(holder, *args, **kwargs)
+
+        return noting
+
+    def _ending_step(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Of a scaler: what was kept of a step that it has skipped is dropped."""
+
+        def ending(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            for check in self.checks.values():
+                check.forget()
+            return update(scaler, *args, **kwargs)
+
+        return ending
+
+    def scale_of(self, chunks: Sequence[Any]) -> float:
+        """The loss scale that is in the gradients of these chunks."""
+        mine = [optimizer for optimizer in self.optimizers if chunks[0] in optimizer.model_chunks]
+        own = [optimizer.grad_scaler.value for optimizer in mine if optimizer.grad_scaler is not None]
+        return own[0] if own else self.scale
+
+    def listens(self) -> bool:
+        """True unless a step is over, so that the reference runs now."""
+        return all(check.listens for check in self.checks.values())
+
+    def note(self, loss_fn: Callable[..., Any], arguments: tuple[Any, ...], per_token: bool) -> None:
+        """A microbatch, and its loss."""
+        if self.listens():
+            self.noted.append(Noted(loss_fn, kept((arguments, {})), per_token))
 
     def keep_wrapped(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        """A module becomes a child of another: of a wrapper, which may change it."""
-        if name == "module" and module is not None and isinstance(parent, (DistributedDataParallel, TorchDDP)):
+        """A module becomes a child of another: of our wrapper, which may change it."""
+        if name == "module" and module is not None and isinstance(parent, DistributedDataParallel):
             self.keep(module)
+
+    def structure_named(self, names: set[str]) -> nn.Module | None:
+        """The first structure whose parameters have these names."""
+        for structure in self.structures:
+            if names == {name for name, _ in structure.named_parameters()}:
+                return structure
+        return None
 
     def keep(self, model: nn.Module) -> None:
         """Remember the structure of a model; not of one that cannot be copied."""
@@ -176,8 +247,8 @@ class ProgramWatch:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module is about to be called."""
-        if any(not check.listens for check in self.checks.values()):
-            return  # the step is over; the reference is called now
+        if not self.listens():
+            return
         if self.depth:
             for check in self.open:
                 check.look_inside(module)
@@ -190,36 +261,87 @@ class ProgramWatch:
             trains = id(module) not in self.inside and any(param.requires_grad for param in module.parameters())
             if not trains:
                 return
-            known = self.checks[id(module)] = self._check(module, kwargs)
+            if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                self.alone = f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and the program starts no torch.distributed"
+                return
+            with some_world():
+                known = self._check(module, kwargs)
+            self.checks[id(module)] = known
             self.inside |= {id(part) for part in module.modules()}
         self.calls += 1
         self.open = [known]
         known.note_forward(args, kwargs)
 
+    def before_pipeline(self, runner: PipelineRunner, microbatches: Sequence[Any]) -> None:
+        """A step of a pipeline is about to run."""
+        if not self.listens():
+            return
+        known = self.checks.get(id(runner))
+        if known is None:
+            known = self.checks[id(runner)] = self._pipeline_check(runner, microbatches)
+            self.inside |= {id(part) for chunk in runner.chunks for part in chunk.modules()}
+        self.calls += 1
+        self.open = [known]
+        for microbatch in microbatches:
+            known.note_forward((microbatch,), {})
+
     def _check(self, model: nn.Module, kwargs: Mapping[str, Any]) -> ProgramCheck:
         wrappers = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-        weighted = _is_weighted(model, kwargs)
-        loss_fn: Any = _loss_by_tokens if weighted else _loss_of_forward
+        weighted = is_weighted(model, kwargs)
+        loss_fn: Any = loss_by_tokens if weighted else loss_of_forward
         if self.asked.loss is not None:
             loss_fn, weighted = function_named(self.asked.loss), False
-        if len(wrappers) > 1 or any(wrapper.groups.size(axis) > 1 for wrapper in wrappers for axis in ("pp", "cp")):
+        if len(wrappers) > 1 or (wrappers and wrappers[0].groups.size("pp") > 1):
             raise ValueError(
-                "python -m core.verify compares a whole model of a rank, and this one is cut over a pipeline or over "
-                "context parallelism: use check_gradients"
+                f"the program calls a {type(model).__name__} with {len(wrappers)} wrapped parts, or a stage of a "
+                "pipeline, directly; the command sees pipelines that PipelineRunner runs: use check_gradients"
             )
-        job = LoopJob(wrappers[0], loss_of_call(loss_fn)) if wrappers else TorchLoopJob(model, loss_of_call(loss_fn))
+        loss = loss_of_call(loss_fn)
+        if wrappers:
+            job = LoopJob(wrappers[0], loss)
+            job.called = wrappers[0] if weighted else model  # whose loss is that of all ranks' labels
+            job.inputs_to = getattr(model, "cast_to", None)
+        else:
+            before = self.structure_named({name for name, _ in unwrapped(model).named_parameters()})
+            job = TorchLoopJob(model, loss, before=before)
         job.per_token = job.per_token or weighted
+        if isinstance(job, TorchLoopJob) and job.torch_model.is_whole:
+            self.keep(job.torch_model.module)
         return ProgramCheck(self, job, module=job.model.chunks[0].module)
 
+    def _pipeline_check(self, runner: PipelineRunner, microbatches: Sequence[Any]) -> ProgramCheck:
+        if not all(isinstance(chunk, DistributedDataParallel) for chunk in runner.chunks):
+            raise ValueError(
+                "the stages of this pipeline are not in core.distributed.DistributedDataParallel, from which "
+                "python -m core.verify reads gradients: use wrap_stages"
+            )
+        if not agree.any(any(part is not None for part in microbatches), None, "the microbatches of a pipeline"):
+            raise ValueError(
+                "the forward step of get_forward_backward_func draws its data itself, so the command does not see it; "
+                "run the stages with core.pipeline_parallel.PipelineRunner, or use check_gradients"
+            )
+        loss_fn = loss_of_stages(runner) if self.asked.loss is None else function_named(self.asked.loss)
+        return ProgramCheck(self, PipelineLoopJob(runner, loss_of_call(loss_fn)), runner.chunks[0].module)
+
     def end(self, report: GradientReport) -> None:
-        """Print a report, on rank 0; end the program on all ranks, unless it continues."""
+        """Print a report; end the program on all ranks, unless it continues."""
+        self.show(report)
+        if not self.asked.continues:
+            raise SystemExit(0 if report.ok else 1)
+
+    def show(self, report: GradientReport) -> None:
+        """Print a report, on rank 0."""
         self.reports.append(report)
-        if dist.get_rank() == 0:
+        if int(os.environ.get("RANK", "0")) == 0 if not dist.is_initialized() else dist.get_rank() == 0:
             print(report, flush=True)
             if report.where is not None:
                 print(report.where.table(), flush=True)
-        if not self.asked.continues:
-            raise SystemExit(0 if report.ok else 1)
+
+    def show_the_rest(self) -> None:
+        """The program has ended: print the reports of those models that have run one step alone."""
+        for check in self.checks.values():
+            if check.listens and check.report is not None:
+                self.show(check.report)
 
     def starts_ranks(self) -> bool:
         """True if the program has started ranks of its own, which compare."""
@@ -227,22 +349,45 @@ class ProgramWatch:
 
 
 class ProgramCheck(StepCheck):
-    """The check of a program's first step. Its reference is built when the step is over."""
+    """The check of a program's first two steps. Its reference is built when a step is over."""
 
-    def __init__(self, watch: ProgramWatch, job: LoopJob, module: nn.Module) -> None:
-        super().__init__(job, self._whole, conclude=watch.end)
+    def __init__(self, watch: ProgramWatch, job: RanJob, module: nn.Module) -> None:
+        join = watch.asked.join
+        join_fn = None if join is None else function_named(join)
+        super().__init__(job, self._whole, conclude=watch.end, join_fn=join_fn, steps=2)
         self.watch = watch
         self.module = module
         self.structure: nn.Module | None = None
+        self.buffers: dict[str, Tensor] = {}
+        self.loss_scale = 1.0
+        self.of_gpt = None if watch.asked.whole is not None else builder_of(module)
 
-    def look_inside(self, module: nn.Module) -> None:
-        """A module inside of the model is about to be called: autocast, or a cast of the weights, shows here."""
-        if not self.listens:
-            return
-        kind = self.job.model.device.type
-        if torch.is_autocast_enabled(kind):
-            self.autocast = torch.get_autocast_dtype(kind)
-        self.job.model.note_dtype(module)
+    def forget(self) -> None:
+        """See StepCheck."""
+        super().forget()
+        self.watch.noted.clear()
+
+    def _finish(self) -> None:
+        """See StepCheck. An optimizer of torch steps when its scaler has divided by the loss scale."""
+        if self.listens:
+            self.loss_scale = self.watch.scale_of(self.job.model.chunks)
+            self.job.scale = 1.0 if isinstance(self.job, TorchLoopJob) else self.loss_scale
+            self.skips = self.loss_scale != 1.0
+        with some_world():
+            super()._finish()
+
+    def _compared(self, mine: list[Microbatch]) -> GradientReport:
+        report = super()._compared(mine)
+        first, scale = report.first_wrong, self.loss_scale
+        if first is not None and scale != 1.0 and abs(first.ratio / scale - 1.0) < SCALE_SEEN:
+            cause = (
+                f"{scale:g} times too large, the loss scale: gradients are clipped before scaler.unscale_(optimizer)"
+            )
+            report = replace(report, cause=cause, where=None)
+        elif first is not None and scale != 1.0 and abs(first.ratio * scale - 1.0) < SCALE_SEEN:
+            cause = f"{scale:g} times too small, the loss scale: the loss is not multiplied by it"
+            report = replace(report, cause=cause, where=None)
+        return report if self.of_gpt is None else replace(report, reference=self.of_gpt[1])
 
     def prepare(self) -> None:
         """See StepCheck. Raises ValueError on all ranks if the whole model is not known."""
@@ -254,11 +399,13 @@ class ProgramCheck(StepCheck):
         names = {held.name for held in self.job.model.held}
         everyone = agree.gather(names, None, "the names of the model's parameters").values()
         names = set().union(*everyone)
-        for structure in self.watch.structures:
-            if names == {name for name, _ in structure.named_parameters()}:
-                self.structure = structure
-                break
-        is_known = self.watch.asked.whole or self.structure is not None or builder_of(self.module) is not None
+        self.structure = self.watch.structure_named(names)
+        is_known = self.watch.asked.whole or self.structure is not None or self.of_gpt is not None
+        wanted = set() if self.structure is None else set(buffers_without_values(self.structure))
+        held = [pair for chunk in self.job.model.chunks for pair in chunk.module.named_buffers()]
+        mine = {name: buffer.cpu() for name, buffer in held if name in wanted and not buffer.is_meta}
+        answers = agree.gather(mine, None, "the buffers of the whole model")
+        self.buffers = {name: buffer for rank in reversed(answers) for name, buffer in answers[rank].items()}
         error = None if is_known else ValueError(f"the whole model is not known; {NAME_IT}")
         agree.refuse(error, None, "the reference", ValueError)
         super().prepare()
@@ -268,11 +415,10 @@ class ProgramCheck(StepCheck):
             whole = function_named(self.watch.asked.whole)()
             assert isinstance(whole, nn.Module), f"--whole {self.watch.asked.whole} gave no module"
             return whole
-        builder = builder_of(self.module)
-        if builder is not None:
-            return builder()
+        if self.of_gpt is not None:
+            return self.of_gpt[0]()
         assert self.structure is not None, "looked for in `prepare`"
-        return with_memory(self.structure)
+        return with_memory(self.structure, self.buffers)
 
 
 def function_named(name: str) -> Callable[..., Any]:
@@ -286,43 +432,14 @@ def function_named(name: str) -> Callable[..., Any]:
     return function
 
 
-def _is_weighted(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """True if every label of the whole batch counts alike, in whichever microbatch it lies."""
-    from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
-    from core.hugging_face.label_counts import count_labels
-
-    own = model.unwrap() if isinstance(model, HybridParallelModel) else model
-    by_items = kwargs.get(NUM_ITEMS) is not None
-    by_plugin = isinstance(model, HybridParallelModel) and model.engine is not None
-    return (by_items or by_plugin) and count_labels(unwrapped(own), kwargs) is not None
-
-
-def _loss_of_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """The mean loss that a model's forward gives."""
-    kwargs.pop(NUM_ITEMS, None)
-    output = model(*args, **kwargs)
-    found = output if isinstance(output, Tensor) else None
-    if found is None and isinstance(output, Mapping):
-        found = output.get("loss")
-    elif found is None:
-        found = getattr(output, "loss", None)
-    if isinstance(unwrapped(model), GPTModel) and isinstance(found, Tensor):
-        return found.mean()  # of the tokens
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        shape = f" of shape {list(found.shape)}" if isinstance(found, Tensor) else ""
-        raise ValueError(
-            f"the forward of {type(unwrapped(model)).__name__} gives a {type(output).__name__}{shape}, and no loss. "
-            "Name the loss of a microbatch, --loss module:function, which takes the model and the forward's arguments; "
-            "or call core.verify.note(loss_fn, ...) in the loop"
-        )
-    return found
-
-
-def _loss_by_tokens(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """(the summed loss, the number of labels that count)."""
-    from core.hugging_face.label_counts import count_labels
-
-    loss = _loss_of_forward(model, *args, **kwargs)
-    count = count_labels(unwrapped(model), kwargs)
-    assert count is not None, "counted in the first forward"
-    return torch.where(count > 0, loss, torch.zeros_like(loss)) * count, count
+@contextmanager
+def some_world() -> Iterator[None]:
+    """Inside, a program of one process that has started no torch.distributed is a group of its own."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

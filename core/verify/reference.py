@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from core.distributed.contract.global_names import namer
 from core.groups import agree
 from core.moe import TopKRouter, auxiliary_loss_scale
 from core.verify.gathered import BIAS, cast, load_whole_weights, on_tensors, piece_of
-from core.verify.job import Job, LossFn, split_loss
+from core.verify.job import Job, LossFn, in_full, split_loss
 from core.verify.recording import Point, Recorder, dense_parameters, relative_difference
 from core.watch.waiting import waiting
 
@@ -73,6 +73,8 @@ class Reference:
         self.per_token = job.per_token
         self.data_ranks = job.groups.size("dp" if job.groups.dp is not None else "dp_cp")
         self.microbatches = job.microbatches
+        self.inputs_to = job.inputs_to
+        self.scale, self.token_weight = job.scale, job.token_weight
         weights = job.model.whole_weights()
         self.model: nn.Module | None = None
         self.low: nn.Module | None = None  # with the layout's dtypes, where they are others
@@ -99,7 +101,7 @@ class Reference:
             expected = self._compute(model, batch, 1.0)
             if self.low is None:
                 return expected
-            low = self._compute(self.low, batch, 1.0, again=True)
+            low = self._compute(self.low, batch, 1.0, again=True, tokens=expected.tokens)
             noise = {name: float((low.grads[name].double() - grad).norm()) for name, grad in expected.grads.items()}
             return replace(expected, loss_noise=abs(low.loss - expected.loss), noise=noise)
 
@@ -108,6 +110,32 @@ class Reference:
     def again(self, batch: Any, *, auxiliary: float = 1.0) -> Expected:
         """The last step once more; with `auxiliary` 0 without what auxiliary losses add to the gradients."""
         return self._shared(lambda model: self._compute(model, batch, auxiliary, again=True))
+
+    def of_microbatches(self, batch: Any, names: Sequence[str], most: int) -> tuple[str, list[list[Tensor]]]:
+        """One of these parameters, and the part of its gradient that each data rank's microbatches have.
+
+        most: elements; the largest parameter with so many is taken, or else the smallest.
+        """
+
+        def compute() -> tuple[str, list[list[Tensor]]]:
+            assert self.model is not None, "rank 0 has built it"
+            params = dict(self.model.named_parameters())
+            sizes = {name: params[name].numel() for name in names if name in params}
+            name = max(sizes, key=lambda name: sizes[name] if sizes[name] <= most else -sizes[name])
+            cast_batch, parts, tokens = self._cast(self.model, batch), [], 0.0
+            for number in range(self.data_ranks * self.microbatches):
+                self._prepare(self.model)
+                loss, count = split_loss(self.loss_fn(self.model, self.piece(cast_batch, number)), self.per_token)
+                loss.backward()
+                grad = params[name].grad
+                parts.append((torch.zeros_like(params[name]) if grad is None else grad).detach().cpu().clone())
+                tokens += count
+            divisor = (tokens or 1.0) if self.per_token else len(parts)
+            rows = range(0, len(parts), self.microbatches)
+            return name, [[part / divisor for part in parts[row : row + self.microbatches]] for row in rows]
+
+        found: tuple[str, list[list[Tensor]]] = agree.gather(self._on_rank_zero(compute), None, "the microbatches")[0]
+        return found
 
     def record(self, batch: Any, mine: int) -> Recording:
         """The modules' outputs and gradients for the part of the batch that data rank `mine` has."""
@@ -169,34 +197,38 @@ class Reference:
             return parts
         return [_joined(parts[number :: self.microbatches]) for number in range(self.microbatches)]
 
-    def _compute(self, model: nn.Module, batch: Any, auxiliary: float, *, again: bool = False) -> Expected:
+    def _compute(
+        self, model: nn.Module, batch: Any, auxiliary: float, *, again: bool = False, tokens: float | None = None
+    ) -> Expected:
+        """tokens: of the whole batch, if known: losses are divided by them before backward, as in most loops."""
+        factor = self.scale / (tokens or 1.0)
         routers = {n: m for n, m in model.named_modules() if getattr(m, BIAS, None) is not None}
         if not again:
             self.biases = {name: getattr(router, BIAS).clone() for name, router in routers.items()}
         self._prepare(model)
-        total, tokens = 0.0, 0.0
+        total, counted = 0.0, 0.0
         ran: list[nn.Module] = []  # in backward
         pieces = self.pieces(self._cast(model, batch))
-        with auxiliary_loss_scale(auxiliary):
+        with auxiliary_loss_scale(auxiliary * factor):
             for piece in pieces:
                 loss, count = split_loss(self.loss_fn(model, piece), self.per_token)
                 handle = register_module_forward_pre_hook(lambda module, _: ran.append(module))
                 try:
-                    loss.backward()
+                    in_full(loss, factor).backward()
                 finally:
                     handle.remove()
                 total += float(loss.detach())
-                tokens += count
-        divisor = (tokens or 1.0) if self.per_token else len(pieces)
+                counted += count
+        divisor = (counted or 1.0) if self.per_token else len(pieces)
         grads = {
-            name: (torch.zeros_like(param) if param.grad is None else param.grad / divisor).cpu()
+            name: (torch.zeros_like(param) if param.grad is None else in_full(param.grad, 1.0 / factor) / divisor).cpu()
             for name, param in model.named_parameters()
             if param.requires_grad
         }
         biases = {f"{name}.{BIAS}": self._moved_bias(router) for name, router in routers.items()}
         return Expected(
             total / divisor,
-            tokens if self.per_token else None,
+            counted if self.per_token else None,
             grads,
             biases,
             unreached=tuple(n for n, param in model.named_parameters() if param.requires_grad and param.grad is None),
@@ -212,7 +244,7 @@ class Reference:
 
     def _cast(self, model: nn.Module, batch: Any) -> Any:
         """The batch in the reference's dtype; the layout's batch, as it came, is in the layout's."""
-        dtype = self.casts if model is self.low else self.dtype
+        dtype = (self.casts or self.inputs_to) if model is self.low else self.dtype
         return on_tensors(lambda t: cast(t, dtype, t.device), batch)
 
     def _record(self, model: nn.Module, batch: Any, data_rank: int) -> Recording:
@@ -233,7 +265,7 @@ class Reference:
         """Hooks on the model during one data rank's microbatches."""
         self._prepare(model)
         batch = self._cast(model, batch)
-        weight = 1.0 if self.per_token else 1.0 / self.microbatches
+        weight = self.scale * (self.token_weight if self.per_token else 1.0 / self.microbatches)
         first = data_rank * self.microbatches
         loads = _GlobalLoads(model)
         if getattr(self.config, "moe_router_load_balancing_type", "") == "global_aux_loss":
@@ -248,7 +280,7 @@ class Reference:
                 piece = self.piece(batch, number)
                 loss, _ = split_loss(self.loss_fn(model, piece), self.per_token)
                 with recorder.backward():
-                    (loss * weight).backward()
+                    in_full(loss, weight).backward()
         return recorder
 
     def _moved_bias(self, router: Any) -> Tensor:

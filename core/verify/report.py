@@ -35,7 +35,8 @@ class GradientReport:
     unmoved: parameters whose reference gradient is zero, about which nothing was shown. digest: a hash over the bits of
     every rank's whole gradients. drift: what the guard against drifting copies says of right gradients. share: the
     largest error over its bound. names: of all parameters, in order. where: the modules where the fault begins, if no
-    reduction explains it. broken: faults that layout and reference share.
+    reduction explains it. broken: faults that layout and reference share. notes: what looks unmeant, though no gradient
+    is wrong. reference: what kind of model it is, where there is a choice.
     """
 
     title: str
@@ -54,6 +55,8 @@ class GradientReport:
     names: tuple[str, ...] = ()
     where: Where | None = None
     broken: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    reference: str = ""
 
     @property
     def ok(self) -> bool:
@@ -66,6 +69,9 @@ class GradientReport:
         return self.wrong[0] if self.wrong else None
 
     def __str__(self) -> str:
+        return "\n  ".join([self._verdict(), *self.notes, *([self.reference] if self.reference else [])])
+
+    def _verdict(self) -> str:
         if self.ok:
             silent = f"; zero in the reference, so not tested: {', '.join(self.unmoved)}" if self.unmoved else ""
             return (

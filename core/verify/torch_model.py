@@ -6,7 +6,7 @@ Megatron's attributes (`tensor_model_parallel`, `partition_dim`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import core.interface.optimizer
 from core import parallel_state
 from core.checkpoint.boxes import Box
 from core.checkpoint.global_slices import GlobalSlice, global_slices
@@ -28,14 +29,22 @@ from core.distributed import DistributedDataParallel
 from core.distributed.contract.gradient_contract import GradientContract
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
+from core.interface import ModelWrapper
 from core.verify.gathered import Held, WrappedModel
 from core.verify.job import Job, split_loss
-from core.verify.loop import LoopJob, Microbatch
+from core.verify.microbatches import Microbatch
+from core.verify.ran_jobs import LoopJob
 from core.verify.recording import Recorder
 
+WRAPPERS = (DistributedDataParallel, TorchDDP, ModelWrapper)
 # Names of mesh dimensions whose ranks have other data; all others split the model.
 DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard", "ddp", "fsdp", "hsdp", "data", "replicate", "shard")
-CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+# What changes whole gradients before an optimizer steps. The last is what boosted optimizers call.
+CLIPS = (
+    (torch.nn.utils, "clip_grad_norm_"),
+    (torch.nn.utils, "clip_grad_value_"),
+    (core.interface.optimizer, "clip_loose_gradients"),
+)
 
 
 class MeshPlaces(ProcessGroups):
@@ -61,18 +70,20 @@ class TorchChunk:
 class TorchModel(WrappedModel):
     """This rank's part of a model outside of our wrapper. Collective over the world.
 
-    outer: as the loop calls it. computes_in: the dtype to which forwards cast the weights, if they do.
+    outer: as the loop calls it. computes_in: the dtype to which forwards cast the weights, if they do. before: the
+    module as it was before torch's DDP has made plain tensors of its DTensors.
     """
 
-    def __init__(self, outer: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, outer: nn.Module, mesh: DeviceMesh | None = None, before: nn.Module | None = None) -> None:
         self.outer = outer
         self.module = unwrapped(outer)
         self.chunks: list[Any] = [TorchChunk(self.module)]
-        self.groups = _places(outer, self.module, mesh)
         self.params = dict(self.module.named_parameters())
+        placed = _dtensors(self.module) or ({} if before is None else _dtensors(before))
+        self.groups = _places(outer, placed, mesh)
         self.device = next((_local(param).device for param in self.params.values()), torch.device("cpu"))
         self.reduces_in_backward = any(isinstance(part, FSDPModule) for part in self.module.modules())
-        places = _slices(self.module, self.groups)
+        places = _slices(self.module, placed, self.groups)
         divisor = self.groups.size("dp_cp")
         self.held = [
             Held(
@@ -84,6 +95,11 @@ class TorchModel(WrappedModel):
             for name, param in self.params.items()
         ]
         self.biases = []
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank holds all of the model, in plain tensors."""
+        return not self.is_split and not any(isinstance(param, DTensor) for param in self.params.values())
 
     def note_dtype(self, module: nn.Module) -> None:
         """See WrappedModel; fully_shard gathers weights in the dtype of its MixedPrecisionPolicy."""
@@ -127,9 +143,13 @@ class TorchLoopJob(LoopJob):
     """
 
     def __init__(
-        self, outer: nn.Module, loss_fn: Callable[[nn.Module, Microbatch], Any], mesh: DeviceMesh | None = None
+        self,
+        outer: nn.Module,
+        loss_fn: Callable[[nn.Module, Microbatch], Any],
+        mesh: DeviceMesh | None = None,
+        before: nn.Module | None = None,
     ) -> None:
-        model = TorchModel(outer, mesh)
+        model = TorchModel(outer, mesh, before)
         Job.__init__(self, model, 1, None)
         self.torch_model = model
         self.loss_fn = loss_fn
@@ -140,33 +160,28 @@ class TorchLoopJob(LoopJob):
     def watched(self, finish: Callable[[], None]) -> Iterator[None]:
         """Call `finish` before an optimizer that holds a parameter of the model steps, or gradients are clipped."""
         mine = {id(param) for param in self.torch_model.params.values()}
-        over = False
 
-        def compare_once(params: Any) -> None:
-            nonlocal over
+        def compare(params: Any) -> None:
             given = [params] if isinstance(params, Tensor) else list(params)
-            if over or not any(id(param) in mine and param.grad is not None for param in given):
-                return
-            over = True
-            with torch.enable_grad():
-                finish()
+            if any(id(param) in mine and param.grad is not None for param in given):
+                with torch.enable_grad():
+                    finish()
 
         def before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-            compare_once([param for group in optimizer.param_groups for param in group["params"]])
+            compare([param for group in optimizer.param_groups for param in group["params"]])
 
         def before_clip(clip: Callable[..., Any]) -> Callable[..., Any]:
             def compare_and_clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
                 parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
-                compare_once(parameters)
+                compare(parameters)
                 return clip(parameters, *args, **kwargs)
 
             return compare_and_clip
 
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(before_step).remove)
-            for name in CLIPS:
-                clip = getattr(torch.nn.utils, name)
-                stack.enter_context(mock.patch.object(torch.nn.utils, name, before_clip(clip)))
+            for owner, name in CLIPS:
+                stack.enter_context(mock.patch.object(owner, name, before_clip(getattr(owner, name))))
             yield
 
     def clear(self) -> None:
@@ -183,8 +198,8 @@ class TorchLoopJob(LoopJob):
             self.kept = {name: None if p.grad is None else p.grad.clone() for name, p in model.params.items()}
         for param in model.params.values():
             param.grad = None
-        own = model.outer.no_sync() if isinstance(model.outer, TorchDDP) else nullcontext()
-        with own:
+        ddp = wrapper_of(model.outer)
+        with nullcontext() if ddp is None else ddp.no_sync():
             for part in self.parts(batch):
                 loss, _ = split_loss(self.loss_fn(model.outer, part), self.per_token)
                 with nullcontext() if recorder is None else recorder.backward():
@@ -196,29 +211,38 @@ class TorchLoopJob(LoopJob):
 
 
 def unwrapped(outer: nn.Module) -> Any:
-    """The user's module inside of wrappers: ours, torch's DDP, torch.compile."""
+    """The user's module inside of wrappers: ours, a plugin's, torch's DDP, torch.compile."""
     part: Any = outer
-    while (is_wrapper := isinstance(part, (DistributedDataParallel, TorchDDP))) or hasattr(part, "_orig_mod"):
+    while (is_wrapper := isinstance(part, WRAPPERS)) or hasattr(part, "_orig_mod"):
         part = part.module if is_wrapper else part._orig_mod
     return part
+
+
+def wrapper_of(outer: nn.Module) -> TorchDDP | None:
+    """Torch's DDP around or inside of a model."""
+    return next((part for part in outer.modules() if isinstance(part, TorchDDP)), None)
+
+
+def _dtensors(module: nn.Module) -> dict[str, DTensor]:
+    return {name: param for name, param in module.named_parameters() if isinstance(param, DTensor)}
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _places(outer: nn.Module, module: nn.Module, mesh: DeviceMesh | None) -> ProcessGroups:
+def _places(outer: nn.Module, placed: Mapping[str, DTensor], mesh: DeviceMesh | None) -> ProcessGroups:
     """Find the ranks with other data, and those that split one replica. Collective over the world.
 
     Read from the mesh (the given one, or that of the DTensors), from the group of torch's DDP, or from parallel_state.
     Without any, all ranks have other data.
     """
-    meshes = [param.device_mesh for param in module.parameters() if isinstance(param, DTensor)]
+    meshes = [param.device_mesh for param in placed.values()]
     mesh = mesh or max(meshes, key=lambda each: each.ndim, default=None)
     world, rank = list(range(dist.get_world_size())), dist.get_rank()
     data, model, failure = world, [rank], None
     if mesh is not None:
-        shards = any(isinstance(part, FSDPModule) for part in module.modules())
+        shards = any(isinstance(part, FSDPModule) for part in outer.modules())
         try:
             model = _model_ranks(mesh, all_data=shards)
         except ValueError as error:
@@ -229,8 +253,13 @@ def _places(outer: nn.Module, module: nn.Module, mesh: DeviceMesh | None) -> Pro
         data = [other for other in world if answers[other] == place]
     elif parallel_state.model_parallel_is_initialized():
         return parallel_state.get_process_groups()
-    elif isinstance(outer, TorchDDP):
-        data = dist.get_process_group_ranks(outer.process_group)
+    elif (ddp := wrapper_of(outer)) is not None:
+        data = dist.get_process_group_ranks(ddp.process_group)
+        if getattr(ddp, "device_mesh", None) is not None and len(data) < len(world):
+            raise ValueError(
+                "torch's DDP has made plain tensors of the model's DTensors, so it is not known what a rank holds; "
+                "python -m core.verify sees the model before the wrap: run the program with it, and with --whole"
+            )
         place = data.index(rank)
         answers = agree.gather(place, None, "the places in the data groups")
         model = [other for other in world if answers[other] == place]
@@ -256,12 +285,11 @@ def _model_ranks(mesh: DeviceMesh, *, all_data: bool) -> list[int]:
     return ranks
 
 
-def _slices(module: nn.Module, groups: ProcessGroups) -> dict[str, GlobalSlice]:
+def _slices(module: nn.Module, placed: Mapping[str, DTensor], groups: ProcessGroups) -> dict[str, GlobalSlice]:
     """Of every parameter, what this rank holds; the first rank with the same boxes is replica 0. Collective."""
     found = global_slices(module, groups)
-    for name, param in module.named_parameters():
-        if isinstance(param, DTensor):
-            found[name] = replace(found[name], shape=tuple(param.shape), **_boxes(name, param))
+    for name, param in placed.items():
+        found[name] = replace(found[name], shape=tuple(param.shape), **_boxes(name, param))
     mine = {name: (place.name, place.boxes) for name, place in found.items()}
     everyone = agree.gather(mine, None, "the parts of the parameters")
     before = {part for rank in range(dist.get_rank()) for part in everyone[rank].values()}

@@ -45,11 +45,13 @@ def locate(
     noise: float,
     parameters: Sequence[str],
     wrong: Sequence[str],
+    factor: float | None = None,
 ) -> Where:
     """Run the layout and the reference once more, with hooks. Collective over the world.
 
     bound: the relative error that is allowed at least. noise: a tensor that is smaller than this share of the largest
-    one is measured against that. parameters: all trained ones. wrong: those of them whose gradients are.
+    one is measured against that. parameters: all trained ones. wrong: those of them whose gradients are. factor: see
+    Job.factor_of_gradients; None where no loop divides by tokens.
     """
     with _recorder(job, reference) as mine:
         mine.in_backward = None if isinstance(job, PipelineJob) else False
@@ -58,12 +60,10 @@ def locate(
     axis = "dp" if job.groups.dp is not None else "dp_cp"
     expected = reference.record(batch, job.groups.rank(axis))
     compare = _Comparer(job, bound, noise, job.samples(batch))
-    # A rank's loss is the mean over its own positions, so gradients are cp times as large, unless tokens divide later.
-    factor = 1.0 if job.per_token else float(job.groups.size("cp"))
     numbered = {name for name, count in mine.calls.items() if count == expected.calls.get(name)}
     found = (
         compare.all(mine.outputs, expected.outputs, numbered, 1.0),
-        compare.all(mine.gradients, expected.gradients, numbered, factor),
+        compare.all(mine.gradients, expected.gradients, numbered, factor or job.factor_of_gradients(None)),
         mine.stale,
         {name: count for name, count in mine.calls.items() if count > expected.calls.get(name, count)},
     )

@@ -15,6 +15,7 @@ from core.hugging_face import gather_logits, stage_activations
 from core.hugging_face.label_counts import count_labels
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits
 from core.hugging_face.stages import stage_of
+from core.interface.whole import note
 from core.pipeline_parallel import MicrobatchLoss, PipelineRunner
 
 
@@ -73,8 +74,17 @@ def run_pipeline(
         loss = output.loss if criterion is None else criterion(output, microbatch)
         return MicrobatchLoss(loss)
 
+    def loss_of_part(whole: Any, part: dict[str, Any]) -> Any:
+        """The same of the whole model; a sum over labels and their number, where those of all parts count alike."""
+        output = whole(**{name: value for name, value in part.items() if name != NUM_ITEMS})
+        loss = output.loss if criterion is None else criterion(output, part)
+        count = None if total is None else count_labels(whole, part)
+        return loss if count is None else (torch.where(count > 0, loss, torch.zeros_like(loss)) * count, count)
+
     ids = parts[0]["input_ids"]
     shape = stage_activations(model.chunks[0], *ids.shape[:2])
+    for part in parts if trains else ():
+        note(loss_of_part, part, per_token=total is not None)
     if model.runner is None:
         model.runner = PipelineRunner(
             model.chunks, model.layout, forward_step, shape, schedule=schedule, pg_collection=model.groups

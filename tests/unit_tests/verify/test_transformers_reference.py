@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
+from core.models.transformers_layouts import LAYOUTS
 from core.transformer import attention, mlp, norms
 from core.transformer.transformer_config import TransformerConfig
 from core.verify import GradientReport, check_gradients
+from core.verify.structure import builder_of
 from core.verify.transformers_reference import TransformersGPT
 from tests.unit_tests.ranks import ranks
 
@@ -48,7 +51,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["tokens"], batch["labels"]).mean()
 
 
-def check(kind: str, tp: int, theirs: bool = True) -> GradientReport:
+def check(kind: str, tp: int, theirs: bool = True, **given: Any) -> GradientReport:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     tokens = torch.randint(0, 20, (4, 9), generator=torch.Generator().manual_seed(3))
 
@@ -62,10 +65,9 @@ def check(kind: str, tp: int, theirs: bool = True) -> GradientReport:
             loss_of,
             {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]},
             config=config_of(kind, tp),
-            reference_fn=lambda: (
-                TransformersGPT(config_of(kind)) if theirs else GPTModel(config_of(kind), ProcessGroups())
-            ),
+            reference_fn=None if theirs else lambda: GPTModel(config_of(kind), ProcessGroups()),
             steps=1,
+            **given,
         )
     finally:
         parallel_state.destroy_model_parallel()
@@ -77,6 +79,34 @@ def test_our_gpt_has_the_gradients_of_transformers_model(rank: int, world: int, 
     report = check(kind, tp=2 if kind != "arcee" else 1)
     assert report.ok, str(report)
     assert report.parameters > 10 and report.largest_error < 1e-12
+    assert report.reference == f"reference: {LAYOUTS[kind]} of transformers"
+
+
+@ranks(2)
+def test_our_gpt_has_the_gradients_of_transformers_model_in_16_bits(rank: int, world: int) -> None:
+    report = check("llama", tp=2, dtype=torch.bfloat16)
+    assert report.ok and report.share < 0.8, str(report)
+
+
+@ranks(1)
+def test_packed_documents_are_kept_apart_in_transformers_model_too(rank: int, world: int) -> None:
+    config = config_of("llama")
+    theirs, ours = TransformersGPT(config), GPTModel(config, ProcessGroups())
+    ours.load_state_dict(theirs.state_dict(), strict=False)
+    tokens = torch.arange(16).view(2, 8)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1, 2]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 0]])
+    packed = {"position_ids": positions, "document_ids": documents}
+    got = theirs(tokens, tokens, **packed)
+    assert torch.allclose(got, ours(tokens, tokens, **packed), rtol=1e-12)
+    assert not torch.allclose(got, ours(tokens, tokens))
+
+
+@ranks(1)
+def test_a_gpt_without_a_counterpart_is_compared_with_its_own_classes(rank: int, world: int) -> None:
+    built = builder_of(GPTModel(replace(config_of("gpt2"), num_moe_experts=2), ProcessGroups()))
+    assert built is not None and type(built[0]()) is GPTModel
+    assert built[1].startswith("reference of the same classes") and "num_moe_experts is 2" in built[1]
 
 
 def not_causal(*args: Any, **kwargs: Any) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core.verify.diagnosis import BiasPart, RankPart, explain, explain_bias, name_factor
+from core.verify.microbatch_weights import in_words
 from core.verify.report import wrong_by_layer
 
 Mix = Callable[[int, list[Tensor]], Tensor]
@@ -218,3 +219,27 @@ NAMES = ("embed.weight", "layers.0.up.weight", "layers.0.up.bias", "layers.1.up.
 )
 def test_wrong_parameters_are_listed_by_layer(wrong: list[int], words: str) -> None:
     assert wrong_by_layer(NAMES, [NAMES[number] for number in wrong]) == f"wrong: {words}"
+
+
+WEIGHTS: list[tuple[list[list[float]], float, str]] = [
+    ([[1, 0, 1], [1, 0, 1]], 0.0, "the backward does not run of microbatch 2 of 3, so 2/3 of the gradient is there"),
+    ([[0, 0, 1]], 0.0, "a late zero_grad: it clears microbatches 1, 2 of 3, so 1/3 of the gradient is there; or their"),
+    ([[1, 1], [1, 2]], 0.0, "on data rank 1 alone the backward runs twice of microbatch 2 of 2"),
+    ([[1, 1, 0.5]], 0.0, "the microbatches count 1, 1, 0.5 times what is due"),
+    ([[1, 1], [1, 1]], 1.0, "the gradients of the step before are still there: zero_grad is not called"),
+    ([[2, 2], [2, 2]], 0.0, ""),
+    ([[1, 1]], 0.4, "the gradients of the step before are still there"),
+    ([[2, 1]], 0.5, ""),
+]
+
+
+@pytest.mark.parametrize(("weights", "left_over", "words"), WEIGHTS)
+def test_the_weights_of_microbatches_are_put_into_words(
+    weights: list[list[float]], left_over: float, words: str
+) -> None:
+    said = in_words(weights, left_over)
+    assert said.startswith(words) and bool(said) == bool(words)
+
+
+def test_a_share_of_equal_microbatches_is_named() -> None:
+    assert name_factor(0.6, {"dp": 1}, [], microbatches=5).startswith("3/5 is there: 2 of 5 microbatches are left out")

@@ -1,0 +1,72 @@
+"""The loss of a microbatch of a program, as the model's forward or a pipeline's forward step gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.distributed.finalize_model_grads import divisor_of_tokens
+from core.models import GPTModel
+from core.pipeline_parallel import MicrobatchLoss, PipelineRunner
+from core.verify.torch_model import unwrapped
+from core.verify.transformers_reference import TransformersGPT
+
+NUM_ITEMS = "num_items_in_batch"  # transformers' name for the labels that count in the whole batch
+
+
+def loss_of_stages(runner: PipelineRunner) -> Callable[..., Any]:
+    """The loss of a microbatch that a pipeline's forward step gives of a whole model."""
+
+    def loss_of(whole: nn.Module, microbatch: Any) -> Any:
+        output = runner.forward_step(whole, microbatch, None)
+        loss = output if isinstance(output, MicrobatchLoss) else MicrobatchLoss(output)
+        if runner.per_token or loss.num_tokens is None:
+            return (loss.value, loss.num_tokens) if runner.per_token else loss.value
+        return loss.value / divisor_of_tokens(torch.as_tensor(loss.num_tokens, device=loss.value.device))
+
+    return loss_of
+
+
+def is_weighted(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """True if every label of the whole batch counts alike, in whichever microbatch it lies."""
+    from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
+    from core.hugging_face.label_counts import count_labels
+
+    own = model.unwrap() if isinstance(model, HybridParallelModel) else model
+    by_items = kwargs.get(NUM_ITEMS) is not None
+    by_plugin = isinstance(model, HybridParallelModel) and model.engine is not None
+    return (by_items or by_plugin) and count_labels(unwrapped(own), kwargs) is not None
+
+
+def loss_of_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """The mean loss that a model's forward gives."""
+    kwargs.pop(NUM_ITEMS, None)
+    output = model(*args, **kwargs)
+    found = output if isinstance(output, Tensor) else None
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    elif found is None:
+        found = getattr(output, "loss", None)
+    if isinstance(unwrapped(model), (GPTModel, TransformersGPT)) and isinstance(found, Tensor):
+        return found.mean()  # of the tokens
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        shape = f" of shape {list(found.shape)}" if isinstance(found, Tensor) else ""
+        raise ValueError(
+            f"the forward of {type(unwrapped(model)).__name__} gives a {type(output).__name__}{shape}, and no loss. "
+            "Name the loss of a microbatch, --loss module:function, which takes the model and the forward's arguments; "
+            "or call core.verify.note(loss_fn, ...) in the loop"
+        )
+    return found
+
+
+def loss_by_tokens(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """(the summed loss, the number of labels that count)."""
+    from core.hugging_face.label_counts import count_labels
+
+    loss = loss_of_forward(model, *args, **kwargs)
+    count = count_labels(unwrapped(model), kwargs)
+    assert count is not None, "counted in the first forward"
+    return torch.where(count > 0, loss, torch.zeros_like(loss)) * count, count

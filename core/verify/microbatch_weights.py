@@ -1,0 +1,96 @@
+"""Find how often each microbatch is in a wrong gradient of a loop: one is left out, or zero_grad comes too late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.groups import agree
+from core.verify.causes import SAMPLE
+from core.verify.diagnosis import SAME, fit
+from core.verify.gathered import Held
+from core.verify.job import Job
+from core.verify.reference import Reference
+from core.verify.report import GradientReport
+
+LEFT_OVER = (
+    "the gradients of the step before are still there: zero_grad is not called, or only after the first backward"
+)
+
+
+def microbatches_at_fault(
+    job: Job,
+    reference: Reference,
+    batch: Any,
+    report: GradientReport,
+    got: dict[Any, Tensor],
+    before: dict[Any, Tensor],
+) -> str:
+    """Say what is wrong with the microbatches' parts of a gradient; nothing if no such parts explain it.
+
+    got, before: this rank's gradients by `Held.key`, of this step and of the last one, if there was one. Collective.
+    """
+    name, parts = reference.of_microbatches(batch, [entry.name for entry in report.wrong], SAMPLE)
+    bound = max(entry.bound for entry in report.wrong if entry.name == name)
+    held = next((held for held in job.model.trained if held.name == name), None)
+    mine = "" if held is None else _of_rank(held, parts, got[held.key], before.get(held.key), max(SAME, 4 * bound))
+    answers = agree.gather(mine, None, "the parts of the microbatches")
+    return next((text for text in answers.values() if text), "")
+
+
+def _of_rank(held: Held, parts: Sequence[Sequence[Tensor]], got: Tensor, before: Tensor | None, close: float) -> str:
+    columns = [[held.slice_of(part).double().reshape(-1) for part in of_rank] for of_rank in parts]
+    have = got.detach().cpu().double().reshape(-1)
+    if have.numel() < sum(map(len, columns)) + 1:  # too few numbers to distinguish data ranks
+        columns = [[torch.stack(same).sum(dim=0) for same in zip(*columns, strict=True)]]
+    flat = [column for of_rank in columns for column in of_rank]
+    extra = [] if before is None else [before.detach().cpu().double().reshape(-1)]
+    for more in ([], extra) if extra else ([],):  # without the step before, if that is enough
+        weights = fit(torch.stack([*flat, *more], 1), have, close)
+        if isinstance(weights, list):
+            width = len(columns[0])
+            rows = [weights[start : start + width] for start in range(0, len(flat), width)]
+            return in_words(rows, weights[len(flat)] if more else 0.0, close)
+    return ""
+
+
+def in_words(weights: Sequence[Sequence[float]], left_over: float, close: float = SAME) -> str:
+    """weights: of each data rank and microbatch, 1 where right. left_over: how often the step before is there. Pure."""
+    everything = [weight for row in weights for weight in row]
+    if abs(left_over) > close and all(abs(weight - 1.0) < close for weight in everything):
+        return LEFT_OVER  # whole, or as an optimizer has clipped them
+    if max(everything) - min(everything) < close or abs(left_over) > close:
+        return ""
+    found: dict[str, list[int]] = {}
+    for rank, row in enumerate(weights):
+        text = _of_data_rank(row, close)
+        if text:
+            found.setdefault(text, []).append(rank)
+    (text, ranks), *others = found.items()
+    if others or len(ranks) == len(weights):
+        return "; ".join([text, *(other for other, _ in others)])
+    return f"on data rank {', '.join(map(str, ranks))} alone {text}"
+
+
+def _of_data_rank(row: Sequence[float], close: float) -> str:
+    count = len(row)
+    missing = [number for number, weight in enumerate(row, start=1) if abs(weight) < close]
+    twice = [number for number, weight in enumerate(row, start=1) if abs(weight - 2.0) < close]
+    right = [number for number, weight in enumerate(row, start=1) if abs(weight - 1.0) < close]
+    if len(right) == count:
+        return ""
+    if missing and len(missing) + len(right) == count:
+        which = f"{_numbered(missing)} of {count}, so {len(right)}/{count} of the gradient is there"
+        if missing == list(range(1, len(missing) + 1)) and right:
+            return f"a late zero_grad: it clears {which}; or their backward does not run"
+        return f"the backward does not run of {which}"
+    if twice and len(twice) + len(right) == count:
+        return f"the backward runs twice of {_numbered(twice)} of {count}"
+    return f"the microbatches count {', '.join(f'{weight:.3g}' for weight in row)} times what is due"
+
+
+def _numbered(numbers: Sequence[int]) -> str:
+    return f"microbatch{'' if len(numbers) == 1 else 'es'} {', '.join(map(str, numbers))}"

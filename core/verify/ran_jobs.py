@@ -1,0 +1,84 @@
+"""RanJob: a step that a user's loop has run, of a wrapped model or of a pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from core.distributed import DistributedDataParallel
+from core.distributed.guard.first_steps import paused
+from core.pipeline_parallel import PipelineRunner
+from core.verify.gathered import first_tensor
+from core.verify.job import Job, PipelineJob, PlainJob
+from core.verify.microbatches import Microbatch
+
+
+class RanJob(Job):
+    """A step that a loop has run already; the batch is a list of microbatches for each data rank."""
+
+    sees_loss = False
+    mine: list[Microbatch]  # what loss_fn is given
+    forwards: list[Microbatch]  # what the model was given
+    loss_fn: Any
+
+    @contextmanager
+    def watched(self, finish: Callable[[], None]) -> Iterator[None]:
+        """Call `finish` when the step's gradients are reduced, on all ranks. The watch of first steps waits."""
+        with paused([chunk.engine.first_steps for chunk in self.model.chunks]):
+            self.model.chunks[-1].reducer.at_end = finish
+            try:
+                yield
+            finally:
+                self.model.chunks[-1].reducer.at_end = None
+
+    def step(self, batch: Any) -> float:
+        """See Job; the loop has run it."""
+        return math.nan
+
+    def parts(self, batch: Any) -> list[Any]:
+        """See Job; what this rank was given, which may not be what its tensor-parallel group was given."""
+        return self.mine
+
+    def samples(self, batch: Any) -> int:
+        """See Job."""
+        tensor = first_tensor(batch)
+        return tensor.shape[0] if tensor.dim() else 1
+
+    def biases(self) -> dict[tuple[int, str], Tensor]:
+        """See Job."""
+        return self.before
+
+    def keep_biases(self) -> None:
+        """Before the step."""
+        self.before = super().biases()
+
+
+class LoopJob(RanJob, PlainJob):
+    """Forwards and backwards of one wrapped model."""
+
+    def __init__(self, ddp: DistributedDataParallel, loss_fn: Callable[[nn.Module, Microbatch], Any]) -> None:
+        PlainJob.__init__(self, ddp, loss_fn, 1)
+        self.keep_biases()
+
+
+class PipelineLoopJob(RanJob, PipelineJob):
+    """A step of a pipeline."""
+
+    def __init__(self, runner: PipelineRunner, loss_fn: Callable[[nn.Module, Microbatch], Any]) -> None:
+        PipelineJob.__init__(self, runner, 1)
+        self.loss_fn = loss_fn
+        self.keep_biases()
+
+    def parts(self, batch: Any) -> list[Any]:
+        """See Job; as the runner was given them."""
+        return [args[0] for args, _ in self.forwards]
+
+    def factor_of_gradients(self, tokens: float | None) -> float:
+        """See Job; a forward step may divide by the whole batch's tokens itself."""
+        if tokens is None or self.runner.per_token:
+            return super().factor_of_gradients(tokens)
+        return self.groups.size("dp_cp") / ((tokens or 1.0) * self.token_weight)
