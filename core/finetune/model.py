@@ -225,6 +225,7 @@ def plugin_of(config: TuneConfig, micro_batch_size: int) -> ZeroPluginBase:
             overlap_communication=True,
             overlap_allgather=zero in (1, 2),
             moe_dp_outside=False,
+            make_vocab_size_divisible_by=1,  # so that a rank holds what is planned
             **common,
         )
     plugin.check_for_nan_in_grad = True

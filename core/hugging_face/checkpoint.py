@@ -46,7 +46,7 @@ from core.watch.waiting import waiting
 LOADING = "_load_pretrained_model"
 AUTO = "_model_mapping"  # what an auto class has: configuration class -> class of models
 FAILURES = (ValueError, OSError, RuntimeError)
-STACKED = ("ep", -1, 1)  # the cut of a tensor that is one expert's
+STACKED = ("ep", -1, 1, 1)  # the cut of a tensor that is one expert's
 
 
 def load_split(
@@ -154,7 +154,7 @@ def _load(
         stored = _stored(model, files, config, Path(directory), checked)
         untied.extend(untie_as_stored(model, stored, os.fspath(directory)))
         chosen = None if policy is None else read_plan(model, policy)
-        cut, plan = None, prepare(model, chosen, groups)
+        cut, plan = None, prepare(model, chosen, groups).with_vocabulary(how.vocabulary_multiple)
         plans.append(plan)
         if layout is not None and stage is not None:
             cut = find_cut(model)
@@ -187,17 +187,20 @@ def read_slices(
     stage: int | None,
     groups: ProcessGroups,
     tied: Collection[tuple[str, ...]] = (),
+    vocabulary_multiple: int = 1,
     **options: Any,
 ) -> tuple[dict[str, Tensor], int]:
     """This rank's slices of a checkpoint directory by the names of the whole model, and how many bytes were read.
 
     For files whose names or shapes are not the model's: transformers' own loading makes one of the other. layout,
     stage: one stage of a pipeline; None for the whole model. tied: the names of each parameter that is one where the
-    slices go. Not collective. Raises PlanError as `load_split` does, and ValueError where the files lack a weight of
-    the model, have another one, or have different values for the names of one.
+    slices go. vocabulary_multiple: a rank's rows of a split vocabulary are padded to a multiple of it. Not collective.
+    Raises PlanError as `load_split` does, and ValueError where the files lack a weight of the model, have another one,
+    or have different values for the names of one.
     """
     checked = _checked_files(directory, groups, layout)
-    model, _, loading = _load(directory, kind, policy, stage, Splitting(groups, layout), options, checked)
+    how = Splitting(groups, layout, vocabulary_multiple=vocabulary_multiple)
+    model, _, loading = _load(directory, kind, policy, stage, how, options, checked)
     refuse_apart([(n[0], name) for name in loading["untied"] for n in tied if name in n], os.fspath(directory))
     lacking = sorted(loading["missing_keys"])
     unknown = sorted(loading["unexpected_keys"]) if layout is None else []  # of other stages, otherwise
@@ -281,7 +284,7 @@ def _sliced(
 
 def _cut_of_part(family: str, key: str, split: Split, cut: Cut, converter: Any) -> Cut:
     """Cut of a tensor that is stacked (one an expert) and joined (gate and up) into a parameter that is cut."""
-    axis, dim, blocks = cut
+    axis, dim, blocks, multiple = cut
     kinds = [type(operation).__name__ for operation in converter.operations]
     dims = {type(operation).__name__: getattr(operation, "dim", None) for operation in converter.operations}
     stacked = kinds[:1] == ["MergeModulelist"] and dims["MergeModulelist"] == 0
@@ -291,9 +294,9 @@ def _cut_of_part(family: str, key: str, split: Split, cut: Cut, converter: Any) 
     if axis == "ep" and (joined or not rest):
         return STACKED if stacked else cut
     if joined and along == dim and len(converter.source_patterns) == blocks:
-        return axis, dim - stacked, 1
+        return axis, dim - stacked, 1, multiple
     if axis == "tp" and not rest and stacked and dim > 0:
-        return axis, dim - 1, blocks
+        return axis, dim - 1, blocks, multiple
     raise PlanError(
         f"{family}: {key!r} becomes {split.parameter!r} by {', '.join(kinds)}, of which no part can be made alone. "
         "Load the whole model by from_pretrained on every rank, then split_model"

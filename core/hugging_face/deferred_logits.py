@@ -125,7 +125,7 @@ class DeferredLogits(Tensor):
             self.value = value
         return self.value
 
-    def losses(self, target: Tensor, vocab_size: int, groups: ProcessGroups) -> Tensor:
+    def losses(self, target: Tensor, vocab_size: int, multiple: int, groups: ProcessGroups) -> Tensor:
         """The loss of each token, over chunks of tokens. target: [...], as for chunked_cross_entropy."""
         module, steps = self.head.module, self.steps
 
@@ -140,6 +140,7 @@ class DeferredLogits(Tensor):
                 bias=module.bias,
                 transform=transform if steps else None,
                 vocab_size=vocab_size,
+                multiple=multiple,
                 pg_collection=groups,
             )
 

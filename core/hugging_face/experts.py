@@ -83,8 +83,10 @@ class ExpertsForward(SeamForward):
     Collective over the expert-parallel group, in forward and in backward, also for a rank without a token.
     """
 
-    def __init__(self, module: nn.Module, seam: Seam, groups: ProcessGroups, length: int = 0) -> None:
-        super().__init__(module, seam, groups, length)
+    def __init__(
+        self, module: nn.Module, seam: Seam, groups: ProcessGroups, length: int = 0, multiple: int = 1
+    ) -> None:
+        super().__init__(module, seam, groups, length, multiple)
         experts: Any = module
         self.num_experts: int = experts.num_experts
         experts.num_experts //= groups.size("ep")

@@ -217,7 +217,7 @@ def _plan_of_adapters(adapted: Any, base: Plan) -> Plan:
             cut, dim = (second, 0) if (split.dim == 1) == isinstance(layer.base_layer, Conv1D) else (first, 1)
             seams[cut] = Seam(cut, "LoRA", seam.before, seam.after)  # no copy behind a joined sequence
             weight = f"{cut}.weight"
-            splits[weight] = Split(weight, whole.pop(weight), dim, split.blocks, split.padded)
+            splits[weight] = Split(weight, whole.pop(weight), dim, split.blocks, split.padded, multiple=split.multiple)
     if not splits and not whole and "forward" not in vars(adapted.get_base_model()):  # a stage may have none
         raise PlanError(f"{base.family}: the LoraConfig's target_modules name no linear layer")
     return Plan(f"LoRA on {base.family}", splits, seams, frozenset(), whole)

@@ -27,7 +27,8 @@ class ParallelCausalLoss:
     """Transformers' ForCausalLMLoss of split logits: tokens predict their successors, -100 and num_items_in_batch.
 
     Deferred logits are computed in chunks of tokens. sequence: that of the model, if it has one; labels are of the
-    whole sequence in any case. own: the model's own loss, for logits that are whole.
+    whole sequence in any case. own: the model's own loss, for logits that are whole. multiple: a rank's columns are
+    padded to a multiple of that.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class ParallelCausalLoss:
         vocab_size: int,
         sequence: SequenceParallel | None = None,
         own: Callable[..., Tensor] | None = None,
+        multiple: int = 1,
     ) -> None:
+        self.multiple = multiple
         self.group, self.vocab_size, self.sequence, self.own = group, vocab_size, sequence, own
 
     def __call__(
@@ -68,9 +71,10 @@ class ParallelCausalLoss:
         target = shift_labels.masked_fill(~counted, 0)
         groups = ProcessGroups(tp=self.group)
         if deferred is not None:
-            losses = deferred.losses(target, self.vocab_size, groups)
+            losses = deferred.losses(target, self.vocab_size, self.multiple, groups)
         else:
-            losses = vocab_parallel_cross_entropy(logits, target, pg_collection=groups, vocab_size=self.vocab_size)
+            sizes = {"vocab_size": self.vocab_size, "multiple": self.multiple}
+            losses = vocab_parallel_cross_entropy(logits, target, pg_collection=groups, **sizes)
         total = losses.masked_fill(~counted, 0.0).sum()
         total = total if sequence is None else sequence.total(total)
         return total / torch.as_tensor(count).to(total)
@@ -137,8 +141,9 @@ def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: Seq
     name, head = output_layer(model)
     seam = plan.seams.get(name)
     split = seam is not None and seam.after == "gather"
-    rows = plan.splits[f"{name}.weight"].length if split else head.weight.shape[0]
-    model.loss_function = ParallelCausalLoss(group, rows, sequence)
+    cut = plan.splits[f"{name}.weight"] if split else None
+    rows, multiple = (head.weight.shape[0], 1) if cut is None else (cut.length, cut.multiple)
+    model.loss_function = ParallelCausalLoss(group, rows, sequence, multiple=multiple)
     if seam is None:
         return plan
     return replace(plan, seams={**plan.seams, seam.module: replace(seam, after="")})

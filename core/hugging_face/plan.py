@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from core.tensor_parallel.initialization import rows_on_rank
+
 Before = Literal[
     "", "copy", "scatter", "vocabulary", "divide", "heads", "split sequence", "join sequence", "gather sequence"
 ]
@@ -113,7 +115,8 @@ PADDED = {"embedding_rowwise"}  # a vocabulary is padded with zero rows; so is a
 class Split:
     """One parameter that is cut: along `dim`, of `length` in the whole model, in `blocks` parts each cut for itself.
 
-    padded: True if a length that does not divide is padded with zeros at its end (a vocabulary).
+    padded: True if a length that does not divide is padded with zeros at its end (a vocabulary), so that each rank's
+    part is a multiple of `multiple`.
     heads: how many whole units the dimension has that no cut may go through; 0 if none is known.
     groups, queries: the attribute that says how many heads of queries share one of these heads of keys or values, and
     how many queries there are. Where they are known, heads that do not divide are computed whole on every rank, which
@@ -130,11 +133,13 @@ class Split:
     groups: str = ""
     queries: int = 0
     axes: tuple[str, ...] = ("tp",)
+    multiple: int = 1
 
     @property
-    def cuts(self) -> list[tuple[str, int, int]]:
-        """(group, dimension, blocks) of each cut."""
-        return [(axis, 0, 1) if axis == "ep" else (axis, self.dim, self.blocks) for axis in self.axes]
+    def cuts(self) -> list[tuple[str, int, int, int]]:
+        """(group, dimension, blocks, multiple) of each cut."""
+        of_tp = (self.dim, self.blocks, self.multiple)
+        return [(axis, 0, 1, 1) if axis == "ep" else (axis, *of_tp) for axis in self.axes]
 
     @property
     def length(self) -> int:
@@ -144,8 +149,8 @@ class Split:
     def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
         """Shape that a rank of `tp` holds; of experts, a rank of `tp` and `ep`."""
         local = list(self.shape)
-        for axis, dim, _ in self.cuts:
-            local[dim] = -(-local[dim] // (ep if axis == "ep" else tp))
+        for axis, dim, _, multiple in self.cuts:
+            local[dim] = rows_on_rank(local[dim], ep if axis == "ep" else tp, multiple)
         return tuple(local)
 
     def misfit(self, tp: int) -> str | None:
@@ -200,6 +205,11 @@ class Plan:
     whole: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
     ep: int = 1
+
+    def with_vocabulary(self, multiple: int) -> Plan:
+        """The plan with a rank's part of a padded vocabulary a multiple of `multiple`."""
+        splits = {n: replace(s, multiple=multiple) if s.padded else s for n, s in self.splits.items()}
+        return replace(self, splits=splits)
 
     def at(self, tp: int) -> Plan:
         """The plan for `tp` ranks: heads of keys and values that do not divide stay whole, with partial gradients.
@@ -256,7 +266,7 @@ class Plan:
         splits = self.splits.values()
         rows = []
         for split in splits:
-            dims = " and ".join(str(dim) for _, dim, _ in split.cuts)
+            dims = " and ".join(str(dim) for _, dim, *_ in split.cuts)
             blocks = f" in {split.blocks} blocks" if split.blocks > 1 else ""
             local = list(split.local_shape(tp, self.ep))
             rows.append(f"{split.parameter}: {list(split.shape)} cut along {dims}{blocks}, a rank holds {local}")

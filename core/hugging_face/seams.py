@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.plan import PlanError, Seam
 from core.tensor_parallel.dataflow import Dataflow
+from core.tensor_parallel.initialization import rows_on_rank
 from core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -79,10 +80,10 @@ class SeamForward:
     """The forward of a module at a seam.
 
     length: of the last dimension of a gathered output in the whole model, without padding; or the rows of a whole
-    vocabulary. watch: the dataflow that is being recorded, if any.
+    vocabulary, of which a rank has a multiple of `multiple`. watch: the dataflow that is being recorded, if any.
     """
 
-    def __init__(self, module: nn.Module, seam: Seam, groups: ProcessGroups, length: int) -> None:
+    def __init__(self, module: nn.Module, seam: Seam, groups: ProcessGroups, length: int, multiple: int = 1) -> None:
         if "forward" in vars(module):
             raise PlanError(
                 f"module {seam.module!r} has a forward of its own on the instance, put there by other code; split "
@@ -90,7 +91,7 @@ class SeamForward:
             )
         self.module, self.seam, self.group, self.length = module, seam, groups.tp, length
         self.watch: Dataflow | None = None
-        self.rows = -(-length // group_size(self.group))  # of the vocabulary, on a rank
+        self.rows = rows_on_rank(length, group_size(self.group), multiple)  # of the vocabulary, on a rank
         if seam.before != "vocabulary":
             return
         if getattr(module, "max_norm", None) is not None:

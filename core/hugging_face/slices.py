@@ -14,9 +14,9 @@ from core.watch.waiting import waiting
 
 def slice_of(whole: Tensor, split: Split | None, groups: ProcessGroups) -> Tensor:
     """This rank's slice of a whole parameter, or of what has its shape. A view where it can be one."""
-    for axis, dim, blocks in () if split is None else split.cuts:
+    for axis, dim, blocks, multiple in () if split is None else split.cuts:
         if groups.size(axis) > 1:
-            whole = tensor_parallel_slice(whole, dim, groups.size(axis), groups.rank(axis), blocks)
+            whole = tensor_parallel_slice(whole, dim, groups.size(axis), groups.rank(axis), blocks, multiple)
     return whole
 
 
@@ -25,7 +25,7 @@ def whole_of(part: Tensor, split: Split | None, groups: ProcessGroups, *, on_fir
 
     on_first: True if only the first rank of the groups needs it; others get something else, and need no memory for it.
     """
-    for axis, dim, blocks in () if split is None else split.cuts:
+    for axis, dim, blocks, _ in () if split is None else split.cuts:
         if groups.size(axis) == 1:
             continue
         part, group = part.contiguous(), groups.require(axis)

@@ -148,6 +148,7 @@ class Splitting:
     layout: PipelineLayout | None = None
     parallel_output: bool | Literal["where possible"] = False
     sequence_parallel: str | None = None
+    vocabulary_multiple: int = 1
 
     @property
     def ranks(self) -> agree.Groups:
@@ -256,7 +257,8 @@ def place_seams(modules: Mapping[str, nn.Module], plan: Plan, groups: ProcessGro
         if placed is not None:
             del module.forward
         kind = ExpertsForward if seam.style == EXPERTS_SEAM else SeamForward
-        module.forward = kind(module, seam, groups, 0 if split is None else split.length)
+        sizes = (0, 1) if split is None else (split.length, split.multiple)
+        module.forward = kind(module, seam, groups, *sizes)
 
 
 def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan, groups: ProcessGroups) -> None:

@@ -53,6 +53,7 @@ def chunked_cross_entropy(
     bias: Tensor | None = None,
     transform: Transform | None = None,
     vocab_size: int | None = None,
+    multiple: int = 1,
     gradient_accumulation_fusion: bool = False,
     tp_group: dist.ProcessGroup | None = None,
     pg_collection: ProcessGroups | None = None,
@@ -65,14 +66,14 @@ def chunked_cross_entropy(
     transform: what a model does to its logits, elementwise.
     The gradient of a 16-bit weight is added up in fp32, and given in fp32 to a parameter whose `grad_dtype` is that.
     gradient_accumulation_fusion: add it straight to `weight.main_grad` where there is one.
-    vocab_size, tp_group, pg_collection: as in vocab_parallel_cross_entropy. Collective over the tensor-parallel group:
-    two small all-reduces, for any number of chunks. ValueError for shapes and ids that do not fit.
+    vocab_size, multiple, tp_group, pg_collection: as in vocab_parallel_cross_entropy. ValueError for shapes and ids
+    that do not fit. Collective over the tensor-parallel group: two small all-reduces, for any number of chunks.
     """
     if tp_group is None:
         tp_group = resolve_groups(pg_collection).tp
     if chunk < 1:
         raise ValueError(f"chunked_cross_entropy: chunk is {chunk}, expected at least 1 token")
-    vocab_size = check_target(weight.shape[0], (*hidden.shape[:-1],), target, vocab_size, tp_group)
+    vocab_size = check_target(weight.shape[0], (*hidden.shape[:-1],), target, vocab_size, tp_group, multiple)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from core.groups.process_groups import ProcessGroups
+from core.tensor_parallel.initialization import rows_on_rank
 from core.tensor_parallel.mappings import all_reduce, group_rank, group_size, resolve_groups
 
 
@@ -21,6 +21,7 @@ def vocab_parallel_cross_entropy(
     tp_group: dist.ProcessGroup | None = None,
     *,
     vocab_size: int | None = None,
+    multiple: int = 1,
     pg_collection: ProcessGroups | None = None,
 ) -> Tensor:
     """Loss of each token, in the logits' dtype, at least fp32. Collective over the tensor-parallel group.
@@ -32,6 +33,7 @@ def vocab_parallel_cross_entropy(
     tp_group, pg_collection: the group, or where to find it; by default parallel_state's, and no group without one.
     vocab_size: may be left out without tensor parallelism. With it, the size distinguishes a rank's part of the logits
         from gathered ones, whose loss would be too large by log(tp) without any error.
+    multiple: this rank's columns are padded to a multiple of that.
     Raises ValueError when the shape of the logits is not that of this rank's part.
     """
     if tp_group is None:
@@ -39,7 +41,7 @@ def vocab_parallel_cross_entropy(
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}, expected 0 <= label_smoothing < 1")
     shape = vocab_parallel_logits.shape
-    vocab_size = check_target(shape[-1], shape[:-1], target, vocab_size, tp_group)
+    vocab_size = check_target(shape[-1], shape[:-1], target, vocab_size, tp_group, multiple)
     loss: Tensor = _VocabParallelCrossEntropy.apply(
         vocab_parallel_logits, target, label_smoothing, tp_group, vocab_size
     )
@@ -47,7 +49,12 @@ def vocab_parallel_cross_entropy(
 
 
 def check_target(
-    columns: int, shape: tuple[int, ...], target: Tensor, vocab_size: int | None, tp_group: dist.ProcessGroup | None
+    columns: int,
+    shape: tuple[int, ...],
+    target: Tensor,
+    vocab_size: int | None,
+    tp_group: dist.ProcessGroup | None,
+    multiple: int = 1,
 ) -> int:
     """The size of the vocabulary. ValueError unless this rank has `columns` of it, and `target` is ids of `shape`."""
     size = group_size(tp_group)
@@ -58,7 +65,7 @@ def check_target(
                 "that were gathered look like this rank's part, and their loss would be silently wrong"
             )
         vocab_size = columns
-    expected = math.ceil(vocab_size / size)
+    expected = rows_on_rank(vocab_size, size, multiple)
     if columns != expected:
         hint = ""
         if size > 1 and columns in (vocab_size, expected * size):

@@ -34,18 +34,24 @@ def draw_master(shape: tuple[int, ...], init_method: InitMethod, name: str | Non
     return master
 
 
-def tensor_parallel_slice(master: Tensor, dim: int, size: int, rank: int, stride: int = 1) -> Tensor:
+def rows_on_rank(length: int, size: int, multiple: int = 1) -> int:
+    """Part of a dimension of `length` that each of `size` ranks holds, with padding: a multiple of `multiple`."""
+    return -(-length // (size * multiple)) * multiple
+
+
+def tensor_parallel_slice(master: Tensor, dim: int, size: int, rank: int, stride: int = 1, multiple: int = 1) -> Tensor:
     """Part of a master weight that rank `rank` of `size` keeps when it is split along `dim`.
 
     stride: the master's `dim` is this many parts (2 for SwiGLU's gate and up), each of which is split for itself.
-    A dimension that does not divide is padded with zeros at its end (a vocabulary).
+    A dimension that does not divide is padded with zeros at its end (a vocabulary), so that a rank's part is a multiple
+    of `multiple`.
     """
     parts = master.chunk(stride, dim) if stride > 1 else (master,)
-    return torch.cat([_slice(part, dim, size, rank) for part in parts], dim)
+    return torch.cat([_slice(part, dim, size, rank, multiple) for part in parts], dim)
 
 
-def _slice(part: Tensor, dim: int, size: int, rank: int) -> Tensor:
-    rows = -(-part.shape[dim] // size)
+def _slice(part: Tensor, dim: int, size: int, rank: int, multiple: int) -> Tensor:
+    rows = rows_on_rank(part.shape[dim], size, multiple)
     start, stop = min(rank * rows, part.shape[dim]), min((rank + 1) * rows, part.shape[dim])
     kept = part.narrow(dim, start, stop - start)
     if stop - start == rows:

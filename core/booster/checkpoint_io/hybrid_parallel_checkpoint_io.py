@@ -131,9 +131,12 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
         stages = [None] if model.layout is None else model.layout.stages_of(model.groups.rank("pp"))
         model.bytes_read = 0
         tied = self.tied_names(model)
+        multiple = max((split.multiple for split in model.whole.splits.values()), default=1)  # of a vocabulary
         for part, stage in zip(model.parts(), stages, strict=True):
             found, count = read_slices(
-                *(directory, type(base), model.whole.policy, model.layout, stage, model.groups, tied), dtype=base.dtype
+                *(directory, type(base), model.whole.policy, model.layout, stage, model.groups, tied),
+                vocabulary_multiple=multiple,
+                dtype=base.dtype,
             )
             for name, own in part.state_dict(keep_vars=True).items():
                 plain_name = name_in_base(name) if adapted else name

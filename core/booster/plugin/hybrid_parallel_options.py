@@ -21,7 +21,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "static_graph": (False, "the graph may change in every step, at no cost"),
     "enable_metadata_cache": (True, "shapes are known before a step, so no metadata is sent"),
     "overlap_p2p": (True, "stages always send while they compute"),
-    "make_vocab_size_divisible_by": (64, "a vocabulary is padded to the next multiple of tp_size"),
     "scheduler_nodes": (None, "the schedule of pp_style='zbv' is torch's"),
     "inner_ring_size": (None, "keys and values travel in one ring of sp_size ranks"),
 }

@@ -55,8 +55,10 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
     parameters too. parallel_output: leave logits split and compute a causal model's loss from the parts, where the
     model allows it; else they are whole, with a warning. example: arguments of a small forward of the whole model,
     equal on all ranks, which the split is proved with; None to have it made from the model's main input.
-    custom_policy: a core.hugging_face.Policy, for a family without a plan. logits_chunk: a causal model computes its
-    loss over so many tokens at a time; 0 for all, None for chunks where logits are large (`use_chunked_loss`).
+    custom_policy: a core.hugging_face.Policy, for a family without a plan. make_vocab_size_divisible_by: over tp_size,
+    each rank's rows of a vocabulary are padded to a multiple of it; what is saved has no padding.
+    logits_chunk: a causal model computes its loss over so many tokens at a time; 0 for all, None for chunks where
+    logits are large (`use_chunked_loss`).
     num_microbatches, microbatch_size: of a pipeline's batch, one of the two; the first wins. pp_style: '1f1b',
     'interleaved' (with num_model_chunks stages a rank) or 'zbv' (2 stages a rank). num_layers_per_stage: for each
     stage.
@@ -174,6 +176,12 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
         self.parallel_output = parallel_output
         self.custom_policy = custom_policy
+        if isinstance(make_vocab_size_divisible_by, bool) or make_vocab_size_divisible_by < 1:
+            raise ValueError(
+                f"make_vocab_size_divisible_by is {make_vocab_size_divisible_by!r}; each rank's rows of a split "
+                "vocabulary are padded to a multiple of it, so it is a number, at least 1"
+            )
+        self.make_vocab_size_divisible_by = make_vocab_size_divisible_by
         self.example = example
         self.logits_chunk = logits_chunk
         self.gradient_checkpoint_config = gradient_checkpoint_config
@@ -369,11 +377,12 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
         )
 
     def _plan(self, model: Any) -> Plan | None:
-        if self.custom_policy is None:
-            return None
+        """The plan over tensor parallelism, by the family's own or the policy; None where there is none."""
         if self.tp_size == 1:
-            raise ValueError("custom_policy says how a model is split over tensor parallelism, and tp_size is 1")
-        return read_plan(model, self.custom_policy)
+            if self.custom_policy is not None:
+                raise ValueError("custom_policy says how a model is split over tensor parallelism, and tp_size is 1")
+            return None
+        return read_plan(model, self.custom_policy).with_vocabulary(self.make_vocab_size_divisible_by)
 
     @property
     def _cuts(self) -> bool:

@@ -46,6 +46,7 @@ class SplitGemini(HybridParallelPlugin):
             max_norm=gemini.max_norm,
             zero_stage=0 if gemini.replicates else 3,
             parallel_output=False,  # any criterion can read whole logits
+            make_vocab_size_divisible_by=1,  # GeminiPlugin has no such option
             fp8_communication=gemini.fp8_communication,
             use_fp8=gemini.use_fp8,
             **gemini.scaler_options,

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from core.checkpoint.weights.one_file import open_safetensors
 from core.groups.process_groups import ProcessGroups
+from core.tensor_parallel.initialization import rows_on_rank
 
-Cut = tuple[str, int, int]  # (group, dimension, parts of the dimension that are cut each for itself)
+# (group, dimension, parts of the dimension that are cut each for itself, what a rank's part is a multiple of)
+Cut = tuple[str, int, int, int]
 
 
 class SlicedTensor:
@@ -32,10 +34,13 @@ class SlicedTensor:
             raise TypeError("a SlicedTensor is read whole, by [...]")
         shape = self.source.get_shape()
         place, dim, missing = [[slice(None)]] * len(shape), 0, 0
-        for axis, dim, blocks in self.cuts:  # several blocks, or padding, have the last one alone
+        for axis, dim, blocks, multiple in self.cuts:  # several blocks, or padding, have the last one alone
             size, rank, length = self.groups.size(axis), self.groups.rank(axis), shape[dim] // blocks
-            rows = -(-length // size)
+            rows = rows_on_rank(length, size, multiple)
             start, stop = min(rank * rows, length), min((rank + 1) * rows, length)
+            if start == stop:  # padding alone; a file has no empty slices
+                first = self.source[tuple([slice(None)] * dim + [slice(0, 1)])]
+                return first.new_zeros([rows * blocks if d == dim else n for d, n in enumerate(first.shape)])
             place[dim] = [slice(block * length + start, block * length + stop) for block in range(blocks)]
             missing = blocks * (rows - stop + start)
         parts = [self.source[where or ...] for where in itertools.product(*place)]

@@ -19,7 +19,7 @@ _ADVICE = {
     **dict.fromkeys(("pipeline_stage_manager", "sequence_parallel_process_group"), _PLUGIN),
     **dict.fromkeys(("enable_sequence_parallelism", "enable_sequence_overlap", "sequence_parallelism_mode"), _PLUGIN),
     **dict.fromkeys(("enable_all_optimization", "enable_fused_normalization", "enable_jit_fused"), _AS_WRITTEN),
-    "make_vocab_size_divisible_by": "a vocabulary is padded to the next multiple of the ranks",
+    "make_vocab_size_divisible_by": "a vocabulary is padded to a multiple of the ranks; the plugin has it",
     "gradient_checkpoint_config": "call model.gradient_checkpointing_enable()",
     "extra_kwargs": "give ShardFormer.optimize(model, policy) a core.hugging_face.Policy of rules of your own",
     "fp8_communication": "activations are exchanged in their own dtype",

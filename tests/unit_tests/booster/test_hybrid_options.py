@@ -1,12 +1,15 @@
 """Every parameter of HybridParallelPlugin has an effect that is seen here, or a warning names it, as the page says."""
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
@@ -161,7 +164,8 @@ EFFECTS: dict[str, tuple[Options, Any, Callable[..., Any], Any, Any]] = {
         1,
         2,
     ),
-    "parallel_output": (TP, False, logits_shape, 49, 97),
+    "parallel_output": (TP, False, logits_shape, 64, 97),
+    "make_vocab_size_divisible_by": (TP, 10, logits_shape, 64, 50),
     "num_microbatches": ({"pp_size": 2, "num_microbatches": 2}, 4, microbatches, 2, 4),
     "microbatch_size": ({"pp_size": 2, "microbatch_size": 2}, 1, microbatches, 2, 4),
     "max_norm": ({}, 2.0, lambda **o: boosted(**o)[1].max_norm, 0, 2.0),
@@ -239,7 +243,7 @@ OTHER_VALUES: Options = {
     **dict.fromkeys(("enable_sequence_overlap", "find_unused_parameters", "check_reduction"), True),
     **dict.fromkeys(("gradient_as_bucket_view", "static_graph"), True),
     **dict.fromkeys(("enable_metadata_cache", "overlap_p2p"), False),
-    **{"make_vocab_size_divisible_by": 128, "scheduler_nodes": [], "inner_ring_size": 2},
+    **{"scheduler_nodes": [], "inner_ring_size": 2},
 }
 
 
@@ -274,3 +278,41 @@ def test_layers_are_checkpointed_without_a_name_that_transformers_gives_up(recwa
     checkpoint_layers([model], GradientCheckpointConfig(0.5), "model.layers")
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
     assert not [warning.message for warning in recwarn if warning.category is FutureWarning]
+
+
+@ranks(2)
+@pytest.mark.parametrize("multiple", [64, 100])  # with 100 the second rank holds padding alone
+@pytest.mark.parametrize("chunk", [0, 5])
+@pytest.mark.in_suite()
+def test_a_padded_vocabulary_trains_as_one_process_and_is_saved_without_its_padding(
+    rank: int, world: int, multiple: int, chunk: int, tmp_path: Path
+) -> None:
+    import transformers
+
+    model = small("llama", torch.float32)
+    reference = copy.deepcopy(model)
+    plugin = plugin_of(**TP, make_vocab_size_divisible_by=multiple, logits_chunk=chunk)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.5)
+    assert list(model.unwrap().lm_head.weight.shape) == [multiple, 32]
+    for seed in range(2):
+        ids = tokens(seed=seed)
+        found, expected = (each(input_ids=ids, labels=ids).loss for each in (model, reference))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        booster.backward(found, optimizer)
+        expected.backward()
+        for each in (optimizer, sgd):
+            each.step()
+            each.zero_grad()
+    booster.save_model(model, tmp_path / "saved", shard=True)
+    dist.barrier()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert loaded.config.vocab_size == 97
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-6)
+    loaded.resize_token_embeddings(103)
+    assert loaded(input_ids=torch.tensor([[102]])).logits.shape[-1] == 103
+    before = model.unwrap().lm_head.weight.detach().clone()
+    booster.load_model(model, tmp_path / "saved")
+    assert torch.equal(model.unwrap().lm_head.weight, before)
