@@ -191,7 +191,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", default="", help="the text to continue (default: the beginning of a document)")
     parser.add_argument("--chat", action="store_true", help="--prompt is a user's message; answer it by the template")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share a model of transformers (default 1)")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to write at most (default 200)")
+    parser.add_argument("--tokens", "--max-new-tokens", type=int, default=200, help="how many at most (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--top-k", type=int, default=40, help="draw from so many; 0 for all (default 40)")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")

@@ -212,6 +212,7 @@ def test_the_last_line_names_the_interpreter_that_has_the_package(
         (["nowhere"], "is no directory"),
         (["."], "no checkpoint"),
         ([".", "--tokens", "0"], "--tokens is 0"),
+        ([".", "--max-new-tokens", "0"], "--tokens is 0"),  # as transformers calls it
         ([".", "--temperature", "nan"], "--temperature is nan"),
     ],
 )
