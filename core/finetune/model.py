@@ -258,7 +258,7 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
                 refuse_missing(directory, sorted(loading["missing_keys"]))
             model.train()
         if config.model.gradient_checkpointing and config.parallel.plugin != "hybrid":  # which has an option for it
-            checkpoint_layers([model], GradientCheckpointConfig(), find_cut(model).layers)
+            checkpoint_layers([model], GradientCheckpointConfig(), find_cut(model).lists)
         if is_hub_name(config.model.path):  # which adapters name as their base: the cache is of this machine alone
             model.name_or_path = config.model.path
         if config.lora.r is not None:

@@ -83,7 +83,7 @@ def boosted_by_torch(
 ) -> tuple[TorchModel, TorchEngine]:
     """Model and optimizer for the trainer. Collective. FSDP gathers one layer at a time."""
     if isinstance(plugin, TorchFSDPPlugin):
-        layer, *_ = model.get_submodule(find_cut(model).layers)
+        layer = model.get_submodule(find_cut(model).layers[0])
         plugin.auto_wrap_policy = {type(layer)}
     wrapped, boosted, *_ = Booster(plugin=plugin).boost(model, optimizer)
     engine = TorchEngine(boosted, max_norm)

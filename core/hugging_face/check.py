@@ -28,7 +28,7 @@ from core.hugging_face.sequence import OVER_CONTEXT
 from core.hugging_face.slices import whole_of
 from core.hugging_face.split import REPORT
 from core.hugging_face.split_stages import split_model, split_stages
-from core.hugging_face.stages import find_cut, stage_activations, stages_config
+from core.hugging_face.stages import activations_of, find_cut, stages_config
 from core.hugging_face.tiny import tiny_config, tiny_inputs, tiny_model
 from core.hugging_face.transformers_plans import transformers_package
 from core.pipeline_parallel import PipelineLayout, PipelineRunner, wrap_stages
@@ -222,14 +222,14 @@ def _pipeline(
 
     def forward_step(chunk: Any, number: int, hidden: Tensor | None) -> Tensor:
         output = chunk(received=hidden, **microbatches[number])
-        if isinstance(output, Tensor):
+        if isinstance(output, (Tensor, tuple)):
             return output
         value, loss = projected(output, number)
         found.append([value.detach(), loss.detach()])
         return loss
 
     chunks = wrap_stages(stages_config(layout), DistributedDataParallelConfig(), [stage])
-    runner = PipelineRunner(chunks, layout, forward_step, stage_activations(stage, *inputs["input_ids"].shape))
+    runner = PipelineRunner(chunks, layout, forward_step, activations_of(stage, microbatches[0]))
 
     def step() -> list[list[Tensor]]:
         found.clear()

@@ -35,7 +35,8 @@ from core.hugging_face.split import (
     refusing_together,
 )
 from core.hugging_face.split_stages import check_cut, finish_parts
-from core.hugging_face.stages import ModelCut, StageForward, find_cut, keep_stage, mark_absent, stage_of
+from core.hugging_face.stage_forward import ModelCut, StageForward
+from core.hugging_face.stages import find_cut, keep_stage, mark_absent, stage_of
 from core.hugging_face.ties import Stored, stored_tensors, ties_of, untie, untie_as_stored
 from core.hugging_face.transformers_plans import read_plan, transformers_package
 from core.pipeline_parallel.layout import PipelineLayout

@@ -20,6 +20,7 @@ from torch.utils import _pytree as tree
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.plan import PlanError, family_of
 
+IMAGE_FEATURES, GRIDS = "get_image_features", "image_grid_thw"
 ROWS, CHOICES, SAMPLES = 2, 2, 2000
 PRODUCTS = {"cpu": 2**30, "other": 2**45}  # about 0.1 s on a core, and on a GPU
 ELEMENTS = 2**28
@@ -35,11 +36,14 @@ OF_CLASSES = {"ForTokenClassification": 2, "ForSequenceClassification": 1, "ForI
 PASS = "example=, the arguments of a small forward, equal on all ranks, to the plugin, split_model or load_split"
 
 
-def example_of(model: Any, groups: ProcessGroups, example: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def example_of(
+    model: Any, groups: ProcessGroups, example: Mapping[str, Any] | None = None, *, with_images: bool = False
+) -> dict[str, Any]:
     """The example; without one, rows that differ of what the model's `main_input_name` says: tokens, pixels or sound.
 
     Sequences have 8 tokens, or more where more ranks may cut them, and are longer than the model's windows where that
     costs little. No cache of keys and values is asked for.
+    with_images: put an image in front of each row of tokens, for a model that can take both.
     Raises PlanError for a model whose input is unknown here.
     """
     if example is not None:
@@ -47,6 +51,8 @@ def example_of(model: Any, groups: ProcessGroups, example: Mapping[str, Any] | N
     takes = inspect.signature(type(model).forward).parameters
     length = _length(model, math.lcm(8, groups.size("tp"), 2 * groups.size("cp")))
     made = _main_input(model, length)
+    if with_images and "pixel_values" in takes and "input_ids" in made and "pixel_values" not in made:
+        made.update(_with_images(model, made["input_ids"]))
     if model.config.is_encoder_decoder or "decoder_input_ids" in takes:
         made["decoder_input_ids"] = _ids(model, length)
     passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
@@ -149,6 +155,33 @@ def _pixels(model: Any) -> Tensor:
         raise PlanError(f"{type(model).__name__}: its config names no image_size to make an example of; pass {PASS}")
     height, width = (size, size) if isinstance(size, int) else size
     return _random(model, ROWS, getattr(config, "num_channels", 3), height, width)
+
+
+def _with_images(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Pixels of an image a row, and ids with its places; nothing for a model whose images are cut in another way."""
+    mark = getattr(model.config, "image_token_id", getattr(model.config, "image_token_index", None))
+    vision = getattr(model.config, "vision_config", None)
+    takes = inspect.signature(type(model).forward).parameters
+    if mark is None or vision is None or not hasattr(model, IMAGE_FEATURES):
+        return {}
+    images = _patches(model, vision) if GRIDS in takes else {"pixel_values": _pixels(model)}
+    training = model.training
+    with torch.no_grad():
+        features = model.eval().get_image_features(**images).pooler_output
+    model.train(training)
+    places = sum(part.numel() for part in features) // (ROWS * model.config.get_text_config().hidden_size)
+    marks = ids.new_full((len(ids), places), mark)
+    joined = torch.cat([marks, ids.masked_fill(ids == mark, (mark + 1) % 8)], dim=1)
+    kinds = (name for name in ("token_type_ids", "mm_token_type_ids") if name in takes)
+    return {**images, "input_ids": joined, **dict.fromkeys(kinds, (joined == mark).long())}
+
+
+def _patches(model: Any, vision: Any) -> dict[str, Tensor]:
+    """An image a row, in patches that lie one after another, as qwen2_vl and its successors take them."""
+    side = 2 * vision.spatial_merge_size
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    grids = torch.tensor([[1, side, side]] * ROWS, device=model.device)
+    return {"pixel_values": _random(model, ROWS * side**2, width), GRIDS: grids}
 
 
 def _after_images(model: Any, ids: Tensor) -> Tensor:

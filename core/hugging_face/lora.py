@@ -32,7 +32,7 @@ from core.hugging_face.split import (
     tag_slices,
 )
 from core.hugging_face.split_stages import received_example
-from core.hugging_face.stages import StageForward
+from core.hugging_face.stage_forward import StageForward
 from core.tensor_parallel.mappings import resolve_groups
 from core.watch.waiting import waiting
 

@@ -36,7 +36,8 @@ from core.hugging_face.precision import rounded_otherwise
 from core.hugging_face.seams import SeamForward
 from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR, SequenceParallel, over_sequence, present_layers
 from core.hugging_face.slices import slice_of
-from core.hugging_face.stages import StageForward, list_of_layers, run_quietly
+from core.hugging_face.stage_forward import StageForward
+from core.hugging_face.stages import list_of_layers, run_quietly
 from core.hugging_face.transformers_plans import read_plan
 from core.interface.whole import about_to_change
 from core.pipeline_parallel.layout import PipelineLayout
@@ -278,8 +279,9 @@ def declare_whole(
 
     PlanError, naming the module, where no contract can make it right.
     """
+    received = [value for value in arguments.get("received", ()) if getattr(value, "tensor_model_parallel", False)]
     with refusing_failures(plan, *ONCE_SPLIT):
-        flow = run_watched(model, split, arguments)
+        flow = run_watched(model, [*split, *received], arguments)
     if flow.faults:
         more = f" (and {len(flow.faults) - 1} more places)" if len(flow.faults) > 1 else ""
         raise PlanError(f"{plan.family}: {flow.faults[0]}{more}. {AGAIN}")

@@ -33,13 +33,14 @@ from core.hugging_face.split import (
     rounding_of,
     shown_by,
 )
+from core.hugging_face.stage_forward import ModelCut
 from core.hugging_face.stages import (
-    ModelCut,
+    Watched,
+    activations_of,
     find_cut,
     keep_stage,
     mark_absent,
     run_quietly,
-    stage_activations,
     stage_of,
     watch_order,
 )
@@ -49,7 +50,7 @@ from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.mappings import resolve_groups
 
 CUT = "cutting the model into stages"
-ALONE = "A pipeline sends hidden states alone. "
+ALONE = "A pipeline sends hidden states, and of an encoder-decoder the encoder's output. "
 NEEDS_EXAMPLE = f"Pass {PASS}"
 ORDER = "its plan is wrong, or its layers do not run once each, one after another"
 
@@ -114,14 +115,14 @@ def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how
         plan = prepare(model, plan, groups)
         if any(parameter.is_meta for parameter in model.parameters()):
             raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split")
-        arguments = example_of(model, groups, example)
-        order = None
+        arguments = example_of(model, groups, example, with_images=layout is not None)
+        watched = None
         with refusing_failures(plan, "for the example", NEEDS_EXAMPLE, again=""):
             if layout is not None or groups.size("tp") * plan.ep > 1 or how.sequence_parallel is not None:
-                arguments, order, before = _shown_whole(model, arguments, layout)
+                arguments, watched, before = _shown_whole(model, arguments, layout)
         if before is not None:
             limit = rounding_of(model, arguments, before)
-        parts = _cut(model, order, plan, how)
+        parts = _cut(model, watched, plan, how)
     finish_parts(parts, plan, arguments, how)
     if before is not None:
         _compare_output(parts, plan, arguments, (before, limit), how)
@@ -130,7 +131,7 @@ def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how
 
 def _shown_whole(
     model: Any, arguments: dict[str, Any], layout: PipelineLayout | None
-) -> tuple[dict[str, Any], Mapping[str, bool] | None, Shown]:
+) -> tuple[dict[str, Any], Watched | None, Shown]:
     """(the example, with labels where a model's forward takes them; the order of modules; what the whole model shows)
 
     A model that fails with labels as in training (some need more of their inputs then) is proven without.
@@ -141,7 +142,7 @@ def _shown_whole(
             if layout is None:
                 return attempt, None, shown_by(model, attempt)
             order, output = watch_order(model, attempt)
-            return attempt, order, Shown.of(output)
+            return attempt, order, Shown(*(value if value is None else value.detach() for value in Shown.of(output)))
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError):
             if attempt is arguments:
                 raise
@@ -192,17 +193,20 @@ def draw(model: Any, device: torch.device) -> None:
         model.initialize_weights()
 
 
-def _cut(model: Any, order: Mapping[str, bool] | None, plan: Plan, how: Splitting) -> list[Any]:
+def _cut(model: Any, watched: Watched | None, plan: Plan, how: Splitting) -> list[Any]:
     """This rank's stages with its slices: copies of the model, and the model itself as the last one."""
     layout, groups = how.layout, how.groups
     parts = [model]
     if layout is not None:
-        cut = find_cut(model, order)
+        cut, streams = find_cut(model, watched.sides if watched else None), watched.streams if watched else None
         check_cut(cut, layout, groups)
+        if streams is not None:
+            heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+            streams = streams.over(heads, groups.size("tp"))
         numbers = layout.stages_of(groups.rank("pp"))
         parts = [*(copied(model) for _ in numbers[:-1]), model]
         for part, number in zip(parts, numbers, strict=True):
-            keep_stage(part, cut, layout, number)
+            keep_stage(part, cut, layout, number, streams)
     for part in parts:
         cut_parameters(part, plan, groups)
     return parts
@@ -248,12 +252,14 @@ def finish_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], ho
     with refusing_together(CUT), refusing_failures(plan, "without the layers of other stages", ALONE):
         for part in parts:
             stage, given = stage_of(part), {**arguments, **received_example(part, arguments)}
-            own = dataclasses.replace(how, parallel_output=how.parallel_output and stage.part.post_process)
+            own = dataclasses.replace(how, parallel_output=how.parallel_output if stage.part.post_process else False)
             finish_split(part, of_stage(plan, part), given, own)
-            if bool(shown_by(part, given).output.isnan().any()):
+            output = run_quietly(part, given, training="labels" in given)
+            sent = output if isinstance(output, tuple) else (Shown.of(output).output,)
+            if any(bool(value.isnan().any()) for value in sent):
                 raise PlanError(
                     f"{plan.family}: the layers of stage {stage.part.index} use something of the embeddings, or of "
-                    "earlier layers, in addition to the hidden states; a pipeline sends hidden states alone"
+                    f"earlier layers, in addition to what they are sent. {ALONE}"
                 )
             for name in stage.cut.around:
                 part.get_parameter(name).pipeline_parallel = True
@@ -261,21 +267,20 @@ def finish_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], ho
 
 
 def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Hidden states for a stage that is run alone: random, the same on all ranks."""
-    if stage_of(chunk).part.pre_process:
+    """What a stage receives that is run alone: random numbers, the same on all ranks."""
+    stage = stage_of(chunk)
+    if stage.part.pre_process:
         return {}
-    (like,) = _sent(chunk, arguments)
     generator = torch.Generator("cpu").manual_seed(5)
-    values = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
     device = next(chunk.parameters()).device
-    return {"received": values.to(device, like.dtype).requires_grad_()}
-
-
-def _sent(chunk: Any, arguments: Mapping[str, Any]) -> list[Tensor]:
-    ids = arguments.get("input_ids")
-    if not isinstance(ids, Tensor):
-        raise PlanError(f"{stage_of(chunk).cut.family}: a pipeline needs a model of token ids (input_ids)")
-    return stage_activations(chunk, *ids.shape)
+    received = []
+    for form, like in zip(
+        stage.streams.sent_to(stage.first), activations_of(chunk, arguments)(stage.part.index - 1), strict=True
+    ):
+        values = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+        received.append(values.to(device, like.dtype).requires_grad_())
+        received[-1].tensor_model_parallel = form.is_split
+    return {"received": tuple(received)}
 
 
 def tie_ends(chunks: Sequence[Any], layout: PipelineLayout) -> None:
@@ -317,15 +322,15 @@ def _compare_output(
     outputs: list[Shown] = []
 
     def run(part: Any, number: int, received: tuple[Tensor, ...]) -> Any:
-        given = {**arguments, **({"received": received[0]} if received else {})}
+        given = {**arguments, **({"received": received} if received else {})}
         output = run_quietly(part, given, training="labels" in arguments)
         if stage_of(part).part.post_process:
             outputs.append(Shown.of(with_whole_logits(part, output)))
         return output
 
     runs = {stage_of(part).part.index: functools.partial(run, part) for part in parts}
-    sent, group = _sent(parts[0], arguments), how.groups.require("pp")
-    forward_only(layout, runs, 1, lambda stage: sent, group, before.output.device)
+    sent, group = activations_of(parts[0], arguments), how.groups.require("pp")
+    forward_only(layout, runs, 1, lambda stage: sent(stage - 1), group, before.output.device)
     with refusing_together(CUT):
         for after in outputs:
             refuse_other_output(plan, before, after, limit, "as a pipeline", ORDER)

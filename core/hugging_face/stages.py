@@ -2,107 +2,132 @@
 
 A stage holds its layers at their true index. The first layer that lies on a later stage ends the forward, and the first
 layer of this stage takes what was received. Every stage computes masks, positions and rotary tables, by the model's own
-code. What absent modules give is NaN, so that a model in which anything but hidden states goes from layer to layer is
+code. What absent modules give is NaN, so that a model in which anything but its `Streams` goes from layer to layer is
 found and refused.
+
+An encoder-decoder is cut as one list: the encoder's layers, then the decoder's. All embeddings lie on the first stage,
+whose forward goes through those of the decoder too; stages of the encoder pass that on, beside their own hidden states.
+Stages of the decoder have the encoder's output given (`encoder_outputs`), and pass it on.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from core.hugging_face.deferred_logits import head_of
 from core.hugging_face.dropout import as_in_training
 from core.hugging_face.plan import PlanError, family_of
+from core.hugging_face.stage_forward import GIVEN, PIXELS, ModelCut, StageForward, refuse_router_loss
+from core.hugging_face.streams import (
+    Seen,
+    Sizes,
+    Streams,
+    all_learning,
+    of_hidden_states,
+    sizes_of,
+    streams_of,
+    watched,
+)
 from core.model_parallel_config import ModelParallelConfig
-from core.pipeline_parallel.layout import PipelineLayout, StageSpec
+from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.runner import MicrobatchLoss
 
+Side = Literal["entry", "between", "exit"]
+SIDES: tuple[Side, ...] = ("entry", "between", "exit")
 INITIALIZED = "_is_hf_initialized"  # True on a module whose parameters loading must not draw
-NOT_RECEIVED = "a stage takes what the stage before it sent as received="
 
 
-@dataclass(frozen=True)
-class ModelCut:
-    """Places at which a model can be cut into stages.
-
-    layers: the name of its list of layers. entry, exit: modules with parameters that are used before the first layer,
-    and after the last one. around: parameters of modules that hold the list itself; every stage has a copy. tied: the
-    names of parameters that are one and lie on the first stage and on the last.
-    """
-
-    family: str
-    layers: str
-    count: int
-    entry: frozenset[str]
-    exit: frozenset[str]
-    around: frozenset[str]
-    tied: frozenset[str]
-
-
-def find_cut(model: Any, used_before: Mapping[str, bool] | None = None) -> ModelCut:
+def find_cut(model: Any, sides: Mapping[str, Side] | None = None) -> ModelCut:
     """Find where a transformers model can be cut. Local; the model may be on the meta device.
 
-    used_before: of modules with parameters outside the layers, whether a forward used them before the first layer
-    (`watch_order`). Without it the order of registration says so.
-    Raises PlanError for a model without one list of layers, and for parameters that lie on several stages.
+    sides: of modules with parameters outside the layers, where a forward used them (`watch_order`). Without it the
+    order of registration says so.
+    Raises PlanError for a model without one list of layers, or one of its encoder and one of its decoder, and for
+    parameters that lie on several stages.
     """
     family = family_of(model)
-    layers = list_of_layers(model, f"{family}: a pipeline cuts a model at its")
-    _refuse_router_loss(family, model)
+    lists = _lists_of(model, family)
+    refuse_router_loss(family, model)
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
         if getattr(model.config, name, 0.0):
             raise PlanError(
                 f"{family}: {name}={getattr(model.config, name)} leaves layers out at random, and a stage begins at a "
                 f"certain layer; set {name}=0.0 in the config"
             )
-    sides: dict[str, str] = {}  # parameter -> where it lies: entry, exit, around, or the number of a layer
-    is_behind = False
+    places: dict[str, str] = {}  # parameter -> where it lies: a side, around, or the name of a layer
+    side: Side = "entry"
     for owner, module in model.named_modules():  # in the order of registration
-        is_behind |= owner == layers
-        side = "entry" if (used_before or {}).get(owner, not is_behind) else "exit"
-        if not owner or layers.startswith(owner + "."):
-            side = "around"
-        elif owner.startswith(layers + "."):
-            side = _layer_of(owner, layers)
-        sides.update({f"{owner}.{leaf}".strip("."): side for leaf, _ in module.named_parameters(recurse=False)})
-    entry, exit = (frozenset(n.rpartition(".")[0] for n in sides if sides[n] == end) for end in ("entry", "exit"))
-    around = frozenset(name for name in sides if sides[name] == "around")
-    tied = frozenset(_tied(family, model, sides, layers))
-    return ModelCut(family, layers, len(model.get_submodule(layers)), entry, exit, around, tied)
+        if any(name.startswith(owner + ".") for name in lists):
+            side = "entry" if owner else side
+        elif owner in lists:
+            side = "between" if owner != lists[-1] else "exit"
+        elif side == "between" and not owner.startswith(lists[0].rpartition(".")[0]):
+            side = "entry"
+        place: str = (sides or {}).get(owner, side)
+        if not owner or any(name.startswith(owner + ".") for name in lists):
+            place = "around"
+        elif _layer_of(owner, lists):
+            place = _layer_of(owner, lists)
+        places.update({f"{owner}.{leaf}".strip("."): place for leaf, _ in module.named_parameters(recurse=False)})
+    entry, between, exit = (
+        frozenset(name.rpartition(".")[0] for name in places if places[name] == end) for end in SIDES
+    )
+    around = frozenset(name for name in places if places[name] == "around")
+    tied = frozenset(_tied(family, model, places, lists))
+    counts = tuple(len(model.get_submodule(name)) for name in lists)
+    return ModelCut(family, lists, counts, entry, between, exit, around, tied)
+
+
+def _lists_of(model: Any, family: str) -> tuple[str, ...]:
+    """The lists of layers that stages are runs of. PlanError for a model that has others."""
+    found = lists_of_layers(model)
+    if len(found) > 1 and _takes_images(model):
+        text = next(name for name, module in model.named_modules() if module is model.get_decoder())
+        of_text = [name for name in found if name.startswith(text + ".")]
+        if len(of_text) == 1:
+            return (of_text[0],)
+    if not model.config.is_encoder_decoder or len(found) != 2:
+        return (list_of_layers(model, f"{family}: a pipeline cuts a model at its"),)
+    if GIVEN not in inspect.signature(type(model).forward).parameters:
+        raise PlanError(f"{family}: a pipeline gives its decoder {GIVEN}, which its forward does not take")
+    return tuple(found)
+
+
+def _takes_images(model: Any) -> bool:
+    """True for a causal model of text that takes images or films too: their tower lies in front of its layers."""
+    takes = inspect.signature(type(model).forward).parameters
+    is_causal = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
+    return is_causal and PIXELS in takes and head_of(model) is not None
 
 
 def list_of_layers(model: nn.Module, needs: str) -> str:
     """The name of the one list of layers. PlanError, after what needs it, for a model that has none or several."""
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
-    ]
-    outer = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+    outer = lists_of_layers(model)
     if len(outer) != 1:
         found = f"{len(outer)} of them ({', '.join(outer)})" if outer else "none"
         raise PlanError(f"{needs} one list of layers (nn.ModuleList); it has {found}")
     return outer[0]
 
 
-def _refuse_router_loss(family: str, model: Any, asked: bool | None = None) -> None:
-    """PlanError where the routers' loss is asked for: by an argument of a forward, or else by the config."""
-    if getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked:
-        raise PlanError(
-            f"{family}: output_router_logits adds a loss of all layers' routers, and a stage has its own layers only; "
-            "set output_router_logits=False in the config"
-        )
+def lists_of_layers(model: nn.Module) -> list[str]:
+    """The names of all lists with parameters that lie in no other list."""
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
+    ]
+    return [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
 
 
-def _tied(family: str, model: nn.Module, sides: Mapping[str, str], layers: str) -> Iterator[str]:
+def _tied(family: str, model: nn.Module, places: Mapping[str, str], lists: Sequence[str]) -> Iterator[str]:
     """Names of parameters that are used before the layers and after them. PlanError for ties of any other kind."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -110,7 +135,7 @@ def _tied(family: str, model: nn.Module, sides: Mapping[str, str], layers: str) 
     # While a checkpoint is loaded, tied parameters are not one tensor yet.
     pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
     for names in [*by_id.values(), *map(list, pairs)]:
-        owners = {sides.get(name) or _layer_of(name, layers) or "exit" for name in names}
+        owners = {places.get(name) or _layer_of(name, lists) or "exit" for name in names}
         if owners == {"entry", "exit"}:
             yield from names
         elif len(owners) > 1:
@@ -120,26 +145,68 @@ def _tied(family: str, model: nn.Module, sides: Mapping[str, str], layers: str) 
             )
 
 
-def _layer_of(name: str, layers: str) -> str:
-    """The number of the layer that a module or parameter lies in; nothing for one outside the list of layers."""
-    return name.removeprefix(f"{layers}.").partition(".")[0] if name.startswith(f"{layers}.") else ""
+def _layer_of(name: str, lists: Sequence[str]) -> str:
+    """The name of the layer that a module or parameter lies in; nothing for one outside the lists of layers."""
+    held = next((held for held in lists if name.startswith(held + ".")), None)
+    return "" if held is None else f"{held}.{name.removeprefix(held + '.').partition('.')[0]}"
 
 
-def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[dict[str, bool], Any]:
-    """One forward of the whole model, without gradients: which modules came before the first layer, and the output."""
+@dataclass(frozen=True)
+class Watched:
+    """What a forward of the whole model has shown. sides: where modules with parameters were used; streams: what passes
+    between layers."""
+
+    sides: Mapping[str, Side]
+    streams: Streams
+
+
+def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[Watched, Any]:
+    """Forwards of the whole model: in which order its modules came, what passes between its layers; and the output."""
     cut = find_cut(model)
-    first, order = f"{cut.layers}.0", list[str]()
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: order.append(name))
-        for name in (first, *sorted(cut.entry | cut.exit))
-    ]
-    try:
-        output = run_quietly(model, example, training="labels" in example)
-    finally:
-        for handle in handles:
-            handle.remove()
+    outside, mode = sorted(cut.entry | cut.between | cut.exit), in_mode(model, training="labels" in example)
+    if len(cut.lists) > 1:
+        names = cut.layers
+        lists = names[: cut.counts[0]], names[cut.counts[0] :]
+        with mode:
+            streams, seen, output = streams_of(model, cut.family, lists, outside, example)
+        return Watched(_sides_of(model, cut, seen), streams), output
+    towers, first = {*lists_of_layers(model)} - {*cut.lists}, cut.layers[0]
+    with watched(model, cut.layers, outside) as seen:
+        if towers:
+            with mode, all_learning(model):
+                output = model(**example)
+        else:
+            output = run_quietly(model, example, training="labels" in example)
+    order = [name for name, _ in seen.called]
+    for tower in towers:
+        if not any(name.startswith(f"{tower}.") for name in order):
+            raise PlanError(
+                f"{cut.family}: the example does not reach {tower!r}, so what becomes of it in stages is unknown; pass "
+                "example= with images, equal on all ranks, to the plugin or split_stages"
+            )
+    more = next((name for name, taken in seen.called if len(taken) > 1), None)
+    if more is not None:
+        raise PlanError(
+            f"{cut.family}: {more!r} takes more than hidden states, and a stage sends no features of images"
+        )
     before = order[: order.index(first)] if first in order else order
-    return {name: name in before for name in order}, output
+    sides: dict[str, Side] = {name: "entry" if name in before else "exit" for name in order if name not in cut.layers}
+    return Watched(sides, _of_hidden_states(model, find_cut(model, sides))), output
+
+
+def _sides_of(model: Any, cut: ModelCut, seen: Seen) -> dict[str, Side]:
+    """Where an encoder-decoder uses its modules: those of the encoder behind its layers lie with its last one."""
+    order = [name for name, _ in seen.called]
+    decoder = order.index(cut.layers[cut.counts[0]])
+    encoder = next(name for name, module in model.named_modules() if module is model.get_encoder())
+    sides: dict[str, Side] = {}
+    for name in dict.fromkeys(order):
+        is_behind = order.index(name) > order.index(cut.layers[0])
+        if order.index(name) > decoder:
+            sides[name] = "exit"
+        else:
+            sides[name] = "between" if is_behind and name.startswith(encoder + ".") else "entry"
+    return sides
 
 
 def run_quietly(model: Any, example: Mapping[str, Any], *, training: bool = False) -> Any:
@@ -147,9 +214,13 @@ def run_quietly(model: Any, example: Mapping[str, Any], *, training: bool = Fals
 
     training: True for what training computes (`as_in_training`), False for evaluation mode.
     """
-    mode = as_in_training(model) if training else in_evaluation(model)
-    with torch.no_grad(), torch.random.fork_rng(), mode:
+    with torch.no_grad(), torch.random.fork_rng(), in_mode(model, training=training):
         return model(**example)
+
+
+def in_mode(model: nn.Module, *, training: bool) -> AbstractContextManager[None]:
+    """Inside, a model computes what it computes in training, without chance, or in evaluation."""
+    return as_in_training(model) if training else in_evaluation(model)
 
 
 @contextmanager
@@ -164,106 +235,40 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-class _Leave(Exception):
-    """A layer that lies on a later stage was called: the forward of this stage ends, with these hidden states."""
+def keep_stage(model: Any, cut: ModelCut, layout: PipelineLayout, index: int, streams: Streams | None = None) -> Any:
+    """Leave one stage's modules in a model, in place; parameters and children of all others go. Returns the model.
 
-
-class StageForward:
-    """A model's own forward on one stage: takes `received=`, and gives hidden states, or on the last stage the output.
-
-    It stands in the model's attribute `forward`. part: which layers lie here; absent: modules that lie on other stages.
-    All other arguments are the model's, the same on every stage: token ids give the shape, masks and positions.
+    streams: what passes between its layers; None for a model of one list, which passes hidden states.
     """
-
-    def __init__(self, model: nn.Module, cut: ModelCut, part: StageSpec) -> None:
-        self.model, self.cut, self.part = model, cut, part
-        self.takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
-        self.received: Tensor | None = None
-        self.entered = False  # True from this stage's first layer on
-        self.absent: list[str] = []
-
-    def __call__(self, *args: Any, received: Tensor | None = None, **kwargs: Any) -> Any:
-        """Hidden states [batch, sequence, hidden]; on the last stage what the model gives."""
-        if (received is None) != self.part.pre_process:
-            what = "and got none" if received is None else "and this is the first stage, which has none before it"
-            raise ValueError(f"{self.cut.family}, stage {self.part.index}: {NOT_RECEIVED}, {what}")
-        _refuse_router_loss(self.cut.family, self.model, kwargs.get("output_router_logits"))
-        if self.takes_cache:
-            kwargs.setdefault("use_cache", False)  # caches of keys and values are for generation
-        self.received, self.entered = received, False
-        try:
-            output = type(self.model).forward(self.model, *args, **kwargs)
-        except _Leave as leave:
-            return leave.args[0]
-        finally:
-            self.received = None
-        if not self.part.post_process:
-            raise PlanError(f"{self.cut.family}: stage {self.part.index} came to the end without its next layer")
-        return output
-
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before this stage's first layer: what was received takes the place of the hidden states."""
-        self.entered = True
-        if self.received is None:
-            return None
-        return ((self.received, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": self.received})
-
-    def absent_layer(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a layer that lies on another stage."""
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        if not self.entered:
-            return (hidden,)  # some models take the first of what a layer gives; it is not read
-        if not isinstance(hidden, Tensor):
-            raise PlanError(
-                f"{self.cut.family}: its layers are called without hidden_states, so what a stage would send is unknown"
-            )
-        raise _Leave(hidden)
-
-    def absent_entry(self, width: int | None, *args: Any, **kwargs: Any) -> Tensor:
-        """The forward of a module of the first stage, on another one: nothing that a layer of this stage may use.
-
-        width: of its output; None: that of hidden states.
-        """
-        if self.received is None or self.entered:
-            raise PlanError(
-                f"{self.cut.family}: stage {self.part.index} uses a module of the first stage outside its layers, so "
-                "this model cannot be cut into stages"
-            )
-        batch, sequence, hidden = self.received.shape
-        return self.received.new_full((batch, sequence, width or hidden), torch.nan)
-
-    def absent_exit(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a module of the last stage, on another one: nothing should call it."""
-        raise PlanError(
-            f"{self.cut.family}: {name!r} is used before the last layer, and was taken to belong to the last stage; "
-            "load the whole model by from_pretrained, whose forward shows where it belongs"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StageForward:
-        copied = memo[id(self)] = copy.copy(self)
-        copied.model = memo.get(id(self.model), self.model)
-        return copied
-
-
-def keep_stage(model: Any, cut: ModelCut, layout: PipelineLayout, index: int) -> Any:
-    """Leave one stage's modules in a model, in place; parameters and children of all others go. Returns the model."""
     part = layout.stage(index)
     if not part.layer_numbers:
         raise PlanError(f"{cut.family}: stage {index} of {list(layout.layers_per_stage)} has no layer; give each one")
     if "forward" in vars(model):
         raise PlanError(f"{cut.family}: the model has a forward of its own on the instance; cut it into stages before")
-    stage = StageForward(model, cut, part)
     modules = dict(model.named_modules())  # all of them, before children are taken out
+    if streams is None and len(lists_of_layers(model)) > 1:
+        raise PlanError(
+            f"{cut.family}: what passes between the stages of a model with several lists of layers is seen in a "
+            "forward of the whole model; load it with its values (from_pretrained) on every rank"
+        )
+    deep = len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    if deep > layout.layers_per_stage[0]:
+        raise PlanError(
+            f"{cut.family}: features of images are added to its first {deep} layers, and the first stage has "
+            f"{layout.layers_per_stage[0]}; give it {deep} or more (num_layers_per_stage)"
+        )
+    streams = streams or _of_hidden_states(model, cut)
+    stage = StageForward(model, cut, layout, part, streams)
     absent: dict[str, Any] = {}
-    for number in range(cut.count):
-        name = f"{cut.layers}.{number}"
+    for number, name in enumerate(cut.layers):
         if number not in part.layer_numbers:
-            absent[name] = stage.absent_layer
-        elif number == part.layer_numbers[0]:
-            modules[name].register_forward_pre_hook(stage.enter, with_kwargs=True)
+            absent[name] = partial(stage.absent_layer, number)
+        elif number == part.layer_numbers[0] or number == streams.decoder:
+            modules[name].register_forward_pre_hook(partial(stage.enter, number), with_kwargs=True)
     for name in cut.entry if not part.pre_process else ():
-        width = getattr(modules[name], "embedding_dim", getattr(modules[name], "out_features", None))
-        absent[name] = partial(stage.absent_entry, width)
+        absent[name] = partial(stage.absent_entry, name)
+    for name in cut.between if cut.counts[0] - 1 not in part.layer_numbers else ():
+        absent[name] = partial(stage.absent_exit, name)
     for name in cut.exit if not part.post_process else ():
         absent[name] = partial(stage.absent_exit, name)
     for name, forward in absent.items():
@@ -274,6 +279,12 @@ def keep_stage(model: Any, cut: ModelCut, layout: PipelineLayout, index: int) ->
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     model.all_tied_weights_keys = {target: source for target, source in ties.items() if {target, source} <= names}
     return model
+
+
+def _of_hidden_states(model: Any, cut: ModelCut) -> Streams:
+    modules = {name: model.get_submodule(name) for name in cut.entry}
+    widths = {n: getattr(m, "embedding_dim", getattr(m, "out_features", None)) for n, m in modules.items()}
+    return of_hidden_states(model, cut.count, widths)
 
 
 def empty_module(module: nn.Module, forward: Any) -> None:
@@ -314,11 +325,33 @@ def stage_forward_step(chunk: nn.Module, microbatch: Mapping[str, Any], hidden: 
     return MicrobatchLoss(output.loss)
 
 
-def stage_activations(chunk: nn.Module, microbatch_size: int, sequence_length: int) -> list[Tensor]:
-    """Activations that a stage sends, on the meta device: hidden states [microbatch, sequence, hidden]."""
-    model: Any = stage_of(chunk).model
-    width = model.config.get_text_config().hidden_size
-    return [torch.empty(microbatch_size, sequence_length, width, dtype=model.dtype, device="meta")]
+def stage_activations(
+    chunk: nn.Module, microbatch_size: int, sequence_length: int, target_length: int = 0
+) -> Callable[[int], list[Tensor]]:
+    """Activations that a stage sends, on the meta device, by the number of the stage. For a PipelineRunner.
+
+    These are hidden states [microbatch, sequence, hidden]; from stages of an encoder-decoder also what the decoder's
+    first layer takes, the encoder's output, and T5's position biases. sequence_length: of the encoder's tokens, or of
+    all; target_length: of the decoder's.
+    """
+    stage = stage_of(chunk)
+    sizes = Sizes(microbatch_size, sequence_length, target_length)
+    begins = [stage.layout.stage(number).layer_numbers[0] for number in range(stage.layout.num_stages)]
+    return lambda number: [form.meta(sizes) for form in stage.streams.sent_to(begins[number + 1])]
+
+
+def activations_of(chunk: nn.Module, microbatch: Mapping[str, Any]) -> Callable[[int], list[Tensor]]:
+    """`stage_activations` of the sizes of a microbatch. ValueError for one without the model's main input."""
+    stage = stage_of(chunk)
+    main = stage.model.main_input_name
+    if main != "input_ids" and not stage.streams.decoder:
+        raise PlanError(f"{stage.cut.family}: a pipeline needs a model of token ids (input_ids), or an encoder-decoder")
+    if not isinstance(microbatch.get(main), Tensor):
+        raise ValueError(
+            f"{stage.cut.family}: a pipeline's batch is a mapping with {main!r}, and this one has {sorted(microbatch)}"
+        )
+    sizes = sizes_of(microbatch, main)
+    return stage_activations(chunk, sizes.rows, sizes.source, sizes.target)
 
 
 def stages_config(layout: PipelineLayout, tp: int = 1) -> ModelParallelConfig:

@@ -397,7 +397,7 @@ class HuggingFaceSource:
             cut_parameters(model, plan, groups)
             arguments = example_of(model, groups)
             if later:
-                arguments["received"] = self._hidden(*arguments["input_ids"].shape)
+                arguments["received"] = (self._hidden(*arguments["input_ids"].shape),)
             is_local = (self.tp > 1 and self.whole_loss is None) or self.splits_sequence_of_logits
             how = Splitting(groups, None, is_local, self.sequence_parallel)
             report = finish_split(model, plan, arguments, how)

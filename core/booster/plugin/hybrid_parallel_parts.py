@@ -14,9 +14,9 @@ from core.hugging_face.stages import find_cut, stage_of
 from core.pipeline_parallel import PipelineLayout
 
 
-def find_layers(model: Any, layout: PipelineLayout | None) -> str:
-    """The name of the list of a transformers model's layers."""
-    return stage_of(model).cut.layers if layout is not None else find_cut(model).layers
+def find_layers(model: Any, layout: PipelineLayout | None) -> Sequence[str]:
+    """The names of the lists of a transformers model's layers."""
+    return stage_of(model).cut.lists if layout is not None else find_cut(model).lists
 
 
 def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -51,16 +51,21 @@ def parameters_here(
     return here
 
 
-def microbatches_of(batch: Mapping[str, Any], count: int | None, size: int | None) -> list[dict[str, Any]]:
+def microbatches_of(
+    batch: Mapping[str, Any], count: int | None, size: int | None, *, main: str = "input_ids", config: Any = None
+) -> list[dict[str, Any]]:
     """A batch in `count` equal parts along its first dimension, or in parts of `size` rows where no count is given.
-    Values that are no tensors go to all.
+    Values that are no tensors go to all. main: the name of the model's main input. config: of the model; images and
+    films that come as patches with their grids go with the rows whose tokens mark them.
     """
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
-    if "input_ids" not in tensors:
-        raise ValueError(f"a pipeline's batch is a mapping with 'input_ids', and this one has {sorted(batch)}")
-    rows = len(tensors["input_ids"])
+    if main not in tensors:
+        raise ValueError(f"a pipeline's batch is a mapping with {main!r}, and this one has {sorted(batch)}")
+    rows = len(tensors[main])
     size = None if count is not None else size
     count = count or max(1, rows // (size or 1))
+    patches = _patches_of(batch, config, rows // count) if rows % count == 0 else {}
+    tensors = {name: value for name, value in tensors.items() if name not in patches}
     odd = {name: list(value.shape) for name, value in tensors.items() if len(value) != rows}
     if odd:
         raise ValueError(
@@ -72,7 +77,39 @@ def microbatches_of(batch: Mapping[str, Any], count: int | None, size: int | Non
         )
     parts = {name: value.chunk(count) for name, value in tensors.items()}
     rest = {name: value for name, value in batch.items() if name not in tensors}
+    parts.update(patches)
+    rest = {name: value for name, value in rest.items() if name not in parts}
     return [{**rest, **{name: part[number] for name, part in parts.items()}} for number in range(count)]
+
+
+def _patches_of(batch: Mapping[str, Any], config: Any, rows: int) -> dict[str, Any]:
+    """Patches and grids of each `rows` rows; nothing for a batch without grids. A part without images has None."""
+    found: dict[str, Any] = {}
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        grids, values = batch.get(f"{kind}_grid_thw"), batch.get(pixels)
+        mark = getattr(config, f"{kind}_token_id", None)
+        if grids is None or values is None or mark is None:
+            continue
+        each = config.vision_config.spatial_merge_size**2
+        sizes = grids.prod(-1).tolist()
+        wanted = [int((ids == mark).sum()) * each for ids in batch["input_ids"].split(rows)]
+        counts, first = [], 0
+        for number in wanted:
+            last, held = first, 0
+            while last < len(sizes) and held < number:
+                held += sizes[last]
+                last += 1
+            if held != number:
+                raise ValueError(
+                    f"{rows} rows of the batch mark {number // each} places of a {kind}, and the grids that follow "
+                    f"have {held // each}; list the grids in the order of the rows"
+                )
+            counts.append(last - first)
+            first = last
+        lengths = [sum(part) for part in torch.tensor(sizes).split(counts)]
+        found[f"{kind}_grid_thw"] = [part if len(part) else None for part in grids.split(counts)]
+        found[pixels] = [part if len(part) else None for part in values.split([int(n) for n in lengths])]
+    return found
 
 
 def joined_outputs(outputs: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

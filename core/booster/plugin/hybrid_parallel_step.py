@@ -11,10 +11,10 @@ from torch import nn
 from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, add_over_replicas, given_items, share_of
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
 from core.booster.plugin.hybrid_parallel_parts import joined_outputs, microbatches_of
-from core.hugging_face import gather_logits, stage_activations
+from core.hugging_face import gather_logits
 from core.hugging_face.label_counts import count_labels
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits
-from core.hugging_face.stages import stage_of
+from core.hugging_face.stages import activations_of, stage_of
 from core.interface.whole import note
 from core.pipeline_parallel import MicrobatchLoss, PipelineRunner
 
@@ -48,9 +48,9 @@ def run_pipeline(
     returns_loss, returns_outputs = returns
     following: Any = data_iter
     batch = model.cast(dict(next(following)))
-    parts = microbatches_of(batch, *microbatches)
-    outputs: list[Any] = []
     groups, head = model.groups, stage_of(model.chunks[-1]).model
+    parts = microbatches_of(batch, *microbatches, main=head.main_input_name, config=head.config)
+    outputs: list[Any] = []
     trains = optimizer is not None and torch.is_grad_enabled()
     # An evaluation is this replica's own: others may have fewer batches.
     replicas = groups.size("dp") if trains else 1
@@ -81,8 +81,7 @@ def run_pipeline(
         count = None if total is None else count_labels(whole, part)
         return loss if count is None else (torch.where(count > 0, loss, torch.zeros_like(loss)) * count, count)
 
-    ids = parts[0]["input_ids"]
-    shape = stage_activations(model.chunks[0], *ids.shape[:2])
+    shape = activations_of(model.chunks[0], parts[0])
     for part in parts if trains else ():
         note(loss_of_part, part, per_token=total is not None)
     if model.runner is None:

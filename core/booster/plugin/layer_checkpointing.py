@@ -46,11 +46,11 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
         return int(counts[stage])
 
 
-def checkpoint_layers(parts: Sequence[Any], config: GradientCheckpointConfig, layers: str) -> None:
-    """Switch on transformers' own checkpointing in the first layers of each part of a model."""
+def checkpoint_layers(parts: Sequence[Any], config: GradientCheckpointConfig, lists: Sequence[str]) -> None:
+    """Switch on transformers' own checkpointing in the first layers of each part of a model. lists: of its layers."""
     for part in parts:
         checkpoint_each_layer(part)
-        held = [layer for layer in part.get_submodule(layers) if any(True for _ in layer.parameters())]
+        held = [layer for name in lists for layer in part.get_submodule(name) if any(True for _ in layer.parameters())]
         stage = getattr(getattr(vars(part).get("forward"), "part", None), "index", 0)
         count = config.layers_of(stage, len(held))
         for number, layer in enumerate(held):

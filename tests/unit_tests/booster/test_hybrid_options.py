@@ -275,7 +275,7 @@ def test_the_table_the_signature_and_the_list_name_the_same_parameters() -> None
 
 def test_layers_are_checkpointed_without_a_name_that_transformers_gives_up(recwarn: pytest.WarningsRecorder) -> None:
     model = small("llama")
-    checkpoint_layers([model], GradientCheckpointConfig(0.5), "model.layers")
+    checkpoint_layers([model], GradientCheckpointConfig(0.5), ["model.layers"])
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False]
     assert not [warning.message for warning in recwarn if warning.category is FutureWarning]
 

@@ -16,7 +16,8 @@ from core.groups import agree
 from core.hugging_face import PlanError, split_stages, stage_activations, stage_forward_step, stages_config
 from core.hugging_face.check import check_on_rank
 from core.hugging_face.split import Shown, refuse_other_output
-from core.hugging_face.stages import StageForward, find_cut, keep_stage, watch_order
+from core.hugging_face.stage_forward import StageForward
+from core.hugging_face.stages import find_cut, keep_stage, watch_order
 from core.hugging_face.tiny import families
 from core.pipeline_parallel import PipelineRunner, StageSpec, plan_pipeline, wrap_stages
 from core.verify.in_double import InDouble
@@ -141,10 +142,10 @@ def test_hidden_states_in_place_of_embeddings_are_refused(rank: int, world: int)
     """The way of feeding what was received as embeddings: granite multiplies it again in its own forward."""
 
     def as_embeddings(self: StageForward, *args: Any, **kwargs: Any) -> Any:
-        return self.received
+        return self.received[0]
 
-    def through(self: StageForward, *args: Any, **kwargs: Any) -> Any:
-        return leave(self, *args, **kwargs) if self.entered else args[0]
+    def through(self: StageForward, number: int, *args: Any, **kwargs: Any) -> Any:
+        return leave(self, number, *args, **kwargs) if self.entered else args[0]
 
     leave = StageForward.absent_layer
     model = small("granite", num_hidden_layers=LAYERS, **GRANITE)
@@ -152,7 +153,7 @@ def test_hidden_states_in_place_of_embeddings_are_refused(rank: int, world: int)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StageForward, "absent_entry", as_embeddings)
         patch.setattr(StageForward, "absent_layer", through)
-        patch.setattr(StageForward, "enter", lambda self, module, args, kwargs: setattr(self, "entered", True))
+        patch.setattr(StageForward, "enter", lambda self, number, module, args, kwargs: setattr(self, "entered", 1))
         with pytest.raises(PlanError, match="away from that of the whole model"):
             split_stages(model, layout)
 
@@ -197,8 +198,8 @@ def test_layers_that_see_the_embeddings_are_refused(rank: int, world: int) -> No
 def test_where_a_model_is_cut() -> None:
     model = small("opt", num_hidden_layers=2, ffn_dim=64, word_embed_proj_dim=16)
     order, _ = watch_order(model, {"input_ids": tokens()})
-    cut = find_cut(model, order)
-    assert cut.layers == "model.decoder.layers"
+    cut = find_cut(model, order.sides)
+    assert cut.lists == ("model.decoder.layers",)
     assert cut.count == 2
     inside = "model.decoder."
     assert cut.entry == {inside + "embed_tokens", inside + "embed_positions", inside + "project_in"}
@@ -208,7 +209,7 @@ def test_where_a_model_is_cut() -> None:
 
 def test_models_that_no_pipeline_can_cut_are_refused() -> None:
     with pytest.raises(PlanError, match=r"its one list of layers \(nn.ModuleList\); it has 2 of them"):
-        find_cut(seq_to_seq())
+        find_cut(image_and_text())
     with pytest.raises(PlanError, match="takes a transformers model and was given a Sequential"):
         find_cut(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     with pytest.raises(PlanError, match="output_router_logits adds a loss of all layers' routers"):
@@ -239,11 +240,11 @@ def test_a_loss_of_routers_that_is_asked_for_after_the_cut_is_refused(by_argumen
         stage(input_ids=tokens(), labels=tokens(), received=received, **asked)
 
 
-def seq_to_seq() -> Any:
+def image_and_text() -> Any:
     import transformers
 
-    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 4}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=sizes, vision_config=sizes))
 
 
 @ranks(2)
