@@ -267,7 +267,7 @@ def finish_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], ho
 
 
 def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a stage receives that is run alone: random numbers, the same on all ranks."""
+    """Received tensors of a stage that is run alone: random numbers, the same on all ranks."""
     stage = stage_of(chunk)
     if stage.part.pre_process:
         return {}

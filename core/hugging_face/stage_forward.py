@@ -120,7 +120,7 @@ class StageForward:
             return leave.args[0], None
 
     def _of_decoder(self, like: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """What the decoder's first layer takes, on a stage that ends in the encoder: it is made on the first stage."""
+        """Arguments of the decoder's first layer, on a stage that ends in the encoder: made on the first stage."""
         if not self.part.pre_process:
             return self.received[len(self.streams.calls[self.first].slots) :]
         self.entered = 1

@@ -1,4 +1,4 @@
-"""What passes between the stages of a transformers model, and what their shapes are.
+"""Streams: the tensors that pass between the stages of a transformers model, and their shapes.
 
 A causal model sends hidden states. An encoder-decoder has two lists of layers, and sends more: the encoder's output,
 which every layer of the decoder takes, and what the first layer of a list computes for those after it (T5's position
@@ -61,7 +61,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Call:
-    """How a layer is called. slots: arguments that come from learned values, hidden states first; forms: theirs.
+    """The call of a layer. slots: arguments that come from learned values, hidden states first; forms: theirs.
 
     results: the length of the tuple that the layer gives; 0 for a tensor; None where that is unknown.
     """
@@ -73,7 +73,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Streams:
-    """What stages send, and what absent modules give in their place.
+    """Tensors that stages send, and forms of what absent modules give.
 
     calls: of the layers, over all lists. memory: the form of the encoder's output, and memory_slot where a layer of the
     decoder takes it. absent: (module used before a list, number of the list) -> the form of what it gives.
@@ -87,7 +87,7 @@ class Streams:
     decoder: int = 0
 
     def sent_to(self, layer: int) -> list[Form]:
-        """What the stage that begins with a layer receives."""
+        """Forms that the stage that begins with a layer receives."""
         own = [*self.calls[layer].forms]
         if layer < self.decoder:
             return [*own, *self.calls[self.decoder].forms]
@@ -189,7 +189,7 @@ def streams_of(
 
     lists: the names of the encoder's layers and of the decoder's. others: modules with parameters outside of them.
     Raises PlanError where layers of a list do not run one after another, or the decoder does not take the encoder's
-    output as it is.
+    output unchanged.
     """
     layers = [name for names in lists for name in names]
     runs: list[tuple[Sizes, Seen]] = []

@@ -106,7 +106,7 @@ def _patches_of(batch: Mapping[str, Any], config: Any, rows: int) -> dict[str, A
                 )
             counts.append(last - first)
             first = last
-        lengths = [sum(part) for part in torch.tensor(sizes).split(counts)]
+        lengths = [sum(part) for part in torch.tensor(sizes, device="cpu").split(counts)]
         found[f"{kind}_grid_thw"] = [part if len(part) else None for part in grids.split(counts)]
         found[pixels] = [part if len(part) else None for part in values.split([int(n) for n in lengths])]
     return found
