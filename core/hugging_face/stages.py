@@ -6,8 +6,8 @@ code. What absent modules give is NaN, so that a model in which anything but its
 found and refused.
 
 An encoder-decoder is cut as one list: the encoder's layers, then the decoder's. All embeddings lie on the first stage,
-whose forward goes through those of the decoder too; stages of the encoder pass that on, next to their own hidden states.
-Stages of the decoder have the encoder's output given (`encoder_outputs`), and pass it on.
+whose forward goes through those of the decoder too; stages of the encoder pass that on, next to their own hidden
+states. Stages of the decoder have the encoder's output given (`encoder_outputs`), and pass it on.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[Watched, Any]:
 
 
 def _sides_of(model: Any, cut: ModelCut, seen: Seen) -> dict[str, Side]:
-    """Sides on which an encoder-decoder uses its modules: those of the encoder behind its layers lie with its last one."""
+    """Sides on which an encoder-decoder uses its modules; those behind the encoder's layers lie with its last one."""
     order = [name for name, _ in seen.called]
     decoder = order.index(cut.layers[cut.counts[0]])
     encoder = next(name for name, module in model.named_modules() if module is model.get_encoder())
