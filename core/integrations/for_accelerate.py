@@ -278,6 +278,11 @@ def _prepared_class() -> Any:
     return PreparedOptimizer
 
 
+def prepared_optimizer(optimizer: Any) -> Any:
+    """An optimizer of this package as accelerate's loops take it: it steps after the last microbatch of a step."""
+    return _prepared_class()(optimizer, device_placement=False, scaler=None)
+
+
 @functools.cache
 def derived() -> Any:
     """The class to use: accelerate's, with these parts. MissingExtra where accelerate is not installed."""

@@ -9,6 +9,7 @@ from unittest import mock
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from core.integrations import for_accelerate
 from core.integrations.loop_optimizer import LoopOptimizer
+from core.integrations.trainer_layout import LayoutParts
 from core.training.extras import require
 
 if TYPE_CHECKING:
@@ -24,8 +25,10 @@ class TrainerParts(Base):
         trainer = Trainer(model, arguments, train_dataset=data, ddp_config=config)
         trainer.train()
 
-    ddp_config: how gradients are kept and reduced, and what is sharded; None replicates everything, as torch's DDP. The
-    other arguments are Transformers'. `save_model`, checkpoints and resuming work as there: files hold whole tensors.
+    ddp_config: how gradients are kept and reduced, and what is sharded; None replicates everything, as torch's DDP.
+    plugin: a HybridParallelPlugin, in its place, for a model that is split over tensor-parallel ranks and pipeline
+    stages (`LayoutParts`). The other arguments are Transformers'. `save_model`, checkpoints and resuming work as there:
+    files hold whole tensors.
     """
 
     def __init__(self, *args: Any, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:
@@ -71,4 +74,4 @@ def derived() -> Any:
     """The class to use: Transformers', with these parts. MissingExtra where a package is not installed."""
     for_accelerate.derived()
     theirs = require("transformers", "core.integrations.Trainer", "integrations")
-    return type("Trainer", (TrainerParts, theirs.Trainer), {"__doc__": TrainerParts.__doc__})
+    return type("Trainer", (LayoutParts, TrainerParts, theirs.Trainer), {"__doc__": TrainerParts.__doc__})
