@@ -289,7 +289,8 @@ def _look(parts: Sequence[DistributedDataParallel], groups: ProcessGroups) -> No
     with attributes_alone():
         look(watches, groups, optimizer_steps=sum(part.step_guard.steps for part in parts))
     if not watches[0].active:
-        for part in parts:
+        parts[0].step_guard.at_step = watches[0].note_optimizer_step if watches[0].mixed else None
+        for part in parts[bool(watches[0].mixed) :]:
             part.reducer.at_begin = None
 
 

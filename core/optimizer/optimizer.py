@@ -250,6 +250,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Leave word of the last step for schedulers, which hold this optimizer or the torch optimizer in it."""
         inner: Any = self.optimizer
         self.step_was_skipped = inner.step_was_skipped = skipped
+        for chunk in self.model_chunks:
+            if chunk.step_guard.at_step is not None and not skipped:
+                chunk.step_guard.at_step()
 
     def model_of_buckets(self) -> list[Hashable]:
         """For each bucket the number of its model: the chunks of a virtual pipeline are one, others are not."""

@@ -13,7 +13,7 @@ What is looked at, where several ranks train a model and `first_steps` is not 'i
 | the second step | the data ranks were not given one batch in both steps | a warning |
 | the second step | every trained parameter has had a gradient on some rank | a warning |
 | the second step | every parameter that had one has moved, or an optimizer holds it | a warning |
-| the second step | gradients of the step before were zeroed | a warning |
+| the second step | its optimizer's step has no gradients of the step before | a warning |
 | the second step | not only vectors are trained, of a model with matrices | a warning |
 | the second step | gradients of outputs, inputs of recomputed modules: see `guard.outputs` | a warning |
 | at any time | the first forward without gradients in training mode drops nothing out | a warning |
@@ -32,6 +32,7 @@ again and again, or constants, on all data ranks.
 from __future__ import annotations
 
 import gc
+import math
 import re
 import warnings
 from collections import Counter
@@ -46,7 +47,16 @@ from torch import nn
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.finite import Finding, ReplicaDriftError, all_finite, unequal_gradients
-from core.distributed.guard.inputs import Inputs, Leaf, whole_numbers
+from core.distributed.guard.inputs import (
+    MOST_NAMES,
+    Inputs,
+    Leaf,
+    other_inputs,
+    other_microbatches,
+    same_data_twice,
+    same_on_data_ranks,
+    whole_numbers,
+)
 from core.distributed.guard.outputs import Outputs
 from core.distributed.guard.places import Tables, held_twice
 from core.distributed.layout.model_plan import ModelPlan
@@ -54,8 +64,6 @@ from core.groups import agree
 from core.groups.process_groups import ProcessGroups, world_chain, world_groups
 
 MOST_TRIES = 64  # first steps that overflow
-MOST_NAMES = 5  # in a warning
-INPUTS = 0  # the order of a finding: what explains the others comes first
 
 OwnPart = Callable[[nn.Parameter], "tuple[int, torch.Tensor] | None"]
 
@@ -105,6 +113,7 @@ class FirstSteps:
         self.samples: list[Sample] = []
         self.stepped = 0  # optimizers' steps on these parameters until the first finalize
         self.left: list[torch.Tensor] = []  # 0-dim, by sample: its gradient when the second step begins
+        self.mixed = ""  # a warning that is due if an optimizer steps with the second step's gradients
         if self.active:
             self.outputs.start()
         else:
@@ -138,10 +147,16 @@ class FirstSteps:
         averaged = any(contract.averaged_over for contract in self.plan.contracts.values())
         return bool(getattr(self.config, "sequence_parallel", False)) or averaged or any(tags)
 
-    def note_begin(self) -> None:
-        """A step begins: the first gradient has come, or the last step's were dropped."""
-        if self.seen == 1:
-            self.left = [_gradient(sample) for sample in self.samples]
+    def note_begin(self, *, keep: bool) -> None:
+        """A step begins: the first gradient has come, or those before it were dropped. keep: may add to them."""
+        self.mixed = ""
+        self.left = [_gradient(sample) for sample in self.samples] if keep and self.seen == 1 else []
+
+    def note_optimizer_step(self) -> None:
+        """An optimizer steps with the gradients of the last `finalize_model_grads`."""
+        if self.mixed:
+            warnings.warn(self.mixed, stacklevel=5)
+            self.mixed = ""
 
     def stop(self) -> None:
         """Look no more, and keep nothing."""
@@ -183,8 +198,8 @@ def look(watches: Sequence[FirstSteps], groups: ProcessGroups, optimizer_steps: 
     optimizer_steps += sum(bucket.optimizer_steps for watch in watches for bucket in watch.buckets)
     inputs = [leaf for watch in watches for leaf in watch.inputs.take()]
     ends = [leaf for watch in watches for leaf in watch.microbatches.take()]
-    found, doubt = _other_inputs(first, inputs, groups)
-    found = found or _other_microbatches(ends, groups)
+    found, doubt = other_inputs(inputs, groups, may_be_parts=first.cuts_inputs())
+    found = found or other_microbatches(ends, groups)
     if first.seen == 0 and first.compares_weights:
         coarse = any(watch.computes_in_16_bits for watch in watches)
         buckets = [bucket for watch in watches for bucket in watch.buckets]
@@ -192,7 +207,7 @@ def look(watches: Sequence[FirstSteps], groups: ProcessGroups, optimizer_steps: 
         untied = held_twice([(watch.module, watch.plan) for watch in watches], groups)
         found = found or untied or drift
     overflows = first.seen == 0 and not _finite([bucket for watch in watches for bucket in watch.buckets])
-    same = _same_on_data_ranks(inputs, groups)
+    same = same_on_data_ranks(inputs, groups)
     chain = world_groups(groups)
     _, answers = agree.bounds([found is not None, overflows], chain, "the first steps")
     if answers[0]:
@@ -217,12 +232,13 @@ def look(watches: Sequence[FirstSteps], groups: ProcessGroups, optimizer_steps: 
             _warn(text)
         return
     texts = [
-        *_same_data_twice(first.batch, inputs if same else None),
+        *same_data_twice(first.batch, inputs if same else None),
         *(text for watch in watches for text in watch.outputs.end_step(counts=True, is_second=True)),
         *(text for watch in watches for text in (*_without_gradient(watch), *_only_vectors(watch))),
         *_not_moved(watches),
-        *(_not_zeroed(watches) if optimizer_steps > first.stepped else ()),
     ]
+    if optimizer_steps > first.stepped and first.speaks and (text := _not_zeroed(watches)):
+        first.mixed = _titled(text)
     for watch in watches:
         watch.stop()
     for text in texts if first.speaks else ():
@@ -238,7 +254,11 @@ def _report(finding: Finding, watch: FirstSteps) -> None:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"rank {dist.get_rank()}, the first two steps: {text}", stacklevel=6)
+    warnings.warn(_titled(text), stacklevel=6)
+
+
+def _titled(text: str) -> str:
+    return f"rank {dist.get_rank()}, the first two steps: {text}"
 
 
 def _count_for_nothing(watches: Sequence[FirstSteps]) -> None:
@@ -252,89 +272,6 @@ def _count_for_nothing(watches: Sequence[FirstSteps]) -> None:
 def _finite(buckets: Sequence[Bucket]) -> bool:
     found = [all_finite(bucket.valid_grad) for bucket in buckets]
     return not found or bool(torch.stack([each.to(found[0].device) for each in found]).all())
-
-
-# -- inputs ---------------------------------------------------------------------------------------------------------
-
-
-def _other_inputs(
-    watch: FirstSteps, inputs: Sequence[Leaf], groups: ProcessGroups
-) -> tuple[Finding | None, Finding | None]:
-    """(a mistake, a doubt): inputs that differ where they must not, or where they may. Collective over tp and cp.
-
-    Numbers with a fraction may be activations, which differ by rounding: those of copies show in the gradients.
-    """
-    found = doubt = None
-    if groups.size("tp") > 1:
-        tokens = {leaf.path: leaf[:2] + leaf.sums for leaf in inputs if leaf.is_whole_number and leaf.shape}
-        text = _unequal(tokens, groups, "tp", "see the same batch, each its part of the layers")
-        found, doubt = (None, text) if watch.cuts_inputs() else (text, None)
-    if groups.size("cp") > 1:
-        wholes = {leaf.path: leaf.of_whole for leaf in inputs if leaf.of_whole}
-        found = found or _unequal(wholes, groups, "cp", "hold parts of one batch, cut from the same whole")
-    return found, doubt
-
-
-def _unequal(mine: dict[str, Any], groups: ProcessGroups, name: str, rule: str) -> Finding | None:
-    """The first input that differs between ranks of a group. Collective over it."""
-    group, what = groups.control(name), f"the inputs over group {name}"
-    if agree.equal(mine, group, what):
-        return None
-    answers = agree.gather(mine, group, what)
-    (rank, reference), *others = answers.items()
-    for other, theirs in others:
-        path = next((path for path in reference if path in theirs and theirs[path] != reference[path]), None)
-        if path is not None:
-            text = (
-                f"the inputs differ between ranks {rank} and {other} of group {name!r} {list(answers)}, first in "
-                f"{path}. The ranks of this group must {rule}: choose data by "
-                "parallel_state.get_data_parallel_rank(), and draw it from one seed in such a group"
-            )
-            return INPUTS, dist.get_rank(), text
-    return None
-
-
-def _other_microbatches(ends: Sequence[Leaf], groups: ProcessGroups) -> Finding | None:
-    """Microbatches of which first and last stage have nothing in common. Collective over the stages.
-
-    A stage may be given a placeholder for what it does not read, so one tensor that both have is enough.
-    """
-    if groups.size("pp") == 1:
-        return None
-    is_end = groups.rank("pp") in (0, groups.size("pp") - 1)
-    mine = {leaf.path: leaf.shape + leaf.sums for leaf in ends if leaf.varies} if is_end else {}
-    answers = agree.gather(mine, groups.control("pp"), "the microbatches of the ends of a pipeline")
-    ranks = list(answers)
-    start, end = answers[ranks[0]], answers[ranks[-1]]
-    common = [path for path in start if path in end]
-    if not common or any(start[path] == end[path] for path in common):
-        return None
-    text = (
-        f"the first stage (rank {ranks[0]}) and the last one (rank {ranks[-1]}) of pipeline {ranks} were given "
-        f"different microbatches: none of {common[:MOST_NAMES]} is equal, so labels belong to other tokens. Give all "
-        "stages of a pipeline the same batch: choose it by parallel_state.get_data_parallel_rank()"
-    )
-    return INPUTS, dist.get_rank(), text
-
-
-def _same_on_data_ranks(inputs: Sequence[Leaf], groups: ProcessGroups) -> bool:
-    """True if all data ranks were given the same inputs, which are not constants. Collective over the data ranks."""
-    name = "dp" if groups.size("dp") > 1 or groups.size("cp") > 1 else "dp_cp"
-    if groups.size(name) == 1:
-        return False
-    is_equal = agree.equal(list(inputs), groups.control(name), "the inputs of data ranks")
-    return is_equal and any(leaf.varies for leaf in inputs)
-
-
-def _same_data_twice(before: list[Leaf] | None, now: Sequence[Leaf] | None) -> list[str]:
-    """One batch on all data ranks in both steps, and another one in each. Pure."""
-    if not before or not now or list(before) == list(now):
-        return []
-    return [
-        "all data-parallel ranks were given the same inputs in both, so they compute one gradient several times. Give "
-        "each rank its own samples (torch.utils.data.DistributedSampler with num_replicas and rank of the data group), "
-        "or another seed"
-    ]
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------
@@ -483,18 +420,22 @@ def _gradient(sample: Sample) -> torch.Tensor:
     return bucket.part_of(bucket.owned_grad, i, bucket.shard_range).take(sample.place)
 
 
-def _not_zeroed(watches: Iterable[FirstSteps]) -> list[str]:
-    """Gradients that a step was made of and this one has added to, but for the one that came first."""
+def _not_zeroed(watches: Iterable[FirstSteps]) -> str:
+    """A warning of gradients that a step was made of and this one has added to, but for the one that came first.
+
+    It is due when an optimizer steps with them: a generator's loss adds to the discriminator's, which are dropped.
+    """
     before = [sample.gradient for watch in watches for sample in watch.samples]
     left = [gradient for watch in watches for gradient in watch.left]
     if not before or len(left) != len(before):
-        return []
+        return ""
     both = torch.stack([torch.stack(before), torch.stack(left)]).double().tolist()
-    had = [was for was, _ in zip(*both, strict=True) if was != 0]
-    same = [was for was, now in zip(*both, strict=True) if was != 0 and was == now]
-    if not same or len(same) < len(had) - 1:
-        return []
-    return [
+    ratios = sorted(now / was for was, now in zip(*both, strict=True) if was != 0)
+    factor = ratios[len(ratios) // 2] if ratios else 0.0  # ours has multiplied them by the clip
+    same = [ratio for ratio in ratios if math.isclose(ratio, factor, rel_tol=1e-2)]
+    if factor == 0.0 or len(same) < len(ratios) - 1:
+        return ""
+    return (
         "the gradients of the first step were not zeroed after optimizer.step(), and those of the second were added to "
         "them. Call optimizer.zero_grad() or model.zero_grad_buffer() in every step"
-    ]
+    )

@@ -10,9 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from core.distributed.guard.finite import Finding
 from core.distributed.guard.replicas import checksum
+from core.groups import agree
+from core.groups.process_groups import ProcessGroups
 
+INPUTS = 0  # the order of a finding: what explains the others comes first
+MOST_NAMES = 5  # in a message
 MOST_FORWARDS = 16  # of a step that are noted
 MOST_DEPTH = 4  # of containers inside one another
 OF_WHOLE = "whole_of_this_part"  # the attribute of a part of a batch: the whole that it was cut from
@@ -100,3 +106,83 @@ def _leaves(given: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tens
 def _is_readable(tensor: torch.Tensor) -> bool:
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
     return plain and tensor.numel() > 0 and not (tensor.is_complex() or tensor.is_quantized)
+
+
+def other_inputs(
+    inputs: Sequence[Leaf], groups: ProcessGroups, *, may_be_parts: bool
+) -> tuple[Finding | None, Finding | None]:
+    """(a mistake, a doubt): inputs that differ where they must not, or where they may. Collective over tp and cp.
+
+    Numbers with a fraction may be activations, which differ by rounding: those of copies show in the gradients.
+    """
+    found = doubt = None
+    if groups.size("tp") > 1:
+        tokens = {leaf.path: leaf[:2] + leaf.sums for leaf in inputs if leaf.is_whole_number and leaf.shape}
+        text = _unequal(tokens, groups, "tp", "see the same batch, each its part of the layers")
+        found, doubt = (None, text) if may_be_parts else (text, None)
+    if groups.size("cp") > 1:
+        wholes = {leaf.path: leaf.of_whole for leaf in inputs if leaf.of_whole}
+        found = found or _unequal(wholes, groups, "cp", "hold parts of one batch, cut from the same whole")
+    return found, doubt
+
+
+def _unequal(mine: dict[str, Any], groups: ProcessGroups, name: str, rule: str) -> Finding | None:
+    """The first input that differs between ranks of a group. Collective over it."""
+    group, what = groups.control(name), f"the inputs over group {name}"
+    if agree.equal(mine, group, what):
+        return None
+    answers = agree.gather(mine, group, what)
+    (rank, reference), *others = answers.items()
+    for other, theirs in others:
+        path = next((path for path in reference if path in theirs and theirs[path] != reference[path]), None)
+        if path is not None:
+            text = (
+                f"the inputs differ between ranks {rank} and {other} of group {name!r} {list(answers)}, first in "
+                f"{path}. The ranks of this group must {rule}: choose data by "
+                "parallel_state.get_data_parallel_rank(), and draw it from one seed in such a group"
+            )
+            return INPUTS, dist.get_rank(), text
+    return None
+
+
+def other_microbatches(ends: Sequence[Leaf], groups: ProcessGroups) -> Finding | None:
+    """Microbatches of which first and last stage have nothing in common. Collective over the stages.
+
+    A stage may be given a placeholder for what it does not read, so one tensor that both have is enough.
+    """
+    if groups.size("pp") == 1:
+        return None
+    is_end = groups.rank("pp") in (0, groups.size("pp") - 1)
+    mine = {leaf.path: leaf.shape + leaf.sums for leaf in ends if leaf.varies} if is_end else {}
+    answers = agree.gather(mine, groups.control("pp"), "the microbatches of the ends of a pipeline")
+    ranks = list(answers)
+    start, end = answers[ranks[0]], answers[ranks[-1]]
+    common = [path for path in start if path in end]
+    if not common or any(start[path] == end[path] for path in common):
+        return None
+    text = (
+        f"the first stage (rank {ranks[0]}) and the last one (rank {ranks[-1]}) of pipeline {ranks} were given "
+        f"different microbatches: none of {common[:MOST_NAMES]} is equal, so labels belong to other tokens. Give all "
+        "stages of a pipeline the same batch: choose it by parallel_state.get_data_parallel_rank()"
+    )
+    return INPUTS, dist.get_rank(), text
+
+
+def same_on_data_ranks(inputs: Sequence[Leaf], groups: ProcessGroups) -> bool:
+    """True if all data ranks were given the same inputs, which are not constants. Collective over the data ranks."""
+    name = "dp" if groups.size("dp") > 1 or groups.size("cp") > 1 else "dp_cp"
+    if groups.size(name) == 1:
+        return False
+    is_equal = agree.equal(list(inputs), groups.control(name), "the inputs of data ranks")
+    return is_equal and any(leaf.varies for leaf in inputs)
+
+
+def same_data_twice(before: list[Leaf] | None, now: Sequence[Leaf] | None) -> list[str]:
+    """One batch on all data ranks in both steps, and another one in each. Pure."""
+    if not before or not now or list(before) == list(now):
+        return []
+    return [
+        "all data-parallel ranks were given the same inputs in both, so they compute one gradient several times. Give "
+        "each rank its own samples (torch.utils.data.DistributedSampler with num_replicas and rank of the data group), "
+        "or another seed"
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -143,6 +143,7 @@ class StepGuard:
         self.params = params
         self.needs_rules = any(contract.rules for bucket in reducer.buckets for contract in bucket.contracts)
         self.steps = 0  # of such optimizers, ever
+        self.at_step: Callable[[], None] | None = None  # an optimizer steps, of torch or ours
         self.concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         guard = weakref.ref(self)
 
@@ -175,6 +176,8 @@ class StepGuard:
                 "leaves that to the optimizer of core.optimizer.get_megatron_optimizer. Use that one, or set it False"
             )
         self.steps += 1
+        if self.at_step is not None:
+            self.at_step()
 
     def not_ready(self) -> str | None:
         """Return why an optimizer may not step now; None if it may."""

@@ -101,7 +101,7 @@ class GradReducer:
         self.microbatches = 0  # whose reduction was begun in this step
         self.in_microbatch = False  # True while the end of a running backward is still to be reported
         self.no_sync_depth = 0
-        self.at_begin: Callable[[], None] | None = None  # before a step adds to gradients that are kept
+        self.at_begin: Callable[..., None] | None = None  # with keep=, before a step adds to what the memory holds
         self.at_end: Callable[[], None] | None = None  # after finalize_model_grads, on all ranks
         self.force_all_reduce = False
         self.steps = 0  # finalized, ever
@@ -238,8 +238,8 @@ class GradReducer:
 
         keep: add to the reduced gradients that are still in `.grad`, as torch does.
         """
-        if keep and self.at_begin is not None:
-            self.at_begin()
+        if self.at_begin is not None:
+            self.at_begin(keep=keep)
         for bucket in self.buckets:
             bucket.reset(keep=keep)
         if self.watch is not None:

@@ -135,7 +135,7 @@ TRAINCHECK: dict[str, tuple[Callable[[], Iterator[None]], int]] = {
     "a rank without step": (OVER_DATA["a rank without step"][0], 2),
     "a filter that freezes": (OVER_DATA["a filter that freezes all but norms"][0], 2),
     "frozen after the wrap": (OVER_DATA["frozen after the wrap"][0], 2),
-    "no zero_grad": (OVER_DATA["gradients are not zeroed"][0], 2),
+    "no zero_grad": (OVER_DATA["gradients are not zeroed"][0], 3),  # in the second optimizer.step(), after the yield
     "optimizer of a copy": (OVER_DATA["the optimizer holds a copy's parameters"][0], 2),
     "optimizer of a part": (OVER_DATA["the optimizer holds a part"][0], 2),
     "the same data": (OVER_DATA["the same data on all ranks"][0], 2),

@@ -292,7 +292,16 @@ OVER_DATA: dict[str, tuple[Callable[[], Steps], str, int, str]] = {
         *("warning", 2),
         "all data-parallel ranks were given the same inputs.*DistributedSampler",
     ),
-    "gradients are not zeroed": (lambda: net_program(zeroes=False), "warning", 2, r"were not zeroed .*zero_grad\(\)"),
+    "gradients are not zeroed": (  # said when the second step's optimizer steps, which is after the second yield
+        lambda: net_program(zeroes=False),
+        *("warning", 3),
+        r"were not zeroed .*zero_grad\(\)",
+    ),
+    "gradients are not zeroed, ours": (
+        lambda: net_program(optimizer=ours, zeroes=False),
+        *("warning", 3),
+        r"were not zeroed .*zero_grad\(\)",
+    ),
     "the optimizer holds a copy's parameters": (
         optimizer_of_a_copy,
         *("warning", 2),
@@ -576,6 +585,33 @@ def reads_gradients_alone() -> Steps:
         yield
 
 
+def finalizes_what_is_dropped(optimizer: Callable[[DistributedDataParallel], Any]) -> Steps:
+    """A GAN's discriminator: the generator's loss adds to its gradients, is finalized too, and is dropped."""
+    model = wrap(Net())
+    steps = optimizer(model)
+    for step in range(10):
+        steps.zero_grad()
+        model(samples(step)).pow(2).mean().backward()
+        finalize_model_grads([model])
+        steps.step()
+        model(samples(step + 1)).mean().backward()
+        finalize_model_grads([model])
+        yield
+
+
+def adds_what_is_dropped() -> Steps:
+    """As above, but the generator's gradients are dropped before they are finalized."""
+    model = wrap(Net())
+    optimizer = sgd(model)
+    for step in range(10):
+        model.zero_grad_buffer()
+        model(samples(step)).pow(2).mean().backward()
+        finalize_model_grads([model])
+        yield
+        optimizer.step()
+        model(samples(step + 1)).mean().backward()
+
+
 RIGHT: dict[str, Callable[[], Steps]] = {
     "a plain loop": net_program,
     "warm-up from a learning rate of 0": lambda: net_program(optimizer=lambda model: sgd(model, lr=0.0)),
@@ -583,6 +619,9 @@ RIGHT: dict[str, Callable[[], Steps]] = {
     "constants on all ranks": lambda: net_program(batch=lambda step: torch.full((4, WIDTH), float(step + 1))),
     "a GAN of two models": gan_of_two_models,
     "a GAN in one model": gan_in_one_model,
+    "a discriminator whose last gradients are finalized and dropped": lambda: finalizes_what_is_dropped(sgd),
+    "the same with our optimizer": lambda: finalizes_what_is_dropped(ours),
+    "a discriminator whose last gradients are dropped": adds_what_is_dropped,
     "adapters": adapters,
     "experts without tokens": lambda: any_model(Choosing),
     "heads that take turns": lambda: any_model(Alternating),
