@@ -24,6 +24,9 @@ class TunedModel:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; bfloat16 has fp32 masters in the optimizer
     sequence_length: int = 256  # tokens of one window
     gradient_checkpointing: bool = False  # compute each layer again in backward
+    # tokens whose logits are computed at a time, and again in backward; 0 for all; None: by the size of the logits.
+    # torch_ddp and torch_fsdp compute all
+    logits_chunk: int | None = None
 
 
 @dataclass(frozen=True)

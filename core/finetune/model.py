@@ -29,7 +29,7 @@ from core.finetune.config import TINY, TuneConfig
 from core.finetune.model_files import CONFIGURATION, GENERATION, check_weights, one_line, read_settings, refuse_missing
 from core.finetune.plan import sequence_mode, zero_stage
 from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
-from core.hugging_face import PlanError, read_plan
+from core.hugging_face import PlanError, read_plan, use_chunked_loss
 from core.hugging_face.directory import check_files, read_configuration
 from core.hugging_face.experts import check_experts
 from core.hugging_face.precision import cast_model
@@ -226,6 +226,7 @@ def plugin_of(config: TuneConfig, micro_batch_size: int) -> ZeroPluginBase:
             overlap_allgather=zero in (1, 2),
             moe_dp_outside=False,
             make_vocab_size_divisible_by=1,  # so that a rank holds what is planned
+            logits_chunk=config.model.logits_chunk,
             **common,
         )
     plugin.check_for_nan_in_grad = True
@@ -268,6 +269,8 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
         optimizer = torch_optimizer(config.optimizer, model)
         if isinstance(plugin, (TorchDDPPlugin, TorchFSDPPlugin)):
             return boosted_by_torch(plugin, model, optimizer, config.optimizer.clip_grad)
+        if not in_slices:  # the plugin `hybrid` has an option for it
+            use_chunked_loss(model, config.model.logits_chunk)
         model, optimizer, *_ = booster.boost(model, optimizer)
         if in_slices:
             booster.load_model(model, directory)

@@ -19,7 +19,7 @@ from core.training.sizes import check_divides, check_ranks, either
 
 TUNE_RANGES: dict[str, dict[str, Range]] = {
     **{section: RANGES[section] for section in ("optimizer", "run", "checkpoint", "logging")},
-    "model": {"sequence_length": whole(2, SIZE.high)},
+    "model": {"sequence_length": whole(2, SIZE.high), "logits_chunk": RANGES["model"]["logits_chunk"]},
     "lora": {"r": SIZE, "alpha": SIZE, "dropout": Range(Real, 0, 1, open_high=True)},
     "data": {"limit": SIZE, "validation_fraction": Range(Real, 0, 0.5, open_high=True)},
     "parallel": {

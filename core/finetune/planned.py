@@ -117,6 +117,7 @@ class PlannedTuning:
             config.data.packing,
             loss_of_whole_logits,
             adapters=None if config.lora.r is None else lora_config_of(config),
+            logits_chunk=config.model.logits_chunk,
         )
 
     def _optimizer(self, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:

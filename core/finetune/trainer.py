@@ -17,7 +17,9 @@ from core.finetune.torch_plugins import TorchModel
 from core.finetune.windows import IDS, LABELS, POSITIONS, UNLEARNED
 from core.groups import agree
 from core.hugging_face import gather_logits, stage_activations
+from core.hugging_face.deferred_logits import loss_follows
 from core.hugging_face.parallel_loss import ParallelCausalLoss, refuse_use_of_split_logits
+from core.hugging_face.plan import without_adapters
 from core.hugging_face.stages import stage_of
 from core.interface.whole import note
 from core.pipeline_parallel import PipelineRunner
@@ -58,7 +60,8 @@ class Microbatch:
 
 def tuning_step(chunk: nn.Module, microbatch: Microbatch, hidden: torch.Tensor | None) -> Any:
     """One microbatch through one stage; on the last stage the weighted sum of its tokens' losses."""
-    output = chunk(received=hidden, **microbatch.arguments)
+    with nullcontext() if microbatch.reports else loss_follows(stage_of(chunk).model):
+        output = chunk(received=hidden, **microbatch.arguments)
     if not stage_of(chunk).part.post_process:
         return output
     summed = microbatch.loss(output.logits.float(), labels=microbatch.labels, num_items_in_batch=1.0)
@@ -82,7 +85,8 @@ class TuneTrainer(Trainer):
         self.packing = packing
         self.runner = runner
         last: Any = model.parts()[-1]
-        own = getattr(last, "loss_function", None)  # of logits that are split, or cut over the sequence
+        # Of logits that are split, cut over the sequence, or computed in chunks.
+        own = getattr(without_adapters(last), "loss_function", None)
         self.loss: TokensLoss = own if isinstance(own, ParallelCausalLoss) else loss_of_whole_logits
 
     def finalize_gradients(self) -> None:
@@ -138,7 +142,8 @@ class TuneTrainer(Trainer):
         """The sum over learned tokens, in fp32, of a model that is whole on this rank."""
         if torch.is_grad_enabled():
             note(loss_of_windows, self.arguments(batch), batch[1], per_token=True)
-        logits = self.chunks[0](**self.arguments(batch)).logits
+        with loss_follows(self.model.parts()[0]):
+            logits = self.chunks[0](**self.arguments(batch)).logits
         return self.loss(logits.float(), labels=batch[1], num_items_in_batch=1.0)
 
     def arguments(self, batch: Batch) -> dict[str, Any]:

@@ -98,9 +98,9 @@ def losses_of_a_plain_loop(config: TuneConfig, steps: int, lora: Any = None) -> 
 @pytest.mark.parametrize(
     "layout",
     [
-        "--tp 2 --pp 2 --zero 3",
+        "--tp 2 --pp 2 --zero 3 --model.logits-chunk 5",
         "--plugin gemini --tp 2 --model tiny:llama --model.gradient-checkpointing",
-        pytest.param("--plugin low_level_zero --zero 2", marks=pytest.mark.nightly),
+        pytest.param("--plugin low_level_zero --zero 2 --model.logits-chunk 5", marks=pytest.mark.nightly),
         pytest.param("--plugin torch_fsdp", marks=pytest.mark.nightly),
         pytest.param("--plugin torch_ddp", marks=pytest.mark.nightly),
         pytest.param("--plugin torch_fsdp --model tiny:gemma3", marks=pytest.mark.nightly),  # tied embeddings
@@ -111,7 +111,7 @@ def losses_of_a_plain_loop(config: TuneConfig, steps: int, lora: Any = None) -> 
         pytest.param("--tp 2 --zero 1", marks=pytest.mark.nightly),
         pytest.param("--tp 2 --pp 2", marks=pytest.mark.nightly),
         pytest.param("--tp 2 --zero 3", marks=pytest.mark.nightly),
-        pytest.param("--sp 2 --tp 2 --zero 2", marks=pytest.mark.nightly),
+        pytest.param("--sp 2 --tp 2 --zero 2 --model.logits-chunk 3", marks=pytest.mark.nightly),
         pytest.param("--tp 2 --ep 2 --model tiny:qwen3_moe", marks=pytest.mark.nightly),
         pytest.param("--pp 2 --zero 2 --model tiny:gemma3", marks=pytest.mark.nightly),  # scaled and tied embeddings
         pytest.param("--tp 2 --pp 2 --model tiny:gpt2 --data.no-packing", marks=pytest.mark.nightly),
@@ -140,7 +140,7 @@ def test_20_losses_in_a_layout_are_those_of_a_plain_loop(rank: int, world: int, 
 @pytest.mark.parametrize(
     "how",
     [
-        *("--tp 2", "--plugin low_level_zero", "--plugin gemini"),
+        *("--tp 2", *(f"--plugin {name} --model.logits-chunk 7" for name in ("low_level_zero", "gemini"))),
         pytest.param("--tp 1", marks=pytest.mark.nightly),
         "--plugin torch_ddp",
         pytest.param("--plugin torch_fsdp --model.gradient-checkpointing", marks=pytest.mark.nightly),
