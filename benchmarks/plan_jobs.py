@@ -193,9 +193,9 @@ class ModelJob(PlannedJob):
                 if self.config.sequence_parallel is not None:
                     loss = model(**self.arguments(ids), labels=ids).loss
                 else:
-                    with loss_follows(self.last):
-                        logits = model(**self.arguments(ids)).logits
-                    loss = self.loss(logits.float(), labels=ids, num_items_in_batch=1.0)
+                    given = self.arguments(ids)
+                    with loss_follows(self.last):  # no name holds the logits during backward
+                        loss = self.loss(model(**given).logits.float(), labels=ids, num_items_in_batch=1.0)
                 loss.backward()
 
 

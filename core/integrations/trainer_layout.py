@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import send_to_device
 
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
@@ -91,7 +92,7 @@ class LayoutParts(Base):
         if self.plugin is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        inputs = self._prepare_inputs(inputs)
+        inputs = send_to_device(inputs, self.args.device)
         by_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         parts = 1 if by_items else self.current_gradient_accumulation_steps
         if by_items:
@@ -132,7 +133,7 @@ class LayoutParts(Base):
         self.boosted.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         for inputs in dataloader:
-            batch = self._prepare_inputs(inputs)
+            batch = send_to_device(inputs, self.args.device)
             rows = len(next(value for value in batch.values() if isinstance(value, torch.Tensor)))
             if self.plugin.pp_size > 1:
                 loss = self.booster.execute_pipeline(iter([batch]), self.boosted, _share)["loss"]
@@ -141,7 +142,7 @@ class LayoutParts(Base):
             sums += torch.stack([loss.double() * rows, loss.new_tensor(rows).double()])
         add_over_replicas(sums, self.boosted.groups)
         prefix = kwargs.get("metric_key_prefix", "eval")
-        metrics = {f"{prefix}_loss": float(sums[0] / sums[1])}
+        metrics = {"_".join((prefix, "loss")): float(sums[0] / sums[1])}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(sums[1]))
 
     # -- files -------------------------------------------------------------------------------------------------------

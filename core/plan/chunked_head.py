@@ -36,8 +36,8 @@ class ChunkedHead:
         self.layer.forward = self
         own, self.vocab_size = base.loss_function, base.config.get_text_config().vocab_size
 
-        def loss_function(logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
-            found: Tensor = self.loss(logits, labels) if self.chunk else own(logits=logits, labels=labels, **more)
+        def loss_function(logits: Tensor, labels: Tensor, *given: Any, **more: Any) -> Tensor:
+            found: Tensor = self.loss(logits, labels) if self.chunk else own(logits, labels, *given, **more)
             return found
 
         base.loss_function = loss_function

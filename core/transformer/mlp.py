@@ -20,7 +20,11 @@ def swiglu(wide: Tensor) -> Tensor:
     return F.silu(gate) * value
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "swiglu": swiglu}
+def gelu(wide: Tensor) -> Tensor:
+    return F.gelu(wide)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "swiglu": swiglu}
 
 
 class MLP(nn.Module):

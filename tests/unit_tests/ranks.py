@@ -405,7 +405,12 @@ def _run_task(task: Task, store: Any) -> None:
         world_size=task.world,
         timeout=datetime.timedelta(seconds=2 * task.timeout_s),  # the pool's limit comes first, and shows the frame
     )
-    function(rank=task.rank, **task.arguments)
+    try:
+        function(rank=task.rank, **task.arguments)
+    finally:
+        for patches in task.arguments.values():  # the fixture's end undoes those of the test's own process alone
+            if isinstance(patches, pytest.MonkeyPatch):
+                patches.undo()
 
 
 def _clean_up() -> None:

@@ -189,11 +189,12 @@ def test_waits_of_saves_loops_and_groups_name_the_lost_rank(rank: int, world: in
 
 
 @ranks(2)
-def test_data_of_the_first_rank_names_the_lost_rank(rank: int, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_of_the_first_rank_names_the_lost_rank(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     use_watch(Ended())
-    monkeypatch.setattr(dist, "broadcast", closed)
-    with pytest.raises(PeerLost, match=r"for the data of the first rank.*, ranks 0, 1,.*; rank 1 has ended"):
+    words = r"for the data of the first rank.*, ranks 0, 1,.*; rank 1 has ended"
+    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(PeerLost, match=words):
+        monkeypatch.setattr(dist, "broadcast", closed)
         broadcast_data(["x"], {"x": torch.ones(2)}, torch.float32)
 
 

@@ -323,7 +323,7 @@ def test_the_plan_says_where_the_sequence_is_cut() -> None:
     plan = sequence.over_sequence(small("llama"), read_plan(small("llama")), "model.layers")
     table = plan.table(2)
     assert "2 x model.layers.*.self_attn (sequence): input this rank's part of the sequence; all parts" in table
-    assert "o_proj (rowwise): input as it is; output summed over tp, and this rank's part of the sequence" in table
+    assert "o_proj (rowwise): input unchanged; output summed over tp, and this rank's part of the sequence" in table
     assert "1 x model.layers.* (sequence): input whole; this rank's part of the sequence is taken" in table
 
 

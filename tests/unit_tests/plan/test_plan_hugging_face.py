@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "phi3": {"logits_chunk": 40},
     "llama tp": {"tp": 2, "micro_batch_size": 2, "logits_chunk": 24},
     "gpt2 tp": {"tp": 2, "documents": True},
-    "qwen3 pp": {"pp": 2, "vpp": 2, "micro_batch_size": 1},
+    "qwen3 pp": {"pp": 2, "micro_batch_size": 1},
     "gpt2 pp zero": {"pp": 2, "zero": 2, "micro_batch_size": 1, "layers_per_stage": (1, 3)},
     "mixtral ep": {"ep": 2, "zero": 1},
     "qwen3 zero": {"zero": 3},

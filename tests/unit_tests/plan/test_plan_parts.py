@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from benchmarks.plan_jobs import GptJob, ModelJob
-from core.plan import ModelRun, RankMemory, plan_run, stand_ins
+from core.plan import ModelRun, RankMemory, fake_collectives, plan_run
 from core.plan.job_run import run_of_job
 from core.plan.live_memory import LiveMemory
 from core.plan.model_run import run_of_model
@@ -258,7 +258,7 @@ def test_two_chunks_of_the_loss_stand_for_all(monkeypatch: pytest.MonkeyPatch) -
     flags = [*MODEL, "--tp", "1", "--run.micro-batch-size", "2", "--model.logits-chunk", "24"]
     run = run_of_job(load_config(flags), 1)
     (*_, found) = parts_of_stages(run)[0]
-    monkeypatch.setattr(stand_ins, "few_chunks", rows_of_chunks)
+    monkeypatch.setattr(fake_collectives, "few_chunks", rows_of_chunks)
     (*_, expected) = parts_of_stages(run)[0]
     assert found.name == expected.name == HEAD
     assert (found.saved, found.forward, found.backward) == (expected.saved, expected.forward, expected.backward)
