@@ -21,7 +21,7 @@ class _Question:
 
 
 class PromptStore:
-    """A torch store; a call that takes longer than limit_s raises RuntimeError, and so does each call after it.
+    """A torch store; a call that takes longer than limit_s raises RuntimeError, and so do others until it has ended.
 
     The client of torch's TCPStore reads its socket without a limit, so calls are made by a thread that no other waits
     for. Several threads may use it at once.
@@ -30,7 +30,8 @@ class PromptStore:
     def __init__(self, store: dist.Store, limit_s: float) -> None:
         self._store = store
         self._limit_s = limit_s
-        self._silent = False
+        self._late: _Question | None = None  # the call that took longer
+        self._closed = False
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._answer, name="core-store", daemon=True)
         self._thread.start()
@@ -41,16 +42,23 @@ class PromptStore:
     def close(self) -> None:
         """End the thread; each later call raises RuntimeError."""
         self._questions.put(None)
-        self._silent = True
+        self._closed = True
         self._thread.join(1.0)  # it does not end while a call hangs
+
+    @property
+    def is_silent(self) -> bool:
+        """True while a call has not ended that took longer than the limit, or if it ended with an error."""
+        return self._late is not None and (not self._late.done.is_set() or self._late.error is not None)
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         question = _Question(partial(call, *args))
-        if not self._silent:
+        if not (self._closed or self.is_silent):
+            self._late = None
             self._questions.put(question)
-            self._silent = not question.done.wait(self._limit_s)
+            if not question.done.wait(self._limit_s):
+                self._late = question
         if not question.done.is_set():
-            raise RuntimeError(f"no answer within {self._limit_s:.0f} s: its host is lost, or the network to it")
+            raise RuntimeError(f"no answer within {self._limit_s:.0f} s")
         if question.error is not None:
             raise question.error
         return question.answer

@@ -248,18 +248,23 @@ class RankWatch:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            while not self._ending.wait(BEAT_S):
+        while not self._ending.wait(BEAT_S):
+            try:
                 self._look()
-        except RuntimeError as error:
-            if not self._ending.is_set():
-                self._watch_own_host(error)
+            except RuntimeError as error:
+                if not self._ending.is_set():
+                    self._watch_own_host(error)
 
     def _watch_own_host(self, error: Exception) -> None:
-        """The store has gone: what happens to the processes of this host is still seen."""
-        lost = "the job's store does not answer; the process that holds it has ended, or cannot be reached"
-        log.error("rank %d: %s (%s)%s", self.rank, lost, str(error).splitlines()[0], self._here())
+        """Watch the processes of this host until the store answers again, which one that has ended never does."""
+        is_late = self.store.is_silent
+        why = "the process that holds it is busy, stopped or out of reach" if is_late else "its process has ended"
+        words = f"the job's store does not answer: {why} ({str(error).splitlines()[0]})"
+        log.log(logging.WARNING if is_late else logging.ERROR, "rank %d: %s%s", self.rank, words, self._here())
         while True:
+            if is_late and not self.store.is_silent:
+                log.warning("rank %d: the job's store answers again", self.rank)
+                return
             self._find_place()
             for rank, (kind, what) in self._look_at_processes().items():
                 self._note(rank, kind, what)

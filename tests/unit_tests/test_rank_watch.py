@@ -28,6 +28,7 @@ from core.verify import rank_pool
 from core.verify.rank_pool import RankFailure, RankPool
 from core.watch import rank_watch
 from core.watch.flight_recorder import unfinished_collective
+from core.watch.prompt_store import PromptStore
 from core.watch.stragglers import Stragglers
 from core.watch.waiting import calling, waiting
 
@@ -326,6 +327,31 @@ def lose_the_network(rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     while "rank 1 (process" not in (folder / f"{rank}.log").read_text() and time.monotonic() < limit:
         time.sleep(0.1)
+
+
+def test_a_store_whose_process_was_stopped_is_asked_again() -> None:
+    context = multiprocessing.get_context("forkserver")
+    port = context.Queue()
+    holder = context.Process(target=hold_a_store, args=(port,))
+    holder.start()
+    try:
+        store = dist.TCPStore("127.0.0.1", port.get(timeout=60), is_master=False)
+        prompt = PromptStore(store, 0.3)
+        assert prompt.add("members", 1) == 1 and not prompt.is_silent
+        assert holder.pid is not None
+        os.kill(holder.pid, signal.SIGSTOP)
+        for _ in range(2):  # the second call does not wait
+            with pytest.raises(RuntimeError, match="no answer within 0 s"):
+                prompt.add("members", 1)
+            assert prompt.is_silent
+        os.kill(holder.pid, signal.SIGCONT)
+        limit = time.monotonic() + 20
+        while prompt.is_silent and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert prompt.add("members", 1) == 3  # the late call has counted, the refused one has not
+    finally:
+        holder.kill()
+        holder.join()
 
 
 def test_a_store_that_cannot_be_reached_is_reported_and_the_ranks_of_this_host_are_watched_on(tmp_path: Path) -> None:
