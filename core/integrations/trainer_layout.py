@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import send_to_device
 
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
@@ -92,7 +91,7 @@ class LayoutParts(Base):
         if self.plugin is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
-        inputs = send_to_device(inputs, self.args.device)
+        inputs = _on_device(inputs, self.args.device)
         by_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         parts = 1 if by_items else self.current_gradient_accumulation_steps
         if by_items:
@@ -133,7 +132,7 @@ class LayoutParts(Base):
         self.boosted.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         for inputs in dataloader:
-            batch = send_to_device(inputs, self.args.device)
+            batch = _on_device(inputs, self.args.device)
             rows = len(next(value for value in batch.values() if isinstance(value, torch.Tensor)))
             if self.plugin.pp_size > 1:
                 loss = self.booster.execute_pipeline(iter([batch]), self.boosted, _share)["loss"]
@@ -173,6 +172,12 @@ class LayoutParts(Base):
             super()._load_best_model()
             return
         self.booster.load_model(self.boosted, self.state.best_model_checkpoint)
+
+
+def _on_device(inputs: dict[str, Any], device: torch.device) -> Any:
+    from accelerate.utils import send_to_device
+
+    return send_to_device(inputs, device)
 
 
 def _share(outputs: Any, batch: Any, parts: int = 1) -> torch.Tensor:

@@ -21,6 +21,7 @@ def swiglu(wide: Tensor) -> Tensor:
 
 
 def gelu(wide: Tensor) -> Tensor:
+    """GELU of any shape, elementwise."""
     return F.gelu(wide)
 
 

@@ -258,19 +258,16 @@ class RankWatch:
     def _watch_own_host(self, error: Exception) -> None:
         """Watch the processes of this host until the store answers again, which one that has ended never does."""
         is_late = self.store.is_silent
-        why = "the process that holds it is busy, stopped or out of reach" if is_late else "its process has ended"
-        words = f"the job's store does not answer: {why} ({str(error).splitlines()[0]})"
-        log.log(logging.WARNING if is_late else logging.ERROR, "rank %d: %s%s", self.rank, words, self._here())
-        while True:
-            if is_late and not self.store.is_silent:
-                log.warning("rank %d: the job's store answers again", self.rank)
-                return
+        why = ("is busy, stopped or out of reach" if is_late else "has ended") + f" ({str(error).splitlines()[0]})"
+        log.error("rank %d: the job's store does not answer: its process %s%s", self.rank, why, self._here())
+        while self.store.is_silent or not is_late:
             self._find_place()
             for rank, (kind, what) in self._look_at_processes().items():
                 self._note(rank, kind, what)
             self._end_hopeless_wait()
             if self._ending.wait(BEAT_S):
                 return
+        log.warning("rank %d: the job's store answers again", self.rank)
 
     def _find_place(self) -> None:
         self.place = place_of_main_thread(self.place)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -420,17 +422,13 @@ def test_a_forward_step_that_draws_its_own_data_is_refused(rank: int, world: int
             job.runner.step([None] * 3)
 
 
-def test_ranks_that_train_alone_are_told_so(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_train_alone_are_told_so(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("import torch\ntorch.nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()\n")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    monkeypatch.setattr("sys.path", ["", *sys.path])
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # other tests may leave a group here
-    assert run_program(Asked(str(program))) == 1
-    assert "WORLD_SIZE is 2 and the program starts no torch.distributed" in capsys.readouterr().out
+    command = [sys.executable, "-m", "core.verify", str(program)]
+    done = subprocess.run(command, env={**os.environ, "WORLD_SIZE": "2"}, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr
+    assert "WORLD_SIZE is 2 and the program starts no torch.distributed" in done.stdout
 
 
 def test_the_command_line_ends_at_the_program() -> None:
