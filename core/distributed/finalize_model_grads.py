@@ -289,9 +289,11 @@ def _look(parts: Sequence[DistributedDataParallel], groups: ProcessGroups) -> No
     with attributes_alone():
         look(watches, groups, optimizer_steps=sum(part.step_guard.steps for part in parts))
     if not watches[0].active:
-        parts[0].step_guard.at_step = watches[0].note_optimizer_step if watches[0].mixed else None
-        for part in parts[bool(watches[0].mixed) :]:
+        for part in parts:
             part.reducer.at_begin = None
+        if watches[0].mixed:  # a warning that the next step of an optimizer gives, or the next begin drops
+            parts[0].step_guard.at_step = watches[0].note_optimizer_step
+            parts[0].reducer.at_begin = watches[0].note_begin
 
 
 def models_of(chunks: Sequence[Any]) -> list[int]:
