@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from core.distributed.reduce.grad_reducer import call_after_backward
+from core.distributed.buffer.grad_attribute import backward_runs
 
 # Called with each storage that has got another size: torch reports such a change to no mode.
 WATCHERS: list[Callable[[torch.UntypedStorage], None]] = []
@@ -44,7 +44,7 @@ def discard(output: Tensor, consumed: Tensor) -> None:
     node: Any = output.grad_fn
     if not isinstance(getattr(node, "recipe", None), Recipe) or not consumed.requires_grad:
         return
-    if call_after_backward(_no_method):  # a checkpoint runs this forward again, for a backward that has begun
+    if backward_runs():  # a checkpoint runs this forward again, for a backward that has begun
         return
     alias = output.data  # a version counter of its own: autograd need not know that the values come and go
     storage = alias.untyped_storage()
@@ -106,7 +106,3 @@ def _resize(storage: torch.UntypedStorage, nbytes: int) -> None:
     storage.resize_(nbytes)
     for watcher in WATCHERS:
         watcher(storage)
-
-
-def _no_method() -> None:
-    """No method is called after the backward."""

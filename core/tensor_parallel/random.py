@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from core.distributed.reduce.grad_reducer import call_after_backward
+from core.distributed.buffer.grad_attribute import backward_runs
 from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel.mappings import resolve_groups
 
@@ -126,7 +126,7 @@ class RNGStatesTracker:
                 f"random stream {name!r} was never seeded (there are: {sorted(self._states) or 'none'}); call "
                 "core.tensor_parallel.model_parallel_manual_seed(seed) on every rank after initialize_model_parallel"
             )
-        if name in DROPOUT_STREAMS and not self.replays and call_after_backward(_nothing):
+        if name in DROPOUT_STREAMS and not self.replays and backward_runs():
             raise RuntimeError(
                 f"a forward that draws from random stream {name!r} runs again in backward. torch's checkpoint restores "
                 "torch's default stream alone, so it would drop other elements. Recompute by "
@@ -210,7 +210,3 @@ def _replay(states: dict[str, RNGState]) -> Iterator[None]:
     finally:
         tracker.set_states(before)
         tracker.replays = outer
-
-
-def _nothing() -> None:
-    """Do nothing; called after a backward in which a fork was requested."""
