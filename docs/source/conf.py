@@ -11,6 +11,9 @@ import options as option_tables  # docs/options.py
 from docutils import nodes
 
 COMMAND = re.compile(r"(\$ )?(python|torchrun|pip|make|hf|git|srun|sbatch|\. )")
+COLUMNS = re.compile(r"\S {3,}\S")  # a table that a program prints
+WRAPPED = re.compile(r'<div class="highlight-(?:sh|bash|text) .*?</pre>', re.DOTALL)
+OPTION = re.compile(r"(?<![\w-])(--?[\w.-]+)")
 
 project = "gradient-core"
 author = copyright = "the gradient-core authors"
@@ -127,16 +130,27 @@ def without_fields(app, what, name, obj, skip, options):
 
 
 def commands_wrap(app, doctree):
-    """Command lines are text, which a narrow page wraps; tables of figures without a language are scrolled."""
+    """Command lines are text, which a narrow page wraps; what has columns is `none`, and scrolled."""
     for block in doctree.findall(nodes.literal_block):
-        if block.get("language") in ("none", "default") and COMMAND.match(
-            block.astext()
-        ):
-            block["language"] = "text"
+        text = block.astext()
+        if block.get("language") in ("none", "default", "text"):
+            if COLUMNS.search(text):
+                block["language"] = "none"
+            elif COMMAND.match(text):
+                block["language"] = "text"
+
+
+def options_stay_whole(app, page, template, context, doctree):
+    """No line of a wrapped command ends behind the hyphen of `--option`."""
+    context["body"] = WRAPPED.sub(
+        lambda block: OPTION.sub(r'<span class="option">\1</span>', block[0]),
+        context.get("body", ""),
+    )
 
 
 def setup(app):
     app.connect("doctree-read", commands_wrap)
+    app.connect("html-page-context", options_stay_whole)
     app.connect("autodoc-skip-member", without_fields)
     app.connect("autodoc-process-docstring", plain_text_to_rst)
     app.connect("autodoc-process-signature", short_signature)
