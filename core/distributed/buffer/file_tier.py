@@ -20,7 +20,6 @@ from core.distributed.buffer.memory_tier import MemoryTier
 
 LEAST_BYTES = 2**20  # of a file
 SPARE = 8  # a file is at least this part of all before it, so that there are few of them
-SHARED_TAIL = 2**16  # bytes at the end of a shared file that every rank writes
 
 
 class FileTier(MemoryTier):
@@ -48,7 +47,7 @@ class FileTier(MemoryTier):
             return torch.zeros(numel, dtype=dtype, device="cpu")
         if self.block is None or self.used + nbytes > len(self.block):
             size = _pages(max(nbytes, LEAST_BYTES, self.nbytes // SPARE))
-            descriptor = self._new(size)
+            descriptor = self._new(size, reserved=size)
             try:
                 self.block, self.used = mmap.mmap(descriptor, size), 0
             finally:
@@ -62,24 +61,24 @@ class FileTier(MemoryTier):
 
         The caller closes what is returned. OSError, which is kept in `refused`, where there is no room.
         """
-        reserved_from = 0 if is_first else max(0, nbytes - SHARED_TAIL)
         try:
-            return self._new(nbytes, reserved_from)
+            return self._new(nbytes, reserved=nbytes if is_first else 0)
         except OSError as error:
             self.refused = error
             raise
 
-    def _new(self, nbytes: int, reserved_from: int = 0) -> int:
+    def _new(self, nbytes: int, *, reserved: int) -> int:
         descriptor = self._nameless()
         try:
             os.ftruncate(descriptor, nbytes)
-            os.posix_fallocate(descriptor, reserved_from, nbytes - reserved_from)
+            if reserved > 0:  # posix_fallocate refuses 0
+                os.posix_fallocate(descriptor, 0, reserved)
         except OSError as error:
             os.close(descriptor)
             free = os.statvfs(self.directory)
             raise OSError(
                 error.errno,
-                f"{nbytes - reserved_from} bytes for shards below the device could not be reserved in "
+                f"{reserved} bytes for shards below the device could not be reserved in "
                 f"{self.directory}, where {free.f_bavail * free.f_frsize} are free ({os.strerror(error.errno or 0)}). "
                 "Free some, name another directory, or offload less",
             ) from None

@@ -8,7 +8,8 @@ The memory is an anonymous file (memfd), which the other ranks open through /pro
 own, and it is gone with the last process that maps it.
 
 Note [Counters]
-All ranks launch the collectives of a group in one order. Three counters in each rank's memory record what it has done:
+All ranks launch the collectives of a group in one order. Three counters of each rank, which lie in RAM wherever its
+tensor lies, record what it has done:
 
     counter 0: I have launched collective k: my gradients are complete and may be read
     counter 1: I have added up my part; or, in a gather, I have read what I need
@@ -39,7 +40,6 @@ from core.groups import agree
 from core.watch.processes import boot_id, runs
 from core.watch.waiting import PeerLost
 
-PAGE = 4096
 STRIDE = 8  # int64 between two counters: a cache line each
 PLACES = 3 * STRIDE  # where the places of launches begin, behind the counters
 RING = 1000  # launches whose place is published at a time: as many can be in flight, and a further one waits
@@ -55,7 +55,8 @@ class Member:
     rank: int  # in the job
     pid: int
     tensor: torch.Tensor  # [numel]
-    memory: memoryview  # all of it, counters included
+    memory: memoryview  # of the tensor
+    control: memoryview  # CONTROL_BYTES for each channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +92,18 @@ class HostMemory:
         if numel == 0 or device.type != "cpu" or dist.get_world_size(whole) == 1 or backend_of(whole, device) != "gloo":
             return None
         groups = [group for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
-        data_bytes = -(-numel * dtype.itemsize // PAGE) * PAGE
-        maps = _map_all(data_bytes + len(groups) * CONTROL_BYTES, whole, new_file)
-        if maps is None:
+        maps = _map_all(numel * dtype.itemsize, whole, new_file)
+        controls = None if maps is None else _map_all(len(groups) * CONTROL_BYTES, whole)
+        if maps is None or controls is None:
             return None
         members = {
-            rank: Member(rank, pid, torch.frombuffer(memory, dtype=dtype, count=numel), memoryview(memory))
+            rank: Member(
+                rank,
+                pid,
+                torch.frombuffer(memory, dtype=dtype, count=numel),
+                memoryview(memory),
+                memoryview(controls[rank][1]),
+            )
             for rank, (pid, memory) in maps.items()
         }
         channels = [
@@ -104,7 +111,7 @@ class HostMemory:
                 group,
                 [members[rank] for rank in dist.get_process_group_ranks(group)],
                 dist.get_rank(group),
-                data_bytes + number * CONTROL_BYTES,
+                number * CONTROL_BYTES,
                 timeout_of(group).total_seconds(),
             )
             for number, group in enumerate(groups)
@@ -136,7 +143,7 @@ class HostChannel:
         self.members = list(members)
         self.rank = rank  # this one, in the group
         self.own = self.members[rank].tensor
-        self.control = [m.memory[control_at : control_at + CONTROL_BYTES].cast("q") for m in self.members]
+        self.control = [m.control[control_at : control_at + CONTROL_BYTES].cast("q") for m in self.members]
         self.launched = 0
         self.in_flight: list[HostHandle] = []  # in the order of their launch
         self.timeout_s = timeout_s

@@ -29,12 +29,12 @@ def channels_of(
     world: int, numel: int, dtype: torch.dtype = torch.float64, pids: list[int] | None = None
 ) -> tuple[list[HostChannel], list[torch.Tensor]]:
     """The channels of `world` ranks, all in this process, and their tensors."""
-    data_bytes = -(-numel * dtype.itemsize // 4096) * 4096
-    memories = [mmap.mmap(-1, data_bytes + CONTROL_BYTES) for _ in range(world)]
+    memories = [mmap.mmap(-1, numel * dtype.itemsize) for _ in range(world)]
+    controls = [memoryview(mmap.mmap(-1, CONTROL_BYTES)) for _ in range(world)]
     tensors = [torch.frombuffer(memory, dtype=dtype, count=numel) for memory in memories]
     pids = pids or [os.getpid()] * world
-    members = [Member(r, pids[r], tensors[r], memoryview(memories[r])) for r in range(world)]
-    return [HostChannel(None, members, rank, data_bytes, timeout_s=20.0) for rank in range(world)], tensors
+    members = [Member(r, pids[r], tensors[r], memoryview(memories[r]), controls[r]) for r in range(world)]
+    return [HostChannel(None, members, rank, 0, timeout_s=20.0) for rank in range(world)], tensors
 
 
 def at_once(works: list[Callable[[], None]]) -> None:
@@ -235,6 +235,23 @@ def test_memory_is_shared_between_processes(rank: int, world: int) -> None:
     elsewhere = torch.full((10,), rank + 1.0)  # not in that memory: over the backend
     collectives.all_reduce(elsewhere, group, "test", scale=0.5).wait()
     assert bool((elsewhere == total / 2).all())
+
+
+@ranks(2)
+def test_ranks_wait_for_each_other_in_memory_that_no_file_holds(rank: int, world: int, tmp_path: Path) -> None:
+    """Counters in a file would end every rank by a signal where the file is cut short."""
+    group = dist.group.WORLD
+    assert group is not None
+    with open(tmp_path / f"file{rank}", "w+b") as file:
+        shared = HostMemory.share(
+            1000, torch.float32, torch.device("cpu"), [group], lambda nbytes: os.dup(file.fileno())
+        )
+        assert shared is not None
+        shared.tensor.fill_(rank + 1)
+        shared.channels[0].all_reduce(shared.tensor).wait()
+        assert shared.tensor.tolist() == [3.0] * 1000
+        file.truncate(0)
+        shared.channels[0].meet()
 
 
 @ranks(2)
