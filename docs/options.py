@@ -184,6 +184,6 @@ def flag_of(cls: type, name: str) -> str:
 
 def sentence(text: str) -> str:
     """Begins with a capital letter, if it begins with a plain word, and ends with a full stop."""
-    if re.match(r"[a-z][a-z]+([ ,.]|$)|a ", text):
+    if re.match(r"[a-z][a-z]+([ ,]|\.(?!\w)|$)|a ", text):
         text = text[0].upper() + text[1:]
     return text if text.endswith((".", "?", ")")) else f"{text}."

@@ -23,20 +23,24 @@ OWN_LOOP = ROOT / "docs" / "source" / "your_own_loop.md"
 ARCHITECTURE = ROOT / "docs" / "source" / "architecture.md"
 
 
-def program_of(page: Path, language: str = "python") -> str:
-    """All blocks of a page in a language, each line at its line number in the page."""
-    lines, inside = [], False
+def program_of(page: Path, language: str = "python", *, begin: str = "", end: str = "") -> str:
+    """All blocks of a page in a language, each line at its line number in the page.
+
+    begin, end: headings between which the blocks are taken; without them the page's beginning and end.
+    """
+    lines, inside, wanted = [], False, not begin
     for line in page.read_text().splitlines():
+        wanted = (wanted or line == (begin or None)) and line != (end or None)
         inside = line == f"```{language}" or (inside and line != "```")
-        lines.append(line if inside and line != f"```{language}" else "")
+        lines.append(line if wanted and inside and line != f"```{language}" else "")
     return "\n".join(lines)
 
 
-def run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run a page's program in the group that the test has already; answer with its names."""
+def run_page(page: Path, monkeypatch: pytest.MonkeyPatch, *, begin: str = "", end: str = "") -> dict[str, Any]:
+    """Run a page's program, or a part's, in the group that the test has already; answer with its names."""
     names: dict[str, Any] = {"__name__": "page"}
     monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
-    exec(compile(program_of(page), str(page), "exec"), names)
+    exec(compile(program_of(page, begin=begin, end=end), str(page), "exec"), names)
     return names
 
 

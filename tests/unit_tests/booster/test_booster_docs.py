@@ -19,9 +19,12 @@ EXAMPLE = ROOT / "examples" / "train_hf.py"
 SMALL = ["--steps", "6", "--batch-size", "2", "--length", "64", "--log-every", "100", "--lr", "0.01"]
 
 
-def page(name: str) -> dict[str, Any]:
+HYBRID = "## HybridParallelPlugin"  # from here on the page has a second program
+
+
+def page(name: str, **part: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        return run_page(ROOT / "docs" / "source" / f"{name}.md", monkeypatch)
+        return run_page(ROOT / "docs" / "source" / f"{name}.md", monkeypatch, **part)
 
 
 def batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +34,7 @@ def batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @ranks(2)
 def test_the_page_on_the_booster_does_what_it_says(rank: int, world: int) -> None:
-    names = page("booster")
+    names = page("booster", end=HYBRID)
     reference = names["new_model"]()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
     for numbers in ([0], [1], [2], [10, 11, 12, 13]):
@@ -51,7 +54,7 @@ def test_the_page_on_the_booster_does_what_it_says(rank: int, world: int) -> Non
             assert (want - start[name]).abs().max() > 3e-4
     assert names["optimizer_again"].param_groups[0]["lr"] == 0.05
     assert names["optimizer16"].scaler.value == 2.0**12 and not names["optimizer16"].found_inf
-    low_level_zero_as_on_one_process(names, world)
+    sharded_as_on_one_process(names, world)
     mine = names["new_model"]()
     inputs, targets = (torch.cat(part) for part in zip(*[batch(0, r) for r in range(world)], strict=True))
     nn.functional.mse_loss(mine(inputs), targets).backward()
@@ -59,24 +62,53 @@ def test_the_page_on_the_booster_does_what_it_says(rank: int, world: int) -> Non
         torch.testing.assert_close(ours_.grad, want.grad)
 
 
-def low_level_zero_as_on_one_process(names: dict[str, Any], world: int) -> None:
+def sharded_as_on_one_process(names: dict[str, Any], world: int) -> None:
     """Four steps of AdamW in fp32, where the page's are in bf16 with masters."""
-    expected, start = names["new_model"](), names["new_model"]()
-    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
-    for step in range(4):
+    with names["gemini_model"].gathered():
+        gemini = {name: param.detach().clone() for name, param in names["gemini_model"].unwrap().named_parameters()}
+    assert all(torch.equal(value, gemini[name]) for name, value in names["gemini_weights"].items())
+    assert len(names["gemini_model"].module.reducer.buckets) == 2
+    for ours, norm, warms_up in (
+        (list(names["zero_model"].unwrap().parameters()), names["zero_norm"], True),
+        (list(gemini.values()), names["gemini_norm"], False),
+    ):
+        expected, start = names["new_model"](), names["new_model"]()
+        optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4) if warms_up else None
+        for step in range(4):
+            optimizer.zero_grad()
+            inputs, targets = (torch.cat(part) for part in zip(*[batch(step, r) for r in range(world)], strict=True))
+            nn.functional.mse_loss(expected(inputs), targets).backward()
+            expected_norm = float(nn.utils.clip_grad_norm_(expected.parameters(), 1.0))
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        assert norm == pytest.approx(expected_norm, rel=2e-2)
+        for found, want, before in zip(ours, expected.parameters(), start.parameters(), strict=True):
+            moved = (want - before).norm()
+            assert found.dtype == torch.bfloat16 and moved > 0.005
+            assert (found.float() - want).norm() < 0.2 * moved  # Adam makes steps of small gradients, which bf16 rounds
+
+
+@ranks(4)
+def test_the_program_of_the_page_over_stages_trains_as_one_process(rank: int, world: int) -> None:
+    pytest.importorskip("transformers")
+    names = page("booster", begin=HYBRID)
+    torch.manual_seed(0)
+    model = names["transformers"].AutoModelForCausalLM.from_config(names["config"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    expected = []
+    for _ in range(8):
+        ids = (torch.randint(0, 256, (8, 1), generator=generator) + torch.arange(32)) % 256
         optimizer.zero_grad()
-        inputs, targets = (torch.cat(part) for part in zip(*[batch(step, r) for r in range(world)], strict=True))
-        nn.functional.mse_loss(expected(inputs), targets).backward()
-        norm = float(nn.utils.clip_grad_norm_(expected.parameters(), 1.0))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        scheduler.step()
-    assert names["zero_norm"] == pytest.approx(norm, rel=2e-2)
-    trained = names["zero_model"].unwrap().parameters()
-    for ours, want, before in zip(trained, expected.parameters(), start.parameters(), strict=True):
-        moved = (want - before).norm()
-        assert ours.dtype == torch.bfloat16 and moved > 0.005
-        assert (ours.float() - want).norm() < 0.2 * moved  # Adam makes steps of small gradients, which bf16 rounds
+        expected.append(float(loss.detach()))
+    assert names["losses"] == pytest.approx(expected, abs=1e-3)
+    assert expected[0] - expected[-1] > 0.5
 
 
 @ranks(2)

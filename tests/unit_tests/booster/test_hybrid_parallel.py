@@ -22,7 +22,6 @@ from core.hugging_face import PlanError, gather_logits
 from core.verify.in_double import InDouble
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.test_docs import ROOT, run_page
 
 STEPS, ROWS, LAYERS = 3, 4, 4
 
@@ -535,53 +534,3 @@ def test_microbatches_are_rows_of_all_tensors_and_as_large_as_was_said() -> None
         microbatches_of(batch, None, 3)
     with pytest.raises(ValueError, match=r"cut into microbatches by rows, and it has \{'cache_position': \[12\]\}"):
         microbatches_of({**batch, "cache_position": torch.arange(12)}, 4, None)
-
-
-@ranks(4)
-def test_the_page_trains_as_one_process(rank: int, world: int) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        names = run_page(ROOT / "docs" / "source" / "hybrid_parallel.md", monkeypatch)
-    torch.manual_seed(0)
-    model = names["transformers"].AutoModelForCausalLM.from_config(names["config"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(0)
-    expected = []
-    for _ in range(8):
-        ids = (torch.randint(0, 256, (8, 1), generator=generator) + torch.arange(32)) % 256
-        optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        expected.append(float(loss.detach()))
-    assert names["losses"] == pytest.approx(expected, abs=1e-3)
-    torch.manual_seed(0)
-    model = names["transformers"].AutoModelForCausalLM.from_config(names["moe_config"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
-    for step in range(8):
-        optimizer.zero_grad()
-        ids = [(torch.randint(0, 256, (8, 1), generator=g) + torch.arange(32)) % 256 for g in generators]
-        loss = torch.stack([model(input_ids=each, labels=each).loss for each in ids]).mean()
-        loss.backward()
-        optimizer.step()
-        assert abs(names["expert_losses"][step] - float(loss.detach())) < 2e-3, step
-    assert expected[0] - expected[-1] > 0.5
-
-
-@ranks(2)
-def test_options_arrive_at_the_engine(rank: int, world: int) -> None:
-    options = {"zero_stage": 1, "overlap_communication": False, "overlap_allgather": True, "cpu_offload": True}
-    plugin = HybridParallelPlugin(
-        2, 1, precision="bf16", zero_bucket_size_in_m=3, communication_dtype=torch.float32, max_norm=2.0, **options
-    )
-    config = plugin._wrapper_config(torch.nn.Linear(1, 1), False)
-    assert config.bucket_size == 3 * 1024 * 1024
-    assert (config.overlap_grad_reduce, config.overlap_param_gather, config.grad_reduce_in_fp32) == (False, True, True)
-    assert plugin._optimizer_config().optimizer_cpu_offload
-    assert plugin._optimizer_config().clip_grad == 2.0
-    plain = HybridParallelPlugin(2, 1, precision="fp32", ddp_bucket_cap_mb=4, fp8_communication=True)
-    config = plain._wrapper_config(torch.nn.Linear(1, 1), False)
-    assert config.bucket_size == 1024 * 1024
-    assert config.data_parallel_sharding_strategy == "no_shard"
-    assert config.grad_communication_dtype is torch.float8_e4m3fn
