@@ -41,7 +41,7 @@ class OptimizerConfig:
     """Names and defaults of Megatron Core.
 
     optimizer: 'adam', 'sgd', 'lion', 'muon' (with muon_scalar_optimizer for what is no matrix), or a torch.optim class
-        or the name of one, made with `optimizer_kwargs`. See optimizer_algorithms.md for the options of each.
+        or the name of one, made with `optimizer_kwargs`. docs/source/optimizer.md has the options of each.
     optimizer_backend: whose kernels run Adam and SGD; 'auto' takes the fastest there is (algorithms/backends.py).
     lr, min_lr: the learning rate groups start with, and the one a scheduler ends at; lr must be set.
     decoupled_lr, decoupled_min_lr: those of parameters that are tagged is_embedding_or_output_parameter.

@@ -1,4 +1,4 @@
-"""The program on the page about algorithms, groups and schedules runs, and does what the text says."""
+"""The part of the optimizer's page about algorithms, groups and schedules runs, and does what the text says."""
 
 import math
 
@@ -10,13 +10,13 @@ from core.optimizer.algorithms.newton_schulz import coefficients_of
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import ROOT, run_page
 
-PAGE = ROOT / "docs" / "source" / "optimizer_algorithms.md"
+PAGE = ROOT / "docs" / "source" / "optimizer.md"
 
 
 @ranks(4, timeout_s=120)
 def test_the_page_on_algorithms_does_what_it_says(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        names = run_page(PAGE, monkeypatch)
+        names = run_page(PAGE, monkeypatch, begin="## Algorithms")
     losses = names["losses"]
     assert losses[-1] < losses[0] - 0.5, losses
     groups = {group["name"]: group for group in names["optimizer"].param_groups}
@@ -32,7 +32,6 @@ def test_the_page_on_algorithms_does_what_it_says(rank: int, world: int) -> None
     report = backends.report(names["optimizer"])
     assert "Muon on cpu" in report and "adam on cpu: fused" in report
     assert any(isinstance(member, torch.optim.Adafactor) for member in names["factored"].optimizer.members)
-    assert not any(masters.is_apart for masters in names["offloading"].masters)  # on a CPU nothing moves
 
 
 @pytest.mark.parametrize(("kind", "steps", "words"), [("simple", 5, "0.68 to 1.14"), ("quintic", 5, "0.97 to 1.04")])
@@ -42,4 +41,4 @@ def test_the_table_of_singular_values_is_right(kind: str, steps: int, words: str
         s = a * s + b * s**3 + c * s**5
     low, high = (float(word) for word in words.split(" to "))
     assert low <= s.min() < low + 0.01 and high - 0.01 < s.max() <= high
-    assert words in PAGE.read_text()
+    assert words in " ".join(PAGE.read_text().split())
