@@ -136,7 +136,7 @@ PRIVATE_NAMES_OF_EXTRAS = frozenset(
         "_save_optimizer_and_scheduler",
     }
 )
-ENDINGS_OF_NAMES = frozenset({"_embeddings", "_layers", "_text"})
+ENDINGS_OF_NAMES = frozenset({"_embeddings", "_layers", "_loss", "_text"})
 FOLDERS_WITH_EXTRAS = (
     "core/hugging_face",
     "core/integrations",
