@@ -27,7 +27,9 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-def trainer_of(folder: Path, tp: int, pp: int, world: int, model: Any = None, data: Any = None, **options: Any) -> Any:
+def trainer_of(
+    folder: Path, tp: int, pp: int, world: int, model: Any = None, data: Any = None, rows: Any = None, **options: Any
+) -> Any:
     from core.integrations import Trainer
 
     replicas = world // (tp * pp)
@@ -40,7 +42,7 @@ def trainer_of(folder: Path, tp: int, pp: int, world: int, model: Any = None, da
     given = transformers.TrainingArguments(str(folder), **(arguments | options))
     micro = {"num_microbatches": 2} if pp > 1 else {}
     plugin = HybridParallelPlugin(tp, pp, precision="fp32", zero_stage=1, **micro)
-    return Trainer(model or new_model(False), given, train_dataset=data or Rows(), plugin=plugin)
+    return Trainer(model or new_model(False), given, train_dataset=data or Rows(), eval_dataset=rows, plugin=plugin)
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
@@ -115,6 +117,35 @@ def test_a_classifier_trains_like_one_process(rank: int, world: int, tmp_path: P
         for name, wanted in model.named_parameters():
             torch.testing.assert_close(found[name], wanted.detach(), atol=1e-6, rtol=0)
         assert (found["classifier.weight"] - classifier().classifier.weight).abs().max() > 1e-3
+
+
+@ranks(2)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_evaluation_is_the_loss_of_the_saved_model_and_the_best_one_is_loaded(
+    rank: int, world: int, tp: int, pp: int, tmp_path: Path
+) -> None:
+    rows = [Rows()[number] for number in range(6)]  # batches of four and two
+    options = {
+        **{"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2},
+        **{"load_best_model_at_end": True, "per_device_eval_batch_size": 4, "learning_rate": 0.5},
+    }
+    with launched(rank, world):
+        trainer = trainer_of(tmp_path, tp, pp, world, rows=rows, **options)
+        trainer.train()
+        logged = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+        dist.barrier()
+        losses, saved = {}, {}
+        for step in (1, 2):
+            folder = tmp_path / f"checkpoint-{step}"
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+            sums = [
+                model(**{key: torch.stack([row[key] for row in part]) for key in part[0]}).loss.item() * len(part)
+                for part in (rows[:4], rows[4:])
+            ]
+            losses[step], saved[step] = sum(sums) / len(rows), model
+        assert logged == pytest.approx(losses, rel=1e-6) and losses[2] > losses[1] + 1e-3, "the last one is the best"
+        assert_trained(weights_of(trainer), saved[1])
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[1], rel=1e-6)
 
 
 @ranks(1)
