@@ -1,4 +1,4 @@
-"""Events of a program for `python -m core.verify`: a model that is about to be cut, and the loss of a microbatch."""
+"""Events of a program for `python -m core.verify`: a model to be cut, the loss of a microbatch, ranks to be started."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from typing import Any
 
 from torch import nn
 
-# Both lists are empty unless the command runs.
+# All lists are empty unless the command runs.
 KEEPERS: list[Callable[[nn.Module], None]] = []
 NOTES: list[Callable[[Callable[..., Any], tuple[Any, ...], bool], None]] = []
+
+STARTS: list[Callable[[], None]] = []
 
 
 def about_to_change(model: nn.Module) -> None:
     """Call it with a whole model, before it is cut or sharded in place."""
     for keep in KEEPERS:
         keep(model)
+
+
+def about_to_start_ranks() -> None:
+    """Call it before the program starts processes that run it as its ranks."""
+    for listen in STARTS:
+        listen()
 
 
 def note(loss_fn: Callable[..., Any], *arguments: Any, per_token: bool = False) -> None:

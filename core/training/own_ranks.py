@@ -25,7 +25,9 @@ def start_ranks(ranks: int) -> int:
     The ranks meet at a store that this process holds, so no free port has to be guessed. Signals are passed on.
     """
     from core.groups.local_store import local_store
+    from core.interface.whole import about_to_start_ranks
 
+    about_to_start_ranks()
     store = local_store()
     processes: list[subprocess.Popen[bytes]] = []
     interrupts: list[float] = []  # when, in seconds

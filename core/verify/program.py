@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from core.booster.mixed_precision.loss_scaled_optimizer import TorchAMPOptimizer
 from core.distributed import DistributedDataParallel
 from core.groups import agree
-from core.interface.whole import KEEPERS, NOTES
+from core.interface.whole import KEEPERS, NOTES, STARTS
 from core.optimizer.loss_scaler import DynamicLossScaler, LossScaler
 from core.optimizer.optimizer import MegatronOptimizer
 from core.pipeline_parallel import PipelineRunner
@@ -117,7 +117,7 @@ def run_program(asked: Asked) -> int:
         return 0 if all(report.ok for report in watch.reports) else 1
     if status not in (None, 0):  # the program has failed, and has said why; or ranks that it has started have reported
         return status if isinstance(status, int) else 1
-    if not watch.calls and not watch.starts_ranks():
+    if not watch.calls and not watch.starts_ranks:
         why = watch.alone or "the program has called no model in training mode"
         print(f"python -m core.verify: {why}, so nothing is compared")
         return 1
@@ -142,6 +142,7 @@ class ProgramWatch:
         self.calls = 0
         self.optimizers: list[MegatronOptimizer] = []
         self.scale = 1.0  # of the loss, as a scaler has multiplied it last
+        self.starts_ranks = False  # True if the program has started ranks of its own, which compare
         self.alone = ""  # said of a model that is called before torch.distributed is started
 
     @contextmanager
@@ -173,6 +174,8 @@ class ProgramWatch:
             stack.callback(KEEPERS.remove, self.keep)
             NOTES.append(self.note)
             stack.callback(NOTES.remove, self.note)
+            STARTS.append(self.note_ranks)
+            stack.callback(STARTS.remove, self.note_ranks)
             stack.enter_context(mock.patch.object(nn.Module, "__call__", watched))
             init, optimizer_init = TorchDDP.__init__, MegatronOptimizer.__init__
 
@@ -225,6 +228,10 @@ class ProgramWatch:
         """A microbatch, and its loss."""
         if self.listens():
             self.noted.append(Noted(loss_fn, kept((arguments, {})), per_token))
+
+    def note_ranks(self) -> None:
+        """The program is about to start ranks of its own."""
+        self.starts_ranks = True
 
     def keep_wrapped(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         """A module becomes a child of another: of our wrapper, which may change it."""
@@ -342,10 +349,6 @@ class ProgramWatch:
         for check in self.checks.values():
             if check.listens and check.report is not None:
                 self.show(check.report)
-
-    def starts_ranks(self) -> bool:
-        """True if the program has started ranks of its own, which compare."""
-        return "core.training.own_ranks" in sys.modules and not dist.is_initialized()
 
 
 class ProgramCheck(StepCheck):
