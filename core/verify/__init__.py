@@ -5,6 +5,7 @@ from core.verify.check import check_gradients
 from core.verify.loop import LoopCheck, verify_with
 from core.verify.place import Where
 from core.verify.report import GradientReport, WrongGradientError
+from core.verify.splits import declare_splits
 
 __all__ = [
     "GradientReport",
@@ -12,6 +13,7 @@ __all__ = [
     "Where",
     "WrongGradientError",
     "check_gradients",
+    "declare_splits",
     "note",
     "verify_with",
 ]

@@ -212,8 +212,8 @@ def load_whole_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> N
             if weights[name].shape != target.shape:
                 raise ValueError(
                     f"parameter {name!r} is {list(weights[name].shape)} put together and {list(target.shape)} in the "
-                    "reference; if it is padded, its layer must say so (partition_length, core.distributed."
-                    "global_slices)"
+                    "reference; say along which dimension ranks hold slices (partition_dim, or declare_splits), and of "
+                    "what length it is without padding (partition_length)"
                 )
             target.copy_(weights[name])
 

@@ -1,7 +1,7 @@
 """TorchLoopJob: a model that torch wraps or splits (DDP, fully_shard, DTensor), or user code, as verify's own job.
 
 A DTensor says by its placements which part of the whole parameter it is. A plain tensor is whole, unless it has
-Megatron's attributes (`tensor_model_parallel`, `partition_dim`).
+Megatron's attributes (`tensor_model_parallel`, `partition_dim`): see `declare_splits`.
 """
 
 from __future__ import annotations
