@@ -73,16 +73,14 @@ def dropout_of_gpu(input: Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 def few_chunks(tokens: int, chunk: int) -> Iterator[slice]:
-    """Two chunks of tokens, the first of which counts for all other whole ones, and the smaller last one."""
+    """A whole chunk of tokens, which counts for all of them, and the smaller last one."""
     whole, rest = divmod(tokens, chunk)
-    if whole > 1:
-        LiveMemory.times = whole - 1
+    if whole:
+        LiveMemory.times = whole
         try:
             yield slice(0, chunk)
         finally:
             LiveMemory.times = 1
-    if whole:
-        yield slice((whole - 1) * chunk, whole * chunk)
     if rest:
         yield slice(whole * chunk, tokens)
 

@@ -109,12 +109,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         largest, sums, predicted = hidden.new_empty((3, tokens), dtype=dtype)
         for rows in rows_of_chunks(tokens, chunk):
-            logits = _logits(hidden[rows], weight, bias, transform).to(dtype)
-            logits[:, ctx.valid :] = -torch.inf
-            predicted[rows] = logits.gather(1, column[rows].unsqueeze(1)).squeeze(1)
-            # A rank may hold padding alone, whose largest logit must not be infinite.
-            largest[rows] = logits.amax(dim=1).clamp(min=torch.finfo(dtype).min)
-            sums[rows] = logits.sub_(largest[rows].unsqueeze(1)).exp_().sum(dim=1)
+            predicted[rows], largest[rows], sums[rows] = _numbers_of_tokens(
+                *(hidden[rows], weight, bias, transform, column[rows], ctx.valid, dtype)
+            )
         predicted.masked_fill_(elsewhere, 0.0)
         if group is not None and group_size(group) > 1:
             of_all = largest_of_ranks(largest, group)
@@ -136,35 +133,78 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hit = grad.masked_fill(elsewhere, 0.0).unsqueeze(1)
         for rows in rows_of_chunks(len(column), ctx.chunk):
             part = hidden[rows]
-            raw = F.linear(part, weight, bias)
-            with torch.enable_grad():
-                raw.requires_grad_(ctx.transform is not None)
-                logits = raw if ctx.transform is None else ctx.transform(raw)
-            shifted = logits.detach().to(largest.dtype).sub_(largest[rows].unsqueeze(1))
-            shifted[:, ctx.valid :] = -torch.inf
-            grad_logits = shifted.exp_().mul_((grad[rows] / sums[rows]).unsqueeze(1))
-            grad_logits.scatter_add_(1, column[rows].unsqueeze(1), -hit[rows])
-            grad_logits = grad_logits.to(logits.dtype)
-            if ctx.transform is not None:
-                (grad_logits,) = torch.autograd.grad(logits, raw, grad_logits)
+            grad_logits = _grad_of_logits(
+                *(part, weight, bias, ctx.transform, column[rows], hit[rows], largest[rows], grad[rows] / sums[rows]),
+                ctx.valid,
+            )
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
                 add_product(grad_weight, grad_logits, part)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(dim=0, dtype=grad_bias.dtype)
+            del grad_logits  # before those of the next chunk are made
         given = None if grad_weight is None or main_grad is not None else _given(grad_weight, ctx.parameter)
         return grad_hidden, given, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 6
 
 
 def rows_of_chunks(tokens: int, chunk: int) -> Iterator[slice]:
-    """The rows of each chunk. In the plan of a run a few stand for all."""
+    """The rows of each chunk. In the plan of a run one stands for all whole ones."""
     return (slice(begin, begin + chunk) for begin in range(0, tokens, chunk))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: Transform | None) -> Tensor:
     logits = F.linear(hidden, weight, bias)
     return logits if transform is None else transform(logits)
+
+
+def _numbers_of_tokens(
+    part: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transform: Transform | None,
+    column: Tensor,
+    valid: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token of a chunk: the logit of its target, the largest one, the sum of exp(logit - largest).
+
+    The logits exist in this function alone, so those of two chunks never exist together.
+    """
+    logits = _logits(part, weight, bias, transform).to(dtype)
+    logits[:, valid:] = -torch.inf
+    predicted = logits.gather(1, column.unsqueeze(1)).squeeze(1)
+    # A rank may hold padding alone, whose largest logit must not be infinite.
+    largest = logits.amax(dim=1).clamp(min=torch.finfo(dtype).min)
+    return predicted, largest, logits.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
+
+
+def _grad_of_logits(
+    part: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transform: Transform | None,
+    column: Tensor,
+    hit: Tensor,
+    largest: Tensor,
+    factor: Tensor,
+    valid: int,
+) -> Tensor:
+    """Gradient of a chunk's logits before `transform`, in their dtype: factor * exp(logit - largest), less the hits."""
+    raw = F.linear(part, weight, bias)
+    with torch.enable_grad():
+        raw.requires_grad_(transform is not None)
+        logits = raw if transform is None else transform(raw)
+    grad, of_dtype = logits.detach().to(largest.dtype), logits.dtype
+    if transform is None:
+        del raw, logits
+    grad.sub_(largest.unsqueeze(1))
+    grad[:, valid:] = -torch.inf
+    grad.exp_().mul_(factor.unsqueeze(1)).scatter_add_(1, column.unsqueeze(1), -hit)
+    grad = grad.to(of_dtype)
+    if transform is not None:
+        (grad,) = torch.autograd.grad(logits, raw, grad)
+    return grad
 
 
 def _zeros_to_add_to(parameter: Tensor) -> Tensor:

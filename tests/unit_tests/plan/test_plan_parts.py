@@ -253,7 +253,7 @@ def test_gpt2_with_its_own_dropout_needs_no_room_for_scores_on_a_gpu() -> None:
     assert peaks[0] == peaks[1]
 
 
-def test_two_chunks_of_the_loss_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_chunk_of_the_loss_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work and memory of the head are those of all chunks, the smaller last one too: 128 tokens by 24."""
     flags = [*MODEL, "--tp", "1", "--run.micro-batch-size", "2", "--model.logits-chunk", "24"]
     run = run_of_job(load_config(flags), 1)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.groups.process_groups import ProcessGroups
+from core.plan.live_memory import LiveMemory
 from core.tensor_parallel import padded_vocab_size, tensor_parallel_slice, vocab_parallel_cross_entropy
 from core.tensor_parallel.chunked_loss import CHUNK, WHOLE, chunk_of, chunked_cross_entropy
 from tests.unit_tests.ranks import ranks
@@ -172,6 +173,30 @@ def test_16_bit_gradients_in_chunks_are_as_near_as_those_of_whole_logits(grad_dt
     assert all(0.0 < error < 1.1 * of_whole for error, of_whole in zip(off["chunks"], off["whole"], strict=True)), off
     if grad_dtype == torch.float32:  # it was never rounded to 16 bits
         assert off["chunks"][1] < 0.8 * off["whole"][1], off
+
+
+@pytest.mark.parametrize(("dtype", "capped", "forward", "backward"), [
+    (torch.float32, False, 4, 4),
+    (torch.bfloat16, False, 2 + 4, 4 + 2),
+    (torch.bfloat16, True, 2 + 4, 2 + 2 + 2 + 4 + 2),
+], ids=["fp32", "bf16", "bf16, soft cap"])  # fmt: skip
+def test_logits_of_one_chunk_exist_at_a_time(dtype: torch.dtype, capped: bool, forward: int, backward: int) -> None:
+    """forward, backward: bytes an element of a chunk's logits, in their dtype and in fp32; all else is small."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = (
+        torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for shape in ((64, 2), (20_000, 2))
+    )
+    target = torch.randint(0, 20_000, (64,), generator=generator)
+    peaks = []
+    with LiveMemory([hidden, weight, target]) as live:
+        loss = chunked_cross_entropy(hidden, weight, target, 16, transform=soft_cap if capped else None).sum()
+        peaks.append(max(live.peak.values()))
+        live.enter("backward", "")
+        loss.backward()
+        peaks.append(live.peak[live.place])
+    of_weight = 20_000 * 2 * 4  # its gradient, and a product that is added to it
+    for peak, nbytes in zip(peaks, (forward, backward), strict=True):
+        assert 0 <= peak - 16 * 20_000 * nbytes < 3 * of_weight, (peaks, nbytes)
 
 
 def test_large_logits_are_computed_in_chunks_by_default() -> None:
