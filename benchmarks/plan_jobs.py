@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from core import parallel_state
+from core.booster.mixed_precision.fp8 import use_fp8_linears
 from core.context_parallel import split_sequence
 from core.distributed import DistributedDataParallel, finalize_model_grads
-from core.hugging_face import split_model, split_stages, stage_activations, use_chunked_loss
+from core.hugging_face import read_plan, split_model, split_stages, stage_activations, use_chunked_loss
 from core.hugging_face.deferred_logits import loss_follows
 from core.hugging_face.parallel_loss import ParallelCausalLoss
 from core.hugging_face.transformers_plans import checkpoint_each_layer
@@ -144,27 +145,28 @@ class ModelJob(PlannedJob):
         model.config.use_cache = False
         if config.recompute:
             checkpoint_each_layer(model)
+        if config.use_fp8:
+            use_fp8_linears(model)
         shape = source.micro_batch_size, source.sequence_length
         self.runner = None
+        plan = read_plan(model).with_vocabulary(config.make_vocab_size_divisible_by) if config.tp > 1 else None
+        options: Any = {"parallel_output": config.tp > 1, "sequence_parallel": config.sequence_parallel, "plan": plan}
         if config.pp > 1:
-            stages = split_stages(
-                model, run.layout, parallel_output=config.tp > 1, sequence_parallel=config.sequence_parallel
-            )
+            stages = split_stages(model, run.layout, **options)
             use_chunked_loss(stages[-1], config.logits_chunk)
             self.chunks = wrap_stages(source.config, run.ddp, stages)
             activations = stage_activations(self.chunks[0], *shape)
-            self.runner = PipelineRunner(
-                self.chunks, run.layout, self.stage_step, activations, schedule=run.schedule
-            )
+            self.runner = PipelineRunner(self.chunks, run.layout, self.stage_step, activations, schedule=run.schedule)
         else:
-            split_model(model, parallel_output=config.tp > 1, sequence_parallel=config.sequence_parallel)
+            split_model(model, **options)
             use_chunked_loss(model, config.logits_chunk)
             self.chunks = [DistributedDataParallel(None, run.ddp, model)]
         self.optimizer = get_megatron_optimizer(run.optimizer, self.chunks)
         vocabulary = config.configuration.get_text_config().vocab_size
         self.last: Any = self.chunks[-1].module
         own = getattr(self.last, "loss_function", None)
-        whole = ParallelCausalLoss(parallel_state.get_process_groups().tp, vocabulary)
+        multiple = config.make_vocab_size_divisible_by
+        whole = ParallelCausalLoss(parallel_state.get_process_groups().tp, vocabulary, multiple=multiple)
         self.loss = own if config.logits_chunk and isinstance(own, ParallelCausalLoss) else whole
         self.batches = [torch.randint(3, 250, shape) for _ in range(run.microbatches)]
 

@@ -225,7 +225,7 @@ def plugin_of(config: TuneConfig, micro_batch_size: int) -> ZeroPluginBase:
             overlap_communication=True,
             overlap_allgather=zero in (1, 2),
             moe_dp_outside=False,
-            make_vocab_size_divisible_by=1,  # so that a rank holds what is planned
+            make_vocab_size_divisible_by=1,  # no padding but what equal parts need
             logits_chunk=config.model.logits_chunk,
             **common,
         )

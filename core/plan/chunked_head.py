@@ -20,15 +20,16 @@ from core.tensor_parallel.chunked_loss import chunk_of, chunked_cross_entropy
 
 
 class ChunkedHead:
-    """The output layer of a model. logits_chunk: the option of `use_chunked_loss`.
+    """The output layer of a model. logits_chunk: the option of `use_chunked_loss`. multiple: a rank's columns are
+    padded to a multiple of that.
 
     chunk: tokens of a chunk in the forward that has run; 0 where the layer has given its logits.
     """
 
-    def __init__(self, model: Any, logits_chunk: int | None, groups: PlannedGroups) -> None:
+    def __init__(self, model: Any, logits_chunk: int | None, groups: PlannedGroups, multiple: int = 1) -> None:
         base = without_adapters(model)
         self.chunk = 0
-        self.logits_chunk, self.groups = logits_chunk, groups
+        self.logits_chunk, self.groups, self.multiple = logits_chunk, groups, multiple
         if logits_chunk == 0 or why_not_in_chunks(base) is not None:
             return
         self.layer = output_layer(base)[1]
@@ -55,6 +56,7 @@ class ChunkedHead:
             *(hidden, self.layer.weight, target, self.chunk),
             bias=self.layer.bias,
             vocab_size=self.vocab_size,
+            multiple=self.multiple,
             pg_collection=self.groups,
         )
         return losses.sum()

@@ -33,7 +33,10 @@ MOST_RANKS_AT_ALL = 131_072
 NAMES = {"seq": "sequence_length", "global_batch": "global_batch_size", "micro_batch": "micro_batch_size"}
 FIXED = (*AXIS_OPTIONS, "micro", "zero", "recompute")  # what advice keeps
 # Options of Hugging Face models alone; those of the main job have names there.
-OF_MODELS = ("zero", "sequence_parallel", "dtype", "recompute", "documents", "layers_per_stage", "logits_chunk")
+OF_MODELS = (
+    *("zero", "sequence_parallel", "dtype", "recompute", "documents", "layers_per_stage", "logits_chunk"),
+    *("make_vocab_size_divisible_by", "use_fp8"),
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -120,7 +123,7 @@ def _long_sizes(config: JobConfig | ModelRun, more: Sequence[str]) -> dict[str, 
 
 def _check_sizes(options: argparse.Namespace) -> None:
     """ConfigError for a number of things that is below one, or of what is sharded that there is not."""
-    for name in ("ranks", *NAMES, *AXIS_OPTIONS):
+    for name in ("ranks", *NAMES, *AXIS_OPTIONS, "make_vocab_size_divisible_by"):
         size = getattr(options, name)
         if size is not None and size < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {size}; expected a whole number of at least 1")
@@ -168,8 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     of_models.add_argument("--zero", type=int, help="what is sharded over data ranks, 0 to 3")
     of_models.add_argument("--sequence-parallel", help=f"a mode of split_model: {', '.join(MODES)}; or {NO_MODE}")
     of_models.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the parameters")
+    of_models.add_argument("--use-fp8", action="store_true", default=None, help="linear layers multiply in 8 bits")
     of_models.add_argument("--recompute", action="store_true", default=None, help="run each layer again in backward")
     of_models.add_argument("--logits-chunk", type=int, help="tokens whose logits exist at a time; 0 for all at once")
+    of_models.add_argument(
+        "--make-vocab-size-divisible-by", type=int, metavar="N", help="multiple of a rank's rows of the vocabulary"
+    )
     of_models.add_argument("--layers-per-stage", type=int, nargs="+", help="of a pipeline; as many on each by default")
     of_models.add_argument("--documents", action="store_true", default=None, help="pack documents, with position ids")
     return parser

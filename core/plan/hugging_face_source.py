@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.booster.mixed_precision.fp8 import use_fp8_linears
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.hugging_face.example import example_of
 from core.hugging_face.lora import cut_adapters, finish_adapters, with_adapters
@@ -164,8 +165,9 @@ class HuggingFaceSource:
     True if position ids come with the tokens. whole_loss: the loss of logits that are not split, as fine-tuning calls
     it; None for that of fp32 logits from parts of the vocabulary, and under sequence parallelism for the model's own.
     splits_sequence_of_logits: True if context parallelism leaves them cut. adapters: a peft.LoraConfig of what trains;
-    None for all weights. logits_chunk: as of `use_chunked_loss`. made: of this configuration; sources of several
-    layouts may share them.
+    None for all weights. logits_chunk: as of `use_chunked_loss`. vocabulary_multiple: a rank's rows of a split
+    vocabulary are padded to a multiple of it. use_fp8: True if linear layers multiply in 8 bits. made: of this
+    configuration; sources of several layouts may share them.
     """
 
     configuration: Any
@@ -181,6 +183,8 @@ class HuggingFaceSource:
     splits_sequence_of_logits: bool = False
     adapters: Any = None
     logits_chunk: int | None = None
+    vocabulary_multiple: int = 1
+    use_fp8: bool = False
     made: MetaModels = field(default_factory=dict, repr=False)
     contracts: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
 
@@ -213,6 +217,10 @@ class HuggingFaceSource:
         """For each layer the number of the first that is like it."""
         return self._whole_model.kinds
 
+    def plan(self, groups: PlannedGroups) -> Plan:
+        """Plan of the model's split over some groups. PlanError for what the family refuses."""
+        return self._whole_model.plan(groups).with_vocabulary(self.vocabulary_multiple)
+
     def is_expert(self, name: str, param: nn.Parameter) -> bool:
         """True for a parameter of experts, whether or not they are spread over ranks."""
         return name.removeprefix(AROUND_ADAPTERS) in self._whole_model.experts
@@ -244,7 +252,7 @@ class HuggingFaceSource:
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """The stages of the planned rank, on the meta device, cut and tagged as `load_split` does it."""
-        plan = self._whole_model.plan(groups)
+        plan = self.plan(groups)
         indices = layout.stages_of(groups.rank("pp"))
         model = self._copy([number for index in indices for number in layout.stage(index).layer_numbers])
         chunks = [model]
@@ -342,7 +350,7 @@ class HuggingFaceSource:
         self, numbers: Sequence[int], groups: PlannedGroups, sizes: Sequence[int], later: bool = False
     ) -> list[dict[str, PartFigures]]:
         """A step of a microbatch of each size; later: True for a stage of the last layer alone, behind others."""
-        family = self._whole_model.plan(groups).family
+        family = self.plan(groups).family
         if later:
             numbers = [len(self.kinds) - 1]
         model = self._stage_of_last() if later else self._thin(numbers)
@@ -350,8 +358,10 @@ class HuggingFaceSource:
         mode = WithoutValues()
         try:
             model, _ = self._split(model, groups, mode, later)
+            if self.use_fp8 and not use_fp8_linears(model):
+                raise PlanError(f"{family}: use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16")
             with self._without_values(mode, groups):
-                head = ChunkedHead(model, self.logits_chunk, groups)
+                head = ChunkedHead(model, self.logits_chunk, groups, self.vocabulary_multiple)
                 runs = [self._run(model, head, groups, size, later) for size in sizes]
                 return [watch_step(model, layers, run, groups.ledger, mode) for run in runs]
         except PlanError:
@@ -373,7 +383,8 @@ class HuggingFaceSource:
             given["position_ids"] = positions
         if later:
             given["received"] = self._hidden(*shape)
-        loss = self.whole_loss or ParallelCausalLoss(groups.tp, self.configuration.get_text_config().vocab_size)
+        sizes = {"vocab_size": self.configuration.get_text_config().vocab_size, "multiple": self.vocabulary_multiple}
+        loss = self.whole_loss or ParallelCausalLoss(groups.tp, **sizes)
         own = self.sequence_parallel is not None and self.whole_loss is None  # the model's own loss
 
         def run() -> Tensor:
@@ -393,7 +404,7 @@ class HuggingFaceSource:
         """Slices, tags, seams, contracts and adapters, by the code that splits real models: (the model, its report)."""
         with self._without_values(mode, groups):
             take_values(model)
-            plan = of_stage(self._whole_model.plan(groups), model)
+            plan = of_stage(self.plan(groups), model)
             cut_parameters(model, plan, groups)
             arguments = example_of(model, groups)
             if later:

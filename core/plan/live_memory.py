@@ -28,7 +28,9 @@ BEFORE, AFTER = "embedding", "last norm, logits and loss"  # what runs before th
 SAME_WORK = {
     "aten._scaled_dot_product_flash_attention_for_cpu": "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": "aten._scaled_dot_product_flash_attention_backward",
+    "aten._scaled_mm_v2": "aten.mm",
 }
+EIGHT_BITS = torch.float8_e4m3fn  # stands for all products in 8 bits, which have one speed
 FLOPS = {str(operator): count for operator, count in flop_registry.items()}
 
 
@@ -40,7 +42,10 @@ class Phase(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One operator: floating-point operations, bytes read and written, the dtype of its first result, its name."""
+    """One operator: floating-point operations, bytes read and written, dtype, name.
+
+    dtype: that of its first result, and of a product in 8 bits EIGHT_BITS.
+    """
 
     flops: int
     nbytes: int
@@ -55,12 +60,13 @@ class Work(NamedTuple):
             return None
         name = str(func.overloadpacket)
         count = FLOPS.get(SAME_WORK.get(name, name))
-        counted = _with_all_heads(args) if "scaled_dot_product" in name else args
+        attends = "scaled_dot_product" in name
+        counted = _with_all_heads(args) if attends else args
         flops = 0 if count is None else int(count(*counted, **kwargs, out_val=result))
-        if flops and name in SAME_WORK and any(value is True for value in args):  # causal: half of it is left out
+        if attends and name in SAME_WORK and any(value is True for value in args):  # causal: half of it is left out
             flops //= 2
         nbytes = sum(tensor.nbytes for tensor in (*_tensors((args, kwargs)), *made))
-        return cls(flops, nbytes, made[0].dtype, name)
+        return cls(flops, nbytes, EIGHT_BITS if "scaled_mm" in name else made[0].dtype, name)
 
 
 def _with_all_heads(args: Any) -> list[Any]:

@@ -46,7 +46,9 @@ class ModelRun:
     sharded over data ranks. sequence_parallel: a mode of `split_model`. recompute: True if each layer runs again in
     backward. documents: True if position ids come with the tokens, as fine-tuning's packed windows have them.
     micro_batch_size: None for the job's own choice. vpp: stages a rank, under Interleaved1F1B. layers_per_stage: empty
-    for as many on every stage. logits_chunk: as of `use_chunked_loss`.
+    for as many on every stage. logits_chunk: as of `use_chunked_loss`. make_vocab_size_divisible_by: over tp, each
+    rank's rows of the vocabulary are padded to a multiple of this. use_fp8: True if linear layers multiply in 8 bits,
+    as in plugins.
     """
 
     model: str
@@ -66,6 +68,8 @@ class ModelRun:
     vpp: int = 1
     layers_per_stage: tuple[int, ...] = ()
     logits_chunk: int | None = None
+    make_vocab_size_divisible_by: int = 1
+    use_fp8: bool = False
 
     @cached_property
     def configuration(self) -> Any:
@@ -165,6 +169,8 @@ def run_of_model(config: ModelRun, world_size: int, *, on_cpu: bool = False, one
         config.recompute,
         config.documents,
         logits_chunk=config.logits_chunk,
+        vocabulary_multiple=config.make_vocab_size_divisible_by,
+        use_fp8=config.use_fp8,
         made=config.made,
     )
     tokens = config.global_batch_size * config.sequence_length
@@ -186,6 +192,13 @@ def _check_lengths(config: ModelRun, text: Any) -> None:
     if config.cp > 1 and config.sequence_parallel not in OVER_CONTEXT:
         words = " or ".join(OVER_CONTEXT)
         raise ConfigError(f"--cp {config.cp} cuts the sequence by --sequence-parallel {words}; give one of these")
+    if config.use_fp8 and config.dtype != "bfloat16":
+        raise ConfigError(f"--use-fp8 gives products in bf16, and --dtype is {config.dtype}; give --dtype bfloat16")
+    if config.use_fp8 and config.tp * config.pp * config.cp > 1:
+        raise ConfigError(
+            f"--use-fp8 is for the linear layers of whole models: tp {config.tp} x pp {config.pp} x cp {config.cp} is "
+            "to be 1; leave --use-fp8 or these sizes out"
+        )
     longest = getattr(text, "max_position_embeddings", None)
     if isinstance(longest, int) and longest > 0 and config.sequence_length > longest:
         raise ConfigError(f"--seq {config.sequence_length} is longer than the model's positions, {longest}")

@@ -9,9 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from core.distributed.layout.model_plan import dtype_name
 from core.plan.communicators import communicators, in_words
 from core.plan.device import Device, read_device
 from core.plan.job_run import run_of_job
+from core.plan.live_memory import EIGHT_BITS
 from core.plan.model_run import ModelRun, run_of_model
 from core.plan.report import COMMUNICATORS, gib, memory_table, time_table, traffic_table
 from core.plan.run_memory import RankMemory, Run, StageParts, parts_of_stages, plan_memory
@@ -154,6 +156,12 @@ def run_of(config: JobConfig | ModelRun | Plannable, ranks: int, device: Device)
     where = {"on_cpu": device.is_host, "one_host": device.is_host and ranks <= device.ranks_per_machine}
     if isinstance(config, Plannable):
         return config.run_on(ranks, **where)
+    in_8_bits = isinstance(config, ModelRun) and config.use_fp8 and device.has_figures
+    if in_8_bits and dtype_name(EIGHT_BITS) not in device.matmul_flops:
+        raise ConfigError(
+            f"--use-fp8: {device.name} has no products in 8 bits: its file has no matmul_flops of "
+            f"{dtype_name(EIGHT_BITS)}; leave it out, or give a device that has, such as h100"
+        )
     return run_of_model(config, ranks, **where) if isinstance(config, ModelRun) else run_of_job(config, ranks, **where)
 
 

@@ -14,10 +14,13 @@ from benchmarks.plan_jobs import ModelJob, peak_of
 from core.hugging_face.sequence import OVER_TENSOR
 from core.plan import plan_run
 from core.plan.command import main
-from core.plan.live_memory import BACKWARD, FORWARD
+from core.plan.device import read_device
+from core.plan.live_memory import BACKWARD, EIGHT_BITS, FORWARD, Work
 from core.plan.model_run import ModelRun, run_of_model
-from core.plan.run_memory import plan_memory
+from core.plan.run_memory import parts_of_stages, plan_memory
 from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
+from core.plan.step_time import model_flops, work_seconds
+from core.training.errors import ConfigError
 from tests.unit_tests.ranks import ranks
 
 STATE = (PARAMETERS, GRADIENTS, POOL, MASTERS, MOMENTS)
@@ -31,8 +34,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"dtype": "bfloat16", "zero": 2},
     **{family: {} for family in NEVER_TUNED},
     "phi3": {"logits_chunk": 40},
-    "llama tp": {"tp": 2, "micro_batch_size": 2, "logits_chunk": 24},
-    "gpt2 tp": {"tp": 2, "documents": True},
+    "llama fp8": {"dtype": "bfloat16", "use_fp8": True},
+    "llama tp": {"tp": 2, "micro_batch_size": 2, "logits_chunk": 24, "make_vocab_size_divisible_by": 64},
+    "gpt2 tp": {"tp": 2, "documents": True, "make_vocab_size_divisible_by": 40},
     "qwen3 pp": {"pp": 2, "micro_batch_size": 1},
     "gpt2 pp zero": {"pp": 2, "zero": 2, "micro_batch_size": 1, "layers_per_stage": (1, 3)},
     "mixtral ep": {"ep": 2, "zero": 1},
@@ -42,7 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "qwen3 ring_attn": {"cp": 2, "sequence_parallel": "ring_attn"},
     "llama all_to_all": {"cp": 2, "sequence_parallel": "all_to_all"},
 }
-OF_ONE = [name for name in LAYOUTS if " " not in name]
+OF_ONE = [name for name in LAYOUTS if " " not in name or name.endswith("fp8")]
 
 
 def compare(name: str, rank: int, world: int) -> None:
@@ -182,6 +186,33 @@ def test_figures_of_several_sizes_are_those_of_each(told: ModelRun) -> None:
         found += run.source.figures(parts, run.groups_of(0), sizes)
     assert found[:2] == found[2:]
     assert found[0] != found[1]
+
+
+def test_products_in_8_bits_run_at_their_own_speed() -> None:
+    """Those of all linear layers whose sizes are multiples of 16, which the vocabulary is not."""
+    told = ModelRun("tiny:llama", **SHAPE, dtype="bfloat16", use_fp8=True)
+    run = run_of_model(told, 1)
+    (parts,) = parts_of_stages(run).values()
+    weights = [module.weight for module in told.whole.model.modules() if isinstance(module, torch.nn.Linear)]
+    fit = sum(weight.numel() for weight in weights if weight.shape[0] % 16 == weight.shape[1] % 16 == 0)
+    tokens = run.source.micro_batch_size * SHAPE["sequence_length"]
+    assert model_flops(parts)[EIGHT_BITS] == 3 * 2 * fit * tokens > model_flops(parts)[torch.bfloat16] > 0
+    seconds = work_seconds({Work(10**15, 0, EIGHT_BITS): 1}, read_device("h100"))
+    assert seconds == pytest.approx(10**15 / (0.63 * 1978.9e12), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("more", "device", "words"),
+    [
+        ({"dtype": "float32"}, "h100", "--use-fp8 gives products in bf16, and --dtype is float32"),
+        ({"tp": 2}, "h100", "tp 2 x pp 1 x cp 1 is to be 1"),
+        ({"pp": 2}, "h100", "tp 1 x pp 2 x cp 1 is to be 1"),
+        ({}, "a100", "a100 has no products in 8 bits: its file has no matmul_flops of float8_e4m3fn"),
+    ],
+)
+def test_products_in_8_bits_are_refused_where_there_are_none(more: dict[str, Any], device: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        plan_run(ModelRun("tiny:llama", **{**SHAPE, "dtype": "bfloat16", "use_fp8": True, **more}), 2, device)
 
 
 def test_a_later_stage_does_not_send_what_the_embedding_does() -> None:
