@@ -1,4 +1,7 @@
-"""From defaults, TOML files and flags to one JobConfig: a later source wins over an earlier one."""
+"""From defaults, TOML files and flags to one JobConfig: a later source wins over an earlier one.
+
+tyro reads the flags. It takes one default object, so files are merged here, and a wrong key is named with its file.
+"""
 
 from __future__ import annotations
 

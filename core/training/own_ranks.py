@@ -1,4 +1,7 @@
-"""A job started plainly starts its own ranks on this machine, and waits for them."""
+"""A job started plainly starts its own ranks on this machine, and waits for them.
+
+Unlike torch's elastic launcher it shows a user's mistake as one line of rank 0, and a second Ctrl-C ends every rank.
+"""
 
 from __future__ import annotations
 
