@@ -35,7 +35,6 @@ from core.hugging_face.check import STEPS, Verdict, projected, ranks_of
 from core.hugging_face.example import with_labels
 from core.hugging_face.precision import cast_model, rounded_otherwise
 from core.hugging_face.sequence import MODES, OVER_CONTEXT
-from core.hugging_face.slices import whole_of
 from core.hugging_face.tiny import INPUTS, all_families, tiny_config, tiny_inputs, tiny_model
 from core.hugging_face.transformers_plans import transformers_package
 from core.verify.in_double import InDouble
@@ -88,8 +87,7 @@ def boosted(model: Any, batch: Mapping[str, Any], rate: float, tp: int, precisio
         loss = loss_of(wrapped, batch)
         plugin_backward(wrapped, optimizer, loss)
         losses.append(float(loss.detach()))
-    splits, groups = wrapped.whole.splits, plugin.groups()
-    weights = {n: whole_of(p.detach(), splits.get(n), groups).double() for n, p in wrapped.unwrap().named_parameters()}
+    weights = {n: wrapped.cut.whole_of(n, p.detach()).double() for n, p in wrapped.unwrap().named_parameters()}
     return losses, weights
 
 

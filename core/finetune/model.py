@@ -20,7 +20,6 @@ from core.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from core.booster.plugin.layer_checkpointing import checkpoint_layers
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.zero_plugin_base import ZeroPluginBase
@@ -32,6 +31,7 @@ from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
 from core.hugging_face import PlanError, read_plan, use_chunked_loss
 from core.hugging_face.directory import check_files, read_configuration
 from core.hugging_face.experts import check_experts
+from core.hugging_face.layer_checkpointing import checkpoint_layers
 from core.hugging_face.precision import cast_model
 from core.hugging_face.stages import find_cut
 from core.hugging_face.ties import untie_by_files

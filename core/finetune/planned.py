@@ -78,10 +78,10 @@ class PlannedTuning:
         source = self._source(plan)
         try:
             if isinstance(plugin, HybridParallelPlugin):
-                layout = plugin.layout_of(source.whole)
+                layout = plugin.cutting.layout_of(source.whole)
                 source = source if layout is None else replace(source, layout=layout)
-                source = replace(source, vocabulary_multiple=plugin.make_vocab_size_divisible_by)
-                if plugin.splits_logits(source.whole):
+                source = replace(source, vocabulary_multiple=plugin.cutting.vocabulary_multiple)
+                if plugin.cutting.splits_logits(source.whole):
                     source = replace(source, whole_loss=None, splits_sequence_of_logits=sizes.sp > 1)
             of_first = planned_groups(grid, 0, embedding_ranks=source.layout.embedding_ranks, over_gloo=on_cpu)
             part = source.stages(source.layout, of_first)[0]

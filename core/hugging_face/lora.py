@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from core.groups.process_groups import ProcessGroups
 from core.hugging_face.example import example_of
 from core.hugging_face.plan import Before, Plan, PlanError, Seam, Split
 from core.hugging_face.seams import SeamForward
+from core.hugging_face.slices import slice_of
 from core.hugging_face.split import (
     REPORT,
     SplitReport,
@@ -36,6 +37,7 @@ from core.hugging_face.stage_forward import StageForward
 from core.tensor_parallel.mappings import resolve_groups
 from core.watch.waiting import waiting
 
+MARK = "lora_"  # in the names of parameters of adapters
 NO_TARGETS = "dummy-target-modules"  # peft's word for an adapter of no layer
 NOTHING_NAMED = ("Target modules", "No modules were targeted", "All modules were excluded")  # how peft says it
 # Options of a LoraConfig that are right on a split model. Others touch base weights, or no split is known for them.
@@ -221,3 +223,83 @@ def _plan_of_adapters(adapted: Any, base: Plan) -> Plan:
     if not splits and not whole and "forward" not in vars(adapted.get_base_model()):  # a stage may have none
         raise PlanError(f"{base.family}: the LoraConfig's target_modules name no linear layer")
     return Plan(f"LoRA on {base.family}", splits, seams, frozenset(), whole)
+
+
+# -- adapters of a model that is cut after them -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of a whole model. config: a peft.LoraConfig. values: the adapters' parameters by their names there."""
+
+    config: Any
+    values: Mapping[str, nn.Parameter]
+
+
+def take_off(model: Any) -> tuple[Any, Adapters | None]:
+    """(the model without adapters, its adapters); a model that has none is returned unchanged. ValueError for
+    several, and for one of experts' fused weights.
+    """
+    if not hasattr(model, "peft_config"):
+        return model, None
+    if len(model.peft_config) != 1:
+        raise ValueError(
+            f"the model has the adapters {', '.join(model.peft_config)}, and one is split with a model; delete the "
+            "others before boost"
+        )
+    (config,) = model.peft_config.values()
+    fused = getattr(config, "target_parameters", None)
+    if fused:  # peft turns names of linear layers into these where a family's experts are fused
+        raise ValueError(
+            f"the adapters are for the fused weights {', '.join(sorted(fused))} of experts, which are not split with "
+            "adapters; name linear layers outside of the experts in target_modules, such as q_proj and v_proj"
+        )
+    values = {name: param for name, param in model.named_parameters() if MARK in name}
+    base = model.unload()
+    if hasattr(base, "peft_config"):
+        del base.peft_config
+    return base, Adapters(config, values)
+
+
+@torch.no_grad()
+def put_on(parts: Sequence[Any], adapters: Adapters, shell: Any, groups: ProcessGroups, *, staged: bool) -> list[Any]:
+    """The parts of the model with adapters cut as their layers are. Collective, as `add_lora` is.
+
+    Those on the meta device begin as peft draws them. shell: the whole model, whose parameters say which of them train,
+    and in which dtype.
+    """
+    config = copy.deepcopy(adapters.config)
+    with torch.enable_grad():
+        if getattr(parts[0], REPORT, None) is None:  # one rank has the model whole
+            import peft
+
+            adapted = [peft.get_peft_model(parts[0], config)]
+        elif staged:
+            adapted = add_lora(list(parts), config, pg_collection=groups)
+        else:
+            adapted = [add_lora(parts[0], config, pg_collection=groups)]
+    like = dict(shell.named_parameters(remove_duplicate=False))
+    for part in adapted:
+        splits = splits_of(part)
+        for name, param in part.named_parameters():
+            whole = adapters.values.get(name)
+            if whole is not None and not whole.is_meta:
+                param.data = slice_of(whole.detach().to(param.device), splits.get(name), groups).clone()
+            param.data = param.detach().to(like[name].dtype)
+            param.requires_grad_(like[name].requires_grad)
+    return list(adapted)
+
+
+def splits_of(part: Any) -> Mapping[str, Split]:
+    """Splits of a part's parameters over tensor and expert parallelism, with adapters or without."""
+    report = getattr(part, REPORT, None)
+    if report is None or not hasattr(part, "peft_config"):
+        return {} if report is None else report.plan.splits
+    below = part.get_base_model().split_report.plan.splits  # of the layers that adapters belong to
+    names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
+    return {**report.plan.splits, **{n: below[name_in_base(n)] for n in names if name_in_base(n) in below}}
+
+
+def name_in_base(name: str) -> str:
+    """The name that a parameter of a model with adapters has in the model without them."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -78,7 +78,7 @@ def split_model(
     cannot give right gradients; what was found after the cut leaves the model unusable, so make it again.
     """
     how = Splitting(resolve_groups(pg_collection), None, parallel_output, sequence_parallel)
-    (part,) = _split(model, plan, example, how)
+    (part,) = split_parts(model, plan, example, how)
     report: SplitReport = getattr(part, REPORT)
     return report
 
@@ -104,10 +104,11 @@ def split_stages(
     that cannot be cut so, and ValueError for a layout that does not fit the groups.
     """
     how = Splitting(resolve_groups(pg_collection), layout, parallel_output, sequence_parallel)
-    return _split(model, plan, example, how)
+    return split_parts(model, plan, example, how)
 
 
-def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting) -> list[Any]:
+def split_parts(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting) -> list[Any]:
+    """This rank's parts of a model: stages of a layout, or the model itself. As `split_model` and `split_stages`."""
     layout, groups = how.layout, how.groups
     before: Shown | None = None
     limit = 0.0
@@ -129,6 +130,23 @@ def _split(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how
     return parts
 
 
+def split_empty(
+    model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting, device: torch.device
+) -> list[Any]:
+    """`split_parts` of a model without memory. Each rank has slices of its own size, and no others.
+
+    Their values are those of a new model, other ones in each layout; weights of a checkpoint take their place. device:
+    where they lie. The whole model exists on no rank, so no output is compared with its. Collective over the world.
+    """
+    with refusing_together(CUT, ValueError):
+        plan = prepare(model, plan, how.groups)
+        parts = _cut(model, None, plan, how)
+        for part in parts:
+            draw(part, device)
+    finish_parts(parts, plan, example_of(parts[0], how.groups, example), how)
+    return parts
+
+
 def _shown_whole(
     model: Any, arguments: dict[str, Any], layout: PipelineLayout | None
 ) -> tuple[dict[str, Any], Watched | None, Shown]:
@@ -147,33 +165,6 @@ def _shown_whole(
             if attempt is arguments:
                 raise
     raise AssertionError("the last attempt returns or raises")
-
-
-def split_empty(
-    model: Any,
-    layout: PipelineLayout | None,
-    plan: Plan | None,
-    *,
-    device: torch.device,
-    parallel_output: bool | Literal["where possible"],
-    sequence_parallel: str | None,
-    pg_collection: ProcessGroups,
-    example: Mapping[str, Any] | None = None,
-) -> list[Any]:
-    """This rank's parts of a model without memory: stages of a layout, or the model itself, split as by `split_model`.
-
-    Each rank has slices of its own size, and no others. Their values are those of a new model, other ones in each
-    layout; weights of a checkpoint take their place. device: where they lie. The whole model exists on no rank, so no
-    output is compared with its. Collective over the world. Raises PlanError as `split_stages` does.
-    """
-    how = Splitting(pg_collection, layout, parallel_output, sequence_parallel)
-    with refusing_together(CUT, ValueError):
-        plan = prepare(model, plan, pg_collection)
-        parts = _cut(model, None, plan, how)
-        for part in parts:
-            draw(part, device)
-    finish_parts(parts, plan, example_of(parts[0], pg_collection, example), how)
-    return parts
 
 
 @torch.no_grad()

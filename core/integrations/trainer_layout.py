@@ -139,7 +139,7 @@ class LayoutParts(Base):
             else:
                 loss = self.boosted(**batch).loss
             sums += torch.stack([loss.double() * rows, loss.new_tensor(rows).double()])
-        add_over_replicas(sums, self.boosted.groups)
+        add_over_replicas(sums, self.boosted.cut.groups)
         prefix = kwargs.get("metric_key_prefix", "eval")
         metrics = {f"{prefix}_loss": float(sums[0] / sums[1])}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(sums[1]))

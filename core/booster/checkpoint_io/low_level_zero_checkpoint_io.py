@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,21 +27,31 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
 
     def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         """Each tensor, in memory of its own where it is tied, so that files show that it is one."""
-        _refuse_split_experts(getattr(model, "module", None))
+        wrapped = getattr(model, "module", None)
+        _refuse_split_experts(wrapped)
         tensors = plain(model).state_dict(keep_vars=True)
         uses = Counter(id(value) for value in tensors.values())
         kept: dict[int, torch.Tensor] = {}
         for name, value in tensors.items():
             if isinstance(value, torch.Tensor) and uses[id(value)] > 1:
                 if id(value) not in kept:
-                    kept[id(value)] = self.values_of(model, value).cpu().clone()
+                    kept[id(value)] = self.values_of(wrapped, value).cpu().clone()
                 yield name, kept[id(value)]
             else:
-                yield name, self.values_of(model, value) if isinstance(value, torch.Tensor) else value
+                yield name, self.values_of(wrapped, value) if isinstance(value, torch.Tensor) else value
 
-    def values_of(self, model: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of one of the model's tensors, which is whole on every rank."""
-        return tensor.detach()
+    def values_of(self, wrapped: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a tensor of a wrapped model; a copy where parameters are sharded. Collective then."""
+        if not (isinstance(wrapped, DistributedDataParallel) and wrapped.ddp_config.shards_parameters):
+            return tensor.detach()
+        with wrapped.reading():
+            return tensor.detach().clone()
+
+    def _load(
+        self, model: nn.Module, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool
+    ) -> None:
+        with getattr(model, "loading", nullcontext)():  # not of a wrong argument, which is refused inside
+            super()._load(model, readers, names, strict)
 
     def optimizer_groups(self, optimizer: LowLevelZeroOptimizer) -> list[dict[str, Any]]:
         """The user's groups, with the numbers that their parameters had before they were sharded."""

@@ -63,6 +63,19 @@ def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]
         yield number, state
 
 
+def of_all_stages(items: Iterator[Any], group: dist.ProcessGroup | None) -> Iterator[Any]:
+    """The items of all stages on each of them, one of each stage at a time. Collective over the pipeline."""
+    if group is None or dist.get_world_size(group) == 1:
+        yield from items
+        return
+    while True:
+        answers = agree.gather(next(items, None), group, "the tensors of all stages")
+        found = [item for item in answers.values() if item is not None]
+        if not found:
+            return
+        yield from found
+
+
 def _names_by_group(engine: AdoptedOptimizer) -> list[tuple[dist.ProcessGroup, list[str]]]:
     """Shard groups and the names of what is sharded over them, alike on all ranks."""
     found: dict[dist.ProcessGroup, list[str]] = {}

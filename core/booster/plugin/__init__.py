@@ -3,12 +3,12 @@
 from core.booster.plugin.dp_plugin_base import DPPluginBase
 from core.booster.plugin.gemini_plugin import GeminiPlugin
 from core.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
-from core.booster.plugin.layer_checkpointing import GradientCheckpointConfig, PipelineGradientCheckpointConfig
 from core.booster.plugin.low_level_zero_plugin import LowLevelZeroPlugin
 from core.booster.plugin.moe_hybrid_parallel_plugin import MoeHybridParallelPlugin
 from core.booster.plugin.plugin_base import PipelinePluginBase, Plugin
 from core.booster.plugin.torch_ddp_plugin import TorchDDPPlugin
 from core.booster.plugin.torch_fsdp_plugin import TorchFSDPPlugin
+from core.hugging_face.layer_checkpointing import GradientCheckpointConfig, PipelineGradientCheckpointConfig
 
 __all__ = [
     "DPPluginBase",

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from core.booster.checkpoint_io.gemini_checkpoint_io import GeminiCheckpointIO
-from core.booster.checkpoint_io.hybrid_parallel_checkpoint_io import HybridParallelCheckpointIO
-from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO
 from core.booster.plugin.chunk_search import search_chunk_size
-from core.booster.plugin.gemini_model import GeminiModel
 from core.booster.plugin.hybrid_parallel_options import WITHOUT_EFFECT, warn_without_effect
 from core.booster.plugin.mesh_attributes import PluginShardConfig
-from core.booster.plugin.plugin_base import Boosted
-from core.booster.plugin.split_gemini import SplitGemini
 from core.booster.plugin.zero_plugin_base import MEGA, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig, MemStats, Placement
 from core.groups.process_groups import ProcessGroups
-from core.optimizer.adopted_optimizer import AdoptedOptimizer
+from core.hugging_face.cut_model import Cutting
 
 POLICIES = ("static", "auto")
 CHUNK_CONFIG = {"chunk_size", "keep_gathered"}
@@ -46,7 +40,7 @@ class GeminiPlugin(ZeroPluginBase):
     (pinned with pin_memory) with a GPU, and on CPUs in files in offload_directory. 'auto' has all of that there, and
     as many chunks whole on the device as memory_budget_bytes of a rank allow (None: all that a GPU has): in the first
     step without warmup_non_model_data_ratio of them, later steady_cuda_cap_ratio, less what a forward keeps for
-    backward. memstats: what GeminiModel.memstats of an earlier run under 'auto' has said: 'auto' needs no warm-up then,
+    backward. memstats: of the boosted model of an earlier run under 'auto': 'auto' needs no warm-up then,
     and 'static' takes chunks in the order in which that run has used them, not in that of registration.
     enable_gradient_accumulation: reduce every microbatch into the stored shard, also inside `no_sync`; otherwise
     `no_sync` keeps whole gradients, which travel once.
@@ -221,9 +215,13 @@ class GeminiPlugin(ZeroPluginBase):
                 "enable_gradient_accumulation": (enable_gradient_accumulation, False),
             }
             self._refuse_changed(of_shards, "strict_ddp_mode or keep_gathered shards nothing")
-        self._split = None
         if tp_size > 1:
-            self._split = SplitGemini(self, overlap_communication=enable_async_reduce, example=example, **of_slices)
+            self.cutting = Cutting(
+                tp_size,
+                sequence_parallel="split_gather" if enable_sequence_parallelism else None,
+                example=example,
+                flash_attention=enable_flash_attention,
+            )
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
@@ -235,6 +233,8 @@ class GeminiPlugin(ZeroPluginBase):
             )
         for name in (name for name, value in of_slices.items() if value and size == 1):
             raise ValueError(NOT_SPLIT.format(name))
+        if self.use_fp8 and size > 1:
+            raise ValueError("use_fp8 exchanges the linear layers of whole models; it needs all sizes to be 1")
 
     def _check_chunks(
         self, search_range_m: float, hidden_dim: int | None, min_chunk_size_m: float, device: Any
@@ -324,15 +324,8 @@ class GeminiPlugin(ZeroPluginBase):
 
     @property
     def _title(self) -> str:
-        return f"GeminiPlugin, {self.placement_policy} placement, chunks of {self.chunk_size} elements"
-
-    def get_checkpoint_io(self) -> LowLevelZeroCheckpointIO:
-        """Whole tensors in files, shards in memory."""
-        return GeminiCheckpointIO() if self._split is None else HybridParallelCheckpointIO()
-
-    def data_rank(self) -> int:
-        """Index of this rank's part of the data; the ranks of a split replica have the same."""
-        return super().data_rank() if self._split is None else self._split.data_rank()
+        split = f", tp {self.tp_size}" if self.tp_size > 1 else ""
+        return f"GeminiPlugin, {self.placement_policy} placement, chunks of {self.chunk_size} elements{split}"
 
     def data_size(self) -> int:
         """In how many parts the data is split."""
@@ -351,7 +344,7 @@ class GeminiPlugin(ZeroPluginBase):
     @property
     def tp_group(self) -> ProcessGroup | None:
         """The ranks over which a model is cut; None where tp_size is 1, as in ColossalAI."""
-        return None if self._split is None else self._split.tp_group
+        return self.groups().require("tp") if self.tp_size > 1 else None
 
     @property
     def shard_config(self) -> PluginShardConfig:
@@ -360,27 +353,7 @@ class GeminiPlugin(ZeroPluginBase):
 
     def groups(self) -> ProcessGroups:
         """parallel_state's groups, or made here at the first call. Collective then."""
-        return super().groups() if self._split is None else self._split.groups()
-
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: Any = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
-        """Give every rank rank 0's weights, cut the model over tp_size ranks, and shard the optimizer. Collective.
-
-        model: of transformers where tp_size > 1, whole or on the meta device; otherwise any. See the base's.
-        """
-        boost = super().configure if self._split is None else self._split.configure
-        return boost(model, optimizer, criterion, dataloader, lr_scheduler)
-
-    def _boosted_model(
-        self, module: nn.Module, cast_to: torch.dtype | None, engine: AdoptedOptimizer | None
-    ) -> GeminiModel:
-        return GeminiModel(module, cast_to, engine, outputs_fp32=self.force_outputs_fp32)
+        return self.expect_instances(super().groups())
 
     def _wrapper_config(self, model: nn.Module, shaped: bool) -> DistributedDataParallelConfig:
         if self.chunk_config_dict is None:

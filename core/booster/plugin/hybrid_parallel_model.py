@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,33 +14,14 @@ from torch.utils import _pytree as tree
 
 from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, given_items, loss_of_whole_batch
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
-from core.distributed import DistributedDataParallel
-from core.groups.process_groups import ProcessGroups
+from core.hugging_face.cut_model import CutModel
 from core.hugging_face.label_counts import count_labels
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits
-from core.hugging_face.plan import Split
-from core.hugging_face.policies import Policy
 from core.parallel_state import get_rank_watch
-from core.pipeline_parallel import PipelineLayout
 from core.watch.waiting import is_peers
 
 if TYPE_CHECKING:
     from core.optimizer.adopted_optimizer import AdoptedOptimizer
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """The model before it was cut: for checkpoints, which know no layout.
-
-    shell: the model without memory, with its names, shapes, ties and config. tied: for each name the names of the same
-    parameter. splits: how parameters are cut over tensor parallelism. policy: by which they were, if not by the
-    family's own plan.
-    """
-
-    shell: nn.Module
-    tied: Mapping[str, tuple[str, ...]]
-    splits: Mapping[str, Split]
-    policy: Policy | None = None
 
 
 class HybridParallelModel(LowLevelZeroModel):
@@ -49,27 +29,24 @@ class HybridParallelModel(LowLevelZeroModel):
 
     Call it like the model where pp_size is 1; with stages `booster.execute_pipeline` runs it. With an optimizer, and
     where gradients are recorded, the loss that it computes of `labels` is that of all data ranks' labels together, by
-    a small collective over 'dp'. unread: names of the
-    whole model that have no values yet, because it was boosted on the meta device.
+    a small collective over 'dp'. cut: the value that `cut_model` has made.
     """
 
     def __init__(
         self,
+        cut: CutModel,
         chunks: Sequence[nn.Module],
-        layout: PipelineLayout | None,
-        whole: WholeModel,
-        groups: ProcessGroups,
         cast_to: torch.dtype | None,
         engine: AdoptedOptimizer | None,
-        unread: Collection[str] = (),
+        *,
+        outputs_fp32: bool = False,
     ) -> None:
-        super().__init__(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks), cast_to, engine)
+        module = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+        super().__init__(module, cast_to, engine, outputs_fp32=outputs_fp32)
         self.chunks = list(chunks)
-        self.layout = layout
-        self.whole = whole
-        self.groups = groups
+        self.layout = cut.layout
+        self.cut = cut
         self.runner: Any = None  # of the pipeline, made at its first batch
-        self.unread = set(unread)
         self.bytes_read = 0  # of files, by this rank, in its last load of weights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +82,7 @@ class HybridParallelModel(LowLevelZeroModel):
                 "generate with the model saved: booster.save_model, then transformers or core.generate"
             )
         self.expect_values()
-        if self.groups.size("ep") > 1:
+        if self.cut.groups.size("ep") > 1:
             kwargs.setdefault("synced_gpus", True)
         with self.failures_reported():
             return super().generate(*args, **kwargs)
@@ -118,11 +95,11 @@ class HybridParallelModel(LowLevelZeroModel):
     def _with_whole_loss(self, output: Any, count: torch.Tensor, total: torch.Tensor | None) -> Any:
         """The model's output, with the loss of the whole batch in place of that of this rank's rows, if any."""
         if isinstance(output, tuple):
-            loss = loss_of_whole_batch(output[0], count, total, self.groups) if output[0].dim() == 0 else output[0]
+            loss = loss_of_whole_batch(output[0], count, total, self.cut.groups) if output[0].dim() == 0 else output[0]
             return (loss, *output[1:])
         if output.get("loss") is None:
             return output
-        output["loss"] = loss_of_whole_batch(output["loss"], count, total, self.groups)
+        output["loss"] = loss_of_whole_batch(output["loss"], count, total, self.cut.groups)
         return output
 
     @contextmanager
@@ -141,24 +118,16 @@ class HybridParallelModel(LowLevelZeroModel):
 
     def expect_values(self) -> None:
         """RuntimeError, on all ranks alike, while a model that was on the meta device has not been loaded."""
-        if self.unread:
+        if self.cut.unread:
             raise RuntimeError(
-                f"the model was boosted on the meta device, and {len(self.unread)} of its tensors, the first "
-                f"{min(self.unread)!r}, have no values yet; call booster.load_model(model, directory) before"
+                f"the model was boosted on the meta device, and {len(self.cut.unread)} of its tensors, the first "
+                f"{min(self.cut.unread)!r}, have no values yet; call booster.load_model(model, directory) before"
             )
 
     def cast(self, inputs: Any) -> Any:
         """Floating inputs in the plugin's precision."""
         return inputs if self.cast_to is None else tree.tree_map_only(torch.Tensor, self._cast, inputs)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward adds to this rank's gradients without reducing them."""
-        stack: Any = ExitStack()
-        for chunk in self.chunks:
-            if isinstance(chunk, DistributedDataParallel):
-                stack.enter_context(chunk.no_sync())
-        return stack
-
     def is_syncing(self) -> bool:
         """True outside `no_sync`."""
-        return not any(isinstance(c, DistributedDataParallel) and c.reducer.no_sync_depth for c in self.chunks)
+        return not any(chunk.reducer.no_sync_depth for chunk in self.wrapped)

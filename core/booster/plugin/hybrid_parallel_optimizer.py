@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from core.booster.checkpoint_io.general_checkpoint_io import match_groups
-from core.booster.checkpoint_io.sharded_states import load_parts, own_part, packed_groups, update_groups, whole_states
+from core.booster.checkpoint_io.sharded_states import (
+    load_parts,
+    of_all_stages,
+    own_part,
+    packed_groups,
+    update_groups,
+    whole_states,
+)
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.distributed import DistributedDataParallel
-from core.groups import agree
-from core.hugging_face.plan import Split
-from core.hugging_face.slices import slice_of, whole_of
+from core.hugging_face.cut_model import CutModel
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_state import plain_numbers
 
@@ -25,8 +28,7 @@ from core.optimizer.optimizer_state import plain_numbers
 class HybridParallelOptimizer(LowLevelZeroOptimizer):
     """Its parameters are numbered and named as in the whole model, so that its state fits any layout.
 
-    whole_groups: for each group of the user's optimizer the names of its parameters in the whole model.
-    here: name in the whole model -> (this rank's parameter, how it is cut).
+    cut: the model. whole_groups: for each group of the user's optimizer the names of its parameters in the whole model.
     """
 
     def __init__(
@@ -35,13 +37,15 @@ class HybridParallelOptimizer(LowLevelZeroOptimizer):
         engine: AdoptedOptimizer,
         chunks: Sequence[DistributedDataParallel],
         max_norm: float,
+        cut: CutModel,
         whole_groups: Sequence[Sequence[str]],
-        here: Mapping[str, tuple[nn.Parameter, Split | None]],
+        *,
+        verbose: bool = False,
     ) -> None:
-        super().__init__(optim, engine, chunks, max_norm)
+        super().__init__(optim, engine, chunks, max_norm, verbose=verbose)
+        self.cut = cut
         self.whole_groups = [list(names) for names in whole_groups]
-        self.splits = {name: split for name, (_, split) in here.items()}
-        name_of = {id(param): name for name, (param, _) in here.items()}
+        name_of = {id(param): name for name, param in cut.parameters.items()}
         mine = [name_of[id(param)] for param in itertools.chain.from_iterable(engine.user_params)]
         number_of = {name: number for number, name in enumerate(itertools.chain.from_iterable(self.whole_groups))}
         self.name_of_number = {number: name for name, number in number_of.items()}
@@ -52,13 +56,6 @@ class HybridParallelOptimizer(LowLevelZeroOptimizer):
     def _together(self) -> list[dist.ProcessGroup]:
         groups = self.model.groups
         return [groups.control("dp_cp"), *(groups.require(name) for name in ("tp", "pp") if groups.size(name) > 1)]
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward adds to this rank's gradients without reducing them."""
-        stack: Any = ExitStack()
-        for chunk in self.chunks:
-            stack.enter_context(chunk.no_sync())
-        return stack
 
     # -- state, in the form of the whole model ----------------------------------------------------------------------
 
@@ -77,15 +74,13 @@ class HybridParallelOptimizer(LowLevelZeroOptimizer):
             (self.numbers[place], self._joined(self.numbers[place], state))
             for place, state in whole_states(self.engine)
         )
-        yield from of_all_stages(joined, self.model.groups.pp)
+        yield from of_all_stages(joined, self.cut.groups.pp)
 
     def _joined(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """The state of a whole parameter from those of its slices. Collective over the groups that it is cut over."""
-        split = self.splits[self.name_of_number[number]]
+        name = self.name_of_number[number]
         return {
-            key: whole_of(value, split, self.model.groups).cpu()
-            if isinstance(value, torch.Tensor) and value.dim() > 0
-            else value
+            key: self.cut.whole_of(name, value).cpu() if isinstance(value, torch.Tensor) and value.dim() > 0 else value
             for key, value in state.items()
         }
 
@@ -94,9 +89,9 @@ class HybridParallelOptimizer(LowLevelZeroOptimizer):
         place = self.place_here.get(number)
         if place is None:
             return {}
-        split, groups = self.splits[self.name_of_number[number]], self.model.groups
+        name = self.name_of_number[number]
         sliced = {
-            key: slice_of(value, split, groups) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
+            key: self.cut.slice_of(name, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
             for key, value in state.items()
         }
         return own_part(self.engine, place, sliced)
@@ -123,16 +118,3 @@ class HybridParallelOptimizer(LowLevelZeroOptimizer):
         self.load_states(state_dict["param_groups"], {number: self.place(number, s) for number, s in found.items()})
         if self.scaler is not None and "loss_scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["loss_scaler"])
-
-
-def of_all_stages(items: Iterator[Any], group: dist.ProcessGroup | None) -> Iterator[Any]:
-    """The items of all stages on each of them, one of each stage at a time. Collective over the pipeline."""
-    if group is None or dist.get_world_size(group) == 1:
-        yield from items
-        return
-    while True:
-        answers = agree.gather(next(items, None), group, "the tensors of all stages")
-        found = [item for item in answers.values() if item is not None]
-        if not found:
-            return
-        yield from found

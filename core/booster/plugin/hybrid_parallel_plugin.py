@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from core import parallel_state
-from core.booster.checkpoint_io.hybrid_parallel_checkpoint_io import HybridParallelCheckpointIO
-from core.booster.plugin import hybrid_parallel_parts as parts_of
-from core.booster.plugin.hybrid_parallel_model import HybridParallelModel, WholeModel
-from core.booster.plugin.hybrid_parallel_optimizer import HybridParallelOptimizer
 from core.booster.plugin.hybrid_parallel_options import (
     SCHEDULES,
     WITHOUT_EFFECT,
@@ -25,26 +18,17 @@ from core.booster.plugin.hybrid_parallel_options import (
     warn_without_effect,
 )
 from core.booster.plugin.hybrid_parallel_step import run_pipeline
-from core.booster.plugin.layer_checkpointing import GradientCheckpointConfig, checkpoint_layers
 from core.booster.plugin.mesh_attributes import MeshAttributes
-from core.booster.plugin.plugin_base import Boosted, PipelinePluginBase
-from core.booster.plugin.split_adapters import MARK, put_on, take_off
-from core.booster.plugin.zero_plugin_base import DTYPES, MEGA, WIRE_DTYPES, ZeroPluginBase
+from core.booster.plugin.plugin_base import PipelinePluginBase
+from core.booster.plugin.zero_plugin_base import MEGA, WIRE_DTYPES, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.distributed_data_parallel_config import STRATEGIES
-from core.groups import agree
-from core.groups.process_groups import ProcessGroups
-from core.hugging_face import Plan, Policy, read_plan, split_model, split_stages, stages_config, use_chunked_loss
-from core.hugging_face.precision import cast_model
-from core.hugging_face.split_stages import draw, split_empty
-from core.hugging_face.stages import find_cut
-from core.optimizer.adopted_optimizer import AdoptedOptimizer
-from core.optimizer.loss_scaler import DynamicLossScaler
-from core.pipeline_parallel import PipelineLayout, plan_pipeline, wrap_stages
-from core.watch.waiting import waiting
+from core.hugging_face import Policy
+from core.hugging_face.cut_model import Cutting
+from core.hugging_face.layer_checkpointing import GradientCheckpointConfig
 
 
-class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
+class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
     """Splits a transformers model over tp_size x pp_size x sp_size ranks, and trains replicas of it on the others.
 
     tp_size, pp_size: tensor-parallel ranks and pipeline ranks. enable_sequence_parallelism: cut the sequence as
@@ -75,8 +59,8 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
     A warning names parameters that change nothing, with the reason. Raises ValueError for what cannot work.
     """
 
+    cutting: Cutting
     ep_size = 1  # ranks over which a model's experts are spread
-    _outside = "dp_outside"
 
     without_effect = WITHOUT_EFFECT
 
@@ -171,22 +155,29 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
             raise ValueError("use_fp8 exchanges the linear layers of whole models; it needs all sizes to be 1")
         self._given = given
         self.tp_size, self.pp_size, self.zero_stage = tp_size, pp_size, zero_stage
-        self.pp_style, self.num_model_chunks = pp_style, 2 if pp_style == "zbv" else num_model_chunks
-        self.num_layers_per_stage = None if num_layers_per_stage is None else tuple(num_layers_per_stage)
+        self.pp_style = pp_style
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
-        self.parallel_output = parallel_output
-        self.custom_policy = custom_policy
         if isinstance(make_vocab_size_divisible_by, bool) or make_vocab_size_divisible_by < 1:
             raise ValueError(
                 f"make_vocab_size_divisible_by is {make_vocab_size_divisible_by!r}; each rank's rows of a split "
                 "vocabulary are padded to a multiple of it, so it is a number, at least 1"
             )
-        self.make_vocab_size_divisible_by = make_vocab_size_divisible_by
-        self.example = example
-        self.logits_chunk = logits_chunk
-        self.gradient_checkpoint_config = gradient_checkpoint_config
+        self.cutting = Cutting(
+            *(tp_size, pp_size, self.sp_size, self.ep_size),
+            sequence_parallel=self.sequence_parallel,
+            parallel_output=parallel_output,
+            policy=custom_policy,
+            vocabulary_multiple=make_vocab_size_divisible_by,
+            example=example,
+            schedule=SCHEDULES[pp_style],
+            num_chunks=2 if pp_style == "zbv" else num_model_chunks,
+            layers_per_stage=None if num_layers_per_stage is None else tuple(num_layers_per_stage),
+            shards_parameters=zero_stage == 3,
+            flash_attention=enable_flash_attention,
+            logits_chunk=logits_chunk,
+            checkpointing=gradient_checkpoint_config,
+        )
         self.broadcast_buffers = broadcast_buffers
-        self.enable_flash_attention = enable_flash_attention
         # The grid of experts has no cp, so stages can only be outermost with it.
         self.dp_outside = dp_outside and (self.sp_size == 1 or pp_size == 1)
         elements = ddp_bucket_cap_mb * MEGA / 4 if zero_stage == 0 else zero_bucket_size_in_m * MEGA
@@ -197,62 +188,9 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
 
     # -- what the Booster asks --------------------------------------------------------------------------------------
 
-    def get_checkpoint_io(self) -> HybridParallelCheckpointIO:
-        """Whole models in files, slices in memory."""
-        return HybridParallelCheckpointIO()
-
-    def support_lora(self) -> bool:
-        """Adapters are cut with the layers that they adapt."""
-        return True
-
-    def data_rank(self) -> int:
-        """Index of this rank's part of the data: that of its replica of the model."""
-        return self.groups().rank("dp")
-
     def data_size(self) -> int:
         """Number of replicas of the model."""
         return self.dp_size
-
-    def groups(self) -> ProcessGroups:
-        """parallel_state's groups, made here at the first call if there are none. Collective then."""
-        if self._groups is None:
-            if not parallel_state.model_parallel_is_initialized():
-                parallel_state.initialize_model_parallel(
-                    self.tp_size,
-                    self.pp_size,
-                    context_parallel_size=self.sp_size,
-                    expert_model_parallel_size=self.ep_size,
-                    order="tp-cp-ep-pp-dp" if self.dp_outside else "tp-cp-ep-dp-pp",
-                    get_embedding_ranks=self._ends,
-                )
-            groups = parallel_state.get_process_groups()
-            found = {name: groups.size(name) for name in ("tp", "pp", "cp", "ep")}
-            if found != {"tp": self.tp_size, "pp": self.pp_size, "cp": self.sp_size, "ep": self.ep_size}:
-                raise ValueError(
-                    f"parallel_state was initialized with {found}, and {self._name} with tp_size={self.tp_size}, "
-                    f"pp_size={self.pp_size}, sp_size={self.sp_size} (cp), ep_size={self.ep_size}; give both the same "
-                    "sizes, or let the plugin initialize it"
-                )
-            self._check_places(groups)
-            self._groups = groups
-        return self._groups
-
-    def _check_places(self, groups: ProcessGroups) -> None:
-        """ValueError unless ranks of groups that are there already lie as `dp_outside` says."""
-        if groups.size("pp") == 1 or groups.size("dp") == 1:
-            return
-        first, second = groups.ranks("pp")[:2]
-        outside = second - first < groups.ranks("dp")[1] - groups.ranks("dp")[0]
-        if outside != self.dp_outside:
-            raise ValueError(
-                f"parallel_state was initialized with stages {second - first} ranks apart, which is {self._outside}="
-                f"{outside}, and {self._name} with {self._outside}={self.dp_outside}; give both the same order, or let "
-                "the plugin initialize it"
-            )
-
-    def _ends(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks of a pipeline on which a tied embedding lies."""
-        return [ranks[0]] if self.pp_style == "zbv" else sorted({ranks[0], ranks[-1]})
 
     # -- boost --------------------------------------------------------------------------------------------------------
 
@@ -272,174 +210,6 @@ class HybridParallelPlugin(MeshAttributes, ZeroPluginBase, PipelinePluginBase):
             keep_params_whole="all" if shaped and self.zero_stage else False,
             **self._reductions(),
         )
-
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        criterion: Callable[..., Any] | None = None,
-        dataloader: Any = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
-        """Give every rank rank 0's weights, cut the model, cast it, shard the optimizer. Collective over the world.
-
-        model: whole, of transformers, with adapters of `enable_lora` or without; any module where all sizes are 1. One
-        on the meta device gets no values here: load it before its first forward. The optimizer is a torch optimizer
-        over its parameters that has made no step; it is left with this rank's slices.
-        """
-        groups = self.groups()
-        failure: Exception | None = None
-        layout: PipelineLayout | None = None
-        whole_groups: list[list[str]] = []
-        try:
-            names = {id(param): name for name, param in model.named_parameters()}
-            if optimizer is not None:
-                self.complete_optimizer(model, optimizer)
-                if optimizer.state and self._cuts:
-                    raise ValueError(
-                        "the optimizer has made steps on the whole model, and its state cannot be cut; boost a new "
-                        "one, and load the state by booster.load_optimizer"
-                    )
-                self._freeze_untrained(model, optimizer)
-                whole_groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-            tied = parts_of.ties_of(model)
-            learning = {n for name, p in model.named_parameters() if p.requires_grad for n in tied.get(name, (name,))}
-            memo = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
-            shell = copy.deepcopy(model, memo)
-            empty = any(param.is_meta for param in model.parameters())
-            base, adapters = take_off(model) if self._cuts or empty else (model, None)
-            layout = self.layout_of(base)
-            plan = self._plan(base)
-        except (ValueError, AttributeError) as error:
-            failure = error
-        agree.refuse(failure, None, "boost", ValueError)
-        base = base if empty else base.to(self.device())
-        self._give_weights(base, () if adapters is None else adapters.values.values())
-        if self.enable_flash_attention:
-            self._use_flash_attention(base)
-        dtype = DTYPES[self.precision]
-        base = self._cast(base)
-        if dtype is not None:
-            shell = cast_model(shell, dtype)
-        parts = self._cut(base, layout, plan, empty=empty)
-        if self.gradient_checkpoint_config is not None:
-            checkpoint_layers(parts, self.gradient_checkpoint_config, parts_of.find_layers(parts[0], layout))
-        if adapters is not None:
-            parts = put_on(parts, adapters, learning, groups, staged=layout is not None)
-            parts = parts if dtype is None else [cast_model(part, dtype) for part in parts]
-        for part in parts:
-            use_chunked_loss(part, self.logits_chunk)
-        here = parts_of.parameters_here(parts, tied)
-        splits = {name: split for part in parts for name, split in parts_of.splits_of(part).items()}
-        whole = WholeModel(shell, tied, splits, self.custom_policy)
-        unread = {name for name in shell.state_dict() if MARK not in name} if empty else set()
-        if optimizer is None:
-            boosted = HybridParallelModel(parts, layout, whole, groups, dtype, None, unread)
-            return boosted, None, criterion, dataloader, lr_scheduler
-        ddp_config, optimizer_config = self.engine_configs(base, optimizer)
-        for group, names_of_group in zip(optimizer.param_groups, whole_groups, strict=True):
-            group["params"] = [here[name][0] for name in names_of_group if name in here]
-        config = stages_config(layout, self.tp_size) if layout is not None else None
-        chunks = wrap_stages(config, ddp_config, parts, groups)
-        engine = AdoptedOptimizer(optimizer_config, chunks, optimizer)
-        if self.precision == "fp16":
-            engine.grad_scaler = DynamicLossScaler(**self.scaler_options)
-        wrapped = HybridParallelOptimizer(optimizer, engine, chunks, self.max_norm, whole_groups, here)
-        wrapped.param_names = {param: name for name, (param, _) in here.items()}
-        if config is not None and wrapped.scaler is not None:
-            config.grad_scale_func = wrapped.scale_loss
-        boosted = HybridParallelModel(chunks, layout, whole, groups, dtype, engine, unread)
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
-
-    def layout_of(self, model: Any) -> PipelineLayout | None:
-        """Layout of a whole model's layers; None without a pipeline. Local; ValueError for what cannot be."""
-        if self.pp_size == 1:
-            if self.num_layers_per_stage is not None:
-                raise ValueError("num_layers_per_stage is for a pipeline, and pp_size is 1")
-            return None
-        cut = find_cut(model)
-        if cut.tied and self.zero_stage == 3 and self.pp_style == "zbv":
-            raise ValueError(
-                f"{cut.family}: with pp_style='zbv' the first stage lends its tied {sorted(cut.tied)[0]!r} to the last "
-                "one, which cannot gather it under zero_stage=3; use zero_stage 2, or another pp_style"
-            )
-        counts, stages, layers = self.num_layers_per_stage, self.pp_size * self.num_model_chunks, cut.count
-        if counts is None and layers % stages:  # more layers in the middle, away from embeddings and head
-            each, rest = divmod(layers, stages)
-            first = (stages - rest) // 2
-            counts = tuple(each + (first <= stage < first + rest) for stage in range(stages))
-        return plan_pipeline(
-            layers,
-            self.pp_size,
-            schedule=SCHEDULES[self.pp_style],
-            chunks=self.num_model_chunks,
-            layers_per_stage=counts,
-        )
-
-    def _plan(self, model: Any) -> Plan | None:
-        """The plan over tensor parallelism, by the family's own or the policy; None where there is none."""
-        if self.tp_size == 1:
-            if self.custom_policy is not None:
-                raise ValueError("custom_policy says how a model is split over tensor parallelism, and tp_size is 1")
-            return None
-        return read_plan(model, self.custom_policy).with_vocabulary(self.make_vocab_size_divisible_by)
-
-    @property
-    def _cuts(self) -> bool:
-        """True if a rank has a part of the model, or uses a part of its input."""
-        return self.tp_size * self.pp_size * self.ep_size * self.sp_size > 1
-
-    def _give_weights(self, model: nn.Module, more: Iterable[nn.Parameter]) -> None:
-        """Give all ranks the weights of rank 0, before they take slices. more: parameters taken off before."""
-        agree.same(
-            [
-                (
-                    "the model",
-                    dist.group.WORLD,
-                    [f"{n} {list(p.shape)} {p.dtype}{' on meta' * p.is_meta}" for n, p in model.named_parameters()],
-                )
-            ],
-            kind=ValueError,
-            advice="All ranks must build the same model",
-        )
-        device = self.device()
-        for tensor in [*model.parameters(), *(model.buffers() if self.broadcast_buffers else ()), *more]:
-            if not tensor.is_meta:
-                tensor.data = tensor.detach().to(device)
-                with waiting("the weights of rank 0", dist.group.WORLD):
-                    dist.broadcast(tensor.detach(), 0)
-
-    def _use_flash_attention(self, model: Any) -> None:
-        if not hasattr(model, "set_attn_implementation"):
-            raise ValueError(f"enable_flash_attention needs a transformers model, and got a {type(model).__name__}")
-        model.set_attn_implementation("sdpa")
-
-    def _cut(self, model: Any, layout: PipelineLayout | None, plan: Plan | None, *, empty: bool) -> list[Any]:
-        """This rank's parts of the model. empty: True if it is on the meta device."""
-        if not self._cuts:
-            if empty:
-                draw(model, self.device())
-            return [model]
-        options: dict[str, Any] = {
-            "example": self.example,
-            "parallel_output": "where possible" if self.parallel_output else False,
-            "sequence_parallel": self.sequence_parallel,
-            "pg_collection": self.groups(),
-        }
-        if empty:
-            return split_empty(model, layout, plan, device=self.device(), **options)
-        if layout is not None:
-            return split_stages(model, layout, plan, **options)
-        split_model(model, plan, **options)
-        return [model]
-
-    def splits_logits(self, model: Any) -> bool:
-        """True if logits of a causal model stay split by its class, and its loss is computed from the parts.
-
-        `boost` runs a forward with labels to see it.
-        """
-        loss = getattr(getattr(model, "loss_function", None), "__name__", "")
-        return self.parallel_output and self.tp_size * self.sp_size > 1 and loss == "ForCausalLMLoss"
 
     # -- a pipeline's step --------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, add_over_replicas, given_items, share_of
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
-from core.booster.plugin.hybrid_parallel_parts import joined_outputs, microbatches_of
+from core.booster.plugin.microbatches import joined_outputs, microbatches_of
 from core.hugging_face import gather_logits
 from core.hugging_face.label_counts import count_labels
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits
@@ -48,7 +48,7 @@ def run_pipeline(
     returns_loss, returns_outputs = returns
     following: Any = data_iter
     batch = model.cast(dict(next(following)))
-    groups, head = model.groups, stage_of(model.chunks[-1]).model
+    groups, head = model.cut.groups, stage_of(model.chunks[-1]).model
     parts = microbatches_of(batch, *microbatches, main=head.main_input_name, config=head.config)
     outputs: list[Any] = []
     trains = optimizer is not None and torch.is_grad_enabled()
@@ -86,7 +86,7 @@ def run_pipeline(
         note(loss_of_part, part, per_token=total is not None)
     if model.runner is None:
         model.runner = PipelineRunner(
-            model.chunks, model.layout, forward_step, shape, schedule=schedule, pg_collection=model.groups
+            model.chunks, model.layout, forward_step, shape, schedule=schedule, pg_collection=groups
         )
     runner: PipelineRunner = model.runner
     runner.forward_step = forward_step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from core.distributed import DistributedDataParallel
 from core.interface import AMPModelMixin, ModelWrapper
 
 if TYPE_CHECKING:
+    from core.distributed import MemStats
     from core.optimizer.adopted_optimizer import AdoptedOptimizer
     from core.pipeline_parallel import PipelineLayout
 
@@ -21,17 +22,24 @@ if TYPE_CHECKING:
 class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
     """`module` is the engine's wrapper, or the plain module where there is no optimizer.
 
-    cast_to: what floating inputs become, wherever they lie in arguments; None leaves them.
+    cast_to: what floating inputs become, wherever they lie in arguments; None leaves them. outputs_fp32: True if
+    floating outputs of the forward become fp32, wherever they are in its result.
     """
 
     def __init__(
-        self, module: nn.Module, cast_to: torch.dtype | None = None, engine: AdoptedOptimizer | None = None
+        self,
+        module: nn.Module,
+        cast_to: torch.dtype | None = None,
+        engine: AdoptedOptimizer | None = None,
+        *,
+        outputs_fp32: bool = False,
     ) -> None:
         super().__init__(module)
         self.chunks = [module]  # of this rank: one, or the stages of a pipeline
         self.layout: PipelineLayout | None = None  # of the stages
         self.cast_to = cast_to
         self.engine = engine
+        self.outputs_fp32 = outputs_fp32
 
     def parts(self) -> list[nn.Module]:
         """The plain modules of this rank's chunks."""
@@ -41,20 +49,38 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         """The user's own module; this rank's first stage of it, where there are several."""
         return self.parts()[0]
 
+    @property
+    def wrapped(self) -> list[DistributedDataParallel]:
+        """The engine's wrappers of this rank's chunks; none where there is no optimizer."""
+        return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
+
+    @property
+    def memstats(self) -> MemStats | None:
+        """Statistics of the first step under GeminiPlugin's placement_policy='auto', for the next run; else None."""
+        return next((chunk.memstats for chunk in self.wrapped), None)
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Have whole parameters where they are sharded, on all ranks: to evaluate, read or write them. Collective."""
         with ExitStack() as stack:
-            for chunk in self.chunks:
-                if isinstance(chunk, DistributedDataParallel):
-                    stack.enter_context(chunk.gathered())
+            for chunk in self.wrapped:
+                stack.enter_context(chunk.gathered())
+            yield
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, whole values can be copied into parameters. All ranks enter and leave it together."""
+        with ExitStack() as stack:
+            for chunk in self.wrapped:
+                stack.enter_context(chunk.engine.params.loading())
             yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         if self.cast_to is not None:
             args, kwargs = tree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
-        return self.module(*args, **kwargs)
+        outputs = self.module(*args, **kwargs)
+        return tree.tree_map_only(torch.Tensor, _to_fp32, outputs) if self.outputs_fp32 else outputs
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call a transformers model's own `generate`. Sharded parameters are whole during it, on each rank."""
@@ -66,9 +92,13 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
     def _cast(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.cast_to) if value.is_floating_point() else value
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Inside, backward adds to this rank's gradients without reducing them."""
-        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
+        with ExitStack() as stack:
+            for chunk in self.wrapped:
+                stack.enter_context(chunk.no_sync())
+            yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, as the optimizer's `zero_grad` does. Collective where a reduction has begun."""
@@ -79,3 +109,7 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         """Take master weights from parameters that were written from outside."""
         if self.engine is not None:
             self.engine.reload_model_params()
+
+
+def _to_fp32(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.is_floating_point() else value

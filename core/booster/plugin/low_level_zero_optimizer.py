@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -85,9 +85,13 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self.engine.zero_grad()
         self._begin()
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Inside, backward adds to this rank's gradients without reducing them."""
-        return self.model.no_sync()
+        with ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, in fp32: a scale is larger than fp16's numbers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from core.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
@@ -56,3 +57,4 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
                 f"tp_size {tp_size} / pp_size {pp_size})"
             )
         self.ep_size = ep_size
+        self.cutting = dataclasses.replace(self.cutting, ep_size=ep_size)

@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
 from core.booster.accelerator import device_of_group
+from core.booster.checkpoint_io.hybrid_parallel_checkpoint_io import HybridParallelCheckpointIO
 from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO
 from core.booster.mixed_precision.fp8 import use_fp8_linears, why_not
 from core.booster.plugin.dp_plugin_base import DPPluginBase
+from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
+from core.booster.plugin.hybrid_parallel_optimizer import HybridParallelOptimizer
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.plugin_base import Boosted
-from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.checkpoint.tied_tensors import tied_names
+from core.distributed import DistributedDataParallelConfig
+from core.distributed.materialize import MARK as MATERIALIZED
+from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import GRADIENT_KINDS, RankGrid, axes_of, group_ranks
+from core.hugging_face import stages_config
+from core.hugging_face.cut_model import CutModel, Cutting, cut_model
 from core.hugging_face.precision import cast_model
+from core.hugging_face.split import refusing_together
 from core.interface.optimizer import is_number
 from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes
 from core.optimizer.loss_scaler import DynamicLossScaler
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.pipeline_parallel import wrap_stages
+from core.watch.waiting import waiting
 
 DTYPES: dict[str, torch.dtype | None] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,14 +46,25 @@ MEGA = 1024 * 1024
 
 
 class ZeroPluginBase(DPPluginBase):
-    """Every rank trains the whole model on data of its own, and keeps a shard of what trains it.
+    """ZeRO: ranks train copies of a model on data of their own, and each keeps a shard of what trains it.
 
-    A derived class says in `_wrapper_config` what is sharded, and in `_optimizer_config` where that lies if the two
-    attributes below do not.
+    A derived class is who cuts the model (`cutting`), what is sharded (`_wrapper_config`), and where that lies
+    (`_optimizer_config`, if the attributes below do not say it). `configure` is the same five calls for all of them:
+
+        broadcast   every rank gets rank 0's weights, on its device
+        cast        parameters get the dtype of training, in which the cut is proved
+        cut         the model becomes a CutModel: this rank's parts, and what is known of the whole
+        wrap        each part gets the engine's wrapper, and the optimizer the parts' parameters
+        adopt       the engine takes the optimizer over; model and optimizer get the faces that a loop calls
 
     scaler: the options of DynamicLossScaler, used with fp16. Raises ValueError for what cannot work.
     """
 
+    cutting: Cutting | None = None  # None: every rank has the whole model, which may be any module
+    dp_outside = True  # True if ranks of one replica of a cut model are neighbours; False if those of one stage are
+    _outside = "dp_outside"  # that option's name, for messages
+    broadcast_buffers = True  # of a model that is cut
+    force_outputs_fp32 = False  # floating outputs of the forward become fp32
     communication_dtype: torch.dtype | None = None  # of gradients on the wire; None for their own
     cpu_offload = False  # masters, moments and the step on the CPU
     check_for_nan_in_grad = False  # True: a gradient that is not finite is an error on all ranks, and is named
@@ -127,12 +150,6 @@ class ZeroPluginBase(DPPluginBase):
             overlap_cpu_optimizer_d2h_h2d=self.cpu_offload,
         )
 
-    def _boosted_model(
-        self, module: nn.Module, cast_to: torch.dtype | None, engine: AdoptedOptimizer | None
-    ) -> LowLevelZeroModel:
-        """The model that `boost` returns."""
-        return LowLevelZeroModel(module, cast_to, engine)
-
     def engine_configs(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[DistributedDataParallelConfig, OptimizerConfig]:
@@ -157,7 +174,7 @@ class ZeroPluginBase(DPPluginBase):
 
     def get_checkpoint_io(self) -> LowLevelZeroCheckpointIO:
         """Whole tensors in files, shards in memory."""
-        return LowLevelZeroCheckpointIO()
+        return LowLevelZeroCheckpointIO() if self.cutting is None else HybridParallelCheckpointIO()
 
     def support_no_sync(self) -> bool:
         """Gradients can be kept from being reduced for a while."""
@@ -171,8 +188,9 @@ class ZeroPluginBase(DPPluginBase):
         raise ValueError(f"no_sync got neither a model nor an optimizer that {self._name} has boosted; pass one")
 
     def data_rank(self) -> int:
-        """Index of this rank's part of the data."""
-        return self.groups().rank("dp") if parallel_state.model_parallel_is_initialized() else self.rank
+        """Index of this rank's part of the data; the ranks of one replica have the same."""
+        has_groups = self.cutting is not None or parallel_state.model_parallel_is_initialized()
+        return self.groups().rank("dp") if has_groups else self.rank
 
     def data_size(self) -> int:
         """In how many parts the data is split."""
@@ -188,48 +206,48 @@ class ZeroPluginBase(DPPluginBase):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Move and cast the model, give every rank rank 0's weights, shard the optimizer. Collective.
+        """Broadcast, cast, cut, wrap, adopt. Collective over the world.
 
-        The optimizer is a torch optimizer. One that looks at whole parameters (Adafactor, Muon, a class of yours with
-        `needs_shapes = True`) gets every parameter whole, on one rank. Adapters of `enable_lora` that the optimizer
-        does not hold are added to it.
+        model: any module where nothing is cut. Otherwise whole, of transformers, with adapters of `enable_lora` or
+        without; or on the meta device: load it before its first forward. The optimizer is a torch optimizer over its
+        parameters; that of a model that is cut has made no step, and is left with this rank's slices. One that looks at
+        whole parameters (Adafactor, Muon, a class of yours with `needs_shapes = True`) gets every parameter of this
+        rank whole, on one rank. Adapters that the optimizer does not hold are added to it.
         """
-        if optimizer is not None:
-            self.complete_optimizer(model, optimizer)
-            needs_shapes(optimizer)  # refuses one of which that is not known
+        names: list[list[str]] = []
+        with refusing_together("boost", ValueError):
+            self._refuse_memory(model)
+            if optimizer is not None:
+                self.complete_optimizer(model, optimizer)
+                names = self._names_in(optimizer, model)
+        model = self._broadcast(model)
+        model = self._cast(model)
+        cut = self._cut(model)
+        chunks = self._wrap(cut, optimizer, names)
+        return *self._adopt(cut, chunks, optimizer, names), criterion, dataloader, lr_scheduler
+
+    def _refuse_memory(self, model: nn.Module) -> None:
+        """ValueError for a model without values that is not cut, and for one of `materialize` that is."""
         empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
-        if empty is not None:
+        if empty is not None and self.cutting is None:
             raise ValueError(
                 f"parameter {empty!r} is on the meta device and has no values; give the model to "
                 "core.distributed.materialize before its optimizer is made"
             )
-        model = self._cast(model.to(self.device()))
-        cast_to = DTYPES[self.precision] if self.cast_inputs else None
-        if optimizer is None:
-            return self._boosted_model(model, cast_to, None), None, criterion, dataloader, lr_scheduler
-        self._freeze_untrained(model, optimizer)
-        ddp_config, optimizer_config = self.engine_configs(model, optimizer)
-        wrapped = DistributedDataParallel(None, ddp_config, model, pg_collection=self.groups())
-        engine = AdoptedOptimizer(optimizer_config, wrapped, optimizer)
-        if self.precision == "fp16":
-            engine.grad_scaler = DynamicLossScaler(**self.scaler_options)
-        boosted = self._boosted_model(wrapped, cast_to, engine)
-        if self.verbose and self.rank == 0:
-            print(f"{self._title}, {self.precision}:\n{wrapped.describe()}", flush=True)
-        zero = LowLevelZeroOptimizer(optimizer, engine, wrapped, self.max_norm, verbose=self.verbose)
-        zero.name_parameters(model)
-        return boosted, zero, criterion, dataloader, lr_scheduler
+        if self.cutting is not None and self.cutting.tp_size > 1 and MATERIALIZED in vars(model):
+            raise ValueError(
+                f"a model of materialize() is made module by module, and cannot be cut over tp_size="
+                f"{self.cutting.tp_size} ranks before; boost it on the meta device, and call booster.load_model"
+            )
 
-    def _cast(self, model: nn.Module) -> nn.Module:
-        """The model in `precision` (`cast_model`), with linear layers that multiply in 8 bits if `use_fp8` says so."""
-        dtype = DTYPES[self.precision]
-        if dtype is not None:
-            model = cast_model(model, dtype)
-        if self.use_fp8 and not use_fp8_linears(model):
-            raise ValueError("use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16. Leave it out")
-        return model
-
-    def _freeze_untrained(self, model: nn.Module, optimizer: Any) -> None:
+    def _names_in(self, optimizer: Any, model: nn.Module) -> list[list[str]]:
+        """The names in each group of an optimizer. Parameters that it lacks are frozen, with a warning."""
+        needs_shapes(optimizer)  # refuses one of which that is not known
+        if optimizer.state and self.cutting is not None and self.cutting.is_needed:
+            raise ValueError(
+                "the optimizer has made steps on the whole model, and its state cannot be cut; boost a new "
+                "one, and load the state by booster.load_optimizer"
+            )
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         left = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         if left:
@@ -240,6 +258,76 @@ class ZeroPluginBase(DPPluginBase):
             )
         for _, param in left:
             param.requires_grad_(False)
+        names = {id(param): name for name, param in model.named_parameters()}
+        return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+    def _broadcast(self, model: nn.Module) -> nn.Module:
+        """Give all ranks rank 0's weights before they take slices; the wrapper does so with a whole model."""
+        if self.cutting is None:
+            return model.to(self.device())
+        device, world = self.device(), dist.group.WORLD
+        table = [f"{n} {list(p.shape)} {p.dtype}{' on meta' * p.is_meta}" for n, p in model.named_parameters()]
+        agree.same([("the model", world, table)], kind=ValueError, advice="All ranks must build the same model")
+        for tensor in [*model.parameters(), *(model.buffers() if self.broadcast_buffers else ())]:
+            if not tensor.is_meta:
+                tensor.data = tensor.detach().to(device)
+                with waiting("the weights of rank 0", world):
+                    dist.broadcast(tensor.detach(), 0)
+        return model if any(param.is_meta for param in model.parameters()) else model.to(device)
+
+    def _cast(self, model: nn.Module) -> nn.Module:
+        """The model in `precision` (`cast_model`), with linear layers that multiply in 8 bits if `use_fp8` says so."""
+        dtype = DTYPES[self.precision]
+        if dtype is not None:
+            model = cast_model(model, dtype)
+        if self.use_fp8 and not use_fp8_linears(model):
+            raise ValueError("use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16. Leave it out")
+        return model
+
+    def _cut(self, model: nn.Module) -> CutModel:
+        """This rank's parts of a model; the model itself where nothing is cut."""
+        if self.cutting is not None:
+            return cut_model(model, self.cutting, self.groups(), self.device())
+        ties = {name: names for names in tied_names(model) for name in names}
+        return CutModel(model, [model], ties, ProcessGroups())
+
+    def _wrap(self, cut: CutModel, optimizer: Any, names: Sequence[Sequence[str]]) -> list[Any]:
+        """The parts in the engine's wrappers, and their parameters in the optimizer; the plain parts without one."""
+        if optimizer is None:
+            return list(cut.parts)
+        for group, of_group in zip(optimizer.param_groups, names, strict=True):
+            group["params"] = [cut.parameters[name] for name in of_group if name in cut.parameters]
+        groups, ddp_config = self.groups(), self._wrapper_config(cut.parts[-1], needs_shapes(optimizer))
+        config = None if cut.layout is None else stages_config(cut.layout, groups.size("tp"))
+        return list(wrap_stages(config, ddp_config, cut.parts, groups))
+
+    def _adopt(
+        self, cut: CutModel, chunks: Sequence[Any], optimizer: Any, names: Sequence[Sequence[str]]
+    ) -> tuple[LowLevelZeroModel, LowLevelZeroOptimizer | None]:
+        """The model and the optimizer that `boost` returns."""
+        engine: AdoptedOptimizer | None = None
+        wrapped: LowLevelZeroOptimizer | None = None
+        if optimizer is not None:
+            engine = AdoptedOptimizer(self._optimizer_config(), chunks, optimizer)
+            if self.precision == "fp16":
+                engine.grad_scaler = DynamicLossScaler(**self.scaler_options)
+            if self.cutting is None:
+                wrapped = LowLevelZeroOptimizer(optimizer, engine, chunks, self.max_norm, verbose=self.verbose)
+            else:
+                wrapped = HybridParallelOptimizer(
+                    *(optimizer, engine, chunks, self.max_norm, cut, names), verbose=self.verbose
+                )
+            wrapped.param_names = {param: name for name, param in cut.parameters.items()}
+            if cut.layout is not None and wrapped.scaler is not None:
+                chunks[0].config.grad_scale_func = wrapped.scale_loss  # of all chunks
+            if self.verbose and self.rank == 0:
+                print(f"{self._title}, {self.precision}:\n{chunks[0].describe()}", flush=True)
+        cast_to = DTYPES[self.precision] if self.cast_inputs else None
+        if self.cutting is None:
+            model = LowLevelZeroModel(chunks[0], cast_to, engine, outputs_fp32=self.force_outputs_fp32)
+        else:
+            model = HybridParallelModel(cut, chunks, cast_to, engine, outputs_fp32=self.force_outputs_fp32)
+        return model, wrapped
 
     def _gradient_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """Dtypes in which gradients are kept and sent; None for their own."""
@@ -286,16 +374,52 @@ class ZeroPluginBase(DPPluginBase):
             }
         return options
 
+    # -- groups -------------------------------------------------------------------------------------------------------
+
     def groups(self) -> ProcessGroups:
-        """The data-parallel groups: parallel_state's, or made here at the first call. Collective then."""
+        """parallel_state's groups, or made here at the first call if there are none. Collective then."""
         if self._groups is None:
-            if parallel_state.model_parallel_is_initialized():
+            if self.cutting is not None:
+                self._groups = self._groups_of_cut(self.cutting)
+            elif parallel_state.model_parallel_is_initialized():
                 self._groups = self._data_parallel_groups()
             else:
                 members = group_ranks(RankGrid(self.world_size), self.rank, num_instances=self.extra_dp_size)
                 data_groups = {kind: ranks for kind, ranks in members.items() if kind in GRADIENT_KINDS}
                 self._groups = ProcessGroups.build(data_groups)
         return self._groups
+
+    def _groups_of_cut(self, cutting: Cutting) -> ProcessGroups:
+        if not parallel_state.model_parallel_is_initialized():
+            ends_share_a_rank = cutting.schedule == "ZBVZeroBubble"
+            parallel_state.initialize_model_parallel(
+                cutting.tp_size,
+                cutting.pp_size,
+                context_parallel_size=cutting.sp_size,
+                expert_model_parallel_size=cutting.ep_size,
+                num_distributed_optimizer_instances=self.extra_dp_size,
+                order="tp-cp-ep-pp-dp" if self.dp_outside else "tp-cp-ep-dp-pp",
+                get_embedding_ranks=lambda ranks: [ranks[0]] if ends_share_a_rank else sorted({ranks[0], ranks[-1]}),
+            )
+        groups = parallel_state.get_process_groups()
+        found = {name: groups.size(name) for name in ("tp", "pp", "cp", "ep")}
+        wanted = {"tp": cutting.tp_size, "pp": cutting.pp_size, "cp": cutting.sp_size, "ep": cutting.ep_size}
+        if found != wanted:
+            raise ValueError(
+                f"parallel_state was initialized with {found}, and {self._name} with tp_size={wanted['tp']}, "
+                f"pp_size={wanted['pp']}, sp_size={wanted['cp']} (cp), ep_size={wanted['ep']}; give both the same "
+                "sizes, or let the plugin initialize it"
+            )
+        if groups.size("pp") > 1 and groups.size("dp") > 1:
+            first, second = groups.ranks("pp")[:2]
+            outside = second - first < groups.ranks("dp")[1] - groups.ranks("dp")[0]
+            if outside != self.dp_outside:
+                raise ValueError(
+                    f"parallel_state was initialized with stages {second - first} ranks apart, which is "
+                    f"{self._outside}={outside}, and {self._name} with {self._outside}={self.dp_outside}; give both "
+                    "the same order, or let the plugin initialize it"
+                )
+        return groups
 
     def _data_parallel_groups(self) -> ProcessGroups:
         groups = parallel_state.get_process_groups()

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from core.booster import Booster
-from core.booster.plugin import zero_plugin_base
 from core.distributed import DistributedDataParallel, materialize
 from core.distributed.sharded.param_unit import ParamUnit
 from core.gradient_accumulation import accumulate_gradient
 from core.groups.agree import SyncError
+from core.pipeline_parallel import gpt_stages
 from tests.unit_tests.booster.booster_reference import (
     MAX_NORM,
     assert_same_training,
@@ -180,7 +180,7 @@ def test_a_model_on_the_meta_device_is_made_shard_by_shard(rank: int, world: int
             held.extend(param.untyped_storage().nbytes() for param in module.parameters())
             return DistributedDataParallel(config, ddp_config, module, **more)
 
-        with Most() as most, mock.patch.object(zero_plugin_base, "DistributedDataParallel", wrap):
+        with Most() as most, mock.patch.object(gpt_stages, "DistributedDataParallel", wrap):
             model, optimizer, *_ = booster.boost(lazy, optimizer)
         assert len(held) == 8 and max(held) <= 4, "the cast gave a parameter memory"
         assert most.whole == 64 * 64, "elements of parameters with values at a time"

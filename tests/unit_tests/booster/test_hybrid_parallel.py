@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
-from core.booster.plugin.hybrid_parallel_parts import microbatches_of
+from core.booster.plugin.microbatches import microbatches_of
 from core.groups import agree
 from core.hugging_face import PlanError, gather_logits
 from core.verify.in_double import InDouble

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, HybridParallelPlugin
-from core.booster.plugin.gemini_model import GeminiModel
+from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
 from core.distributed import materialize
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.booster.test_hybrid_parallel import STEPS, batch_of, new_optimizer
@@ -93,7 +93,10 @@ def test_slices_in_chunks_train_as_one_process(rank: int, world: int, tmp_path: 
         start = {name: value.clone() for name, value in reference.state_dict().items()}
         expected, norm = trained_alone(reference, options.get("max_norm", 0.0))
         booster, model, optimizer = boosted({"tp_size": 2, **options}, family)
-        assert isinstance(model, GeminiModel) and booster.plugin.data_size() == booster.plugin.groups().size("dp") == 2
+        assert (
+            isinstance(model, HybridParallelModel)
+            and booster.plugin.data_size() == booster.plugin.groups().size("dp") == 2
+        )
         assert steps_of(booster, model, optimizer, range(STEPS)) == pytest.approx(expected, abs=1e-11), options
         assert optimizer.get_grad_norm() == pytest.approx(norm, rel=1e-9)
         values = whole(booster, model)

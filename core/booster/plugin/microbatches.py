@@ -1,54 +1,11 @@
-"""Parts of models and batches for HybridParallelPlugin: names of a part's parameters, parts of a batch."""
+"""Microbatches of a pipeline's batch, and the outputs of all microbatches together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
-
-from core.checkpoint.tied_tensors import tied_names
-from core.hugging_face.plan import Split
-from core.hugging_face.stages import find_cut, stage_of
-from core.pipeline_parallel import PipelineLayout
-
-
-def find_layers(model: Any, layout: PipelineLayout | None) -> Sequence[str]:
-    """The names of the lists of a transformers model's layers."""
-    return stage_of(model).cut.lists if layout is not None else find_cut(model).lists
-
-
-def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """For each name of a tied parameter all of its names, the first one first."""
-    return {name: names for names in tied_names(model) for name in names}
-
-
-def splits_of(part: Any) -> Mapping[str, Split]:
-    """Splits of a part's parameters over tensor and expert parallelism."""
-    report = getattr(part, "split_report", None)
-    if report is None or not hasattr(part, "peft_config"):
-        return {} if report is None else report.plan.splits
-    below = part.get_base_model().split_report.plan.splits  # of the layers that adapters belong to
-    names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
-    return {**report.plan.splits, **{n: below[name_in_base(n)] for n in names if name_in_base(n) in below}}
-
-
-def name_in_base(name: str) -> str:
-    """The name that a parameter of a model with adapters has in the model without them."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
-def parameters_here(
-    parts: Sequence[nn.Module], tied: Mapping[str, tuple[str, ...]]
-) -> dict[str, tuple[nn.Parameter, Split | None]]:
-    """Name in the whole model, the first one of a tied parameter -> this rank's parameter and how it is cut."""
-    here: dict[str, tuple[nn.Parameter, Split | None]] = {}
-    for part in parts:
-        splits = splits_of(part)
-        for name, param in part.named_parameters():
-            here.setdefault(tied.get(name, (name,))[0], (param, splits.get(name)))
-    return here
 
 
 def microbatches_of(
