@@ -18,7 +18,7 @@ from core.finetune.trained import ADAPTER_ALONE, MODEL, load_directory
 from core.finetune.trainer import TuneTrainer, tuning_step
 from core.finetune.windows import Windows, check_rows, open_windows, prepare_windows
 from core.hugging_face import save_split, stage_activations
-from core.hugging_face.split import REPORT
+from core.hugging_face.split_report import REPORT
 from core.hugging_face.transformers_plans import transformers_package
 from core.pipeline_parallel import PipelineRunner
 from core.tensor_parallel import model_parallel_manual_seed

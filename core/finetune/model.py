@@ -29,11 +29,11 @@ from core.finetune.model_files import CONFIGURATION, GENERATION, check_weights, 
 from core.finetune.plan import sequence_mode, zero_stage
 from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
 from core.hugging_face import PlanError, read_plan, use_chunked_loss
+from core.hugging_face.cut_places import find_cut
 from core.hugging_face.directory import check_files, read_configuration
 from core.hugging_face.experts import check_experts
 from core.hugging_face.layer_checkpointing import checkpoint_layers
 from core.hugging_face.precision import cast_model
-from core.hugging_face.stages import find_cut
 from core.hugging_face.ties import untie_by_files
 from core.hugging_face.tiny import BYTE_MARKS, tiny_of_bytes
 from core.hugging_face.transformers_plans import transformers_package

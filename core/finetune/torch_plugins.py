@@ -14,7 +14,7 @@ from core.booster.checkpoint_io import TorchFSDPCheckpointIO
 from core.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.distributed.reduce.grad_reducer import StepReport
-from core.hugging_face.stages import find_cut
+from core.hugging_face.cut_places import find_cut
 from core.interface import ModelWrapper, OptimizerWrapper
 
 

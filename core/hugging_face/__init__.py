@@ -6,8 +6,8 @@ from core.hugging_face.lora import add_lora
 from core.hugging_face.parallel_loss import gather_logits
 from core.hugging_face.plan import Plan, PlanError, Seam, Split
 from core.hugging_face.policies import POLICIES, Policy
-from core.hugging_face.split import SplitReport
-from core.hugging_face.split_stages import split_model, split_stages
+from core.hugging_face.split import split_model, split_stages
+from core.hugging_face.split_report import SplitReport
 from core.hugging_face.stages import stage_activations, stage_forward_step, stages_config
 from core.hugging_face.transformers_plans import read_plan
 

@@ -21,22 +21,18 @@ from core.checkpoint.tied_tensors import refuse_apart
 from core.checkpoint.weights.sliced import Cut, SlicedTensor
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
+from core.hugging_face.cut_parts import check_cut, cut_parameters, keep_stage, mark_absent
+from core.hugging_face.cut_places import find_cut
 from core.hugging_face.directory import check_files, look_at, read_configuration
 from core.hugging_face.example import example_of
 from core.hugging_face.plan import Plan, PlanError, Split, family_of
 from core.hugging_face.policies import Policy
+from core.hugging_face.prove import refusing_together
 from core.hugging_face.slices import whole_of
-from core.hugging_face.split import (
-    REPORT,
-    SplitReport,
-    Splitting,
-    cut_parameters,
-    prepare,
-    refusing_together,
-)
-from core.hugging_face.split_stages import check_cut, finish_parts
+from core.hugging_face.split import finish_parts, prepare
+from core.hugging_face.split_report import REPORT, SplitReport, Splitting
 from core.hugging_face.stage_forward import ModelCut, StageForward
-from core.hugging_face.stages import find_cut, keep_stage, mark_absent, stage_of
+from core.hugging_face.stages import stage_of
 from core.hugging_face.ties import Stored, stored_tensors, ties_of, untie, untie_as_stored
 from core.hugging_face.transformers_plans import read_plan, transformers_package
 from core.pipeline_parallel.layout import PipelineLayout

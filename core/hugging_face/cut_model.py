@@ -21,14 +21,17 @@ from torch import nn
 from core.checkpoint.tied_tensors import tied_names
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.chunked_loss import use_chunked_loss
+from core.hugging_face.cut_parts import draw
+from core.hugging_face.cut_places import find_cut
 from core.hugging_face.layer_checkpointing import GradientCheckpointConfig, checkpoint_layers
 from core.hugging_face.lora import MARK, put_on, splits_of, take_off
 from core.hugging_face.plan import Plan, Split
 from core.hugging_face.policies import Policy
+from core.hugging_face.prove import refusing_together
 from core.hugging_face.slices import slice_of, whole_of
-from core.hugging_face.split import Splitting, refusing_together
-from core.hugging_face.split_stages import draw, split_empty, split_parts
-from core.hugging_face.stages import find_cut, stage_of
+from core.hugging_face.split import split_empty, split_parts
+from core.hugging_face.split_report import Splitting
+from core.hugging_face.stages import stage_of
 from core.hugging_face.transformers_plans import read_plan
 from core.pipeline_parallel import PipelineLayout, plan_pipeline
 

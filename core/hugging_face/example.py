@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from core.groups.process_groups import ProcessGroups
+from core.hugging_face.dropout import as_in_training
 from core.hugging_face.plan import PlanError, family_of
 
 IMAGE_FEATURES, GRIDS = "get_image_features", "image_grid_thw"
@@ -197,3 +199,29 @@ def _after_images(model: Any, ids: Tensor) -> Tensor:
 def _random(model: Any, *shape: int) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(7)
     return torch.randn(shape, generator=generator, device="cpu").to(model.device, model.dtype)
+
+
+def run_quietly(model: Any, example: Mapping[str, Any], *, training: bool = False) -> Any:
+    """A forward's output, without gradients; random streams and modes stay as they were.
+
+    training: True for what training computes (`as_in_training`), False for evaluation mode.
+    """
+    with torch.no_grad(), torch.random.fork_rng(), in_mode(model, training=training):
+        return model(**example)
+
+
+def in_mode(model: nn.Module, *, training: bool) -> AbstractContextManager[None]:
+    """Inside, a model computes what it computes in training, without chance, or in evaluation."""
+    return as_in_training(model) if training else in_evaluation(model)
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Inside, a model is in evaluation mode. Each module has its own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -1,79 +1,154 @@
-"""Split a model, or a stage of it, by its plan. No DTensor, no tracing.
+"""split_model, split_stages, split_empty: a whole model, this rank's stages of it, or either without memory at first.
 
-Parameters become this rank's slices and carry the tags that the gradient contract reads; modules at seams get a
-SeamForward. One forward on a small example then shows what each whole parameter meets, which decides its contract.
+By its plan, without DTensor and tracing. Parameters become this rank's slices and carry the tags that the gradient
+contract reads; modules at seams get a SeamForward. One forward on a small example then shows what each whole parameter
+meets, which decides its contract. A model that is not cut into stages is one part.
 """
 
 from __future__ import annotations
 
-import traceback
+import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from core.distributed.contract.gradient_contract import declare_gradient
-from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.counted_positions import CountedPositions
+from core.hugging_face.cut_parts import cut_into_parts, draw, of_stage, place_seams, tag_slices, tie_ends
+from core.hugging_face.cut_places import list_of_layers
 from core.hugging_face.dropout import ForwardStream, drop_parts_apart
-from core.hugging_face.example import unreached
-from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward, over_experts
-from core.hugging_face.parallel_loss import (
-    gathering_logits,
-    use_parallel_loss,
-    why_logits_stay_whole,
-    with_whole_logits,
-)
+from core.hugging_face.example import PASS, example_of, run_quietly, unreached
+from core.hugging_face.experts import over_experts
+from core.hugging_face.parallel_loss import gathering_logits, use_parallel_loss, why_logits_stay_whole
 from core.hugging_face.partial_outputs import IN_STAGES, SPLIT_HEADS, refuse_partial_outputs
-from core.hugging_face.plan import Plan, PlanError, Split, family_of
-from core.hugging_face.precision import rounded_otherwise
-from core.hugging_face.seams import SeamForward
+from core.hugging_face.plan import Plan, PlanError, family_of
+from core.hugging_face.prove import (
+    AGAIN,
+    CUT,
+    OTHER_TOKENS,
+    Shown,
+    compare_output,
+    received_example,
+    refuse_other_output,
+    refusing_failures,
+    refusing_together,
+    rounding_of,
+    shown_by,
+    shown_over_sequence,
+    shown_whole,
+)
 from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR, SequenceParallel, over_sequence, present_layers
-from core.hugging_face.slices import slice_of
+from core.hugging_face.split_report import REPORT, SplitReport, Splitting
 from core.hugging_face.stage_forward import StageForward
-from core.hugging_face.stages import list_of_layers, run_quietly
+from core.hugging_face.stages import stage_of
 from core.hugging_face.transformers_plans import read_plan
 from core.interface.whole import about_to_change
 from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.dataflow import run_watched
-from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from core.watch.waiting import is_peers
+from core.tensor_parallel.mappings import resolve_groups
 
-AGAIN = "The model has been cut; make it again"
 IN_PARTS = "would choose a token from a part of the layers or of the sequence; generate with the model saved"
 ONCE_SPLIT = ("once it is split", "A module there needs its whole width. ")
-OTHER_TOKENS = "its layers use other tokens elsewhere than in attention, or in a way that is unknown here"
-ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # fp64 models compute norms and routers in fp32
-IN_16_BITS, TIMES = 0.1, 3.0  # what rounding may do in any case, and of what it does to the whole model
-EXPERT_TAGS = {"allreduce": False, "expert_dim": 0}  # of experts that other ranks do not have
-REPORT = "split_report"  # the attribute of a split model that says how it was split
+ALONE = "A pipeline sends hidden states, and of an encoder-decoder the encoder's output. "
+NEEDS_EXAMPLE = f"Pass {PASS}"
 
 
-@dataclass(frozen=True)
-class SplitReport:
-    """Report of a split. partial: whole parameters whose gradients are summed over tp, by what the forward showed.
+def split_model(
+    model: Any,
+    plan: Plan | None = None,
+    *,
+    example: Mapping[str, Any] | None = None,
+    parallel_output: bool | Literal["where possible"] = False,
+    sequence_parallel: str | None = None,
+    pg_collection: ProcessGroups | None = None,
+) -> SplitReport:
+    """Cut a transformers model over the tensor-parallel group, in place. Then wrap it in DistributedDataParallel.
 
-    unseen: parameters that learn and that the example did not reach; they are taken to be whole with whole gradients.
-    unreached: what the configuration counts in tokens (windows, chunks, floors) and the example was too short to show.
+    model: whole, with the same weights on every rank of the group, on a real device. plan: read from the model by
+    default; `read_plan(model, policy)` makes one of a Policy. example: keyword arguments of one small forward, equal on
+    all ranks; by default two rows of 8 token ids, or pixels or sound for a model of these. It is run before and after
+    the cut, without backward, and the outputs must be equal. parallel_output: keep the logits split and compute the
+    loss from the parts; 'where possible' leaves them whole, with a warning, for a model that computes its loss in
+    another way. sequence_parallel: 'split_gather' or 'ring' over the tensor-parallel group, 'all_to_all' or 'ring_attn'
+    over the context-parallel group; every rank of it is given the whole sequence.
+
+    Collective over these groups. Raises PlanError on all of its ranks where sizes do not fit or the plan
+    cannot give right gradients; what was found after the cut leaves the model unusable, so make it again.
     """
+    how = Splitting(resolve_groups(pg_collection), None, parallel_output, sequence_parallel)
+    (part,) = split_parts(model, plan, example, how)
+    report: SplitReport = getattr(part, REPORT)
+    return report
 
-    plan: Plan
-    tp: int
-    partial: frozenset[str]
-    unseen: frozenset[str]
-    unreached: Mapping[str, int] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        found = {"gradients summed over tp": self.partial, "not reached by the example": self.unseen}
-        lines = [f"{what}: {', '.join(sorted(names))}" for what, names in found.items() if names]
-        lines += [f"the example is no longer than {name} ({number})" for name, number in self.unreached.items()]
-        return "\n".join([self.plan.table(self.tp), *lines])
+def split_stages(
+    model: Any,
+    layout: PipelineLayout,
+    plan: Plan | None = None,
+    *,
+    example: Mapping[str, Any] | None = None,
+    parallel_output: bool | Literal["where possible"] = False,
+    sequence_parallel: str | None = None,
+    pg_collection: ProcessGroups | None = None,
+) -> list[Any]:
+    """This rank's stages of a transformers model, in the model's order, split over tensor parallelism too.
+
+    model: becomes the last stage of this rank; what lies elsewhere leaves it. The other arguments are those of
+    `split_model`. One forward of the example runs through the whole model and one through the pipeline, and the outputs
+    must be equal.
+
+    Wrap the stages by `core.pipeline_parallel.wrap_stages`, and run them by a `PipelineRunner` with
+    `stage_forward_step` and `stage_activations`. Collective over the world. Raises PlanError on all ranks for a model
+    that cannot be cut so, and ValueError for a layout that does not fit the groups.
+    """
+    how = Splitting(resolve_groups(pg_collection), layout, parallel_output, sequence_parallel)
+    return split_parts(model, plan, example, how)
+
+
+def split_parts(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting) -> list[Any]:
+    """This rank's parts of a model: stages of a layout, or the model itself. As `split_model` and `split_stages`."""
+    layout, groups = how.layout, how.groups
+    before: Shown | None = None
+    limit = 0.0
+    with refusing_together(CUT, ValueError, groups=how.ranks):
+        plan = prepare(model, plan, groups)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split")
+        arguments = example_of(model, groups, example, with_images=layout is not None)
+        watched = None
+        with refusing_failures(plan, "for the example", NEEDS_EXAMPLE, again=""):
+            if layout is not None or groups.size("tp") * plan.ep > 1 or how.sequence_parallel is not None:
+                arguments, watched, before = shown_whole(model, arguments, layout)
+        if before is not None:
+            limit = rounding_of(model, arguments, before)
+        parts = cut_into_parts(model, watched, plan, how)
+    finish_parts(parts, plan, arguments, how)
+    if before is not None:
+        compare_output(parts, plan, arguments, (before, limit), how)
+    return parts
+
+
+def split_empty(
+    model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting, device: torch.device
+) -> list[Any]:
+    """`split_parts` of a model without memory. Each rank has slices of its own size, and no others.
+
+    Their values are those of a new model, other ones in each layout; weights of a checkpoint take their place. device:
+    where they lie. The whole model exists on no rank, so no output is compared with its. Collective over the world.
+    """
+    with refusing_together(CUT, ValueError):
+        plan = prepare(model, plan, how.groups)
+        parts = cut_into_parts(model, None, plan, how)
+        for part in parts:
+            draw(part, device)
+    finish_parts(parts, plan, example_of(parts[0], how.groups, example), how)
+    return parts
 
 
 def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
@@ -93,71 +168,26 @@ def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
     return over_experts(model, plan.at(groups.size("tp")), groups)
 
 
-def cut_parameters(model: nn.Module, plan: Plan, groups: ProcessGroups) -> None:
-    """Replace each parameter of the plan by this rank's slice, under all of its names."""
-    cut: dict[int, tuple[nn.Parameter, Split]] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        split = plan.splits.get(name)
-        if split is None or all(groups.size(axis) == 1 for axis in split.axes):
-            continue
-        if id(parameter) not in cut:
-            piece = slice_of(parameter.detach(), split, groups)
-            # A slice along the first dimension is a view, which would keep the whole parameter in memory.
-            piece = piece.clone(memory_format=torch.contiguous_format) if not piece.is_meta else piece
-            cut[id(parameter)] = nn.Parameter(piece, requires_grad=parameter.requires_grad), split
-        replacement, first = cut[id(parameter)]
-        if (first.dim, first.blocks) != (split.dim, split.blocks):
-            raise PlanError(f"{plan.family}: {first.parameter!r} and {name!r} are tied and are cut differently")
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, replacement)
-
-
-def whole_only(method: Callable[..., Any], sentence: str, *args: Any, **kwargs: Any) -> Any:
-    """Replaces a method that needs the whole model: it would use this rank's part alone, and raises instead.
-
-    A call that brings the whole state along (`save_split`) is let through.
-    """
-    if kwargs.get("state_dict") is None:
-        raise PlanError(sentence)
-    return method(*args, **kwargs)
-
-
-def generate_alike(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A split model's `generate`: of whole logits, with the same numbers drawn on all ranks of its group."""
-    model: Any = getattr(method, "__self__")  # noqa: B009
-    with gathering_logits(model), model.forward_stream.alike():
-        return method(*args, **kwargs)
-
-
-def refuse_whole_methods(model: Any, family: str, **more: str) -> None:
-    """Refuse what would save or resize a rank's part as if it were the model. more: other methods, and why."""
-    refused = {
-        "save_pretrained": "would save this rank's part as if it were the model; call save_split on all ranks",
-        "resize_token_embeddings": "would resize this rank's part; resize the whole model before it is split",
-        **more,
-    }
-    for name, why in refused.items():
-        if not isinstance(getattr(model, name, None), (partial, type(None))):
-            setattr(model, name, partial(whole_only, getattr(model, name), f"{family} is split: {name} {why}"))
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """Options of splitting on this rank: groups, stages, and outputs (`split_model`)."""
-
-    groups: ProcessGroups
-    layout: PipelineLayout | None = None
-    parallel_output: bool | Literal["where possible"] = False
-    sequence_parallel: str | None = None
-    vocabulary_multiple: int = 1
-
-    @property
-    def ranks(self) -> agree.Groups:
-        """The groups over which a call is collective. With stages these are all ranks."""
-        if self.layout is not None:
-            return None
-        axes = ["tp", "ep", *(["cp"] if self.sequence_parallel in OVER_CONTEXT else [])]
-        return [self.groups.require(axis) for axis in axes if self.groups.size(axis) > 1]
+def finish_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], how: Splitting) -> None:
+    """Tags, seams and contracts of parts whose parameters are cut; and one forward of each stage. Collective."""
+    if how.layout is None:
+        finish_split(parts[0], plan, arguments, how)
+        return
+    with refusing_together(CUT), refusing_failures(plan, "without the layers of other stages", ALONE):
+        for part in parts:
+            stage, given = stage_of(part), {**arguments, **received_example(part, arguments)}
+            own = dataclasses.replace(how, parallel_output=how.parallel_output if stage.part.post_process else False)
+            finish_split(part, of_stage(plan, part), given, own)
+            output = run_quietly(part, given, training="labels" in given)
+            sent = output if isinstance(output, tuple) else (Shown.of(output).output,)
+            if any(bool(value.isnan().any()) for value in sent):
+                raise PlanError(
+                    f"{plan.family}: the layers of stage {stage.part.index} use something of the embeddings, or of "
+                    f"earlier layers, in addition to what they are sent. {ALONE}"
+                )
+            for name in stage.cut.around:
+                part.get_parameter(name).pipeline_parallel = True
+        tie_ends(parts, how.layout)
 
 
 def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitting) -> SplitReport:
@@ -208,7 +238,7 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
     if sequence is not None:
         sequence.attach(model, layers)
         with refusing_failures(plan, f"with {mode!r}"), counted_of_parts.inside(inner):
-            after = _shown_over_sequence(model, unlabelled, sequence, before.output.shape)
+            after = shown_over_sequence(model, unlabelled, sequence, before.output.shape)
         refuse_other_output(plan, before, after, limit, f"under {mode!r}", OTHER_TOKENS)
         for place in counted.of_parts(counted_of_parts):
             raise PlanError(
@@ -230,46 +260,6 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
         model.forward_stream.attach(model)
     setattr(model, REPORT, report)
     return report
-
-
-def _shown_over_sequence(model: Any, arguments: dict[str, Any], sequence: SequenceParallel, shape: torch.Size) -> Shown:
-    """The output of the example over a cut sequence, joined. Collective over the ranks that cut it.
-
-    Behind its layers gpt2 gives hidden states the shape of its input: the sequence is joined there for such a model.
-    """
-    if sequence.local_logits:
-        try:
-            after = sequence.join(shown_by(model, arguments).output, -2)
-        except RuntimeError:
-            after = None
-        if after is not None and after.shape == shape:
-            return Shown(after)
-        sequence.local_logits = False
-    return shown_by(model, arguments)
-
-
-def place_seams(modules: Mapping[str, nn.Module], plan: Plan, groups: ProcessGroups) -> None:
-    """Give modules the forwards of their seams, in place of those of other seams that they have already."""
-    for seam in plan.seams.values():
-        module, split = modules[seam.module], plan.splits.get(f"{seam.module}.weight")
-        placed = getattr(vars(module).get("forward"), "seam", None)
-        if placed == seam or (groups.size("tp") == 1 and seam.style != EXPERTS_SEAM):
-            continue
-        if placed is not None:
-            del module.forward
-        kind = ExpertsForward if seam.style == EXPERTS_SEAM else SeamForward
-        sizes = (0, 1) if split is None else (split.length, split.multiple)
-        module.forward = kind(module, seam, groups, *sizes)
-
-
-def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan, groups: ProcessGroups) -> None:
-    """Mark the parameters that are slices, for contracts and checkpoints."""
-    for name, parameter in parameters.items():
-        split = plan.splits.get(name)
-        if split is not None and "tp" in split.axes and groups.size("tp") > 1:
-            set_tensor_model_parallel_attributes(parameter, True, split.dim, split.blocks, split.length)
-        if split is not None and "ep" in split.axes:
-            vars(parameter).update(EXPERT_TAGS)
 
 
 def declare_whole(
@@ -303,103 +293,30 @@ def declare_whole(
     return SplitReport(plan, groups.size("tp"), frozenset(partial_ones), frozenset(unseen))
 
 
-class Shown(NamedTuple):
-    """Values of a forward that are compared: logits or the last hidden state, and the loss if there are labels."""
+def whole_only(method: Callable[..., Any], sentence: str, *args: Any, **kwargs: Any) -> Any:
+    """Replaces a method that needs the whole model: it would use this rank's part alone, and raises instead.
 
-    output: Tensor
-    loss: Tensor | None = None
-
-    @classmethod
-    def of(cls, output: Any) -> Shown:
-        """Of what a model gives."""
-        if isinstance(output, Tensor):
-            return cls(output)
-        named = output.items() if hasattr(output, "keys") else enumerate(output)
-        loss = output.get("loss") if hasattr(output, "keys") else None
-        value = next(value for name, value in named if isinstance(value, Tensor) and name != "loss")
-        return cls(value, loss if isinstance(loss, Tensor) and bool(loss.isfinite().all()) else None)
-
-
-def shown_by(model: Any, arguments: Mapping[str, Any], *, whole: bool = False) -> Shown:
-    """Values of a forward without gradients: as in training where there are labels, else in evaluation mode.
-
-    whole: True to gather split logits.
+    A call that brings the whole state along (`save_split`) is let through.
     """
-    output = run_quietly(model, arguments, training="labels" in arguments)
-    return Shown.of(with_whole_logits(model, output) if whole else output)
+    if kwargs.get("state_dict") is None:
+        raise PlanError(sentence)
+    return method(*args, **kwargs)
 
 
-def rounding_of(model: Any, arguments: Mapping[str, Any], before: Shown) -> float:
-    """Largest relative change of the example's output `before` by rounding.
-
-    In 16 bits a router may choose another expert after it. So the example runs once more there, rounded otherwise.
-    """
-    eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
-    if eps <= torch.finfo(torch.float32).eps:
-        return ROUNDING.get(before.output.dtype, IN_16_BITS)
-    with rounded_otherwise(model):
-        return max(IN_16_BITS, TIMES * distance_of(shown_by(model, arguments).output, before.output))
+def generate_alike(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A split model's `generate`: of whole logits, with the same numbers drawn on all ranks of its group."""
+    model: Any = getattr(method, "__self__")  # noqa: B009
+    with gathering_logits(model), model.forward_stream.alike():
+        return method(*args, **kwargs)
 
 
-def distance_of(after: Tensor, before: Tensor) -> float:
-    """The norm of a difference, relative to that of `before`."""
-    return float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-30))
-
-
-def refuse_other_output(
-    plan: Plan,
-    before: Shown,
-    after: Shown,
-    limit: float,
-    how: str = "split over tp",
-    why: str = "its plan is wrong",
-) -> None:
-    """The split model computes what the whole one did, up to rounding (`limit`), or its plan is wrong."""
-    for what, value, expected in zip(("output", "loss"), after, before, strict=True):
-        if value is None or expected is None:
-            continue
-        if value.shape != expected.shape:
-            raise PlanError(
-                f"{plan.family}: {how}, its {what} for the example is {list(value.shape)} and that of the whole model "
-                f"{list(expected.shape)}, so {why}. {AGAIN}"
-            )
-        off = distance_of(value, expected)
-        if not off <= limit:
-            raise PlanError(
-                f"{plan.family}: {how}, its {what} for the example is {off:.2g} away from that of the whole model "
-                f"(relative to its norm), so {why}. {AGAIN}"
-            )
-
-
-@contextmanager
-def refusing_failures(plan: Plan, when: str, advice: str = "", again: str = AGAIN) -> Iterator[None]:
-    """A PlanError that names the module, for an error of a model's own code. again: what has become of the model."""
-    try:
-        yield
-    except PlanError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
-        if is_peers(error):  # another rank has ended, and the model's code is not to blame
-            raise
-        text = str(error).strip().splitlines() or [""]
-        owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        where = next((type(owner).__name__ for owner in reversed(owners) if isinstance(owner, nn.Module)), "")
-        raise PlanError(
-            f"{plan.family}: its forward fails {when}: {type(error).__name__}: {text[0]} (in module {where!r}). "
-            f"{advice}{again}"
-        ) from error
-
-
-@contextmanager
-def refusing_together(what: str, *kinds: type[Exception], groups: agree.Groups = None) -> Iterator[None]:
-    """Raise on all ranks what one of them raises inside: a PlanError, or an error of other kinds.
-
-    Collective over `groups`, or else the world.
-    """
-    failure: Exception | None = None
-    kinds = (PlanError, *kinds)
-    try:
-        yield
-    except kinds as error:
-        failure = error
-    agree.refuse(failure, groups, what, PlanError)
+def refuse_whole_methods(model: Any, family: str, **more: str) -> None:
+    """Refuse what would save or resize a rank's part as if it were the model. more: other methods, and why."""
+    refused = {
+        "save_pretrained": "would save this rank's part as if it were the model; call save_split on all ranks",
+        "resize_token_embeddings": "would resize this rank's part; resize the whole model before it is split",
+        **more,
+    }
+    for name, why in refused.items():
+        if not isinstance(getattr(model, name, None), (partial, type(None))):
+            setattr(model, name, partial(whole_only, getattr(model, name), f"{family} is split: {name} {why}"))

@@ -17,23 +17,26 @@ from torch import Tensor, nn
 
 from core.booster.mixed_precision.fp8 import use_fp8_linears
 from core.distributed.contract.gradient_contract import declare_gradient
+from core.hugging_face.cut_parts import (
+    check_cut,
+    copied,
+    cut_parameters,
+    empty_module,
+    keep_stage,
+    of_stage,
+    place_seams,
+    tag_slices,
+    tie_ends,
+)
+from core.hugging_face.cut_places import find_cut, list_of_layers
 from core.hugging_face.example import example_of
 from core.hugging_face.lora import cut_adapters, finish_adapters, with_adapters
 from core.hugging_face.parallel_loss import ParallelCausalLoss
 from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.sequence import OVER_TENSOR
-from core.hugging_face.split import (
-    REPORT,
-    SplitReport,
-    Splitting,
-    cut_parameters,
-    finish_split,
-    place_seams,
-    prepare,
-    tag_slices,
-)
-from core.hugging_face.split_stages import check_cut, copied, of_stage, tie_ends
-from core.hugging_face.stages import empty_module, find_cut, keep_stage, list_of_layers, stages_config
+from core.hugging_face.split import finish_split, prepare
+from core.hugging_face.split_report import REPORT, SplitReport, Splitting
+from core.hugging_face.stages import stages_config
 from core.hugging_face.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
 from core.pipeline_parallel import PipelineLayout
 from core.plan.chunked_head import ChunkedHead

@@ -32,7 +32,7 @@ from core.groups.rank_grid import GRADIENT_KINDS, RankGrid, axes_of, group_ranks
 from core.hugging_face import stages_config
 from core.hugging_face.cut_model import CutModel, Cutting, cut_model
 from core.hugging_face.precision import cast_model
-from core.hugging_face.split import refusing_together
+from core.hugging_face.prove import refusing_together
 from core.interface.optimizer import is_number
 from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes
 from core.optimizer.loss_scaler import DynamicLossScaler

@@ -215,7 +215,7 @@ def test_a_wrong_exchange_is_seen(rank: int, world: int, mutation: str) -> None:
             run = ExpertsForward._run
             patch.setattr(ExpertsForward, "_run", lambda self, h, c, w: run(self, h, c, w.detach()))
         else:
-            import core.hugging_face.split as split_module
+            import core.hugging_face.cut_parts as split_module
 
             patch.setattr(split_module, "EXPERT_TAGS", {"expert_dim": 0})
         with pytest.raises((AssertionError, RuntimeError, ValueError)):

@@ -1,0 +1,199 @@
+"""Where a transformers model can be cut into pipeline stages. No tracing: a stage runs the model's own forward in part.
+
+A stage holds its layers at their true index. The first layer that lies on a later stage ends the forward, and the first
+layer of this stage takes what was received. Every stage computes masks, positions and rotary tables, by the model's own
+code. What absent modules give is NaN, so that a model in which anything but its `Streams` goes from layer to layer is
+found and refused.
+
+An encoder-decoder is cut as one list: the encoder's layers, then the decoder's. All embeddings lie on the first stage,
+whose forward goes through those of the decoder too; stages of the encoder pass that on, next to their own hidden
+states. Stages of the decoder have the encoder's output given (`encoder_outputs`), and pass it on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from core.hugging_face.deferred_logits import head_of
+from core.hugging_face.example import in_mode, run_quietly
+from core.hugging_face.plan import PlanError, family_of
+from core.hugging_face.stage_forward import GIVEN, PIXELS, ModelCut, refuse_router_loss
+from core.hugging_face.streams import Seen, Streams, all_learning, of_hidden_states, streams_of, watched
+
+Side = Literal["entry", "between", "exit"]
+SIDES: tuple[Side, ...] = ("entry", "between", "exit")
+
+
+def find_cut(model: Any, sides: Mapping[str, Side] | None = None) -> ModelCut:
+    """Find where a transformers model can be cut. Local; the model may be on the meta device.
+
+    sides: of modules with parameters outside the layers, where a forward used them (`watch_order`). Without it the
+    order of registration says so.
+    Raises PlanError for a model without one list of layers, or one of its encoder and one of its decoder, and for
+    parameters that lie on several stages.
+    """
+    family = family_of(model)
+    lists = _lists_of(model, family)
+    refuse_router_loss(family, model)
+    for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
+        if getattr(model.config, name, 0.0):
+            raise PlanError(
+                f"{family}: {name}={getattr(model.config, name)} leaves layers out at random, and a stage begins at a "
+                f"certain layer; set {name}=0.0 in the config"
+            )
+    places: dict[str, str] = {}  # parameter -> where it lies: a side, around, or the name of a layer
+    side: Side = "entry"
+    for owner, module in model.named_modules():  # in the order of registration
+        if any(name.startswith(owner + ".") for name in lists):
+            side = "entry" if owner else side
+        elif owner in lists:
+            side = "between" if owner != lists[-1] else "exit"
+        elif side == "between" and not owner.startswith(lists[0].rpartition(".")[0]):
+            side = "entry"
+        place: str = (sides or {}).get(owner, side)
+        if not owner or any(name.startswith(owner + ".") for name in lists):
+            place = "around"
+        elif _layer_of(owner, lists):
+            place = _layer_of(owner, lists)
+        places.update({f"{owner}.{leaf}".strip("."): place for leaf, _ in module.named_parameters(recurse=False)})
+    entry, between, exit = (
+        frozenset(name.rpartition(".")[0] for name in places if places[name] == end) for end in SIDES
+    )
+    around = frozenset(name for name in places if places[name] == "around")
+    tied = frozenset(_tied(family, model, places, lists))
+    counts = tuple(len(model.get_submodule(name)) for name in lists)
+    return ModelCut(family, lists, counts, entry, between, exit, around, tied)
+
+
+def _lists_of(model: Any, family: str) -> tuple[str, ...]:
+    """The lists of layers that stages are runs of. PlanError for a model that has others."""
+    found = lists_of_layers(model)
+    if len(found) > 1 and _takes_images(model):
+        text = next(name for name, module in model.named_modules() if module is model.get_decoder())
+        of_text = [name for name in found if name.startswith(text + ".")]
+        if len(of_text) == 1:
+            return (of_text[0],)
+    if not model.config.is_encoder_decoder or len(found) != 2:
+        return (list_of_layers(model, f"{family}: a pipeline cuts a model at its"),)
+    if GIVEN not in inspect.signature(type(model).forward).parameters:
+        raise PlanError(f"{family}: a pipeline gives its decoder {GIVEN}, which its forward does not take")
+    return tuple(found)
+
+
+def _takes_images(model: Any) -> bool:
+    """True for a causal model of text that takes images or films too: their tower lies in front of its layers."""
+    takes = inspect.signature(type(model).forward).parameters
+    is_causal = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
+    return is_causal and PIXELS in takes and head_of(model) is not None
+
+
+def list_of_layers(model: nn.Module, needs: str) -> str:
+    """The name of the one list of layers. PlanError, after what needs it, for a model that has none or several."""
+    outer = lists_of_layers(model)
+    if len(outer) != 1:
+        found = f"{len(outer)} of them ({', '.join(outer)})" if outer else "none"
+        raise PlanError(f"{needs} one list of layers (nn.ModuleList); it has {found}")
+    return outer[0]
+
+
+def lists_of_layers(model: nn.Module) -> list[str]:
+    """The names of all lists with parameters that lie in no other list."""
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
+    ]
+    return [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+
+
+def _tied(family: str, model: nn.Module, places: Mapping[str, str], lists: Sequence[str]) -> Iterator[str]:
+    """Names of parameters that are used before the layers and after them. PlanError for ties of any other kind."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    # While a checkpoint is loaded, tied parameters are not one tensor yet.
+    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    for names in [*by_id.values(), *map(list, pairs)]:
+        owners = {places.get(name) or _layer_of(name, lists) or "exit" for name in names}
+        if owners == {"entry", "exit"}:
+            yield from names
+        elif len(owners) > 1:
+            raise PlanError(
+                f"{family}: {names[0]!r} and {names[1]!r} are one parameter in several layers; a pipeline can have "
+                "a copy of a tied parameter before the layers and after them only"
+            )
+
+
+def _layer_of(name: str, lists: Sequence[str]) -> str:
+    """The name of the layer that a module or parameter lies in; nothing for one outside the lists of layers."""
+    held = next((held for held in lists if name.startswith(held + ".")), None)
+    return "" if held is None else f"{held}.{name.removeprefix(held + '.').partition('.')[0]}"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Findings of a forward of the whole model. sides: where modules with parameters were used; streams: what passes
+    between layers."""
+
+    sides: Mapping[str, Side]
+    streams: Streams
+
+
+def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[Watched, Any]:
+    """Forwards of the whole model: in which order its modules came, what passes between its layers; and the output."""
+    cut = find_cut(model)
+    outside, mode = sorted(cut.entry | cut.between | cut.exit), in_mode(model, training="labels" in example)
+    if len(cut.lists) > 1:
+        names = cut.layers
+        lists = names[: cut.counts[0]], names[cut.counts[0] :]
+        with mode:
+            streams, seen, output = streams_of(model, cut.family, lists, outside, example)
+        return Watched(_sides_of(model, cut, seen), streams), output
+    towers, first = {*lists_of_layers(model)} - {*cut.lists}, cut.layers[0]
+    with watched(model, cut.layers, outside) as seen:
+        if towers:
+            with mode, all_learning(model):
+                output = model(**example)
+        else:
+            output = run_quietly(model, example, training="labels" in example)
+    order = [name for name, _ in seen.called]
+    for tower in towers:
+        if not any(name.startswith(f"{tower}.") for name in order):
+            raise PlanError(
+                f"{cut.family}: the example does not reach {tower!r}, so what becomes of it in stages is unknown; pass "
+                "example= with images, equal on all ranks, to the plugin or split_stages"
+            )
+    more = next((name for name, taken in seen.called if len(taken) > 1), None)
+    if more is not None:
+        raise PlanError(
+            f"{cut.family}: {more!r} takes more than hidden states, and a stage sends no features of images"
+        )
+    before = order[: order.index(first)] if first in order else order
+    sides: dict[str, Side] = {name: "entry" if name in before else "exit" for name in order if name not in cut.layers}
+    return Watched(sides, hidden_streams(model, find_cut(model, sides))), output
+
+
+def _sides_of(model: Any, cut: ModelCut, seen: Seen) -> dict[str, Side]:
+    """Sides on which an encoder-decoder uses its modules; those behind the encoder's layers lie with its last one."""
+    order = [name for name, _ in seen.called]
+    decoder = order.index(cut.layers[cut.counts[0]])
+    encoder = next(name for name, module in model.named_modules() if module is model.get_encoder())
+    sides: dict[str, Side] = {}
+    for name in dict.fromkeys(order):
+        is_behind = order.index(name) > order.index(cut.layers[0])
+        if order.index(name) > decoder:
+            sides[name] = "exit"
+        else:
+            sides[name] = "between" if is_behind and name.startswith(encoder + ".") else "entry"
+    return sides
+
+
+def hidden_streams(model: Any, cut: ModelCut) -> Streams:
+    modules = {name: model.get_submodule(name) for name in cut.entry}
+    widths = {n: getattr(m, "embedding_dim", getattr(m, "out_features", None)) for n, m in modules.items()}
+    return of_hidden_states(model, cut.count, widths)

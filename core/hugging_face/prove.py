@@ -1,0 +1,216 @@
+"""Prove a cut: the example's output before and after it, and refusals that name what differs."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from core.groups import agree
+from core.hugging_face.cut_places import Watched, watch_order
+from core.hugging_face.example import run_quietly, with_labels
+from core.hugging_face.parallel_loss import with_whole_logits
+from core.hugging_face.plan import Plan, PlanError
+from core.hugging_face.precision import rounded_otherwise
+from core.hugging_face.sequence import SequenceParallel
+from core.hugging_face.split_report import Splitting
+from core.hugging_face.stages import activations_of, stage_of
+from core.pipeline_parallel.forward_only import forward_only
+from core.pipeline_parallel.layout import PipelineLayout
+from core.watch.waiting import is_peers
+
+AGAIN = "The model has been cut; make it again"
+OTHER_TOKENS = "its layers use other tokens elsewhere than in attention, or in a way that is unknown here"
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # fp64 models compute norms and routers in fp32
+IN_16_BITS, TIMES = 0.1, 3.0  # what rounding may do in any case, and of what it does to the whole model
+CUT = "cutting the model into stages"
+ORDER = "its plan is wrong, or its layers do not run once each, one after another"
+
+
+class Shown(NamedTuple):
+    """Values of a forward that are compared: logits or the last hidden state, and the loss if there are labels."""
+
+    output: Tensor
+    loss: Tensor | None = None
+
+    @classmethod
+    def of(cls, output: Any) -> Shown:
+        """Of what a model gives."""
+        if isinstance(output, Tensor):
+            return cls(output)
+        named = output.items() if hasattr(output, "keys") else enumerate(output)
+        loss = output.get("loss") if hasattr(output, "keys") else None
+        value = next(value for name, value in named if isinstance(value, Tensor) and name != "loss")
+        return cls(value, loss if isinstance(loss, Tensor) and bool(loss.isfinite().all()) else None)
+
+
+def shown_by(model: Any, arguments: Mapping[str, Any], *, whole: bool = False) -> Shown:
+    """Values of a forward without gradients: as in training where there are labels, else in evaluation mode.
+
+    whole: True to gather split logits.
+    """
+    output = run_quietly(model, arguments, training="labels" in arguments)
+    return Shown.of(with_whole_logits(model, output) if whole else output)
+
+
+def shown_whole(
+    model: Any, arguments: dict[str, Any], layout: PipelineLayout | None
+) -> tuple[dict[str, Any], Watched | None, Shown]:
+    """(the example, with labels where a model's forward takes them; the order of modules; what the whole model shows)
+
+    A model that fails with labels as in training (some need more of their inputs then) is proven without.
+    """
+    attempts = [with_labels(model, arguments), arguments]
+    for attempt in attempts if len(attempts[0]) > len(arguments) else [arguments]:
+        try:
+            if layout is None:
+                return attempt, None, shown_by(model, attempt)
+            order, output = watch_order(model, attempt)
+            return attempt, order, Shown(*(value if value is None else value.detach() for value in Shown.of(output)))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError):
+            if attempt is arguments:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def shown_over_sequence(model: Any, arguments: dict[str, Any], sequence: SequenceParallel, shape: torch.Size) -> Shown:
+    """The output of the example over a cut sequence, joined. Collective over the ranks that cut it.
+
+    Behind its layers gpt2 gives hidden states the shape of its input: the sequence is joined there for such a model.
+    """
+    if sequence.local_logits:
+        try:
+            after = sequence.join(shown_by(model, arguments).output, -2)
+        except RuntimeError:
+            after = None
+        if after is not None and after.shape == shape:
+            return Shown(after)
+        sequence.local_logits = False
+    return shown_by(model, arguments)
+
+
+def rounding_of(model: Any, arguments: Mapping[str, Any], before: Shown) -> float:
+    """Largest relative change of the example's output `before` by rounding.
+
+    In 16 bits a router may choose another expert after it. So the example runs once more there, rounded otherwise.
+    """
+    eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
+    if eps <= torch.finfo(torch.float32).eps:
+        return ROUNDING.get(before.output.dtype, IN_16_BITS)
+    with rounded_otherwise(model):
+        return max(IN_16_BITS, TIMES * distance_of(shown_by(model, arguments).output, before.output))
+
+
+def distance_of(after: Tensor, before: Tensor) -> float:
+    """The norm of a difference, relative to that of `before`."""
+    return float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-30))
+
+
+def refuse_other_output(
+    plan: Plan,
+    before: Shown,
+    after: Shown,
+    limit: float,
+    how: str = "split over tp",
+    why: str = "its plan is wrong",
+) -> None:
+    """The split model computes what the whole one did, up to rounding (`limit`), or its plan is wrong."""
+    for what, value, expected in zip(("output", "loss"), after, before, strict=True):
+        if value is None or expected is None:
+            continue
+        if value.shape != expected.shape:
+            raise PlanError(
+                f"{plan.family}: {how}, its {what} for the example is {list(value.shape)} and that of the whole model "
+                f"{list(expected.shape)}, so {why}. {AGAIN}"
+            )
+        off = distance_of(value, expected)
+        if not off <= limit:
+            raise PlanError(
+                f"{plan.family}: {how}, its {what} for the example is {off:.2g} away from that of the whole model "
+                f"(relative to its norm), so {why}. {AGAIN}"
+            )
+
+
+def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Received tensors of a stage that is run alone: random numbers, the same on all ranks."""
+    stage = stage_of(chunk)
+    if stage.part.pre_process:
+        return {}
+    generator = torch.Generator("cpu").manual_seed(5)
+    device = next(chunk.parameters()).device
+    received = []
+    for form, like in zip(
+        stage.streams.sent_to(stage.first), activations_of(chunk, arguments)(stage.part.index - 1), strict=True
+    ):
+        values = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+        received.append(values.to(device, like.dtype).requires_grad_())
+        received[-1].tensor_model_parallel = form.is_split
+    return {"received": tuple(received)}
+
+
+def compare_output(
+    parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], whole: tuple[Shown, float], how: Splitting
+) -> None:
+    """The parts give what the whole model gave, or the model is refused. Collective, of a pipeline over the world.
+
+    whole: what the whole model shows, and how far rounding may move it.
+    """
+    layout, (before, limit) = how.layout, whole
+    if layout is None:
+        words = () if how.groups.size("tp") * plan.ep > 1 else (f"under {how.sequence_parallel!r}", OTHER_TOKENS)
+        refuse_other_output(plan, before, shown_by(parts[0], arguments, whole=True), limit, *words)
+        return
+    outputs: list[Shown] = []
+
+    def run(part: Any, number: int, received: tuple[Tensor, ...]) -> Any:
+        given = {**arguments, **({"received": received} if received else {})}
+        output = run_quietly(part, given, training="labels" in arguments)
+        if stage_of(part).part.post_process:
+            outputs.append(Shown.of(with_whole_logits(part, output)))
+        return output
+
+    runs = {stage_of(part).part.index: functools.partial(run, part) for part in parts}
+    sent, group = activations_of(parts[0], arguments), how.groups.require("pp")
+    forward_only(layout, runs, 1, lambda stage: sent(stage - 1), group, before.output.device)
+    with refusing_together(CUT):
+        for after in outputs:
+            refuse_other_output(plan, before, after, limit, "as a pipeline", ORDER)
+
+
+@contextmanager
+def refusing_failures(plan: Plan, when: str, advice: str = "", again: str = AGAIN) -> Iterator[None]:
+    """A PlanError that names the module, for an error of a model's own code. again: what has become of the model."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
+        if is_peers(error):  # another rank has ended, and the model's code is not to blame
+            raise
+        text = str(error).strip().splitlines() or [""]
+        owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        where = next((type(owner).__name__ for owner in reversed(owners) if isinstance(owner, nn.Module)), "")
+        raise PlanError(
+            f"{plan.family}: its forward fails {when}: {type(error).__name__}: {text[0]} (in module {where!r}). "
+            f"{advice}{again}"
+        ) from error
+
+
+@contextmanager
+def refusing_together(what: str, *kinds: type[Exception], groups: agree.Groups = None) -> Iterator[None]:
+    """Raise on all ranks what one of them raises inside: a PlanError, or an error of other kinds.
+
+    Collective over `groups`, or else the world.
+    """
+    failure: Exception | None = None
+    kinds = (PlanError, *kinds)
+    try:
+        yield
+    except kinds as error:
+        failure = error
+    agree.refuse(failure, groups, what, PlanError)
