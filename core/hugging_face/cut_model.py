@@ -83,7 +83,7 @@ class CutModel:
         return whole_of(part, self.split_of(name), self.groups)
 
     def split_of(self, name: str) -> Split | None:
-        """How a parameter is cut, by any of its names; None for a whole one."""
+        """The split of a parameter, by any of its names; None for a whole one."""
         return next((self.splits[each] for each in self.names_of(name) if each in self.splits), None)
 
 
@@ -94,7 +94,7 @@ class Cutting:
     sequence_parallel, example: as in `split_model`. parallel_output: True to leave logits split where the model allows
     it. policy: rules in place of the family's own plan. vocabulary_multiple: each rank's rows of a vocabulary are
     padded to a multiple of it over tp_size. schedule, num_chunks, layers_per_stage: of a pipeline (`plan_pipeline`).
-    shards_parameters: True if ranks of a data group share each parameter. flash_attention: attention is torch's
+    params_sharded: True if ranks of a data group share each parameter. flash_attention: attention is torch's
     scaled_dot_product_attention. logits_chunk: as in `use_chunked_loss`. checkpointing: which layers keep no
     activations.
     """
@@ -111,7 +111,7 @@ class Cutting:
     schedule: str = "1F1B"
     num_chunks: int = 1
     layers_per_stage: tuple[int, ...] | None = None
-    shards_parameters: bool = False
+    params_sharded: bool = False
     flash_attention: bool = False
     logits_chunk: int | None = None
     checkpointing: GradientCheckpointConfig | None = None
@@ -129,7 +129,7 @@ class Cutting:
                 raise ValueError("num_layers_per_stage is for a pipeline, and pp_size is 1")
             return None
         cut = find_cut(model)
-        if cut.tied and self.shards_parameters and self.schedule == "ZBVZeroBubble":
+        if cut.tied and self.params_sharded and self.schedule == "ZBVZeroBubble":
             raise ValueError(
                 f"{cut.family}: with pp_style='zbv' the first stage lends its tied {sorted(cut.tied)[0]!r} to the last "
                 "one, which cannot gather it under zero_stage=3; use zero_stage 2, or another pp_style"

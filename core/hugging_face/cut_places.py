@@ -1,9 +1,9 @@
-"""Where a transformers model can be cut into pipeline stages. No tracing: a stage runs the model's own forward in part.
+"""Places at which a transformers model can be cut into pipeline stages, without tracing.
 
-A stage holds its layers at their true index. The first layer that lies on a later stage ends the forward, and the first
-layer of this stage takes what was received. Every stage computes masks, positions and rotary tables, by the model's own
-code. What absent modules give is NaN, so that a model in which anything but its `Streams` goes from layer to layer is
-found and refused.
+A stage runs the model's own forward, and holds its layers at their true index. The first layer that lies on a later
+stage ends the forward, and the first layer of this stage takes what was received. Every stage computes masks, positions
+and rotary tables, by the model's own code. What absent modules give is NaN, so that a model in which anything but its
+`Streams` goes from layer to layer is found and refused.
 
 An encoder-decoder is cut as one list: the encoder's layers, then the decoder's. All embeddings lie on the first stage,
 whose forward goes through those of the decoder too; stages of the encoder pass that on, next to their own hidden
@@ -194,6 +194,7 @@ def _sides_of(model: Any, cut: ModelCut, seen: Seen) -> dict[str, Side]:
 
 
 def hidden_streams(model: Any, cut: ModelCut) -> Streams:
+    """Streams of a model of one list of layers, which passes hidden states from layer to layer."""
     modules = {name: model.get_submodule(name) for name in cut.entry}
     widths = {n: getattr(m, "embedding_dim", getattr(m, "out_features", None)) for n, m in modules.items()}
     return of_hidden_states(model, cut.count, widths)

@@ -17,26 +17,14 @@ from torch import Tensor, nn
 
 from core.booster.mixed_precision.fp8 import use_fp8_linears
 from core.distributed.contract.gradient_contract import declare_gradient
-from core.hugging_face.cut_parts import (
-    check_cut,
-    copied,
-    cut_parameters,
-    empty_module,
-    keep_stage,
-    of_stage,
-    place_seams,
-    tag_slices,
-    tie_ends,
-)
+from core.hugging_face import Plan, PlanError, cut_parts, stages_config
 from core.hugging_face.cut_places import find_cut, list_of_layers
 from core.hugging_face.example import example_of
 from core.hugging_face.lora import cut_adapters, finish_adapters, with_adapters
 from core.hugging_face.parallel_loss import ParallelCausalLoss
-from core.hugging_face.plan import Plan, PlanError
 from core.hugging_face.sequence import OVER_TENSOR
 from core.hugging_face.split import finish_split, prepare
 from core.hugging_face.split_report import REPORT, SplitReport, Splitting
-from core.hugging_face.stages import stages_config
 from core.hugging_face.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
 from core.pipeline_parallel import PipelineLayout
 from core.plan.chunked_head import ChunkedHead
@@ -261,18 +249,18 @@ class HuggingFaceSource:
         chunks = [model]
         if layout.pp > 1:
             cut = find_cut(self.whole)
-            check_cut(cut, layout, groups)
-            copies = [copied(model) for _ in indices] if len(indices) > 1 else [model]
-            chunks = [keep_stage(chunk, cut, layout, n) for chunk, n in zip(copies, indices, strict=True)]
+            cut_parts.check_cut(cut, layout, groups)
+            copies = [cut_parts.copied(model) for _ in indices] if len(indices) > 1 else [model]
+            chunks = [cut_parts.keep_stage(chunk, cut, layout, n) for chunk, n in zip(copies, indices, strict=True)]
         found = self._contracts(groups)
         for chunk in chunks:
-            own = of_stage(plan, chunk)
-            cut_parameters(chunk, own, groups)
-            tag_slices(dict(chunk.named_parameters()), own, groups)
+            own = cut_parts.of_stage(plan, chunk)
+            cut_parts.cut_parameters(chunk, own, groups)
+            cut_parts.tag_slices(dict(chunk.named_parameters()), own, groups)
             for name in cut.around if layout.pp > 1 else ():
                 chunk.get_parameter(name).pipeline_parallel = True
         if layout.pp > 1:
-            tie_ends(chunks, layout)
+            cut_parts.tie_ends(chunks, layout)
         if self.adapters is not None:
             chunks = [self._with_adapters(chunk, plan, groups) for chunk in chunks]
         for chunk in chunks:
@@ -284,9 +272,9 @@ class HuggingFaceSource:
 
     def _with_adapters(self, chunk: Any, plan: Plan, groups: PlannedGroups) -> Any:
         """A stage with adapters that are cut as its layers are."""
-        own = of_stage(plan, chunk)
+        own = cut_parts.of_stage(plan, chunk)
         if groups.size("tp") > 1:
-            place_seams(dict(chunk.named_modules()), own, groups)
+            cut_parts.place_seams(dict(chunk.named_modules()), own, groups)
         adapted = with_adapters(chunk, own, copy.deepcopy(self.adapters), without_memory=True).to(self.dtype)
         if groups.size("tp") > 1:
             cut_adapters(adapted, own, groups)
@@ -407,8 +395,8 @@ class HuggingFaceSource:
         """Slices, tags, seams, contracts and adapters, by the code that splits real models: (the model, its report)."""
         with self._without_values(mode, groups):
             take_values(model)
-            plan = of_stage(self.plan(groups), model)
-            cut_parameters(model, plan, groups)
+            plan = cut_parts.of_stage(self.plan(groups), model)
+            cut_parts.cut_parameters(model, plan, groups)
             arguments = example_of(model, groups)
             if later:
                 arguments["received"] = (self._hidden(*arguments["input_ids"].shape),)
@@ -436,13 +424,13 @@ class HuggingFaceSource:
             if number in numbers:
                 layer.register_forward_hook(lambda _, args, output: given.append(type(output)))
             else:
-                empty_module(layer, PassBy(given))
+                cut_parts.empty_module(layer, PassBy(given))
         return model
 
     def _stage_of_last(self) -> Any:
         """A stage that begins with the last layer."""
         last = len(self.kinds) - 1
-        return keep_stage(self._copy([last]), find_cut(self.whole), PipelineLayout((last, 1), 2), 1)
+        return cut_parts.keep_stage(self._copy([last]), find_cut(self.whole), PipelineLayout((last, 1), 2), 1)
 
     def _copy(self, numbers: Collection[int]) -> Any:
         """A copy of the model with some of its layers; of the others nothing is copied but the module itself."""
