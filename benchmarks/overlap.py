@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,7 @@ def measure_ratio(name: str, options: dict[str, Any], rank: int) -> dict[str, An
     points = {layers: Point(layers) for layers in options["layers_a_bucket"]}
     losses: dict[str, list[float]] = {}
     last: dict[int, StepTrace] = {}
+    measured: list[StepTrace] = []
     for turn in range(options["turns"]):
         for layers, point in points.items():
             seconds, traces, losses[f"turn {turn}, {layers} layers a bucket"], ddp = train(
@@ -206,12 +207,16 @@ def measure_ratio(name: str, options: dict[str, Any], rank: int) -> dict[str, An
             point.exposed_ms += [total.exposed_ms for total in totals]
             point.hidden += [total.hidden_share for total in totals]
             last[layers] = traces[-1]
+            measured += traces[warm:]
             sent = sent_per_byte(ddp.step_report())
             del ddp
             gc.collect()  # a second wrapper on the group would keep the next one from launching in backward
     check_losses(losses, reference_losses(warm + steps))
     advice, times = advise(wire, sent, points, rank)
-    fitted = fit_wire([trace.buckets for trace in last.values()], sent_per_byte=sent)
+    try:
+        fitted = asdict(fit_wire([trace.buckets for trace in measured], sent_per_byte=sent))
+    except ValueError:  # a busy host saw too few buckets end
+        fitted = None
     for each in advice.curve:
         points[each.bucket_size // (WIDTH * WIDTH)].predicted_exposed_ms = each.exposed_ms
     rows = [point.values() for point in points.values()]
@@ -219,8 +224,8 @@ def measure_ratio(name: str, options: dict[str, Any], rank: int) -> dict[str, An
     advised = next(row for row in rows if row["bucket_size"] == advice.bucket_size)
     return {
         "ratio": name,
-        "wire": {"latency_s": wire.latency_s, "bytes_per_s": wire.bytes_per_s},
-        "fitted_wire": {"latency_s": fitted.latency_s, "bytes_per_s": fitted.bytes_per_s},
+        "wire": asdict(wire),
+        "fitted_wire": fitted,
         "backward_ms": 1e3 * times.end_s,
         "points": rows,
         "best": best["bucket_size"],
@@ -248,10 +253,12 @@ def advise(wire: Wire, sent: float, points: dict[int, Point], rank: int) -> tupl
 def table(result: dict[str, Any]) -> str:
     """One ratio: a line a bucket size, then best, advised and the fitted wire."""
     wire, fitted = result["wire"], result["fitted_wire"]
+    by_steps = "not fitted: too few buckets were seen to end"
+    if fitted is not None:
+        by_steps = f"fitted from the steps {1e3 * fitted['latency_s']:.2f} ms, {fitted['bytes_per_s'] / 1e6:.1f} MB/s"
     lines = [
         f"backward : communication {result['ratio']}  (backward {result['backward_ms']:.1f} ms; wire "
-        f"{1e3 * wire['latency_s']:.1f} ms + bytes / {wire['bytes_per_s'] / 1e6:.1f} MB/s, fitted from the steps "
-        f"{1e3 * fitted['latency_s']:.2f} ms, {fitted['bytes_per_s'] / 1e6:.1f} MB/s)",
+        f"{1e3 * wire['latency_s']:.1f} ms + bytes / {wire['bytes_per_s'] / 1e6:.1f} MB/s, {by_steps})",
         f"{'bucket_size':>12}{'buckets':>9}{'step ms':>10}{'least .. most':>18}{'exposed ms':>12}{'predicted':>11}"
         f"{'hidden':>8}",
     ]
