@@ -92,7 +92,7 @@ def check_gradients(
             raise ValueError(
                 f"ranks={ranks} starts processes, but this one is in a process group already; leave it out"
             )
-        from core.verify.rank_pool import RankPool
+        from core.verify.rank_pool import RankFailure, RankPool
 
         options = {
             "reference_fn": reference_fn,
@@ -109,7 +109,10 @@ def check_gradients(
             "optimizer_fn": optimizer_fn,
         }
         with RankPool(ranks) as pool:
-            report: GradientReport = pool.run(check_gradients, ranks, (model_fn, loss_fn, batch), options)
+            try:
+                report: GradientReport = pool.run(check_gradients, ranks, (model_fn, loss_fn, batch), options)
+            except RankFailure as failure:  # raised here, without the frames of the pool
+                raise failure.refusal or RankFailure(str(failure)) from None
             return report
     if not dist.is_initialized():
         raise RuntimeError(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +27,25 @@ from core.groups.local_store import local_store
 
 START_LIMIT_S = 180.0
 GRACE_S = 5.0  # after one rank has failed, the others get this long to say what they know
+OURS = Path(__file__).parents[1]  # the package
 PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
 
 
 class RankFailure(RuntimeError):
-    """A rank raised, ended, or did not finish in time; the message names the first one and holds its traceback."""
+    """A rank raised, ended, or did not finish in time; the message names the first one and holds its traceback.
+
+    refusal: the error, where it is this package that has refused something, on all ranks alike; its message says all.
+    """
+
+    refusal: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """An error that a rank has raised. refusal: the error, if nothing but this package has run on its way."""
+
+    text: str
+    refusal: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,8 @@ def _gather(workers: Sequence[_Worker], limit_s: float) -> list[Any]:
     """All ranks' results, in rank order. RankFailure names the rank that is the likeliest cause."""
     waiting = dict(enumerate(workers))
     results: dict[int, Any] = {}
-    failures: list[tuple[bool, int, str]] = []  # (did it only lose a peer?, order of arrival, what)
+    failures: list[tuple[bool, bool, int, str]] = []  # (lost a peer?, refused?, order of arrival, what)
+    refusals: list[Exception] = []
     deadline = time.monotonic() + limit_s
     while waiting:
         ready = connection.wait([w.pipe for w in waiting.values()], max(0.0, deadline - time.monotonic()))
@@ -171,14 +187,19 @@ def _gather(workers: Sequence[_Worker], limit_s: float) -> list[Any]:
                 error, result = worker.pipe.recv()
             except (EOFError, ConnectionResetError):
                 worker.process.join()
-                error, result = f"its process ended with exit code {worker.process.exitcode}", None
+                error, result = _Failed(f"its process ended with exit code {worker.process.exitcode}"), None
             if error is not None:
-                lost_a_peer = any(sign in error for sign in PEER_IS_GONE)
-                failures.append((lost_a_peer, len(failures), f"rank {rank} of {len(workers)}: {error}"))
+                lost_a_peer = any(sign in error.text for sign in PEER_IS_GONE)
+                refusals += [] if error.refusal is None else [error.refusal]
+                what = f"rank {rank} of {len(workers)}: {error.text}"
+                failures.append((lost_a_peer, error.refusal is not None, len(failures), what))
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             results[rank] = result
     if failures:
-        raise RankFailure(min(failures)[2])
+        failure = RankFailure(min(failures)[-1])
+        if len(refusals) == len(workers) and len(set(map(repr, refusals))) == 1:
+            failure.refusal = refusals[0]
+        raise failure
     if waiting:
         raise RankFailure(f"ranks {sorted(waiting)} had not ended after {limit_s:g} s")
     return [results[rank] for rank in range(len(workers))]
@@ -205,7 +226,7 @@ def _worker_main(pipe: Any, port: int) -> None:
         pipe.send(_perform(task, port))
 
 
-def _perform(task: _Task, port: int) -> tuple[str | None, Any]:
+def _perform(task: _Task, port: int) -> tuple[_Failed | None, Any]:
     limit = timedelta(seconds=task.limit_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     try:
@@ -222,4 +243,11 @@ def _perform(task: _Task, port: int) -> tuple[str | None, Any]:
         dist.destroy_process_group()
         return None, result if task.rank == 0 else None
     except Exception as error:  # the groups stay up, so that this is what is reported first; the pool ends us
-        return f"{type(error).__name__}: {error}\n{traceback.format_exc()}", None
+        return _Failed(f"{type(error).__name__}: {error}\n{traceback.format_exc()}", _refusal(error)), None
+
+
+def _refusal(error: Exception) -> Exception | None:
+    """The error itself, if it says what a user has to change and was raised with no code but ours on the way."""
+    places = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    says_all = isinstance(error, (ValueError, MemoryError)) and error.args == (str(error),)
+    return error if says_all and all(OURS in place.parents for place in places) else None

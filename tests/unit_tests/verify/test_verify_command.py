@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from core.verify import GradientReport, check_gradients
 from core.verify.rank_pool import RankFailure, RankPool
@@ -276,6 +277,24 @@ def test_check_gradients_starts_ranks_of_its_own() -> None:
     report = check_gradients(Net, mean_loss, samples(), ranks=1, microbatches=3)
     report.raise_if_wrong()
     assert report.parameters == 7
+
+
+def another_model() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def a_mistake_of_the_users() -> nn.Module:
+    raise ValueError("of mine")
+
+
+def test_what_started_ranks_refuse_is_a_sentence_and_a_users_own_error_has_its_place() -> None:
+    with pytest.raises(ValueError) as refused:
+        check_gradients(Net, mean_loss, samples(), reference_fn=another_model, ranks=1)
+    assert str(refused.value).startswith("the parameters differ: no rank of the layout holds 'weight' (2 in all), and ")
+    assert "Traceback" not in str(refused.value)
+    assert not any("rank_pool" in str(entry.path) for entry in refused.traceback)
+    with pytest.raises(RankFailure, match="(?s)^rank 0 of 1: ValueError: of mine.*in a_mistake_of_the_users"):
+        check_gradients(Net, mean_loss, samples(), reference_fn=a_mistake_of_the_users, ranks=1)
 
 
 @pytest.mark.nightly
