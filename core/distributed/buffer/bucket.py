@@ -408,11 +408,6 @@ class Bucket(BucketMemory):
         """True if a factor is left that has not been applied."""
         return isinstance(self.pending_scale, torch.Tensor) or self.pending_scale != 1.0
 
-    def pop_scale(self) -> float | torch.Tensor:
-        """Return the factor that is still due; the caller must apply it. The gradients count as scaled from now on."""
-        factor, self.pending_scale = self.pending_scale, 1.0
-        return factor
-
     def close(self) -> None:
         """The sync rules are done: hand the gradients to the optimizer."""
         self._expect(BucketState.REDUCED, "closed")
