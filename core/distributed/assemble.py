@@ -29,7 +29,7 @@ from core.distributed.layout.places import Places, places_of
 from core.distributed.materialize import DeferredParameter
 from core.distributed.reduce.buffer_sync import BufferSync
 from core.distributed.reduce.grad_reducer import GradReducer
-from core.distributed.reduce.model_turns import ModelTurns
+from core.distributed.reduce.model_order import ModelOrder
 from core.distributed.reduce.param_gatherer import ParamGatherer
 from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
@@ -91,7 +91,7 @@ def assemble(
 
     one_bucket: True if each buffer is one bucket. owned: ids of parameters that other wrappers reduce already.
     """
-    _settle_other_models(groups)
+    _finish_begun_steps(groups)
     plan = _plan_together(module, config, ddp_config, groups, one_bucket, owned)
     plain = Collectives(
         ordered=ddp_config.deterministic_reduction
@@ -165,13 +165,13 @@ def assemble(
     )
 
 
-def _settle_other_models(groups: ProcessGroups) -> None:
+def _finish_begun_steps(groups: ProcessGroups) -> None:
     """Launch what models on the same groups have begun, before this wrap's first collective."""
     for name in DATA_KINDS:
         if groups.size(name) > 1:
             control = groups.control(name)
             on_cpu = control_device(control).type == "cpu"
-            ModelTurns.of(groups.require(name)).settle(control if on_cpu else None)
+            ModelOrder.of(groups.require(name)).finish_begun_steps(control if on_cpu else None)
 
 
 def _plan_together(
@@ -356,6 +356,6 @@ def _control_groups(buckets: Sequence[Bucket], groups: ProcessGroups) -> list[Co
     for name in DATA_KINDS:
         members = tuple(bucket for bucket in buckets if bucket.contracts[0].data_group == name)
         if members or name == "dp_cp":
-            model = ModelTurns.of(groups.require(name)).wraps
+            model = ModelOrder.of(groups.require(name)).wraps
             control.append(ControlGroup(name, groups.control(name), members, model))
     return control

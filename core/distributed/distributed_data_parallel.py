@@ -167,7 +167,7 @@ class DistributedDataParallel(nn.Module):
 
         Sync rules (sequence parallelism, tied embeddings) are `finalize_model_grads`' part.
         """
-        self.reducer.take_turn()
+        self.reducer.agree_on_order()
         self.reducer.finish(force_all_reduce=force_all_reduce)
 
     def zero_grad_buffer(self) -> None:

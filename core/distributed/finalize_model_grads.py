@@ -17,7 +17,7 @@ from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
 from core.distributed.guard.first_steps import look
 from core.distributed.guard.replicas import refuse_unequal, unequal_across_stages
-from core.distributed.reduce.model_turns import link_chunks
+from core.distributed.reduce.model_order import link_chunks
 from core.distributed.reduce.step_state import StepState
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
 from core.groups.agree import SyncError
@@ -73,7 +73,7 @@ def _reduce_and_guard(
         link_chunks([chunk.reducer for chunk in chunks])
     with timed(config, "all-grads-sync"), attributes_alone():
         for chunk in reversed(chunks):
-            chunk.reducer.take_turn()
+            chunk.reducer.agree_on_order()
         for chunk in reversed(chunks):  # the order of backward
             chunk.reducer.start(force_all_reduce=force_all_reduce, watched=len(chunks) > 1)
         for chunk in chunks:

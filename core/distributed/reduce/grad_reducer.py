@@ -26,7 +26,7 @@ from core.distributed.buffer.grad_attribute import attributes_alone, call_after_
 from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.reduce.fused_kernels import check_declared
-from core.distributed.reduce.model_turns import ModelTurns
+from core.distributed.reduce.model_order import ModelOrder
 from core.distributed.reduce.step_state import OPEN, Launches, StepState
 from core.distributed.wire.collective_events import CollectiveEvent
 from core.distributed.wire.collectives import Collectives
@@ -89,11 +89,11 @@ class GradReducer:
         # Data groups first, as in `control`: in this order ranks ask each other whose turn it is.
         groups = [bucket.groups.data for entry in control for bucket in entry.buckets]
         groups += [group for bucket in self.buckets for group in bucket.groups.all]
-        self.turns = [ModelTurns.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
+        self.model_orders = [ModelOrder.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
         self.chunks: list[weakref.ref[GradReducer]] = []  # of the pipeline on this rank, in launch order
-        self.others = 0  # models that use this one's communicators; with some, buckets leave in finalize only
-        for turns in self.turns:
-            turns.join(self)
+        self.num_other_models = 0  # models that use this one's communicators; with some, buckets leave in finalize only
+        for order in self.model_orders:
+            order.join(self)
         self.state = StepState.ACCUMULATING
         self.next = 0  # index into `buckets` of the bucket to launch next
         self.polled = 0  # index of the first launched bucket that was not seen done
@@ -120,8 +120,8 @@ class GradReducer:
             self.watch.look(bucket, index)
         if self.when is Launches.AT_THE_END or (self.no_sync_depth and not self.every_microbatch):
             return
-        if self.others and self.state is StepState.ACCUMULATING:
-            self.look_around()  # another model may have been deleted since
+        if self.num_other_models and self.state is StepState.ACCUMULATING:
+            self.count_other_models()  # another model may have been deleted since
         if self.every_microbatch and not self.in_microbatch:
             self._begin_microbatch()
         if self.state is StepState.ACCUMULATING:
@@ -136,10 +136,10 @@ class GradReducer:
             if following.pending <= 0:
                 self._launch_ready()
 
-    def look_around(self) -> None:
+    def count_other_models(self) -> None:
         """Count the models that use this one's communicators: at the begin of a step, and when one comes or goes."""
         chunks = self.pipeline_chunks()
-        self.others = sum(turns.others(chunks) for turns in self.turns)
+        self.num_other_models = sum(order.count_others(chunks) for order in self.model_orders)
 
     @property
     def shards_gradients(self) -> bool:
@@ -150,7 +150,7 @@ class GradReducer:
         """Launch every bucket of this reducer, and of the pipeline's other chunks, that can be launched now."""
         try:
             for chunk in self.pipeline_chunks() if self.chunks else (self,):
-                if chunk.state is StepState.LAUNCHING and not chunk.others:
+                if chunk.state is StepState.LAUNCHING and not chunk.num_other_models:
                     while chunk.next < len(chunk.buckets) and chunk.buckets[chunk.next].pending <= 0:
                         chunk._launch_next()
                 if chunk.next < len(chunk.buckets) or chunk.state not in OPEN:
@@ -164,8 +164,8 @@ class GradReducer:
         bucket.launch(self.collectives, watched=watched)
         self.next += 1
         self.launches += 1
-        for turns in self.turns:
-            turns.launches += 1
+        for order in self.model_orders:
+            order.launches += 1
         if self.when is Launches.ONE_BY_ONE:
             bucket.wait()
 
@@ -190,7 +190,7 @@ class GradReducer:
         Raises SyncError on all ranks if some of them end the step instead.
         """
         self.in_microbatch = call_after_backward(weakref.WeakMethod(self._end_microbatch))
-        if self.others or (self.microbatches and not self.in_microbatch):
+        if self.num_other_models or (self.microbatches and not self.in_microbatch):
             return  # what comes outside of a backward joins the reduction that was begun last
         with self.named("backward"):
             if self.microbatches:
@@ -210,7 +210,7 @@ class GradReducer:
     def _end_microbatch(self) -> None:
         """A backward has ended: launch what it left. With other models on the communicator that waits for finalize."""
         self.in_microbatch = False
-        if self.open and not self.others:
+        if self.open and not self.num_other_models:
             with self.named("backward"), attributes_alone():
                 self._launch_rest()
 
@@ -249,7 +249,7 @@ class GradReducer:
         self.next = self.polled = self.gradients = self.microbatches = 0
         self.in_microbatch = self.force_all_reduce = False
         self.state = StepState.ACCUMULATING
-        self.look_around()  # a deleted model is not waited for from here on
+        self.count_other_models()  # a deleted model is not waited for from here on
 
     def _begin_by_gradient(self, bucket: Bucket, index: int) -> None:
         if self.state is StepState.REDUCED and not bucket.whole:
@@ -299,15 +299,15 @@ class GradReducer:
 
     # -- the end of a step ------------------------------------------------------------------------------------------
 
-    def take_turn(self) -> None:
+    def agree_on_order(self) -> None:
         """Raise SyncError on all ranks if some are about to reduce another model: asked before anything is mixed."""
         if not self.has_new_step or self.pipeline_chunks()[0] is not self:
             return
-        shared = [turns for turns in self.turns if turns.shared]
+        shared = [order for order in self.model_orders if order.shared]
         for chunk in self.pipeline_chunks() if shared else ():
             chunk.start(early=True)  # other ranks may wait in backward for what this one has not launched
-        for turns in shared:
-            refusal = turns.refusal(self)
+        for order in shared:
+            refusal = order.refusal(self)
             if refusal is not None:
                 raise SyncError(refusal)
 
@@ -321,7 +321,7 @@ class GradReducer:
                 return
             self.begin()
         self.force_all_reduce = self.force_all_reduce or force_all_reduce
-        if self.state is StepState.LAUNCHED or (early and self.others):
+        if self.state is StepState.LAUNCHED or (early and self.num_other_models):
             return
         for chunk in self.pipeline_chunks():
             if chunk is self:
@@ -337,7 +337,7 @@ class GradReducer:
         self.state = StepState.LAUNCHED
 
     def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
-        """Complete the reduction over the data groups; a second call does nothing. Collective, after `take_turn`.
+        """Complete the reduction over the data groups; a second call does nothing. Collective, after `agree_on_order`.
 
         then: called with each bucket once it is whole, in launch order.
         """

@@ -12,7 +12,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, SyncError, finalize_model_grads
-from core.distributed.reduce.model_turns import ModelTurns
+from core.distributed.reduce.model_order import ModelOrder
 from core.groups.process_groups import ProcessGroups
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
@@ -87,7 +87,7 @@ def test_reductions_that_were_launched_crosswise_are_told_by_the_agreement(rank:
     """Where ranks cannot ask each other beforehand: no gloo at all."""
     parallel_state.initialize_model_parallel()
     policy, critic = (wrap(Pair(name, 6), share_host_memory=False) for name in ("policy", "critic"))
-    ModelTurns.of(policy.groups.require("dp_cp")).living = None
+    ModelOrder.of(policy.groups.require("dp_cp")).living = None
     train(policy, rank), train(critic, rank)
     with pytest.raises(SyncError, match=rf"'{'policy' if rank == 0 else 'critic'}'.*another model.*in one order"):
         finalize_model_grads([policy if rank == 0 else critic])
@@ -152,8 +152,8 @@ def test_buckets_leave_in_backward_while_no_other_model_uses_the_group(rank: int
     assert launched() == 0
     del critic
     if strategy == "no_shard":
-        ModelTurns.of(group).living = None  # as where ranks have no group to ask each other on
+        ModelOrder.of(group).living = None  # as where ranks have no group to ask each other on
         assert launched() == 1
     else:
-        ModelTurns.of(group).settle(policy.groups.control("dp_cp"))  # as a further wrap does first
+        ModelOrder.of(group).finish_begun_steps(policy.groups.control("dp_cp"))  # as a further wrap does first
         assert launched() == 1

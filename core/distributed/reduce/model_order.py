@@ -1,4 +1,4 @@
-"""ModelTurns: which of several wrapped models on one communicator is reduced now.
+"""ModelOrder: which of several wrapped models on one communicator is reduced now.
 
 A communicator pairs the n-th collective of one rank with the n-th of another. Within one model the reducer keeps one
 order. Between models there is none that backward could follow, because a rank may call them in another order, or leave
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from core.distributed.reduce.grad_reducer import GradReducer
 
 
-class ModelTurns:
+class ModelOrder:
     """The reducers that use one communicator, by the number of their wrap, which is the same on all ranks."""
 
     # Belongs to the communicator and dies with it; torch's ProcessGroup takes no attribute of ours.
-    _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, ModelTurns]] = weakref.WeakKeyDictionary()
+    _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, ModelOrder]] = weakref.WeakKeyDictionary()
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
@@ -41,7 +41,7 @@ class ModelTurns:
         self._questions: dist.ProcessGroupGloo | None = None  # on which ranks ask each other, and nothing else travels
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> ModelTurns:
+    def of(cls, group: dist.ProcessGroup) -> ModelOrder:
         """The one object that all models wrapped with `group` share."""
         return cls._of_group.setdefault(group, cls(dist.get_process_group_ranks(group)))
 
@@ -52,7 +52,7 @@ class ModelTurns:
             self.living.add(self.wraps)
         self.wraps += 1
         for each in self._alive().values():
-            each.look_around()
+            each.count_other_models()
 
     def _alive(self) -> dict[int, GradReducer]:
         found = {number: reference() for number, reference in self._reducers.items()}
@@ -63,7 +63,7 @@ class ModelTurns:
         """True if several models live on all ranks, which then ask each other whose turn it is."""
         return self.living is not None and len(self.living) > 1
 
-    def others(self, chunks: Sequence[GradReducer]) -> int:
+    def count_others(self, chunks: Sequence[GradReducer]) -> int:
         """Number of other models that use the communicator.
 
         Where gradients are sharded backward waits for other ranks, so all ranks must get the same answer. A deleted
@@ -75,7 +75,7 @@ class ModelTurns:
 
     # -- what ranks ask each other ----------------------------------------------------------------------------------
 
-    def settle(self, control: dist.ProcessGroup | None) -> None:
+    def finish_begun_steps(self, control: dist.ProcessGroup | None) -> None:
         """Before the first collective of a wrap: launch the rest of every step that some rank has begun to launch.
 
         Collective. control: a gloo group of the same ranks. They agree over it, because the other may be busy.
@@ -89,7 +89,7 @@ class ModelTurns:
         begun = [int(n in models and models[n].state in launching) for n in range(self.wraps)]
         if control is not None:
             if self._questions is None:
-                store = dist.PrefixStore(f"core.model_turns/{control.group_name}", dist.group.WORLD.get_group_store())
+                store = dist.PrefixStore(f"core.model_order/{control.group_name}", dist.group.WORLD.get_group_store())
                 rank, size = dist.get_rank(control), dist.get_world_size(control)
                 self._questions = dist.ProcessGroupGloo(store, rank, size, timeout=timeout_of(control))
             begun = self._largest([*begun, *self._gone(models)])
@@ -133,11 +133,11 @@ class ModelTurns:
     def _note_gone(self, gone: Sequence[int]) -> None:
         self.living = {number for number, is_gone in enumerate(gone) if not is_gone}
         for each in self._alive().values():
-            each.look_around()
+            each.count_other_models()
 
     def _largest(self, values: Sequence[int]) -> list[int]:
         """Each value's maximum over the ranks."""
-        assert self._questions is not None, "settle connects the ranks before the first question"
+        assert self._questions is not None, "finish_begun_steps connects the ranks before the first question"
         largest, options = torch.tensor(values, dtype=torch.int64, device="cpu"), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         with waiting("the question which model is reduced", self.ranks):
