@@ -120,8 +120,8 @@ class ProcessGroups:
         Collective: every rank of the world calls it, with its own `members` from `rank_grid.group_ranks`. Creating
         a group waits for the members of that group only; the call returns when all ranks have finished. All ranks go
         through the kinds in the same order, so no cycle of waits is possible. Kinds with equal ranks and options share
-        one group, but gradients never share with activations (Note [Lanes]). 'intra_dist_opt' is the default group
-        if it holds all ranks of the world and no other kind does.
+        one group, but gradients never share with activations (Note [Gradient groups]). 'intra_dist_opt' is the default
+        group if it holds all ranks of the world and no other kind does.
 
         timeout: of every group; the backend's default if None. control_groups: also set the *_gloo fields. They are
         groups of their own even on gloo, because agreements travel over them while gradients are under way. options:
@@ -139,9 +139,9 @@ class ProcessGroups:
                 for name, is_control, ranks in _kinds(members, control_groups):
                     as_gloo = backends == {"gloo"} or is_control
                     asked = options.get(name, NO_OPTIONS) if "nccl" in backends else NO_OPTIONS
-                    # See Note [Lanes]; a group of one rank sends nothing.
-                    lane = len(ranks) > 1 and name in GRADIENT_KINDS
-                    key = (tuple(ranks), as_gloo, asked, lane)
+                    # See Note [Gradient groups]; a group of one rank sends nothing.
+                    of_gradients = len(ranks) > 1 and name in GRADIENT_KINDS
+                    key = (tuple(ranks), as_gloo, asked, of_gradients)
                     if key in shared:
                         group = shared[key]
                     elif name == "intra_dist_opt" and len(ranks) == dist.get_world_size() and asked == NO_OPTIONS:
@@ -228,7 +228,7 @@ def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
         store.wait([f"{key}/by all"], *([timeout] if timeout else []))
 
 
-# Note [Lanes]
+# Note [Gradient groups]
 # A communicator pairs the n-th collective of one rank with the n-th of another. A bucket of gradients leaves during
 # backward when the rank's own gradients have arrived. Backward also uses communicators for activations (the all-to-all
 # of experts, the ring of a split sequence). On a shared communicator ranks could pair a bucket with an exchange. So

@@ -107,7 +107,7 @@ KINDS = (*GRID_KINDS, "embd", "pos_embd", *INSTANCE_KINDS)
 STAGE_CROSSING = set(GRID_KINDS) - _kinds_where(lambda axis: not axis.crosses_stages) | {"embd", "pos_embd"}
 # Kinds that exchange activations in forward and backward.
 ACTIVATION_KINDS = _kinds_where(lambda axis: axis.carries != "gradients")
-# Kinds whose collectives backward launches whenever gradients are complete: Note [Lanes] in process_groups.py.
+# Kinds whose collectives backward launches when gradients are complete: Note [Gradient groups] in process_groups.py.
 GRADIENT_KINDS = _kinds_where(lambda axis: not _is_model(axis)) - ACTIVATION_KINDS | set(INSTANCE_KINDS)
 
 

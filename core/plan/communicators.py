@@ -13,8 +13,9 @@ from core.plan.run_memory import RankMemory, Run, StageParts
 def communicators(run: Run, memory: RankMemory, parts: StageParts) -> list[tuple[str, int]]:
     """(the groups that share it, its ranks) for each communicator of several ranks that this rank uses.
 
-    Groups of equal ranks share one, gradients have their own: Note [Lanes] in core/groups/process_groups.py. Sharded
-    parameters that are gathered by collectives have one more. A backend makes a communicator when it is first used.
+    Groups of equal ranks share one, gradients have their own: Note [Gradient groups] in core/groups/process_groups.py.
+    Sharded parameters that are gathered by collectives have one more. A backend makes a communicator when it is first
+    used.
     """
     groups = run.groups_of(memory.rank)
     names = [name for stage in memory.stages for part in parts[stage] for row in part.sent.values() for name, _ in row]

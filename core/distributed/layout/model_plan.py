@@ -299,7 +299,7 @@ def _copies(
 
 
 def _may_overlap(layout: ParamLayout, config: DistributedDataParallelConfig, groups: ProcessGroups) -> bool:
-    """True if no group of gradients is one of activations too. See Note [Lanes] in core/groups/process_groups.py.
+    """True if no group of gradients is one of activations too: Note [Gradient groups] in core/groups/process_groups.py.
 
     The groups that parallel_state builds are apart; those that a user passes may not be, and then nothing overlaps.
     """
