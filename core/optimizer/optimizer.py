@@ -282,7 +282,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
                     f"{bucket.layout.describe()} already, which may have multiplied them by its factor; a second step "
                     "would do so again. Run zero_grad, backward and finalize_model_grads before the next one"
                 )
-            rules_due = any(contract.rules for contract in bucket.contracts) or bucket.carried is not None
+            rules_due = any(contract.rules for contract in bucket.contracts) or bucket.accumulated_shard is not None
             whole = bucket.state is BucketState.REDUCED and not rules_due
             if bucket.state is not BucketState.FINAL and not whole:
                 raise SyncError(

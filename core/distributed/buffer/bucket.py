@@ -80,14 +80,14 @@ class Bucket(BucketMemory):
         # Set by an optimizer's step on these gradients. Returns (memory of gradients, factor): the step has not applied
         # the factor to that memory; code that adds to the memory must.
         self.owed: Callable[[torch.Tensor], list[tuple[torch.Tensor, float]]] | None = None
-        self.held: dict[int, torch.Tensor] = {}  # kept gradients that cannot be added to where they lie, if not dropped
+        self.held: dict[int, torch.Tensor] = {}  # accumulated gradients that cannot be added to where they lie
         self.lost: str | None = None  # a parameter to whose gradient of that kind others were added
         self.optimizer_steps = 0  # that ours has made of earlier gradients
         self.attribute = GradAttribute(params, [contract.name for contract in contracts], self.dtype)
         self.used = self.attribute.used  # 1 for each parameter with a gradient in this step
-        self.kept = bytes(len(params))  # 1 for each parameter whose earlier reduced gradient this step adds to
-        self.carried: torch.Tensor | None = None  # those gradients where `.grad` does not show them: [shard]
-        self.used_without = bytearray(self.kept)  # 1 for each parameter that counts as used though it gets no gradient
+        self.accumulates = bytes(len(params))  # 1 for each parameter whose earlier reduced gradient this step adds to
+        self.accumulated_shard: torch.Tensor | None = None  # those gradients where `.grad` does not show them: [shard]
+        self.used_without = bytearray(len(params))  # 1 for each parameter that is used though it gets no gradient
         self.state = BucketState.ACCUMULATING
         self.sums = 0  # reductions of this step that the shard holds
         self.reductions = 0  # that were completed, ever
@@ -117,14 +117,14 @@ class Bucket(BucketMemory):
         keep: add to the reduced gradients that are still in `.grad`, as torch does; those of a spent step as it has
         multiplied them. Where that is impossible, `lost` names one at the launch.
         """
-        self.kept = self.attribute.kept if keep else bytes(len(self.params))
-        self.carried, self.held, self.lost = None, {}, None
-        if 1 in self.kept and self.attribute.is_hidden:
-            self.carried = self._copy_kept()
-        elif 1 in self.kept and not (self.adds_exactly and all(factor == 1.0 for _, factor in self._owed())):
-            self.held = self.attribute.hold(self.kept, apart=self.pool is not None)
-        self.used_without = bytearray(len(self.params) if self.carried is None else self.kept)
-        self.attribute.begin(self.kept)
+        self.accumulates = self.attribute.accumulates if keep else bytes(len(self.params))
+        self.accumulated_shard, self.held, self.lost = None, {}, None
+        if 1 in self.accumulates and self.attribute.is_hidden:
+            self.accumulated_shard = self._copy_accumulated()
+        elif 1 in self.accumulates and not (self.adds_exactly and all(factor == 1.0 for _, factor in self._owed())):
+            self.held = self.attribute.hold(self.accumulates, apart=self.pool is not None)
+        self.used_without = bytearray(len(self.params) if self.accumulated_shard is None else self.accumulates)
+        self.attribute.begin(self.accumulates)
         self.give_back()
         if self.copied is not None:
             self.await_copy()
@@ -145,13 +145,13 @@ class Bucket(BucketMemory):
         return [] if self.owed is None else self.owed(self.owned_grad)
 
     @torch.no_grad()
-    def _copy_kept(self) -> torch.Tensor:
-        """[shard], the kept gradients. Those in `.grad` need no copy: autograd adds to them where they lie."""
+    def _copy_accumulated(self) -> torch.Tensor:
+        """[shard], the accumulated gradients. Those in `.grad` need no copy: autograd adds to them where they lie."""
         for memory, factor in self._owed():
             memory.mul_(factor)
         copy = torch.zeros_like(self.owned_grad)
-        for index, kept in enumerate(self.kept):
-            if kept:
+        for index, adds in enumerate(self.accumulates):
+            if adds:
                 part = self.part_of(self.owned_grad, index, self.shard_range)
                 self.part_of(copy, index, self.shard_range).copy_(part * _on(part.device, self.pending_scale))
         return copy
@@ -178,10 +178,10 @@ class Bucket(BucketMemory):
         self.attribute.collect((index,), self.views, None if self.sums else self.used_without)
 
     def _follow_drops(self, indices: Sequence[int]) -> None:
-        """Forget kept gradients that the user has dropped since the step began, while nothing of it was reduced."""
-        for index in indices if self.carried is not None and not self.sums else ():
+        """Forget accumulated gradients that were dropped since the step began, while nothing of it was reduced."""
+        for index in indices if self.accumulated_shard is not None and not self.sums else ():
             if self.used_without[index] and self.attribute.has_dropped(index):
-                self.part_of(self.carried, index, self.shard_range).zero_()
+                self.part_of(self.accumulated_shard, index, self.shard_range).zero_()
                 self.used_without[index] = self.used[index] = 0
         for index, grad in self.held.items():
             if self.params[index].grad is grad:
@@ -205,7 +205,7 @@ class Bucket(BucketMemory):
         watched: False where no code of the user runs until the reduction is done.
         """
         self._expect(BucketState.ACCUMULATING, "launched")
-        if 1 in self.kept:
+        if 1 in self.accumulates:
             self._follow_drops(range(len(self.params)))
         if 0 in self.used:
             self._note_written()
@@ -325,7 +325,7 @@ class Bucket(BucketMemory):
         """A copy of what this step's reductions have added up to; None before the first one is done. Waits."""
         self.wait()
         self.await_copy()
-        if self.carried is not None:
+        if self.accumulated_shard is not None:
             raise SyncError(
                 "this step adds to gradients of an earlier finalize_model_grads, which are not saved; save before the "
                 "first finalize_model_grads of a step, or after optimizer.step()"
@@ -370,8 +370,8 @@ class Bucket(BucketMemory):
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply what this rank holds: its own contributions before the reduction, the valid range after it."""
-        if self.carried is not None:
-            self.carried.mul_(_on(self.carried.device, factor))
+        if self.accumulated_shard is not None:
+            self.accumulated_shard.mul_(_on(self.accumulated_shard.device, factor))
         if self.state in (BucketState.REDUCED, BucketState.FINAL):
             self.take_edits()
         self._multiply(factor)
@@ -412,9 +412,9 @@ class Bucket(BucketMemory):
         """The sync rules are done: hand the gradients to the optimizer."""
         self._expect(BucketState.REDUCED, "closed")
         self.state = BucketState.FINAL
-        if self.carried is not None:
-            self.owned_grad.add_(self.carried.div_(_on(self.carried.device, self.pending_scale)))
-            self.carried = None
+        if self.accumulated_shard is not None:
+            self.owned_grad.add_(self.accumulated_shard.div_(_on(self.accumulated_shard.device, self.pending_scale)))
+            self.accumulated_shard = None
         self.copy_to_shard()
 
     def _expect(self, state: BucketState, action: str) -> None:

@@ -51,18 +51,18 @@ class GradAttribute:
             if param.grad is not wanted:
                 param.grad = wanted
 
-    def begin(self, kept: bytes) -> None:
-        """Begin a step. kept: 1 for each parameter whose reduced gradient this step adds to.
+    def begin(self, accumulates: bytes) -> None:
+        """Begin a step. accumulates: 1 for each parameter whose reduced gradient this step adds to.
 
         A placeholder of such a gradient stays in `.grad` and collects what comes, because it shows what is dropped.
         """
-        self.withdraw(kept if 1 in kept and self.is_hidden else b"")
-        self.used[:] = kept
+        self.withdraw(accumulates if 1 in accumulates and self.is_hidden else b"")
+        self.used[:] = accumulates
         self.dropped = None
 
-    def hold(self, kept: bytes, *, apart: bool) -> dict[int, torch.Tensor]:
-        """The gradients in `.grad` where `kept` is 1. apart: give them memory of their own."""
-        indices = [index for index, flag in enumerate(kept) if flag]
+    def hold(self, accumulates: bytes, *, apart: bool) -> dict[int, torch.Tensor]:
+        """The gradients in `.grad` where `accumulates` is 1. apart: give them memory of their own."""
+        indices = [index for index, flag in enumerate(accumulates) if flag]
         for index in indices if apart else ():
             self.params[index].grad = self.shown[index].clone()
         held = ((index, self.params[index].grad) for index in indices)
@@ -211,7 +211,7 @@ class GradAttribute:
         return self.shown is self.placeholders
 
     @property
-    def kept(self) -> bytes:
+    def accumulates(self) -> bytes:
         """1 for each parameter whose reduced gradient is still in `.grad`, so that the next backward adds to it."""
         grads = zip(self.params, self.shown, self.used, strict=True)
         return bytes(used and param.grad is grad and not getattr(grad, "zeroed", False) for param, grad, used in grads)

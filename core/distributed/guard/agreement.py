@@ -96,7 +96,7 @@ def agree_on_step(
             "has gradients": has_gradients,
             "begun by forward": begun_by_forward,
             "wants whole": wants_whole,
-            "adds to shards": any(bucket.carried is not None and bucket.sharded for bucket in entry.buckets),
+            "adds to shards": any(bucket.accumulated_shard is not None and bucket.sharded for bucket in entry.buckets),
             "gathers": zlib.crc32(repr(gathers.get(entry.name, ())).encode()),
         }
         what = f"the agreement of data group {entry.name}"

@@ -415,7 +415,7 @@ def _held_by_optimizers(watches: Sequence[FirstSteps]) -> tuple[set[int], str]:
 def _gradient(sample: Sample) -> torch.Tensor:
     """0-dim: what the memory of gradients holds at a sample, if the parameter's `.grad` is kept; else 0."""
     bucket, i = sample.bucket, sample.number
-    if bucket.sharded or not bucket.attribute.kept[i]:
+    if bucket.sharded or not bucket.attribute.accumulates[i]:
         return torch.zeros_like(sample.gradient)
     return bucket.part_of(bucket.owned_grad, i, bucket.shard_range).take(sample.place)
 

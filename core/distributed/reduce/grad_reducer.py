@@ -272,7 +272,7 @@ class GradReducer:
         That is one after the user has dropped all reduced gradients, or after a training forward whose backward may add
         to them.
         """
-        if self.open or not any(1 in bucket.attribute.kept for bucket in self.buckets):
+        if self.open or not any(1 in bucket.attribute.accumulates for bucket in self.buckets):
             return True
         return self.state is StepState.AWAITED
 
@@ -370,7 +370,7 @@ class GradReducer:
                 self.launches,
                 problems=[*self._spoilt(), *self.problems()],
                 has_gradients=self.gradients > 0,
-                begun_by_forward=any(1 in bucket.kept for bucket in self.buckets),
+                begun_by_forward=any(1 in bucket.accumulates for bucket in self.buckets),
                 wants_whole=self.force_all_reduce,
                 gathers=self.take_gathers(),
             )
