@@ -233,7 +233,7 @@ def files_of(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
     """Bytes by kind that they hold in files below the device, after a step."""
     held: Counter[str] = Counter()
     for chunk in chunks:
-        held[GRADIENTS] += sum(memory.nbytes for buffer in chunk.engine.buffers for memory in buffer.below)
+        held[GRADIENTS] += sum(memory.nbytes for buffer in chunk.engine.buffers for memory in buffer.offloaded)
         units = chunk.engine.params.units
         held[PARAMETERS] += sum(unit.shard.nbytes for unit in units if unit.tier is not None)
     for masters in (masters for masters in optimizer.masters if masters.tier is not None):

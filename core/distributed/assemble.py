@@ -62,7 +62,7 @@ class Engine:
     grad_sync: GradSync
     param_sync: ParamGatherer
     params: PlainParams | Unsharder  # the second where parameters are sharded
-    tier: MemoryTier | None  # what lies below the device
+    tier: MemoryTier | None  # of what is offloaded
     nan_watch: NonFiniteWatch | None
     large_watch: LargeGradientWatch | None
     buffer_sync: BufferSync | None  # where buffers of modules are broadcast
@@ -104,11 +104,11 @@ def assemble(
     places = Places() if placement is None else places_of(plan, ddp_config)
     units = _param_units(plan, ddp_config, groups, tier, places) if ddp_config.shards_parameters else []
     shards = [[unit.shard for unit in of_buffer] for of_buffer in units]
-    below: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
+    offloaded: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
     if tier is not None:
-        _place_grads(below, plan, places, groups, tier)
+        _place_grads(offloaded, plan, places, groups, tier)
     buffers = [
-        _allocate(layout, plan, config, ddp_config, groups, param_shards, below[number])
+        _allocate(layout, plan, config, ddp_config, groups, param_shards, offloaded[number])
         for number, (layout, param_shards) in enumerate(
             itertools.zip_longest(plan.layout.buffers, shards[: len(plan.layout.buffers)])
         )
@@ -224,7 +224,7 @@ def _allocate(
     ddp_config: DistributedDataParallelConfig,
     groups: ProcessGroups,
     param_shards: Sequence[torch.Tensor] | None,
-    below: Mapping[int, torch.Tensor],
+    offloaded: Mapping[int, torch.Tensor],
 ) -> GradBuffer:
     data_group = layout.key.data_group
     # A bucket is multiplied by `averaged / divisor` before its reduction, and comes out divided by the divisor.
@@ -236,7 +236,7 @@ def _allocate(
         _groups_of(data_group, ddp_config, groups),
         ddp_config.residency,
         param_shards or (),
-        below,
+        offloaded,
         scale=averaged / divisor_of(groups, config),
         average=ddp_config.average_in_collective,
         scale_later=ddp_config.scale_in_optimizer,
@@ -276,7 +276,7 @@ def _param_units(
             blocks=blocks,
             keep_gathered=KeepGathered.WINDOW if ddp_config.reshard_after_forward else KeepGathered.BACKWARD,
             tier=tier,
-            below={index for of, index in places.params if of == number},
+            offloaded={index for of, index in places.params if of == number},
         )
         for index in (index for of, index in places.params_stay if of == number):
             made[index].keep_gathered = KeepGathered.STEP
@@ -303,13 +303,13 @@ def _tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> Memor
 
 
 def _place_grads(
-    below: Sequence[dict[int, torch.Tensor]],
+    offloaded: Sequence[dict[int, torch.Tensor]],
     plan: ModelPlan,
     places: Places,
     groups: ProcessGroups,
     tier: MemoryTier,
 ) -> None:
-    """Make the memory of shards of gradients below the device, for each buffer by index of a bucket. Collective.
+    """Make the memory of offloaded shards of gradients, for each buffer by index of a bucket. Collective.
 
     Raises OSError on a rank whose directory has no room, and RuntimeError on the others.
     """
@@ -318,7 +318,7 @@ def _place_grads(
         for number, index in sorted(places.grads):
             layout = plan.layout.buffers[number]
             numel = layout.buckets[index].numel // layout.shards
-            below[number][index] = tier.zeros(numel, dtype_named(layout.key.grad_dtype))
+            offloaded[number][index] = tier.zeros(numel, dtype_named(layout.key.grad_dtype))
     except (OSError, RuntimeError) as caught:
         error = caught
     agree.refuse(error, _data_groups(groups), "the memory of gradients below the device")

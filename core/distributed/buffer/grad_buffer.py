@@ -31,9 +31,9 @@ def dtype_named(name: str) -> torch.dtype:
 class GradBuffer:
     """Storage that follows a BufferLayout.
 
-    grad_data: [numel], or where a rank keeps only its shards of gradients, [numel / shards], without those that lie
-    below the device. below: memory of those, by index of the bucket. param_data: [numel] where the optimizer is sharded
-    and parameters are not, else None. param_shards: those of each bucket where they are.
+    grad_data: [numel], or where a rank keeps only its shards of gradients, [numel / shards], without offloaded ones.
+    offloaded: memory of those, by index of the bucket. param_data: [numel] where the optimizer is sharded and
+    parameters are not, else None. param_shards: those of each bucket where they are.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GradBuffer:
         groups: BucketGroups,
         residency: Residency,
         param_shards: Sequence[torch.Tensor],
-        below: Mapping[int, torch.Tensor],
+        offloaded: Mapping[int, torch.Tensor],
         *,
         scale: float,
         average: bool,
@@ -59,10 +59,10 @@ class GradBuffer:
         grad_dtype = dtype_named(layout.key.grad_dtype)
         kept_by = residency.spread(layout.shards).grads
         self.channels: list[HostChannel] = []
-        numels = [0 if plan.index in below else plan.numel // kept_by for plan in layout.buckets]
+        numels = [0 if plan.index in offloaded else plan.numel // kept_by for plan in layout.buckets]
         starts = list(itertools.accumulate(numels, initial=0))
         self.grad_data = self._allocate(starts[-1], grad_dtype, device)
-        self.below = list(below.values())
+        self.offloaded = list(offloaded.values())
         self.param_data: torch.Tensor | None = None
         if residency.sharded and residency.keeps_params:
             self.param_data = self._allocate(layout.numel, dtype_named(layout.key.param_dtype), device)
@@ -77,7 +77,7 @@ class GradBuffer:
             param_data = None if self.param_data is None else self.param_data.data[plan.start : plan.end]
             if param_data is not None:
                 move_to(views_of(param_data, plan.slots, plan.start), members)
-            memory = below.get(plan.index, self.grad_data.data[starts[number] : starts[number + 1]])
+            memory = offloaded.get(plan.index, self.grad_data.data[starts[number] : starts[number + 1]])
             bucket = Bucket(
                 plan,
                 memory,
@@ -123,7 +123,7 @@ class GradBuffer:
         for bucket in self.buckets:
             if bucket.copied is not None:
                 bucket.await_copy()
-        for memory in (self.grad_data, *self.below):
+        for memory in (self.grad_data, *self.offloaded):
             memory.zero_()
         for bucket in self.buckets:
             bucket.attach()

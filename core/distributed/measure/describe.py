@@ -38,7 +38,8 @@ def describe_model(
         for bucket in buffer.buckets:
             layout = bucket.layout
             padding = layout.numel - layout.numel_unpadded
-            grads = "; gradients below the device" if any(bucket.owned_grad is part for part in buffer.below) else ""
+            is_offloaded = any(bucket.owned_grad is part for part in buffer.offloaded)
+            grads = "; gradients below the device" if is_offloaded else ""
             scaled = "" if bucket.scale == 1.0 else f", x {bucket.scale:.6g} before"
             lines.append(
                 f"  bucket {layout.index}: [{layout.start}, {layout.end}), {bucket.nbytes} bytes, {padding} "

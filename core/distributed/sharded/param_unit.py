@@ -315,17 +315,17 @@ def units_of(
     blocks: huge_pages.Blocks,
     keep_gathered: KeepGathered,
     tier: MemoryTier | None = None,
-    below: Collection[int] = (),
+    offloaded: Collection[int] = (),
 ) -> list[ParamUnit]:
     """The units of a buffer's buckets, and the memory of their shards. Collective over the data group.
 
     first: number of the first unit. communicators: by shard group, made here where ranks do not map each other's
-    memory. blocks: memory for whole buckets. below: indices of the buckets whose shards lie in `tier`.
+    memory. blocks: memory for whole buckets. offloaded: indices of the buckets whose shards lie in `tier`.
     """
     dtype = dtype_named(layout.key.param_dtype)
     memory: dict[int, tuple[ShardMemory, MemoryTier | None]] = {}
     for place in (None, tier):
-        members = [bucket for bucket in layout.buckets if (bucket.index in below) == (place is not None)]
+        members = [bucket for bucket in layout.buckets if (bucket.index in offloaded) == (place is not None)]
         if members:
             for bucket, lies in zip(
                 members, _shard_memory(members, dtype, groups.shard, share_memory, device, place), strict=True
