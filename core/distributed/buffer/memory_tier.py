@@ -21,7 +21,7 @@ class MemoryTier:
         """[numel] of zeros on the CPU."""
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until no copy reads the memory any more, since it is going to be written."""
 
 
@@ -59,5 +59,5 @@ class HostTier(MemoryTier):
             return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
         return huge_pages.zeros(numel, dtype, torch.device("cpu"))
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         self.stream.synchronize()

@@ -113,7 +113,7 @@ class Budget:
         self.steps = -1  # the parameters are cut into shards first
         self.limit = max(int(budget * warm_up) - always, 0)
         if stats is not None:
-            self._settle(stats)
+            self._use_stats(stats)
         else:
             order = sorted(self.units, reverse=True)  # as a forward uses them, if it does in order of registration
             self._check_neighbours(order, int(budget * steady) - always)
@@ -182,7 +182,7 @@ class Budget:
         if self.stats is None:
             error = None
             try:
-                self._settle(MemStats(tuple(self.uses), most))
+                self._use_stats(MemStats(tuple(self.uses), most))
             except ValueError as caught:  # ranks that map one memory may use different modules
                 error = caught
             agree.refuse(error, groups, "the budget of memory", ValueError)
@@ -194,7 +194,7 @@ class Budget:
                 "the first step the longest sequences",
                 stacklevel=2,
             )
-            self._settle(replace(self.stats, non_model_bytes=most))
+            self._use_stats(replace(self.stats, non_model_bytes=most))
 
     @property
     def memstats(self) -> MemStats | None:
@@ -229,7 +229,7 @@ class Budget:
 
     # -- the limit ----------------------------------------------------------------------------------------------------
 
-    def _settle(self, stats: MemStats) -> None:
+    def _use_stats(self, stats: MemStats) -> None:
         self.stats = stats
         self.places = {}
         limit = int(self.budget * self.steady) - self.always - stats.non_model_bytes

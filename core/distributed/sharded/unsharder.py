@@ -65,7 +65,7 @@ class Unsharder(PlainParams):
         self.unit_of = {id(param): unit for unit in self.units for param in unit.params}
         self.window: list[ParamUnit] = []  # units that are whole until others are used, the one used last at the end
         self.eviction: Window | Budget = Window()
-        self.kept: set[ParamUnit] = set()  # the other units that are whole
+        self.kept_gathered: set[ParamUnit] = set()  # the other units that are whole
         self.at: dict[int, ParamUnit] = {}  # by the address of the whole bucket
         self.addresses: list[int] = []  # of all that are whole, sorted
         self.ahead: Gather | None = None  # Note [One bucket ahead]
@@ -78,10 +78,11 @@ class Unsharder(PlainParams):
         self.loaded: dict[str, object] | None = None  # inside `loading`: checksums of the whole values that were taken
         self.awaits_others = False  # True if other ranks may be writing their shards
         self.hooks: saved_tensors_hooks | None = None
-        kinds = owned_by(weakref.ref(self))
+        classes = owned_by(weakref.ref(self))
         for unit in self.units:
-            unit.param_classes = kinds
-        self.plain_kinds = (torch.Tensor, nn.Parameter, kinds.gathered, kinds.lent)  # may lie in a bucket's memory
+            unit.param_classes = classes
+        # Of tensors that may lie in a bucket's memory.
+        self.plain_classes = (torch.Tensor, nn.Parameter, classes.gathered, classes.lent)
         channels = {id(unit.channel.group): unit.channel for unit in self.units if unit.channel is not None}
         self.channels: list[HostChannel] = list(channels.values())
 
@@ -156,7 +157,7 @@ class Unsharder(PlainParams):
         ended: buckets that stay as long are given up.
         """
         if not self.is_held and self.depth == 0:
-            whole = (*self.window, *self.kept)
+            whole = (*self.window, *self.kept_gathered)
             _all_of(partial(self._reshard, unit) if unit.keep_gathered is ended else unit.hide for unit in whole)
 
     # -- gathering --------------------------------------------------------------------------------------------------
@@ -198,13 +199,13 @@ class Unsharder(PlainParams):
 
     def _unshard(self, unit: ParamUnit, pinned: Collection[ParamUnit] = (), used_by: str = "") -> torch.Tensor:
         """The whole bucket of a unit, which is now the one used last."""
-        if unit in self.kept and unit.whole is not None:
+        if unit in self.kept_gathered and unit.whole is not None:
             return unit.whole
         if unit in self.window:
             self.window.remove(unit)
         until = unit.keep_gathered
         if until is KeepGathered.STEP or (until is KeepGathered.BACKWARD and torch.is_grad_enabled()):
-            self.kept.add(unit)
+            self.kept_gathered.add(unit)
         else:
             for other in self.eviction.evict(self.window, unit, pinned):
                 self._reshard(other)
@@ -245,7 +246,7 @@ class Unsharder(PlainParams):
     def _reshard(self, unit: ParamUnit) -> None:
         if unit in self.window:
             self.window.remove(unit)
-        self.kept.discard(unit)
+        self.kept_gathered.discard(unit)
         if unit.whole is not None:
             if self.at.pop(unit.whole.data_ptr(), None) is not None:
                 self.addresses.remove(unit.whole.data_ptr())
@@ -260,7 +261,7 @@ class Unsharder(PlainParams):
             slot = unit.layout.slots[index]
             stride = torch.empty(slot.shape, device="meta").stride()
             return SavedWeight(unit, index, unit.starts[index], slot.shape, stride, version_of(tensor))
-        if tensor.layout is torch.strided and type(tensor) in self.plain_kinds:
+        if tensor.layout is torch.strided and type(tensor) in self.plain_classes:
             address = tensor.data_ptr()
             number = bisect_right(self.addresses, address) - 1  # the address of a storage takes 40 us to find
             unit = self.at[self.addresses[number]] if number >= 0 else None
@@ -322,7 +323,7 @@ class Unsharder(PlainParams):
         """An optimizer is about to write shards: other ranks must have read the old values. Collective."""
         self._refuse_inside("a load or an optimizer's step")
         for tier in self.tiers:
-            tier.settle()
+            tier.wait_for_copies()
         self.barrier()
 
     @contextmanager
@@ -394,7 +395,7 @@ class Unsharder(PlainParams):
         for unit in self.units:
             self._reshard(unit)
             self._gather(unit, caller=caller)
-            self.kept.add(unit)
+            self.kept_gathered.add(unit)
             unit.unshard(nn.Parameter)
         self.is_held = True
         try:
