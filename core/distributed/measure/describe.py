@@ -18,8 +18,8 @@ def describe_model(
     plan: ModelPlan,
     buffers: Sequence[GradBuffer],
     groups: ProcessGroups,
-    reduce_microbatches: str = "last",
-    units: Sequence[ParamUnit] = (),
+    reduce_microbatches: str,
+    units: Sequence[ParamUnit],
 ) -> str:
     """Buffers, their buckets and their parameters as text, one line each."""
     lines = []

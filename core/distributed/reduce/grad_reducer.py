@@ -72,10 +72,10 @@ class GradReducer:
         problems: Callable[[], list[str]],
         *,
         launches: Launches,
-        every_microbatch: bool = False,
-        may_join: bool = False,
-        watch: NonFiniteWatch | None = None,
-        take_gathers: Callable[[], dict[str, list[str]]] = dict,
+        every_microbatch: bool,
+        may_join: bool,
+        watch: NonFiniteWatch | None,
+        take_gathers: Callable[[], dict[str, list[str]]],
     ) -> None:
         self.buckets = list(buckets)  # in launch order
         self.collectives = collectives

@@ -314,8 +314,8 @@ def units_of(
     communicators: Communicators,
     blocks: huge_pages.Blocks,
     keep_gathered: KeepGathered,
-    tier: MemoryTier | None = None,
-    offloaded: Collection[int] = (),
+    tier: MemoryTier | None,
+    offloaded: Collection[int],
 ) -> list[ParamUnit]:
     """The units of a buffer's buckets, and the memory of their shards. Collective over the data group.
 

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from core.distributed.wire import huge_pages
 from core.distributed.wire.backend import backend_of, timeout_of
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
 from core.groups import agree
@@ -124,7 +123,7 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     groups: Sequence[dist.ProcessGroup],
-    make: Callable[..., torch.Tensor] = huge_pages.zeros,
+    make: Callable[..., torch.Tensor],
 ) -> tuple[torch.Tensor, list[HostChannel]]:
     """[numel] by `make`, or where the ranks of `groups` are processes of one host, memory that they map from each other
     and its channels.
