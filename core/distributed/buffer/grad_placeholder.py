@@ -59,7 +59,7 @@ class GradPlaceholder(torch.Tensor):
             marker.added.add_(grad)
             marker.touched = True
             return marker
-        raise SyncError(next(value for value in _tensors(args) if type(value) is cls).refusal(func.__name__))
+        raise SyncError(next(value for value in tensors_in(args) if type(value) is cls).refusal(func.__name__))
 
     def refusal(self, use: str) -> str:
         """Text that says why it cannot be used, and what to call instead."""
@@ -81,8 +81,10 @@ class GradPlaceholder(torch.Tensor):
         raise SyncError(self.refusal("pickling"))
 
 
-def _tensors(value: Any) -> list[Any]:
-    """Those in nested lists and tuples of arguments."""
+def tensors_in(value: Any) -> list[Any]:
+    """The tensors in nested lists, tuples and dictionaries of arguments."""
+    if isinstance(value, dict):
+        return tensors_in(list(value.values()))
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
+        return [tensor for item in value for tensor in tensors_in(item)]
     return [value] if isinstance(value, torch.Tensor) else []

@@ -8,7 +8,7 @@ An operation on the second has its bucket gathered first, or is refused. The fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from core.distributed.buffer.grad_attribute import attributes_alone
+from core.distributed.buffer.grad_placeholder import tensors_in
 from core.groups.agree import SyncError
 
 # What is answered without values: attributes but these ...
@@ -92,7 +93,7 @@ class LentParameter(GatheredParameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        written = _tensors((_written(func, (*args, *kwargs.values())), kwargs.get("out")))
+        written = tensors_in((_written(func, (*args, *kwargs.values())), kwargs.get("out")))
         if _asks_about(func) or any(isinstance(tensor, LentParameter) for tensor in written):
             with attributes_alone():
                 return func(*args, **kwargs)
@@ -119,12 +120,12 @@ class ShardedParameter(GatheredParameter):
             return args[0]
         if getattr(func, "__name__", "") in ("grad", "backward"):  # torch.autograd's, for some inputs
             return _differentiated(func, args, kwargs)
-        for written in _tensors((_written(func, (*args, *kwargs.values())), kwargs.get("out"))):
+        for written in tensors_in((_written(func, (*args, *kwargs.values())), kwargs.get("out"))):
             if type(written) is cls:
                 if getattr(func, "__name__", "") == "copy_" and owner.take(written, args[1]):
                     return written
                 owner.refuse_write(written)
-        given = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, nn.Parameter)]
+        given = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, nn.Parameter)]
         missing = [param for param in given if type(param) is cls]
         if not missing:
             raise SyncError(
@@ -220,14 +221,3 @@ def _replaced(value: Any, kind: type[nn.Parameter], by: Callable[[torch.Tensor],
     if isinstance(value, dict):
         return {key: _replaced(item, kind, by) for key, item in value.items()}
     return type(value)(_replaced(item, kind, by) for item in value) if type(value) in (list, tuple) else value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in nested lists, tuples and dictionaries of arguments."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
