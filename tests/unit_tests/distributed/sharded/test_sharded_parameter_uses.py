@@ -80,6 +80,19 @@ class Sparse(nn.Module):
         return (torch.sparse.mm(torch.eye(8).to_sparse(), self.weight) @ x.t()).t()
 
 
+class Latents(nn.Module):
+    """Adds a view of its weight, as learned queries are, when the weight's bucket has been given up for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(1, 8))
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = self.latents.expand(4, -1)
+        return torch.tanh(self.layers(x)) + queries
+
+
 class Offloaded(nn.Module):
     """Keeps what it saves, weights too, on the CPU."""
 
@@ -127,6 +140,7 @@ def gradient_penalty(model: Any) -> torch.Tensor:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor]]] = {
     "signed": (lambda: nn.Sequential(nn.Linear(8, 8), Signed()), squares),
+    "latents": (Latents, squares),
     "sparse": (lambda: nn.Sequential(nn.Linear(8, 8), Sparse()), squares),
     "offloaded": (lambda: nn.Sequential(*(Offloaded(False) for _ in range(3))), squares),
     "offloaded again": (lambda: nn.Sequential(*(Offloaded(True) for _ in range(3))), squares),
