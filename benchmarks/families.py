@@ -4,9 +4,9 @@
 
 A tiny random copy makes three steps of SGD on a batch of three rows with labels, split over tensor-parallel ranks of
 this machine, or over its sequence (--sp, in the last two modes over 2 ranks of their own), and on one process of plain
-transformers. Losses and weights are compared. In fp64 they are equal within
-1e-9. In bf16 both are compared with the fp64 run, and the split one may be off three times as far as the one process
-that is off further: unchanged, or rounded otherwise.
+transformers. Losses and weights are compared. In fp64 they are equal within 1e-8: norms that a model computes in fp32
+round the last digit of fp64 to one of theirs. In bf16 both are compared with the fp64 run, and the split one may be off
+three times as far as the one process that is off further: unchanged, or rounded otherwise.
 
 A table on disk is resumable: classes that it holds are left out. Exit status 0: all are equal or refused by name.
 """
@@ -40,7 +40,7 @@ from core.hugging_face.transformers_plans import transformers_package
 from core.verify.in_double import InDouble
 from core.verify.rank_pool import RankFailure, RankPool
 
-TOLERANCE = 1e-9
+TOLERANCE = 1e-8
 MOVES = 0.05  # how far the first step moves the weight with the largest gradient
 WORSE, FLOOR = 3.0, 0.02  # in bf16: times the one process's own error, and what is allowed in any case
 PRECISIONS = {"fp64": "fp32", "bf16": "bf16"}  # 'fp32' leaves parameters as they are

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -89,11 +89,16 @@ def unreached(model: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
 def _reaches(model: Any) -> dict[str, int]:
     """Numbers of tokens in the configuration of a model of text, by their names there."""
     config = model.config.get_text_config()
-    values = {name: getattr(config, name, None) for name in REACHES}
+    layers = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+    values = {name: _highest([getattr(layer, name, None) for layer in layers]) for name in REACHES}
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # beyond it the frequencies are others
-        values["original_max_position_embeddings"] = rope.get("original_max_position_embeddings")
-    return {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
+        values["original_max_position_embeddings"] = _highest([rope.get("original_max_position_embeddings")])
+    return {name: value for name, value in values.items() if value > 0}
+
+
+def _highest(values: Sequence[Any]) -> int:
+    return max((value for value in values if isinstance(value, int)), default=0)
 
 
 def _length(model: Any, multiple: int) -> int:

@@ -13,7 +13,7 @@ from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, HybridParallelPlugin
 from core.hugging_face import PlanError, gather_logits, split_model
-from core.hugging_face.example import run_quietly
+from core.hugging_face.example import example_of, run_quietly, unreached
 from core.hugging_face.tiny import all_families, tiny_config, tiny_inputs, tiny_model
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
@@ -188,6 +188,18 @@ def test_the_example_has_labels_is_in_training_mode_and_is_longer_than_a_window(
             split_model(model)
     assert split_model(small("mistral", sliding_window=12, attention_dropout=0.5)).unreached == {}
     assert split_model(small("mistral", sliding_window=2**20)).unreached == {"sliding_window": 2**20}
+
+
+@ranks(1)
+def test_the_widest_window_of_layers_that_differ_is_the_models(rank: int, world: int) -> None:
+    """The configuration itself refuses to be asked for one window (neomme)."""
+    parallel_state.initialize_model_parallel()
+    model = tiny_model(tiny_config(all_families()["neomme/NeoMMEConfig"]))
+    windows = {layer.sliding_window for layer in model.config.get_text_config().per_layer_config}
+    widest = max(window or 0 for window in windows)
+    arguments = example_of(model, parallel_state.get_process_groups())
+    assert len(windows) > 1 and arguments["input_ids"].shape[1] <= widest
+    assert unreached(model, arguments) == {"sliding_window": widest}
 
 
 def test_a_forward_as_in_training_drops_nothing_and_leaves_a_model_as_it_was() -> None:
