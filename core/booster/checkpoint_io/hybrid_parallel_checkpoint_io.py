@@ -12,8 +12,9 @@ from torch import nn
 
 from core.booster.checkpoint_io.checkpoint_io_base import expect_model
 from core.booster.checkpoint_io.general_checkpoint_io import States, check_names, check_shapes
-from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO
+from core.booster.checkpoint_io.low_level_zero_checkpoint_io import values_of
 from core.booster.checkpoint_io.sharded_states import of_all_stages
+from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpointIO
 from core.checkpoint.weights.one_file import SAFE_SUFFIX, in_turn
 from core.checkpoint.weights.sliced import FileTensor, SlicedFile
 from core.hugging_face.checkpoint import read_slices
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from core.booster.plugin.hybrid_parallel_optimizer import HybridParallelOptimizer
 
 
-class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
+class HybridParallelCheckpointIO(TorchDDPCheckpointIO):
     """Tensors are put together one at a time, over tensor-parallel ranks and then over stages; rank 0 writes.
 
     A file that was written in one layout loads in any other, in the other plugins, and in transformers. Of safetensors
@@ -53,7 +54,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
                 for name, value in part.state_dict(keep_vars=True).items():
                     if name not in seen:
                         seen.update(cut.names_of(name))
-                        yield name, cut.whole_of(name, self.values_of(chunk, value)).cpu()
+                        yield name, cut.whole_of(name, values_of(chunk, value)).cpu()
 
         given: set[str] = set()
         for name, value in of_all_stages(mine(), cut.groups.pp):
@@ -129,23 +130,19 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
             model.bytes_read += count
         cut.unread.clear()
 
-    def optimizer_groups(self, optimizer: HybridParallelOptimizer) -> list[dict[str, Any]]:  # type: ignore[override]
+    def optimizer_groups(self, optimizer: HybridParallelOptimizer) -> list[dict[str, Any]]:
         """The user's groups, with the whole model's numbers and names."""
         return optimizer.packed_groups()
 
-    def optimizer_states(  # type: ignore[override]
-        self, optimizer: HybridParallelOptimizer
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def optimizer_states(self, optimizer: HybridParallelOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each parameter's state, gathered."""
         yield from optimizer.whole_states()
 
-    def place_state(  # type: ignore[override]
-        self, optimizer: HybridParallelOptimizer, number: int, state: dict[str, Any]
-    ) -> dict[str, Any]:
+    def place_state(self, optimizer: HybridParallelOptimizer, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a parameter's state."""
         return optimizer.place(number, state)
 
-    def load_optimizer_states(  # type: ignore[override]
+    def load_optimizer_states(
         self, optimizer: HybridParallelOptimizer, groups: list[dict[str, Any]], states: States
     ) -> None:
         """Take over groups, and parts that `place_state` has given."""

@@ -35,17 +35,10 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
         for name, value in tensors.items():
             if isinstance(value, torch.Tensor) and uses[id(value)] > 1:
                 if id(value) not in kept:
-                    kept[id(value)] = self.values_of(wrapped, value).cpu().clone()
+                    kept[id(value)] = values_of(wrapped, value).cpu().clone()
                 yield name, kept[id(value)]
             else:
-                yield name, self.values_of(wrapped, value) if isinstance(value, torch.Tensor) else value
-
-    def values_of(self, wrapped: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a tensor of a wrapped model; a copy where parameters are sharded. Collective then."""
-        if not (isinstance(wrapped, DistributedDataParallel) and wrapped.ddp_config.shards_parameters):
-            return tensor.detach()
-        with wrapped.reading():
-            return tensor.detach().clone()
+                yield name, values_of(wrapped, value) if isinstance(value, torch.Tensor) else value
 
     def _load(
         self, model: nn.Module, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool
@@ -73,6 +66,14 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
         _refuse_split_experts(optimizer.model)
         load_parts(optimizer.engine, states)
         update_groups(optimizer.engine, groups)
+
+
+def values_of(wrapped: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor of a wrapped model; a copy where parameters are sharded. Collective then."""
+    if not (isinstance(wrapped, DistributedDataParallel) and wrapped.ddp_config.shards_parameters):
+        return tensor.detach()
+    with wrapped.reading():
+        return tensor.detach().clone()
 
 
 def _refuse_split_experts(wrapped: Any) -> None:

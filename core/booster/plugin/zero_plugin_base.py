@@ -16,6 +16,7 @@ from core import parallel_state
 from core.booster.accelerator import device_of_group
 from core.booster.checkpoint_io.hybrid_parallel_checkpoint_io import HybridParallelCheckpointIO
 from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO
+from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpointIO
 from core.booster.mixed_precision.fp8 import use_fp8_linears, why_not
 from core.booster.plugin.dp_plugin_base import DPPluginBase
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
@@ -172,7 +173,7 @@ class ZeroPluginBase(DPPluginBase):
         """Shards of the optimizer's state are gathered, one parameter at a time."""
         return True
 
-    def get_checkpoint_io(self) -> LowLevelZeroCheckpointIO:
+    def get_checkpoint_io(self) -> TorchDDPCheckpointIO:
         """Whole tensors in files, shards in memory."""
         return LowLevelZeroCheckpointIO() if self.cutting is None else HybridParallelCheckpointIO()
 
