@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from core.booster.plugin.chunk_search import search_chunk_size
 from core.booster.plugin.hybrid_parallel_options import WITHOUT_EFFECT, warn_without_effect
 from core.booster.plugin.mesh_attributes import PluginShardConfig
-from core.booster.plugin.zero_plugin_base import MEGA, ZeroPluginBase
+from core.booster.plugin.zero_plugin_base import MEGA, SCALER, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig, MemStats, Placement
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.cut_model import Cutting
@@ -22,6 +22,8 @@ from core.hugging_face.cut_model import Cutting
 POLICIES = ("static", "auto")
 CHUNK_CONFIG = {"chunk_size", "keep_gathered"}
 INTERVAL = 1024  # elements between two sizes that are tried, where no hidden_dim is given
+OF_MODULES = ("enable_all_optimization", "enable_fused_normalization", "enable_jit_fused", "enable_sequence_overlap")
+OF_SLICES = ("enable_flash_attention", "enable_sequence_parallelism")
 NOT_SPLIT = (
     "GeminiPlugin leaves the modules of a model as they are where tp_size is 1; {}=True is an option of models that "
     "are split. Leave it False, and choose it in the model itself"
@@ -109,17 +111,10 @@ class GeminiPlugin(ZeroPluginBase):
         memory_budget_bytes: int | None = None,
         example: Mapping[str, Any] | None = None,
     ) -> None:
+        given = locals()
         super().__init__(
             precision,
-            {
-                "initial_scale": initial_scale,
-                "min_scale": min_scale,
-                "growth_factor": growth_factor,
-                "backoff_factor": backoff_factor,
-                "growth_interval": growth_interval,
-                "hysteresis": hysteresis,
-                "max_scale": max_scale,
-            },
+            {name: given[name] for name in SCALER},
             max_norm=max_norm,
             norm_type=norm_type,
             master_weights=master_weights,
@@ -130,18 +125,9 @@ class GeminiPlugin(ZeroPluginBase):
             extra_dp_size=extra_dp_size,
         )
         self.tp_size = tp_size
-        self._given = {
-            "enable_all_optimization": enable_all_optimization,
-            "enable_fused_normalization": enable_fused_normalization,
-            "enable_jit_fused": enable_jit_fused,
-            "enable_sequence_overlap": enable_sequence_overlap,
-        }
+        self._given = {name: given[name] for name in (*OF_MODULES, *OF_SLICES)}
         warn_without_effect("GeminiPlugin", self._given)
-        of_slices = {
-            "enable_flash_attention": enable_flash_attention,
-            "enable_sequence_parallelism": enable_sequence_parallelism,
-        }
-        self._given |= of_slices
+        of_slices = {name: given[name] for name in OF_SLICES}
         self._check_slices(of_slices)
         self._check_chunks(search_range_m, hidden_dim, min_chunk_size_m, chunk_init_device)
         self._check_placement(

@@ -20,7 +20,7 @@ from core.booster.plugin.hybrid_parallel_options import (
 from core.booster.plugin.hybrid_parallel_step import run_pipeline
 from core.booster.plugin.mesh_attributes import MeshAttributes
 from core.booster.plugin.plugin_base import PipelinePluginBase
-from core.booster.plugin.zero_plugin_base import MEGA, WIRE_DTYPES, ZeroPluginBase
+from core.booster.plugin.zero_plugin_base import MEGA, SCALER, WIRE_DTYPES, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.hugging_face import Policy
@@ -119,10 +119,9 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         warn_without_effect(self._name, given)
-        scaler = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
         super().__init__(
             precision,
-            {name: given[name] for name in (*scaler, "max_scale")},
+            {name: given[name] for name in SCALER},
             max_norm=max_norm,
             norm_type=2.0,
             master_weights=True,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from core.booster.plugin.adapters_in_optimizer import add_adapters
-from core.booster.plugin.zero_plugin_base import MEGA, WIRE_DTYPES, ZeroPluginBase
+from core.booster.plugin.zero_plugin_base import MEGA, SCALER, WIRE_DTYPES, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig
 
 
@@ -61,6 +61,7 @@ class LowLevelZeroPlugin(ZeroPluginBase):
         *,
         reduce_microbatches: Literal["last", "every"] = "last",
     ) -> None:
+        given = locals()
         if stage not in (1, 2):
             raise ValueError(
                 f"LowLevelZeroPlugin only supports stage 1/2 training, and stage is {stage!r}; for stage 3 use "
@@ -68,15 +69,7 @@ class LowLevelZeroPlugin(ZeroPluginBase):
             )
         super().__init__(
             precision,
-            {
-                "initial_scale": initial_scale,
-                "min_scale": min_scale,
-                "growth_factor": growth_factor,
-                "backoff_factor": backoff_factor,
-                "growth_interval": growth_interval,
-                "hysteresis": hysteresis,
-                "max_scale": max_scale,
-            },
+            {name: given[name] for name in SCALER},
             max_norm=max_norm,
             norm_type=norm_type,
             master_weights=master_weights,

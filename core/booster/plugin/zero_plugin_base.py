@@ -44,6 +44,7 @@ from core.watch.waiting import waiting
 DTYPES: dict[str, torch.dtype | None] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MEGA = 1024 * 1024
+SCALER = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "max_scale")
 
 
 class ZeroPluginBase(DPPluginBase):
