@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.optimizer.loss_scaler import LossScaler
 from core.optimizer.norm.clip_loose import clip_loose_gradients
 from core.optimizer.optimizer_state import plain_numbers
 
@@ -21,11 +22,14 @@ class OptimizerWrapper:
 
     Parameter groups are the inner optimizer's own objects, so a scheduler made before `boost` keeps working; make one
     after `boost` with `unwrap()`. A plugin overrides `clip_grad_by_norm` and `agree_on_overflow` where a rank holds
-    only a part of each gradient.
+    only a part of each gradient, and `inner_state` and `load_inner_state` where the state is not torch's.
     """
+
+    scaler: LossScaler | None = None  # the loss scale, of fp16
 
     def __init__(self, optim: Any) -> None:
         self.optim = optim
+        self._scaled = False  # True if a loss of this step was scaled
         self.param_names: dict[nn.Parameter, str] = {}
         self._grad_norm: float | None = None
 
@@ -121,8 +125,13 @@ class OptimizerWrapper:
     # -- scaled losses --------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale. Only with fp16."""
-        raise NotImplementedError(f"{type(self).__name__} has no loss scale; scale_loss is for fp16 mixed precision")
+        """The loss times the loss scale, in fp32: a scale is larger than fp16's numbers. Only with fp16."""
+        if self.scaler is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no loss scale; scale_loss is for fp16 mixed precision"
+            )
+        self._scaled = True
+        return loss.float() * self.scaler.value
 
     def unscale_grad(self) -> None:
         """Divide the gradients by the loss scale. Only with fp16."""
@@ -135,12 +144,25 @@ class OptimizerWrapper:
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, and `loss_scaler` with fp16."""
+        scale = {} if self.scaler is None else {"loss_scaler": self.scaler.state_dict()}
+        return {**self.inner_state(), **scale}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` was called. Without `loss_scaler` in it, the scale is unchanged."""
+        inner = dict(state_dict)
+        scale = None if self.scaler is None else inner.pop("loss_scaler", None)
+        self.load_inner_state(inner)
+        if self.scaler is not None and scale is not None:
+            self.scaler.load_state_dict(scale)
+
+    def inner_state(self) -> dict[str, Any]:
         """The inner optimizer's, without numbers of numpy."""
         state: dict[str, Any] = plain_numbers(self.optim.state_dict())
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was called."""
+    def load_inner_state(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `inner_state` was called."""
         self.optim.load_state_dict(state_dict)
 
     def name_parameters(self, model: nn.Module) -> None:

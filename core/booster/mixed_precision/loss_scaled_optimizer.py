@@ -20,17 +20,11 @@ class TorchAMPOptimizer(OptimizerWrapper):
 
     def __init__(self, optim: Any, scaler: DynamicLossScaler) -> None:
         super().__init__(optim)
-        self.scaler = scaler
+        self.scaler: DynamicLossScaler = scaler
         self.found_inf = False  # in the gradients that were unscaled last
         self._unscaled = False
-        self._scaled = False  # has a loss of this step been scaled?
         if isinstance(optim, OptimizerWrapper):
             self.param_names = optim.param_names
-
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale, in fp32: 65536 is not an fp16 number."""
-        self._scaled = True
-        return loss.float() * self.scaler.value
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """Accumulate the gradient of the scaled loss."""
@@ -91,18 +85,6 @@ class TorchAMPOptimizer(OptimizerWrapper):
         """Clear the gradients; a new step begins."""
         self._unscaled = self._scaled = False
         self.optim.zero_grad(*args, **kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and `loss_scaler`."""
-        return {**super().state_dict(), "loss_scaler": self.scaler.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was called. Without `loss_scaler` in it, the scale is unchanged."""
-        inner = dict(state_dict)
-        scaler = inner.pop("loss_scaler", None)
-        self.optim.load_state_dict(inner)
-        if scaler is not None:
-            self.scaler.load_state_dict(scaler)
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -101,20 +101,12 @@ class HybridParallelOptimizer(LowLevelZeroOptimizer):
         load_parts(self.engine, {self.place_here[n]: state for n, state in states.items() if n in self.place_here})
         update_groups(self.engine, groups)
 
-    def state_dict(self) -> dict[str, Any]:
+    def inner_state(self) -> dict[str, Any]:
         """The whole model's state in torch's format, on every rank, in host memory. Collective."""
-        state: dict[str, Any] = {
-            "state": dict(self.whole_states()),
-            "param_groups": plain_numbers(self.packed_groups()),
-        }
-        if self.scaler is not None:
-            state["loss_scaler"] = self.scaler.state_dict()
-        return state
+        return {"state": dict(self.whole_states()), "param_groups": plain_numbers(self.packed_groups())}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` of any layout, or a torch optimizer's over the whole model, was called."""
+    def load_inner_state(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `inner_state` of any layout, or a torch optimizer's over the whole model, was called."""
         numbers = match_groups(state_dict["param_groups"], self.packed_groups())
         found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}
         self.load_states(state_dict["param_groups"], {number: self.place(number, s) for number, s in found.items()})
-        if self.scaler is not None and "loss_scaler" in state_dict:
-            self.scaler.load_state_dict(state_dict["loss_scaler"])

@@ -18,7 +18,6 @@ from core.groups.agree import SyncError
 from core.interface import OptimizerWrapper
 from core.interface.optimizer import NOT_SCALED, check_clip_value, check_max_norm
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
-from core.optimizer.loss_scaler import LossScaler
 
 
 class LowLevelZeroOptimizer(OptimizerWrapper):
@@ -40,6 +39,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         verbose: bool = False,
     ) -> None:
         super().__init__(optim)
+        self.scaler = engine.grad_scaler
         self.engine = engine
         self.chunks = [model] if isinstance(model, DistributedDataParallel) else list(model)
         self.model = self.chunks[0]
@@ -47,7 +47,6 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self.verbose = verbose
         self.found_inf = False  # in the gradients of the last step
         self._measured = False  # see `_ready`
-        self._scaled = False  # has a loss of this step been scaled?
         self._clip_once: float | None = None  # in place of max_norm, in this step
         self._stepped_at = -1  # steps that had been finalized when the last one was made
 
@@ -55,11 +54,6 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     def _together(self) -> list[dist.ProcessGroup]:
         """The ranks that hold parts of one gradient, for a few numbers."""
         return [self.model.groups.control("dp_cp")]
-
-    @property
-    def scaler(self) -> LossScaler | None:
-        """The loss scale, of fp16."""
-        return self.engine.grad_scaler
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -92,13 +86,6 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())
             yield
-
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, in fp32: a scale is larger than fp16's numbers."""
-        if self.scaler is None:
-            return super().scale_loss(loss)
-        self._scaled = True
-        return loss.float() * self.scaler.value
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """Accumulate the gradient of the loss, and reduce it unless within `no_sync`."""
@@ -224,18 +211,13 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
     # -- state ------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def inner_state(self) -> dict[str, Any]:
         """The whole state in torch's format, on every rank, with masters and moments. Collective.
 
         For one that does not fit on a rank: Booster.save_optimizer(shard=True).
         """
-        state = whole_state_dict(self.engine, self.param_names)
-        if self.scaler is not None:
-            state["loss_scaler"] = self.scaler.state_dict()
-        return state
+        return whole_state_dict(self.engine, self.param_names)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict`, or a torch optimizer's over the same parameters, was called."""
+    def load_inner_state(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `inner_state`, or a torch optimizer's over the same parameters, was called."""
         load_whole_state_dict(self.engine, self.param_names, state_dict)
-        if self.scaler is not None and "loss_scaler" in state_dict:
-            self.scaler.load_state_dict(state_dict["loss_scaler"])
