@@ -55,9 +55,9 @@ class ZeroPluginBase(DPPluginBase):
 
         broadcast   every rank gets rank 0's weights, on its device
         cast        parameters get the dtype of training, in which the cut is proved
-        cut         the model becomes a CutModel: this rank's parts, and what is known of the whole
-        wrap        each part gets the engine's wrapper, and the optimizer the parts' parameters
-        adopt       the engine takes the optimizer over; model and optimizer get the faces that a loop calls
+        cut         a CutModel: this rank's parts, and what is known of the whole
+        wrap        parts get the engine's wrappers, the optimizer their parameters
+        adopt       model and optimizer get the faces that a loop calls
 
     scaler: the options of DynamicLossScaler, used with fp16. Raises ValueError for what cannot work.
     """
