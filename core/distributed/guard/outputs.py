@@ -63,7 +63,8 @@ class Outputs:
         self.is_forward = False
         number, self.forwards = self.forwards, self.forwards + 1
         for tensor in tensors_of(output) if number < MOST_FORWARDS else ():
-            if tensor.requires_grad:
+            # A subclass may be logits that are computed in chunks, and all of them if they are looked at.
+            if type(tensor) is torch.Tensor and tensor.requires_grad:
                 tensor.register_hook(partial(_begin_backward, weakref.ref(self)))
                 is_column = LEAST_COLUMN <= tensor.numel() == tensor.shape[0] if tensor.dim() else False
                 if is_column and tensor.dtype.itemsize > 2:
