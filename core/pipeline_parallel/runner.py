@@ -28,7 +28,6 @@ from core.pipeline_parallel.schedules import (
     check_microbatches,
     check_schedule,
     find_schedule,
-    most_in_flight,
 )
 from core.pipeline_parallel.stage import LOSS_DTYPE, Stage, StageEvent
 from core.watch.waiting import add_wait, calling, waiting
@@ -303,8 +302,9 @@ class PipelineRunner:
             schedule = build_schedule(self.kind, stages, count)
             orders = actions_of(schedule)
             if orders is not None:
+                known = arrivals(orders.values())
                 for stage in stages:
-                    stage.most_in_flight, stage.arrived = most_in_flight(orders.values()), arrivals(orders.values())
+                    stage.arrived, stage.leaving_back = known, stages[0].leaving_back
             self._built = (key, schedule, stages)
         return self._built[1], self._built[2]
 

@@ -165,28 +165,38 @@ def actions_in(row: Iterable[Any]) -> list[Action]:
     return [Action(kind, stage, number) for kind, stage, number in found if kind in ("F", "B", "I", "W")]  # type: ignore[arg-type]
 
 
-def most_in_flight(rows: Iterable[Sequence[Action]]) -> int:
-    """The most microbatches of one stage between forward and backward."""
-    most = 0
-    alive: Counter[int] = Counter()
-    for action in (action for row in rows for action in row):
-        alive[action.stage] += (action.kind == "F") - (action.kind in ("B", "I"))
-        most = max(most, alive[action.stage])
-    return most
+class Arrivals(NamedTuple):
+    """Which of a stage's own messages have been used when it receives, by (stage, microbatch).
 
-
-def arrivals(rows: Iterable[Sequence[Action]]) -> dict[tuple[int, int], int]:
-    """(stage, microbatch) -> how many microbatches of this stage have arrived when this one's gradient comes.
-
-    The next stage has forwarded them before.
+    outputs: how many of its activations have been, when the gradient of this microbatch comes. gradients: (rank,
+    count), where the activations of this microbatch come from that rank, which has used `count` gradients before.
+    place: of each gradient that a stage sends (the rank that uses it, its number among all that this rank uses).
     """
-    found: dict[tuple[int, int], int] = {}
-    for row in rows:
-        forwarded: Counter[int] = Counter()
-        for action in row:
-            forwarded[action.stage] += action.kind == "F"
-            if action.kind in ("B", "I"):
-                found[action.stage - 1, action.microbatch] = forwarded[action.stage]
+
+    outputs: dict[tuple[int, int], int]
+    gradients: dict[tuple[int, int], tuple[int, int]]
+    place: dict[tuple[int, int], tuple[int, int]]
+
+    def used(self, gradient: tuple[int, int], received: tuple[int, int]) -> bool:
+        """True if a gradient has been used when activations are received. Both are (stage, microbatch)."""
+        (user, number), (sender, count) = self.place[gradient], self.gradients[received]
+        return user == sender and number < count
+
+
+def arrivals(rows: Iterable[Sequence[Action]]) -> Arrivals:
+    """What the rows of all ranks say of the order in which neighbouring stages use each other's messages."""
+    found = Arrivals({}, {}, {})
+    for rank, row in enumerate(rows):
+        forwards: Counter[int] = Counter()
+        backwards = 0
+        for kind, stage, microbatch in row:
+            if kind == "F":
+                forwards[stage] += 1
+                found.gradients[stage + 1, microbatch] = rank, backwards
+            elif kind in ("B", "I"):
+                found.place[stage + 1, microbatch] = rank, backwards
+                backwards += 1
+                found.outputs[stage - 1, microbatch] = forwards[stage]
     return found
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from core.pipeline_parallel.layout import PipelineLayout
+from core.pipeline_parallel.schedules import Arrivals
 from core.tensor_parallel.deferred_weights import WeightWork, deferred_weight_gradients
 from core.watch.waiting import PeerLost
 
@@ -113,11 +113,10 @@ class Stage(PipelineStage):
         self.microbatch = 0
         self.backwards_left = 0  # of this step, counted where weight gradients are done
         self.weight_work: WeightWork = []
-        self.most_in_flight: int | None = None  # of this schedule; None where torch waits for what this stage sends
-        self.arrived: Mapping[tuple[int, int], int] = {}  # by `arrivals`, of this schedule
+        self.arrived: Arrivals | None = None  # of this schedule; None where torch waits for what this stage sends
         self.leaving: dict[int, list[dist.Work]] = {}  # microbatch -> its activations under way
         self.posted: list[dist.P2POp] = []  # the last sends that torch waits for
-        self.leaving_back: deque[list[dist.Work]] = deque()  # gradients under way
+        self.leaving_back: dict[tuple[int, int], list[dist.Work]] = {}  # gradients under way, of all stages of the rank
 
     def begin_step(self, microbatches: int) -> None:
         """So many backwards will come."""
@@ -128,14 +127,15 @@ class Stage(PipelineStage):
 
     def end_step(self) -> None:
         """Wait for what is under way."""
-        for works in (*self.leaving.values(), *self.leaving_back):
-            _wait(works)
-        self.leaving.clear()
-        self.leaving_back.clear()
+        _let_go(self.leaving, list(self.leaving))
+        _let_go(self.leaving_back, list(self.leaving_back))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Note the microbatch; an error of the model is raised unchanged, without torch's dump of the tensors."""
         self.microbatch = fwd_chunk_id
+        if self.arrived is not None and not self.is_first:
+            received = self.stage_index, fwd_chunk_id
+            _let_go(self.leaving_back, [sent for sent in self.leaving_back if self.arrived.used(sent, received)])
         with _unwrapped(), self._timed("forward", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.inputs.let_go(fwd_chunk_id)
@@ -154,8 +154,9 @@ class Stage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
         """Backward; without weight gradients of linear layers unless `full_backward`."""
-        for sent in [sent for sent in self.leaving if sent < self.arrived.get((self.stage_index, bwd_chunk_id), 0)]:
-            _wait(self.leaving.pop(sent))
+        if self.arrived is not None:
+            used = self.arrived.outputs.get((self.stage_index, bwd_chunk_id), 0)
+            _let_go(self.leaving, [sent for sent in self.leaving if sent < used])
         self.posted.clear()  # torch has waited for them, and keeps the list until the next ones
         if full_backward:
             if self.backwards_left == 1:
@@ -196,7 +197,7 @@ class Stage(PipelineStage):
             op.tensor = op.tensor.detach()  # torch 2.11 sends the output itself
         if ops:
             _keep_graph_alone(self.fwd_cache[fwd_chunk_id][0])
-        if self.most_in_flight is None or not ops:
+        if self.arrived is None or not ops:
             self.posted = ops
             return ops
         self.leaving[fwd_chunk_id] = dist.batch_isend_irecv(ops)
@@ -205,15 +206,12 @@ class Stage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of gradients of what was received; none where this stage has begun and waits for them itself.
 
-        The stage before has forwarded the microbatches of all gradients under way. It can have so many between forward
-        and backward, so it has taken the oldest of more than that, and no rank waits.
+        Activations that come later tell that the stage before has used them.
         """
         ops = super().get_bwd_send_ops(bwd_chunk_id)
-        if self.most_in_flight is None or not ops:
+        if self.arrived is None or not ops:
             return ops
-        self.leaving_back.append(dist.batch_isend_irecv(ops))
-        if len(self.leaving_back) > self.most_in_flight:
-            _wait(self.leaving_back.popleft())
+        self.leaving_back[self.stage_index, bwd_chunk_id] = dist.batch_isend_irecv(ops)
         return []
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -267,9 +265,11 @@ def _keep_graph_alone(outputs: Iterable[Tensor]) -> None:
         output.data = torch.empty((), dtype=output.dtype, device=output.device).expand(output.shape)
 
 
-def _wait(works: Iterable[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+def _let_go(leaving: dict[Any, list[dist.Work]], used: Iterable[Any]) -> None:
+    """Wait for sends, which keep their memory; their receivers have used them, or the step ends."""
+    for message in used:
+        for work in leaving.pop(message):
+            work.wait()
 
 
 def check_sent(output: Any, expected: Sequence[Tensor], stage: int) -> None:

@@ -171,7 +171,8 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
     ranks = run.first_ranks() if ranks is None else ranks
     orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
     # Under 1F1B torch waits for a send before the next one.
-    arrived = None if find_schedule(run.schedule).name == "1F1B" else arrivals(orders)
+    kind = find_schedule(run.schedule)
+    arrived = None if kind.name == "1F1B" else arrivals(orders)
     parts = parts_of_stages(run) if parts is None else parts
     found = []
     wrapped: dict[Any, tuple[list[tuple[nn.Module, ModelPlan]], TierBytes]] = {}  # positions alike hold as much
@@ -180,8 +181,8 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
         place = groups.rank("pp")
         stages = run.layout.stages_of(place)
         last = [groups.rank(name) for name in ("dp_cp", "expt_dp")]  # whose shards end in padding
-        kind = place == 0, *last, *(tuple(run.source.parts_of_stage(run.layout, stage)) for stage in stages)
-        if kind not in wrapped:
+        alike = place == 0, *last, *(tuple(run.source.parts_of_stage(run.layout, stage)) for stage in stages)
+        if alike not in wrapped:
             chunks = wrapped_plans(run, groups)
             state = state_bytes(
                 *(chunks, run.ddp, run.optimizer, groups),
@@ -190,8 +191,8 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
                 user=run.user_optimizer,
                 is_expert=run.source.is_expert,
             )
-            wrapped[kind] = chunks, state
-        chunks, state = wrapped[kind]
+            wrapped[alike] = chunks, state
+        chunks, state = wrapped[alike]
         waiting = [whole_gradients(plan) if run.gradients_wait else 0 for _, plan in chunks]
         moments = memory_along(
             orders[place],
@@ -201,6 +202,8 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
             sent_bytes=run.source.sent_bytes(),
             arrived=arrived,
             sends={stage for stage in stages if run.layout.sends(stage)},
+            returns={stage for stage in stages if stage and run.layout.sends(stage - 1)},
+            ahead=int(kind.many_chunks and run.layout.pp > 1),  # torch's tables post the next one
         )
         more: dict[str, Any] = {"files" if run.on_cpu else "host": state.below, "experts": state.experts}
         more["parts"] = {stage: parts[stage] for stage in stages}

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from core.pipeline_parallel.schedules import Arrivals
 from core.plan.schedule_order import Action
 from core.plan.step_figures import PartFigures
 
@@ -125,15 +126,19 @@ def memory_along(
     num_stages: int,
     microbatches: int,
     sent_bytes: int,
-    arrived: Mapping[tuple[int, int], int] | None = None,
+    arrived: Arrivals | None = None,
     sends: Collection[int] = (),
+    returns: Collection[int] = (),
+    ahead: int = 0,
 ) -> list[HighPoint]:
     """The highest point of each action of a rank.
 
     stages: by number, those of the rank. sent_bytes: what one stage sends the next for a microbatch. A stage keeps what
-    it has received of the microbatches in flight, and in a backward the gradient that it has received. sends: stages
-    that send to another rank. arrived: as of `arrivals`; None where a stage waits for a send before the next forward.
+    it has received of the microbatches in flight, and in a backward the gradient that it has received. sends, returns:
+    stages that send activations, and gradients, to another rank. arrived: as of `arrivals`; None where a stage waits
+    for a send before the next forward. ahead: so many receives are posted before the action that needs them.
     """
+    back: set[tuple[int, int]] = set()  # gradients sent that are not known to have been used
     under_way = dict.fromkeys(stages, 0)  # sends that are not known to have arrived
     forwarded = dict.fromkeys(stages, 0)
     in_flight = dict.fromkeys(stages, 0)
@@ -156,15 +161,20 @@ def memory_along(
         held = {ACTIVATIONS: alive - stage.saved + saved, WORKING: highest.own - saved}
         received = sum(count for one, count in in_flight.items() if one > 0)
         received += action.kind != "F" and action.stage < num_stages - 1
+        place = action.stage, action.microbatch
         if action.kind in ("B", "I"):
-            known = forwarded[action.stage] if arrived is None else arrived.get((action.stage, action.microbatch), 0)
+            known = forwarded[action.stage] if arrived is None else arrived.outputs.get(place, 0)
             under_way[action.stage] = max(0, forwarded[action.stage] - known)
-        received += sum(under_way[one] for one in stages if one in sends)
+        elif action.kind == "F" and arrived is not None and action.stage > 0:
+            back = {sent for sent in back if not arrived.used(sent, place)}
+        received += ahead + len(back) + sum(under_way[one] for one in stages if one in sends)
         held |= {WHOLE: waiting - begun + highest.waiting, RECEIVED: received * sent_bytes}
         moments.append(HighPoint(action, held, dict(in_flight), highest.parts))
         if action.kind == "F":
             forwarded[action.stage] += 1
             under_way[action.stage] = 1 if arrived is None else under_way[action.stage] + 1
+        if arrived is not None and action.kind in ("B", "I") and action.stage in returns:
+            back.add(place)
         ends = action.kind in ("B", "W")
         done[action.stage] += ends
         in_flight[action.stage] -= ends

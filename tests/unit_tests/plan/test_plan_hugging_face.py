@@ -38,6 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "llama tp": {"tp": 2, "micro_batch_size": 2, "logits_chunk": 24, "make_vocab_size_divisible_by": 64},
     "gpt2 tp": {"tp": 2, "documents": True, "make_vocab_size_divisible_by": 40},
     "qwen3 pp": {"pp": 2, "micro_batch_size": 1},
+    "llama pp vpp": {"pp": 2, "vpp": 2, "micro_batch_size": 1},
     "gpt2 pp zero": {"pp": 2, "zero": 2, "micro_batch_size": 1, "layers_per_stage": (1, 3)},
     "mixtral ep": {"ep": 2, "zero": 1},
     "qwen3 zero": {"zero": 3},
