@@ -166,7 +166,7 @@ def actions_in(row: Iterable[Any]) -> list[Action]:
 
 
 class Arrivals(NamedTuple):
-    """Which of a stage's own messages have been used when it receives, by (stage, microbatch).
+    """Messages of a stage that are known to have been used when it receives, by (stage, microbatch).
 
     outputs: how many of its activations have been, when the gradient of this microbatch comes. gradients: (rank,
     count), where the activations of this microbatch come from that rank, which has used `count` gradients before.
@@ -184,7 +184,7 @@ class Arrivals(NamedTuple):
 
 
 def arrivals(rows: Iterable[Sequence[Action]]) -> Arrivals:
-    """What the rows of all ranks say of the order in which neighbouring stages use each other's messages."""
+    """The order in which neighbouring stages use each other's messages, read from the rows of all ranks."""
     found = Arrivals({}, {}, {})
     for rank, row in enumerate(rows):
         forwards: Counter[int] = Counter()

@@ -206,7 +206,7 @@ class Stage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of gradients of what was received; none where this stage has begun and waits for them itself.
 
-        Activations that come later tell that the stage before has used them.
+        Activations that come later show that the stage before has used them.
         """
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if self.arrived is None or not ops:
