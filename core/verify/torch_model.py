@@ -1,7 +1,8 @@
 """TorchLoopJob: a model that torch wraps or splits (DDP, fully_shard, DTensor), or user code, as verify's own job.
 
 A DTensor says by its placements which part of the whole parameter it is. A plain tensor is whole, unless it has
-Megatron's attributes (`tensor_model_parallel`, `partition_dim`): see `declare_splits`.
+Megatron's attributes (`tensor_model_parallel`, `partition_dim`): see `declare_splits`. A model of Megatron Core is
+known by the names of its modules, which are never imported here.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from core.distributed.contract.gradient_contract import GradientContract
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 from core.interface import ModelWrapper
+from core.verify import megatron
 from core.verify.gathered import Held, WrappedModel
 from core.verify.job import Job, split_loss
 from core.verify.microbatches import Microbatch
@@ -118,7 +120,7 @@ class TorchModel(WrappedModel):
         found = {}
         for held in self.trained:
             param = self.params[held.place.local_name]
-            grad = param.grad
+            grad = gradient_of(param)
             if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
                 grad = grad.redistribute(placements=param.placements)
             found[held.key] = torch.zeros_like(held.tensor) if grad is None else _local(grad).clone()
@@ -126,7 +128,7 @@ class TorchModel(WrappedModel):
 
     def own_gradient(self, held: Held) -> Tensor:
         """See WrappedModel; fully_shard reduces in backward."""
-        grad = self.params[held.place.local_name].grad
+        grad = gradient_of(self.params[held.place.local_name])
         if grad is None or (self.reduces_in_backward and self.groups.size("dp_cp") > 1):
             return torch.zeros(held.place.local_shape)
         return _local(grad)
@@ -163,7 +165,7 @@ class TorchLoopJob(LoopJob):
 
         def compare(params: Any) -> None:
             given = [params] if isinstance(params, Tensor) else list(params)
-            if any(id(param) in mine and param.grad is not None for param in given):
+            if any(id(param) in mine and gradient_of(param) is not None for param in given):
                 with torch.enable_grad():
                     finish()
 
@@ -178,7 +180,16 @@ class TorchLoopJob(LoopJob):
 
             return compare_and_clip
 
+        def before_begin(begin: Callable[..., Any], stepped: Callable[[Any], list[Any]]) -> Callable[..., Any]:
+            def compare_and_begin(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                compare(stepped(optimizer))
+                return begin(optimizer, *args, **kwargs)
+
+            return compare_and_begin
+
         with ExitStack() as stack:
+            for kind, name, stepped in megatron.before_optimizers():
+                stack.enter_context(mock.patch.object(kind, name, before_begin(getattr(kind, name), stepped)))
             stack.callback(register_optimizer_step_pre_hook(before_step).remove)
             for owner, name in CLIPS:
                 stack.enter_context(mock.patch.object(owner, name, before_clip(getattr(owner, name))))
@@ -188,16 +199,22 @@ class TorchLoopJob(LoopJob):
         """Give the loop its gradients back."""
         if self.kept is not None:
             for name, param in self.torch_model.params.items():
-                param.grad = self.kept[name]
+                if hasattr(param, "main_grad"):
+                    param.main_grad.copy_(self.kept[name])
+                else:
+                    param.grad = self.kept[name]
             self.kept = None
 
     def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
         """See Job. fully_shard reduces all the same."""
         model = self.torch_model
         if self.kept is None:
-            self.kept = {name: None if p.grad is None else p.grad.clone() for name, p in model.params.items()}
+            grads = {name: gradient_of(param) for name, param in model.params.items()}
+            self.kept = {name: None if grad is None else grad.clone() for name, grad in grads.items()}
         for param in model.params.values():
             param.grad = None
+            if hasattr(param, "main_grad"):  # of Megatron Core's wrapper, which adds to it
+                param.main_grad.zero_()
         ddp = wrapper_of(model.outer)
         with nullcontext() if ddp is None else ddp.no_sync():
             for part in self.parts(batch):
@@ -211,16 +228,22 @@ class TorchLoopJob(LoopJob):
 
 
 def unwrapped(outer: nn.Module) -> Any:
-    """The user's module inside of wrappers: ours, a plugin's, torch's DDP, torch.compile."""
+    """The user's module inside of wrappers: ours, a plugin's, torch's DDP, Megatron Core's, torch.compile."""
     part: Any = outer
-    while (is_wrapper := isinstance(part, WRAPPERS)) or hasattr(part, "_orig_mod"):
+    while (is_wrapper := isinstance(part, WRAPPERS) or megatron.is_wrapper(part)) or hasattr(part, "_orig_mod"):
         part = part.module if is_wrapper else part._orig_mod
     return part
 
 
-def wrapper_of(outer: nn.Module) -> TorchDDP | None:
-    """Torch's DDP around or inside of a model."""
-    return next((part for part in outer.modules() if isinstance(part, TorchDDP)), None)
+def wrapper_of(outer: nn.Module) -> Any:
+    """Torch's DDP around or inside of a model, or Megatron Core's."""
+    parts = (part for part in outer.modules() if hasattr(part, "no_sync"))
+    return next((part for part in parts if isinstance(part, TorchDDP) or megatron.is_wrapper(part)), None)
+
+
+def gradient_of(param: Any) -> Any:
+    """A parameter's gradient, or None. Megatron Core's wrapper keeps it in `main_grad`, and leaves `grad` empty."""
+    return getattr(param, "main_grad", None) if param.grad is None else param.grad
 
 
 def _dtensors(module: nn.Module) -> dict[str, DTensor]:
@@ -234,7 +257,8 @@ def _local(tensor: Tensor) -> Tensor:
 def _places(outer: nn.Module, placed: Mapping[str, DTensor], mesh: DeviceMesh | None) -> ProcessGroups:
     """Find the ranks with other data, and those that split one replica. Collective over the world.
 
-    Read from the mesh (the given one, or that of the DTensors), from the group of torch's DDP, or from parallel_state.
+    Read from the mesh (the given one, or that of the DTensors), from parallel_state, from Megatron Core's, or from the
+    group of torch's DDP.
     Without any, all ranks have other data.
     """
     meshes = [param.device_mesh for param in placed.values()]
@@ -253,6 +277,8 @@ def _places(outer: nn.Module, placed: Mapping[str, DTensor], mesh: DeviceMesh | 
         data = [other for other in world if answers[other] == place]
     elif parallel_state.model_parallel_is_initialized():
         return parallel_state.get_process_groups()
+    elif (found := megatron.places(outer)) is not None:
+        data, model = found
     elif (ddp := wrapper_of(outer)) is not None:
         data = dist.get_process_group_ranks(ddp.process_group)
         if getattr(ddp, "device_mesh", None) is not None and len(data) < len(world):

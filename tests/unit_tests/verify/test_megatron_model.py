@@ -1,0 +1,120 @@
+"""`verify_with` over Megatron Core's own GPTModel and wrapper, where it is installed; skipped elsewhere."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from core import parallel_state
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.verify import GradientReport, WrongGradientError, verify_with
+from tests.unit_tests.compat.test_megatron_stock import OnTheCPU, on_this_device, stock
+from tests.unit_tests.ranks import ranks
+
+pytestmark = pytest.mark.nightly
+WORDS, LENGTH, MICROBATCHES = 32, 8, 2
+
+
+def gpt_of(tp: int, gated: bool, alone: Any = None) -> Any:
+    """Megatron Core's model. alone: a group of this rank, for a model that splits nothing."""
+    config = stock(".transformer.transformer_config").TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        gated_linear_unit=gated,
+        activation_func=F.silu if gated else F.gelu,
+    )
+    groups = None
+    if alone is not None:
+        kind = stock(".process_groups_config").ProcessGroupCollection
+        groups = kind(**{name: alone for name in ("tp", "pp", "cp", "embd", "pos_embd", "tp_cp", "dp", "dp_cp")})
+    spec = stock(".models.gpt.gpt_layer_specs").get_gpt_layer_local_spec()
+    return stock(".models.gpt.gpt_model").GPTModel(config, spec, WORDS, LENGTH, pg_collection=groups)
+
+
+def loss_of(model: nn.Module, tokens: Tensor, positions: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+    """Megatron's loss asks for the groups of the layout, so the whole model's is torch's."""
+    if model.config.tensor_model_parallel_size > 1:
+        losses: Tensor = model(tokens, positions, mask, labels=labels)
+        return losses.mean()
+    return F.cross_entropy(model(tokens, positions, mask).flatten(0, 1), labels.flatten())
+
+
+def first_step(wrapper: str, fault: bool, gated: bool = False) -> GradientReport:
+    """One step of a loop. The fault: the second layer's product leaves out the sum of its input's gradients."""
+    alone = dist.new_group([0])
+    torch.manual_seed(1)
+    model = gpt_of(2, gated)
+    model.decoder.layers[1].mlp.linear_fc1.explicit_expert_comm = fault
+    if wrapper == "ours":
+        model = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    else:
+        of_theirs = stock(".distributed")
+        model = of_theirs.DistributedDataParallel(model.config, of_theirs.DistributedDataParallelConfig(), model)
+    finalize = finalize_model_grads if wrapper == "ours" else stock(".distributed").finalize_model_grads
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if wrapper == "theirs, with their optimizer":  # which clips
+        of_theirs = stock(".optimizer")
+        options = of_theirs.OptimizerConfig(optimizer="sgd", lr=0.1, clip_grad=0.01)
+        with OnTheCPU():
+            optimizer = of_theirs.get_megatron_optimizer(options, [model])
+    check = verify_with(model, lambda: gpt_of(1, gated, alone), loss_of)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    data_rank = stock(".parallel_state").get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(3 + data_rank)
+    model.zero_grad_buffer()
+    for _ in range(MICROBATCHES):
+        tokens = torch.randint(WORDS, (3, LENGTH + 1), generator=generator)
+        given = tokens[:, :-1], torch.arange(LENGTH).expand(3, LENGTH), mask, tokens[:, 1:]
+        check.note(*given)
+        (loss_of(model, *given) / MICROBATCHES).backward()
+    try:
+        finalize([model])
+        if wrapper == "theirs":
+            for param in model.parameters():
+                param.grad = param.main_grad
+        with OnTheCPU() if "their optimizer" in wrapper else nullcontext():
+            optimizer.step()
+    except WrongGradientError:
+        pass
+    assert check.report is not None
+    return check.report
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("wrapper", ["theirs", "theirs, with their optimizer", "ours"])
+def test_a_model_of_megatron_core_is_compared_in_both_wrappers(rank: int, world: int, wrapper: str) -> None:
+    with on_this_device():
+        stock(".parallel_state").initialize_model_parallel(2)
+        if wrapper == "ours":
+            parallel_state.initialize_model_parallel(2)
+        right, wrong = (first_step(wrapper, fault) for fault in (False, True))
+    assert right.ok and right.parameters == 29, str(right)
+    assert not wrong.ok and "decoder.layers.1.mlp.linear_fc1" in str(wrong), str(wrong)
+
+
+@ranks(2)
+def test_a_gated_layer_of_megatron_core_is_compared_section_by_section(rank: int, world: int) -> None:
+    with on_this_device():
+        stock(".parallel_state").initialize_model_parallel(2)
+        report = first_step("theirs", fault=False, gated=True)
+        assert report.ok and report.parameters == 29, str(report)
+
+
+@ranks(2)
+def test_what_is_not_read_of_megatron_core_is_refused(rank: int, world: int) -> None:
+    with on_this_device():
+        stock(".parallel_state").initialize_model_parallel(1, 2)
+        with pytest.raises(ValueError, match="runs with pipeline_model_parallel_size 2; of its own modules"):
+            verify_with(nn.Linear(2, 2), lambda: nn.Linear(2, 2), loss_of)
