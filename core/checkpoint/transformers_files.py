@@ -137,5 +137,5 @@ def _config_of_whole(model: Any, what: str) -> TransformerConfig:
             f"{what} is for a whole model, and this is a part of one; save with save_checkpoint (or Megatron's "
             "dist_checkpointing.save), and load in one process, or the other way round: it loads at any layout"
         )
-    config: TransformerConfig = getattr(model, "our_config", model.config)
+    config: TransformerConfig = model.config
     return config

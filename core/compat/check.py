@@ -76,9 +76,9 @@ def _inside(surface: Surface, inner: str) -> Found:
     for part in inner.split(".") if inner else ():
         try:
             found = getattr(found, part)
-        except AttributeError as error:
+        except AttributeError:
             if isinstance(found, ModuleType):
-                return Found(missing=str(error))
+                return Found(missing=surface.missing(inner))
             if isinstance(found, enum.EnumMeta):
                 return Found(missing=f"{found.__name__} has {', '.join(found.__members__)}")
             return Found()
@@ -150,9 +150,7 @@ class _ProgramReader(ast.NodeVisitor):
             return
         value, last = found.value, path.rpartition(".")[2]
         name = getattr(value, "__name__", last)
-        if _warns(value):
-            self.add(node, WARNED, path, inspect.getdoc(value) or "")
-        elif name != last and inspect.isclass(value):
+        if name != last and inspect.isclass(value):
             self.add(node, OTHERWISE, path, f"{value.__module__}.{name} stands for it")
         else:
             self.add(node, SERVED, path)
@@ -296,17 +294,6 @@ def _rules_of(called: Any, argument: str) -> Iterator[tuple[tuple[Any, ...], boo
 
 def _fields(kind: Any) -> Mapping[str, Any]:
     return inspect.signature(kind).parameters
-
-
-def _warns(value: Any) -> bool:
-    """True for a function of a face that warns whenever it is called, itself or by a function that it calls first."""
-    value = inspect.unwrap(value)
-    if not inspect.isfunction(value) or not value.__module__.startswith("core.compat."):
-        return False
-    (function,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
-    calls = (part.value for part in getattr(function, "body", []) if isinstance(part, ast.Expr))
-    called = [ast.unparse(call.func) for call in calls if isinstance(call, ast.Call)]
-    return "warnings.warn" in called or any(_warns(value.__globals__.get(name, print)) for name in called)
 
 
 def _near(argument: str, known: Mapping[str, Any]) -> str:

@@ -99,7 +99,7 @@ class Surface:
         if elsewhere:
             return f"{text}; the name is at {', '.join(elsewhere)}"
         path = next(end for end in ends[1:] if not end or end in self.paths)
-        near = difflib.get_close_matches(parts[-1], self.all_names(path), 3)
+        near = difflib.get_close_matches(parts[-1], self.all_names(self.paths.get(path, path)), 3)
         like = f"; near to it are {', '.join(near)}" if near else ""
         return f"{text}{like}. Write what the program needs of it, or take it out; the module's page lists what is here"
 

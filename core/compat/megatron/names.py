@@ -40,21 +40,21 @@ optimizer_param_scheduler core.optimizer OptimizerParamScheduler get_canonical_l
 
 tensor_parallel @tensor_parallel.layers @tensor_parallel.mappings @tensor_parallel.random @tensor_parallel.data
     @tensor_parallel.cross_entropy @tensor_parallel.utils
-tensor_parallel.layers .layers ColumnParallelLinear RowParallelLinear copy_tensor_model_parallel_attributes
-    linear_with_grad_accumulation_and_async_allreduce set_defaults_if_not_set_tensor_model_parallel_attributes
-    param_is_not_tensor_parallel_duplicate VocabParallelEmbedding
-    core.tensor_parallel set_tensor_model_parallel_attributes
-tensor_parallel.mappings .layers gather_from_sequence_parallel_region reduce_scatter_to_sequence_parallel_region
+tensor_parallel.layers core.tensor_parallel ColumnParallelLinear RowParallelLinear VocabParallelEmbedding
+    linear_with_grad_accumulation_and_async_allreduce set_tensor_model_parallel_attributes
+    .mappings copy_tensor_model_parallel_attributes set_defaults_if_not_set_tensor_model_parallel_attributes
+    param_is_not_tensor_parallel_duplicate
+tensor_parallel.mappings .mappings gather_from_sequence_parallel_region reduce_scatter_to_sequence_parallel_region
     all_to_all all_gather_last_dim_from_tensor_parallel_region reduce_scatter_last_dim_to_tensor_parallel_region
     core.tensor_parallel copy_to_tensor_model_parallel_region reduce_from_tensor_model_parallel_region
     scatter_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region
     scatter_to_sequence_parallel_region
-tensor_parallel.random .layers model_parallel_cuda_manual_seed get_cuda_rng_tracker initialize_rng_tracker
+tensor_parallel.random .mappings model_parallel_cuda_manual_seed get_cuda_rng_tracker initialize_rng_tracker
     get_all_rng_states get_expert_parallel_rng_tracker_name get_data_parallel_rng_tracker_name
     core.tensor_parallel checkpoint CudaRNGStatesTracker
-tensor_parallel.cross_entropy .layers vocab_parallel_cross_entropy
+tensor_parallel.cross_entropy .mappings vocab_parallel_cross_entropy
 tensor_parallel.data core.tensor_parallel broadcast_data
-tensor_parallel.utils .layers split_tensor_along_last_dim split_tensor_into_1d_equal_chunks gather_split_1d_tensor
+tensor_parallel.utils .mappings split_tensor_along_last_dim split_tensor_into_1d_equal_chunks gather_split_1d_tensor
     VocabUtility .tools divide ensure_divisibility
 
 pipeline_parallel @pipeline_parallel.schedules
@@ -64,31 +64,7 @@ pipeline_parallel.schedules .schedules get_forward_backward_func forward_backwar
 pipeline_parallel.utils .groups is_pp_first_stage is_pp_last_stage is_vp_first_stage is_vp_last_stage
     get_pp_first_rank get_pp_last_rank get_pp_next_rank get_pp_prev_rank
 
-models.gpt @models.gpt.gpt_model
-models.gpt.gpt_model .gpt GPTModel
-models.gpt.gpt_layer_specs .specs get_gpt_layer_local_spec get_gpt_layer_with_transformer_engine_spec
-    get_gpt_decoder_block_spec get_gpt_decoder_layer_specs=get_gpt_decoder_block_spec
-models.common.language_module.language_module .modules LanguageModule=MegatronModule
-transformer @transformer.transformer_config .modules MegatronModule ModuleSpec build_module
-transformer.transformer_config .configs TransformerConfig
-transformer.module .modules MegatronModule Float16Module param_is_not_shared
-transformer.spec_utils .modules ModuleSpec build_module get_module import_module
-transformer.identity_op .modules IdentityOp IdentityFuncOp
-transformer.enums .enums ModelType LayerType AttnType AttnMaskType AttnBackend
-transformer.transformer_layer .blocks TransformerLayer .parts TransformerLayerSubmodules
-    .groups get_transformer_layer_offset
-transformer.transformer_block .groups get_num_layers_to_build .blocks TransformerBlock .parts TransformerBlockSubmodules
-transformer.attention .blocks SelfAttention .parts SelfAttentionSubmodules
-transformer.dot_product_attention .parts DotProductAttention
-transformer.torch_norm .parts WrappedTorchNorm
-transformer.mlp .blocks MLP .parts MLPSubmodules
-transformer.moe.moe_layer .blocks MoELayer .parts MoESubmodules
-fusions.fused_layer_norm .parts FusedLayerNorm=WrappedTorchNorm
-fusions.fused_bias_dropout .parts get_bias_dropout_add
-transformer.moe.router .blocks TopKRouter Router=TopKRouter
-transformer.moe.experts .parts SequentialMLP=Experts GroupedMLP=Experts TEGroupedMLP=Experts
-transformer.moe.shared_experts .parts SharedExpertMLP
-transformer.moe.token_dispatcher .parts MoEAllGatherTokenDispatcher MoEAlltoAllTokenDispatcher
+transformer.module .modules Float16Module param_is_not_shared
 transformer.moe.moe_utils core.moe MoEAuxLossAutoScaler .tools get_default_pg_collection
 
 dist_checkpointing @dist_checkpointing.serialization @dist_checkpointing.core
@@ -109,9 +85,7 @@ dist_checkpointing.core core.checkpoint CheckpointingException=CheckpointError
 dist_checkpointing.utils core.checkpoint.tree add_prefix_for_sharding replace_prefix_for_sharding apply_prefix_mapping
 dist_checkpointing.dict_utils core.checkpoint.tree merge nested_values=leaves_of
 
-enums .enums ModelType Fp8Recipe
 timers .timers Timers Timer
-packed_seq_params .packed PackedSeqParams
 num_microbatches_calculator .schedules init_num_microbatches_calculator reconfigure_num_microbatches_calculator
     destroy_num_microbatches_calculator update_num_microbatches get_num_microbatches get_micro_batch_size
     get_current_global_batch_size get_current_running_global_batch_size
@@ -128,27 +102,29 @@ _FSDP = (
 )
 _GENERATE = "core.generate samples from a trained GPT; serve with an inference engine"
 
+# A model is built by its own package, and its layers' tags are read.
+_MODEL = (
+    "build the model with Megatron's own megatron.core, whose parallel_state is initialized too, and wrap it in the "
+    "DistributedDataParallel that is here; or build core.models.gpt.GPTModel. The page Coming from Megatron Core has "
+    "both programs"
+)
+_CONFIG = f"a model's configuration is Megatron's own, or core.transformer.TransformerConfig: {_MODEL}"
+
 # A name, or the package that it is in -> what to do instead.
 ABSENT = {
+    **dict.fromkeys(("models", "transformer", "fusions"), _MODEL),
+    **dict.fromkeys(("transformer.transformer_config", "transformer.TransformerConfig"), _CONFIG),
+    "enums": "nothing here reads a model's type; leave it out, or import Megatron's own for its model",
+    "packed_seq_params": "import Megatron's own for its model; core.models.gpt.GPTModel takes document_ids and "
+    "position_ids, which core.context_parallel.documents_from_ends makes",
     "datasets": "write an iterator of dictionaries of tensors; core.training.indexed_tokens reads .bin/.idx files",
     "tokenizers": "use a tokenizer of its own package (tokenizers, transformers); core.training reads token files",
     "inference": _GENERATE,
     "inference_params": _GENERATE,
     "export": "convert checkpoints with python -m core.convert, and export from there",
-    "extensions": "TransformerEngine's layers are not wrapped; the layers of tensor_parallel and "
-    "get_gpt_layer_local_spec() take their place",
-    "fusions": "the unfused functions of torch give the same numbers; torch.compile fuses them",
-    "ssm": "state-space layers are not here; a model of your own can be wrapped in DistributedDataParallel",
+    "extensions": "import Megatron's own, for its models",
+    "ssm": "import Megatron's own, for its models",
     "post_training": "quantisation after training is not here",
-    "models.multimodal": "the text model is models.gpt; combine it with an encoder of your own",
-    "models.vision": "use a torch or transformers model, wrapped in DistributedDataParallel",
-    "models.T5": "models with an encoder and a decoder are not here; use core.hugging_face to split one",
-    "models.bert": "use core.hugging_face to split a transformers model",
-    "transformer.attention.CrossAttention": "cross attention is not built; write it with the layers of tensor_parallel",
-    "models.gpt.gpt_layer_specs.get_gpt_mtp_block_spec": "multi-token prediction is not built",
-    "transformer.transformer_config.MLATransformerConfig": "multi-latent attention is not built; core.hugging_face "
-    "splits a transformers model that has it",
-    "transformer.moe.router_replay": "routing is not replayed; the router's choices are what its forward returns",
     "distributed.fsdp": _FSDP,
     "distributed.FullyShardedDataParallel": _FSDP,
     "distributed.TorchFullyShardedDataParallel": "core.booster.plugin.TorchFSDPPlugin wraps torch's FSDP2",

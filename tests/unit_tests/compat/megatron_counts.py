@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 import core.compat.megatron as mcore
+from core import parallel_state
 from core.compat.megatron import SURFACE
+from tests.unit_tests.compat.megatron_like import built
 
 HERE = Path(__file__).parent
 
@@ -98,7 +100,10 @@ def calls() -> list[str]:
 
 
 def make_calls(directory: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Make the calls one after the other, in a started group: (those that are refused: the sentence, all variables)."""
+    """Make the calls one after the other, in a started group: (those that are refused: the sentence, all variables).
+
+    The model is not made by them: it is one that has Megatron's call and tags.
+    """
     tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
 
     def forward_step(data_iterator: Any, model: torch.nn.Module) -> Any:
@@ -111,9 +116,13 @@ def make_calls(directory: Path) -> tuple[dict[str, str], dict[str, Any]]:
         return output, loss_func
 
     (directory / "checkpoint").mkdir()
+    parallel_state.initialize_model_parallel()
+    model, positions = built(), torch.arange(16).expand(2, 16)
+    parallel_state.destroy_model_parallel()
     space: dict[str, Any] = {
         **{"mcore": mcore, "mpu": mcore.mpu, "torch": torch, "argparse": argparse, "forward_step": forward_step},
-        **{"tokens": tokens, "labels": tokens, "positions": torch.arange(16).expand(2, 16)},
+        **{"labels": tokens, "model": model, "config": model.config},
+        **{"logits": model(tokens, positions, None).transpose(0, 1), "losses": model(tokens, positions, None, tokens)},
         **{"iterator": iter([tokens] * 10), "directory": str(directory / "checkpoint")},
     }
     refused = {}

@@ -16,7 +16,6 @@ KINDS = (
     configs.DistributedDataParallelConfig,
     configs.OptimizerConfig,
     configs.ModelParallelConfig,
-    configs.TransformerConfig,
 )
 
 
@@ -34,9 +33,8 @@ def megatrons_fields() -> dict[str, list[str]]:
 def table() -> str:
     """A table for each configuration: what is obeyed, and in rows of one sentence what is refused or without effect."""
     lines: list[str] = []
-    seen: set[str] = set()
     for kind in KINDS:
-        fields = [name for name in megatrons_fields()[kind.__name__] if name not in seen]
+        fields = megatrons_fields()[kind.__name__]
         obeyed = [name for name in fields if name not in kind.rules]
         refused = [name for name in fields if name in kind.rules and kind.rules[name].refused]
         hints = [name for name in fields if name in kind.rules and not kind.rules[name].refused]
@@ -48,8 +46,6 @@ def table() -> str:
                 group = [name for name in names if kind.rules[name].sentence == sentence]
                 lines.append(f"| {what} | {_words(group)} | {sentence} |")
         lines.append("")
-        if kind is configs.ModelParallelConfig:
-            seen |= set(fields)  # TransformerConfig has them too
     return "\n".join(lines)
 
 

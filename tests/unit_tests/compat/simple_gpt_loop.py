@@ -1,6 +1,7 @@
 """A training loop as programs for Megatron Core write it; nothing in it knows of this package.
 
-Tests run it with `megatron.core` replaced in its import lines, or installed.
+Tests run it with `megatron.core` replaced in its import lines, or installed. The model comes from a provider, as in
+Megatron's programs: (tensor_parallel, pipeline_parallel, sequence_parallel) -> the model of this rank.
 """
 
 from __future__ import annotations
@@ -13,12 +14,9 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch.optim import SGD, Optimizer
@@ -31,31 +29,6 @@ def initialize_distributed(tensor_parallel: int, pipeline_parallel: int) -> None
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_parallel, pipeline_parallel)
     model_parallel_cuda_manual_seed(123)
-
-
-def model_provider(tensor_parallel: int, pipeline_parallel: int, sequence_parallel: bool) -> GPTModel:
-    # As such programs do, without a size that Megatron reads from its groups alone.
-    sizes = {"tensor_model_parallel_size": tensor_parallel, "sequence_parallel": True} if sequence_parallel else {}
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
-        pipeline_model_parallel_size=pipeline_parallel,
-        **sizes,
-    )
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE_LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=True,
-    )
 
 
 def samples(seed: int) -> tuple[Tensor, Tensor]:
@@ -103,6 +76,7 @@ def load_distributed_checkpoint(checkpoint_path: Path, gpt_model: torch.nn.Modul
 
 
 def train(
+    model_provider: Callable[[int, int, bool], torch.nn.Module],
     steps: int,
     microbatches: int,
     tensor_parallel: int = 1,

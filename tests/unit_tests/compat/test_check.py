@@ -24,13 +24,13 @@ import torch
 import megatron.core as mcore
 from megatron.core import mpu, parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core import ModelParallelConfig
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel as DDP, DistributedDataParallelConfig
-from megatron.core.optimizer import get_megatron_optimizer, OptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer, OptimizerConfig, MegatronOptimizer
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer import TransformerConfig
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.training import get_args, print_rank_0
 try:
     from megatron.core.extensions.transformer_engine import TENorm
@@ -38,43 +38,46 @@ except ImportError:
     TENorm = None
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, bogus=3)
 mpu.get_nothing()
-config = TransformerConfig(num_layers=2, fp8="hybrid", masked_softmax_fusion=True, hiden_size=8)
-config = TransformerConfig(num_layers=2, attention_backend=AttnBackend.flash, fp8=None, fp8_recipe=recipe)
-config.fp8 = "e4m3"
-config.fp8 = None
-model = GPTModel(config, None, 128, rotary_percent=0.5)
+config = ModelParallelConfig(tp_comm_overlap=True, overlap_p2p_comm=True, hiden_size=8)
+config = ModelParallelConfig(sequence_parallel=False, tp_comm_overlap=False, autocast_dtype=dtype)
+config.tp_comm_overlap = 1
+config.tp_comm_overlap = False
+get_megatron_optimizer(OptimizerConfig(), full_param_layout=3)
 ddp = DDP(config, DistributedDataParallelConfig(), model)
 ddp.offload_grad_buffers()
 get_megatron_optimizer(OptimizerConfig(lr=1e-3), [ddp], use_gloo_process_groups=False)
 parallel_state._TENSOR_MODEL_PARALLEL_GROUP = None
 mcore.parallel_state.get_tensor_model_parallel_rank()
-AttnBackend.fastest
-TEGroupedMLP(1)
+StrictHandling.FASTEST
+MegatronOptimizer(1)
+mcore.enums.ModelType.encoder_or_decoder
 """
 # line, verdict, name, a part of the sentence
 EXPECTED = [
     (4, ABSENT, "megatron.core.datasets.gpt_dataset.GPTDataset", "write an iterator of dictionaries of tensors"),
-    (9, WARNED, "megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec", "a warning"),
-    (11, OTHERWISE, "megatron.core.transformer.moe.experts.TEGroupedMLP", "Experts stands for it"),
+    (9, ABSENT, "megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec",
+     "get_gpt_layer_with_transformer_engine_spec is not in core.compat.megatron: build the model with Megatron's own"),
+    (10, ABSENT, "megatron.core.transformer.TransformerConfig", "Megatron's own, or core.transformer.TransformerConfi"),
+    (11, OTHERWISE, "megatron.core.optimizer.optimizer.FP32Optimizer", "ReplicatedOptimizer stands for it"),
     (12, ABSENT, "megatron.training.get_args", "stands for megatron.core alone: read options with argparse"),
     (12, ABSENT, "megatron.training.print_rank_0", "print where torch.distributed.get_rank() is 0"),
-    (14, GUARDED, "megatron.core.extensions.transformer_engine.TENorm", "TransformerEngine's layers are not wrapped"),
+    (14, GUARDED, "megatron.core.extensions.transformer_engine.TENorm", "import Megatron's own, for its models"),
     (17, ABSENT, "initialize_model_parallel(bogus=...)", "there is no such argument"),
     (18, ABSENT, "megatron.core.mpu.get_nothing", "near to it are"),
-    (19, ABSENT, "TransformerConfig(fp8='hybrid')", "leave it at None: 8-bit and 4-bit parameters"),
-    (19, ABSENT, "TransformerConfig(hiden_size=...)", "near to it are hidden_size"),
-    (19, WARNED, "TransformerConfig(masked_softmax_fusion=True)", "it changes nothing here: torch chooses"),
-    (20, WARNED, "TransformerConfig(attention_backend=AttnBackend.flash)", "it changes nothing here"),
-    (20, OTHERWISE, "TransformerConfig(fp8_recipe=recipe)", "unless it is 'delayed', leave it at 'delayed'"),
-    (21, ABSENT, "TransformerConfig(fp8='e4m3')", "leave it at None"),
-    (23, ABSENT, "GPTModel(rotary_percent=0.5)", "leave it at 1.0: all channels of a head are turned"),
-    (23, ABSENT, "GPTModel(...)", "it needs max_sequence_length too"),
+    (19, ABSENT, "ModelParallelConfig(tp_comm_overlap=True)", "leave it at False: TransformerEngine's overlap"),
+    (19, ABSENT, "ModelParallelConfig(hiden_size=...)", "there is no such argument"),
+    (19, WARNED, "ModelParallelConfig(overlap_p2p_comm=True)", "it changes nothing here: torch's pipeline sends"),
+    (20, OTHERWISE, "ModelParallelConfig(autocast_dtype=dtype)", "unless it is None, leave it at None"),
+    (21, ABSENT, "ModelParallelConfig(tp_comm_overlap=1)", "leave it at False"),
+    (23, ABSENT, "get_megatron_optimizer(full_param_layout=...)", "there is no such argument"),
+    (23, ABSENT, "get_megatron_optimizer(...)", "it needs model_chunks too"),
     (25, ABSENT, "DistributedDataParallel.offload_grad_buffers(...)", "frees the gradient memory"),
     (26, OTHERWISE, "get_megatron_optimizer(use_gloo_process_groups=False)", "it has no part here, and is dropped"),
     (27, ABSENT, "megatron.core.parallel_state._TENSOR_MODEL_PARALLEL_GROUP = ...", "the engine does not read it"),
-    (29, ABSENT, "megatron.core.transformer.enums.AttnBackend.fastest", "AttnBackend has flash, fused, "),
-    (30, ABSENT, "TEGroupedMLP(...)", "cannot be made by Megatron's arguments: MoELayer(config) makes it"),
-]
+    (29, ABSENT, "megatron.core.dist_checkpointing.validation.StrictHandling.FASTEST", "StrictHandling has ASSUME_OK"),
+    (30, ABSENT, "MegatronOptimizer(...)", "cannot be made by Megatron's arguments: call get_megatron_optimizer"),
+    (31, ABSENT, "megatron.core.enums.ModelType.encoder_or_decoder", "nothing here reads a model's type"),
+]  # fmt: skip
 
 
 def test_everything_that_is_not_served_is_found_at_once_with_its_line_and_what_to_write() -> None:
@@ -88,16 +91,16 @@ def test_everything_that_is_not_served_is_found_at_once_with_its_line_and_what_t
 def test_what_is_served_is_said_once_for_a_line() -> None:
     served = {(finding.line, finding.what) for finding in check_program(PROGRAM) if finding.verdict == SERVED}
     assert (17, "initialize_model_parallel(tensor_model_parallel_size)") in served
-    assert (20, "TransformerConfig(num_layers)") in served
-    assert (23, "GPTModel(vocab_size)") in served  # by its place
+    assert (20, "ModelParallelConfig(sequence_parallel)") in served
+    assert (24, "DistributedDataParallel(module)") in served  # by its place
     assert (28, "megatron.core.parallel_state.get_tensor_model_parallel_rank") in served
-    assert (5, "megatron.core.transformer.TransformerConfig") in served
+    assert (5, "megatron.core.ModelParallelConfig") in served
     assert not {line for line, _ in served} & {18, 21, 27, 29}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_each_field_that_nothing_obeys_is_judged_as_it_is_when_it_is_set(kind: Any) -> None:
-    path = next(p for p in ("distributed", "optimizer", "transformer", "model_parallel_config") if _has(p, kind))
+    path = next(p for p in ("distributed", "optimizer", "model_parallel_config") if _has(p, kind))
     for value in ("12345", "missing_name"):
         lines = [f"from megatron.core.{path} import {kind.__name__}"]
         lines += [f"{kind.__name__}({name}={value})" for name in kind.rules]
@@ -131,7 +134,6 @@ def test_programs_that_run_here_in_other_tests_have_nothing_absent(capsys: pytes
     assert main(list(map(str, places))) == 0
     out = capsys.readouterr().out
     assert "absent" not in out and out.count(" served\n") == 9
-    assert f"{places[0]}:\n  line 45, warned of: TransformerConfig(use_cpu_initialization=True): it changes" in out
 
 
 @pytest.mark.parametrize(

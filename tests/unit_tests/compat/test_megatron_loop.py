@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from core import parallel_state
 from core.groups.process_groups import ProcessGroups
 from core.models.gpt import GPTModel
 from core.transformer import TransformerConfig
+from tests.unit_tests.compat.megatron_like import built
 from tests.unit_tests.ranks import ranks
 
 PROGRAM = Path(__file__).with_name("simple_gpt_loop.py")
@@ -69,10 +69,9 @@ CASES: list[dict[str, Any]] = [
 @ranks(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "_".join(case) or "data_parallel")
 def test_losses_are_those_of_one_process(rank: int, world: int, tmp_path: Path, case: dict[str, Any]) -> None:
-    warnings.filterwarnings("ignore", message="TransformerConfig.use_cpu_initialization")
     (tmp_path / "checkpoint").mkdir(exist_ok=True)
     loop = program(installed=not case)
-    losses = loop.train(STEPS, MICROBATCHES, **case, checkpoint_path=tmp_path / "checkpoint")
+    losses = loop.train(built, STEPS, MICROBATCHES, **case, checkpoint_path=tmp_path / "checkpoint")
     expected = one_process(parallel_state.get_data_parallel_world_size())
     if losses or parallel_state.is_pipeline_last_stage():
         assert losses == pytest.approx(expected, abs=2e-5)

@@ -1,4 +1,4 @@
-"""Beside Megatron Core itself, where it is installed: the same losses, gradients, names and groups.
+"""With Megatron Core itself, where it is installed: its models in our wrapper, its files, and its groups.
 
 Without it these tests are skipped. What it takes of CUDA without asking is replaced, so that it computes on the CPU.
 """
@@ -21,22 +21,34 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import core.compat.megatron as mcore
-from core.compat.megatron.faces import gpt, groups, schedules, specs
-from core.compat.megatron.faces.configs import TransformerConfig
+from core.checkpoint.tree_files import module_tree
+from core.compat.megatron.faces import schedules
 from core.compat.megatron.faces.hyper_comm_grid import HyperCommGrid, RankGenerator
+from core.groups.process_groups import ProcessGroups
+from core.models.gpt import GPTModel
+from core.transformer import TransformerConfig
 from tests.unit_tests.booster.test_booster_checkpoint import shared
+from tests.unit_tests.compat.megatron_page import PAGE
 from tests.unit_tests.ranks import ranks
+from tests.unit_tests.test_docs import program_of
 
 pytestmark = pytest.mark.nightly
-CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    ({}, {"share_embeddings_and_output_weights": True}),
+# Megatron's configuration, its model's arguments, and the fields of ours that say the same.
+CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {}, {"share_embeddings_and_output_weights": False}),
+    ({}, {"share_embeddings_and_output_weights": True}, {}),
     (
         dict(normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
              num_query_groups=2),
         {"position_embedding_type": "rope"},
+        dict(normalization="RMSNorm", activation="swiglu", add_bias_linear=False, num_query_groups=2,
+             position_embedding_type="rope", share_embeddings_and_output_weights=False),
     ),
-    (dict(kv_channels=16), {"position_embedding_type": "rope", "rotary_base": 5000}),
+    (
+        dict(kv_channels=16),
+        {"position_embedding_type": "rope", "rotary_base": 5000, "share_embeddings_and_output_weights": True},
+        dict(kv_channels=16, position_embedding_type="rope", rotary_base=5000.0),
+    ),
 ]  # fmt: skip
 
 
@@ -64,26 +76,18 @@ def on_this_device() -> Iterator[None]:
         stock(".parallel_state").destroy_model_parallel()
 
 
-def stocks_gpt(options: dict[str, Any], **shape: Any) -> tuple[Any, Any]:
-    """(its configuration, its model), with the weights of one seed."""
-    common: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0)
-    common |= {"attention_dropout": 0.0, "use_cpu_initialization": True, **shape}
-    spec = stock(".models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(normalization=shape.get("normalization"))
-    config = stock(".transformer.transformer_config").TransformerConfig(**common)
-    torch.manual_seed(0)
-    return common, stock(".models.gpt.gpt_model").GPTModel(config, spec, 64, 16, **options)
-
-
 @ranks(1)
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_losses_and_gradients_of_a_gpt_are_stocks(rank: int, world: int, case: int) -> None:
-    shape, options = CASES[case]
+def test_losses_and_gradients_of_our_gpt_are_stocks(rank: int, world: int, case: int) -> None:
+    shape, options, ours = CASES[case]
+    common: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4)
     with on_this_device():
         stock(".parallel_state").initialize_model_parallel(1, 1)
-        mcore.mpu.initialize_model_parallel(1, 1)
-        common, reference = stocks_gpt(options, **shape)
-        spec = specs.get_gpt_layer_local_spec(normalization=shape.get("normalization"))
-        model = gpt.GPTModel(TransformerConfig(**common), spec, 64, 16, **options)
+        layer = stock(".models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(normalization=shape.get("normalization"))
+        dropout = dict(hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True)
+        config = stock(".transformer.transformer_config").TransformerConfig(**common, **dropout, **shape)
+        reference = stock(".models.gpt.gpt_model").GPTModel(config, layer, 64, 16, **options)
+        model = GPTModel(TransformerConfig(**common, **ours, vocab_size=64, max_sequence_length=16), ProcessGroups())
         weights = dict(reference.named_parameters())
         assert {name: p.shape for name, p in model.named_parameters()} == {name: p.shape for name, p in weights.items()}
         with torch.no_grad():
@@ -91,38 +95,13 @@ def test_losses_and_gradients_of_a_gpt_are_stocks(rank: int, world: int, case: i
                 param.copy_(weights[name])
         tokens, labels = torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
         given = (tokens, torch.arange(16).expand(2, 16), torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1))
-        losses, expected = model(*given, labels=labels), reference(*given, labels=labels)
+        losses, expected = model(tokens, labels), reference(*given, labels=labels)
         torch.testing.assert_close(losses, expected, atol=2e-6, rtol=0)
-        torch.testing.assert_close(model(*given), reference(*given), atol=2e-6, rtol=0)
         losses.mean().backward()
         expected.mean().backward()
         for name, param in model.named_parameters():
             torch.testing.assert_close(param.grad, weights[name].grad, atol=1e-7, rtol=1e-4)
         assert max(float(p.grad.abs().max()) for p in weights.values()) > 1e-3
-
-
-CUTS: list[dict[str, Any]] = [
-    {},
-    {"virtual_pipeline_model_parallel_size": 3},
-    {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 5},
-    {"num_layers_in_first_pipeline_stage": 6, "virtual_pipeline_model_parallel_size": 3},
-    {"num_layers": 23, "account_for_embedding_in_pipeline_split": True},
-    {"num_layers": 22, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
-     "virtual_pipeline_model_parallel_size": 3},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_layers_of_a_stage_are_stocks(cut: dict[str, Any]) -> None:
-    build = stock(".transformer.transformer_block").get_num_layers_to_build
-    offset = stock(".transformer.transformer_layer").get_transformer_layer_offset
-    shape: dict[str, Any] = dict(num_layers=24, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=4)
-    shape |= {"pipeline_dtype": torch.float32, **cut}
-    theirs, here = stock(".transformer.transformer_config").TransformerConfig(**shape), TransformerConfig(**shape)
-    for rank in range(4):
-        for chunk in range(cut.get("virtual_pipeline_model_parallel_size", 0)) or [None]:
-            numbers = groups.layers_of_stage(here, rank, chunk)
-            assert (len(numbers), numbers.start) == (build(theirs, chunk, rank), offset(theirs, chunk, rank))
 
 
 def batch_of(step: int, part: int) -> tuple[torch.Tensor, ...]:
@@ -289,6 +268,29 @@ def test_stocks_own_gpt_trains_in_our_wrapper_as_alone(rank: int, world: int, na
     assert max(expected) - min(expected) > 0.01
 
 
+@ranks(2)
+@pytest.mark.parametrize("sizes", ["2, 1", "1, 2"])
+def test_the_program_of_the_page_trains_stocks_gpt_and_our_own_reads_its_weights(
+    rank: int, world: int, sizes: str
+) -> None:
+    stock("")
+    text = program_of(PAGE).replace("TP, PP = 2, 1", f"TP, PP = {sizes}")
+    names: dict[str, Any] = {"__name__": "page"}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+        monkeypatch.setattr(torch.cuda, "current_device", torch.cuda.current_device)  # the page sets it
+        exec(compile(text, str(PAGE), "exec"), names)
+        tokens, labels = next(names["iterator"])
+        reports = names["get_forward_backward_func"]()(
+            forward_step_func=names["forward_step"], data_iterator=iter([(tokens, labels)]), model=[names["model"]],
+            num_microbatches=1, seq_length=16, micro_batch_size=4, forward_only=True,
+        )  # fmt: skip
+    if reports:
+        assert float(reports[0]["lm loss"]) == pytest.approx(float(names["whole"](tokens, labels).mean()), abs=1e-5)
+        assert names["losses"][0] - names["losses"][-1] > 0.5
+    stock(".parallel_state").destroy_model_parallel()
+
+
 class OnTheCPU(TorchFunctionMode):
     """Stock's optimizers ask for 'cuda' by its name; here they get the CPU."""
 
@@ -344,16 +346,17 @@ def test_optimizer_states_that_stock_has_saved_are_read(rank: int, world: int, t
         expected = {name.removeprefix("module."): param.detach() for name, param in module.named_parameters()}
     for tp in (2, 1):  # two slices, and two copies with shards of the state
         mcore.mpu.initialize_model_parallel(tp)
-        shape: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0)
-        config = TransformerConfig(**shape, attention_dropout=0.0, tensor_model_parallel_size=tp)
+        shape: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64)
+        shape |= dict(max_sequence_length=16, share_embeddings_and_output_weights=False)
+        config = TransformerConfig(**shape, tensor_model_parallel_size=tp)
         config.bf16 = bf16
-        inner: Any = gpt.GPTModel(config, specs.get_gpt_layer_local_spec(), 64, 16)
+        inner: Any = GPTModel(config)
         inner = mcore.transformer.module.Float16Module(config, inner) if bf16 else inner
         ours = mcore.distributed.DistributedDataParallelConfig(use_distributed_optimizer=True)
         wrapped = mcore.DistributedDataParallel(config, ours, inner)
         settings["use_distributed_optimizer"] = True
         optimizer = mcore.optimizer.get_megatron_optimizer(mcore.optimizer.OptimizerConfig(**settings), [wrapped])
-        asked = {"model": inner.sharded_state_dict(), "optimizer": optimizer.sharded_state_dict(is_loading=True)}
+        asked = {"model": module_tree(inner), "optimizer": optimizer.sharded_state_dict(is_loading=True)}
         loaded = mcore.dist_checkpointing.load(asked, directory)
         inner.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
@@ -366,8 +369,8 @@ def test_optimizer_states_that_stock_has_saved_are_read(rank: int, world: int, t
         before = {name: param.detach().clone() for name, param in inner.named_parameters()}
         optimizer.zero_grad()
         for part in range(2) if tp == 2 else [rank]:
-            *given, labels = batch_of(2, part)
-            (wrapped(*given, labels=labels).mean() / tp).backward()
+            tokens, _, _, labels = batch_of(2, part)
+            (wrapped(tokens, labels).mean() / tp).backward()
         mcore.distributed.finalize_model_grads([wrapped])
         optimizer.step()
         moved = 0.0

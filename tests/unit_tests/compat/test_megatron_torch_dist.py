@@ -20,6 +20,10 @@ import core.compat.megatron as mcore
 from core.checkpoint import CheckpointError
 from core.checkpoint.__main__ import main
 from core.checkpoint.megatron_files import MegatronReader
+from core.checkpoint.transformers_files import load_pretrained, save_pretrained
+from core.checkpoint.tree_files import module_tree
+from core.models.gpt import GPTModel
+from core.transformer import TransformerConfig
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.ranks import ranks
 
@@ -64,23 +68,19 @@ def write(directory: Path, tensors: dict[str, Any], common: Any) -> None:
 
 
 LLAMA: dict[str, Any] = dict(
-    num_query_groups=2, normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False
-)
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
-    "arcee": {**LLAMA, "gated_linear_unit": False, "activation_func": F.gelu},
-    "gpt2": {},
-}
+    num_query_groups=2, normalization="RMSNorm", activation="swiglu", add_bias_linear=False,
+    position_embedding_type="rope",
+)  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {"llama": LLAMA, "arcee": {**LLAMA, "activation": "gelu"}, "gpt2": {}}
 
 
 def new_gpt(tensor_parallel: int = 1, layers: int = LAYERS, kind: str = "llama") -> Any:
-    config = mcore.transformer.TransformerConfig(
+    config = TransformerConfig(
         num_layers=layers, hidden_size=HIDDEN, num_attention_heads=4, ffn_hidden_size=FFN, **KINDS[kind],
-        tensor_model_parallel_size=tensor_parallel, hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.2,
+        tensor_model_parallel_size=tensor_parallel, init_method_std=0.2, vocab_size=VOCABULARY, max_sequence_length=8,
+        share_embeddings_and_output_weights=False,
     )  # fmt: skip
-    spec = mcore.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec(normalization=config.normalization)
-    positions = "learned_absolute" if kind == "gpt2" else "rope"
-    return mcore.models.gpt.GPTModel(config, spec, VOCABULARY, 8, position_embedding_type=positions)
+    return GPTModel(config)
 
 
 class Unknown:
@@ -99,7 +99,7 @@ def test_weights_of_megatrons_files_come_into_slices(rank: int, world: int, tmp_
     torch.distributed.barrier()
     mcore.mpu.initialize_model_parallel(2)
     model = new_gpt(2)
-    loaded = mcore.dist_checkpointing.load({"model": model.sharded_state_dict()}, directory, strict="raise_all")
+    loaded = mcore.dist_checkpointing.load({"model": module_tree(model)}, directory, strict="raise_all")
     model.load_state_dict(loaded["model"])
     assert loaded["iteration"] == 7 and loaded["args"].lr == 0.1 and "odd" not in loaded
     stacked, rows = theirs(False), slice(FFN // 2 * rank, FFN // 2 * (rank + 1))
@@ -140,7 +140,7 @@ def test_what_cannot_be_read_of_megatrons_files_says_so(rank: int, world: int, t
     write(tmp_path, tensors, {"content_metadata": {"kind": "theirs"}})
     model = new_gpt()
     with pytest.raises(CheckpointError, match="does not have 'decoder.final_layernorm.weight'"):
-        mcore.dist_checkpointing.load({"model": model.sharded_state_dict()}, tmp_path)
+        mcore.dist_checkpointing.load({"model": module_tree(model)}, tmp_path)
     assert mcore.dist_checkpointing.load_content_metadata(tmp_path) == {"kind": "theirs"}
     assert mcore.dist_checkpointing.check_is_distributed_checkpoint(tmp_path)
     wrapped = mcore.DistributedDataParallel(model.config, mcore.distributed.DistributedDataParallelConfig(), model)
@@ -160,13 +160,13 @@ def test_what_cannot_be_read_of_megatrons_files_says_so(rank: int, world: int, t
         with pytest.raises(CheckpointError, match=words):
             mcore.dist_checkpointing.load(tree, tmp_path / str(number))
     with pytest.raises(CheckpointError, match="has 2 layers in the file and the model 1"):
-        mcore.dist_checkpointing.load({"model": new_gpt(layers=1).sharded_state_dict()}, tmp_path, strict="ignore_all")
+        mcore.dist_checkpointing.load({"model": module_tree(new_gpt(layers=1))}, tmp_path, strict="ignore_all")
     tensors["output_layer.weight"] = torch.zeros(VOCABULARY - 1, HIDDEN)
     other = tmp_path / "other"
     other.mkdir()
     write(other, tensors, {})
     with pytest.raises(CheckpointError, match=r"'output_layer.weight' is \[29, 16\] in it and \[30, 16\] here"):
-        mcore.dist_checkpointing.load({"model": model.sharded_state_dict()}, other, strict="ignore_all")
+        mcore.dist_checkpointing.load({"model": module_tree(model)}, other, strict="ignore_all")
 
 
 def as_megatron_names(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ def in_flat_slices(name: str, value: Tensor) -> Tensor:
 def adam_step(model: Any, optimizer: Any, step: int) -> None:
     tokens = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
     optimizer.zero_grad()
-    model(tokens, None, None, labels=tokens.roll(-1, 1)).mean().backward()
+    model(tokens, tokens.roll(-1, 1)).mean().backward()
 
 
 @ranks(2)
@@ -245,7 +245,7 @@ def test_training_goes_on_from_megatrons_optimizer_states(rank: int, world: int,
     settings = mcore.optimizer.OptimizerConfig(lr=0.01, weight_decay=0.0, clip_grad=0.0, use_distributed_optimizer=flat)
     settings.bf16 = flat
     optimizer = mcore.optimizer.get_megatron_optimizer(settings, [wrapped])
-    tree = {"model": model.sharded_state_dict(), "optimizer": optimizer.sharded_state_dict(is_loading=True)}
+    tree = {"model": module_tree(model), "optimizer": optimizer.sharded_state_dict(is_loading=True)}
     loaded = mcore.dist_checkpointing.load(tree, directory, strict="raise_all")
     wrapped.module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
@@ -300,36 +300,40 @@ def test_weights_of_slices_go_to_transformers_and_come_back(rank: int, world: in
     mcore.mpu.initialize_model_parallel(2)
     model = new_gpt(2, kind=kind)
     with pytest.raises(ValueError, match="save_pretrained is for a whole model"):
-        model.save_pretrained(directory)
-    mcore.dist_checkpointing.save(model.sharded_state_dict(), directory / "checkpoint")
+        save_pretrained(model, directory)
+    mcore.dist_checkpointing.save(module_tree(model), directory / "checkpoint")
     mcore.mpu.destroy_model_parallel()
     mcore.mpu.initialize_model_parallel()
     whole, again = new_gpt(kind=kind), new_gpt(kind=kind)
-    whole.load_state_dict(mcore.dist_checkpointing.load(whole.sharded_state_dict(), directory / "checkpoint"))
+    whole.load_state_dict(mcore.dist_checkpointing.load(module_tree(whole), directory / "checkpoint"))
     if rank != 0:
         return
-    whole.save_pretrained(directory / kind)
+    save_pretrained(whole, directory / kind)
     with torch.no_grad():
         for param in again.parameters():
             param.zero_()
-    again.load_pretrained(directory / kind)
+    load_pretrained(again, directory / kind)
     for name, param in again.named_parameters():
         assert torch.equal(param, whole.get_parameter(name)), name
     if importlib.util.find_spec("transformers") is not None:
         from transformers import AutoModelForCausalLM
 
         tokens = torch.arange(8).view(1, 8)
+
+        def logits_of(model: GPTModel) -> Tensor:
+            return model(tokens).transpose(0, 1)
+
         theirs = AutoModelForCausalLM.from_pretrained(directory / kind)
         assert theirs.config.model_type == kind
-        torch.testing.assert_close(whole(tokens, None, None), theirs(tokens).logits, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logits_of(whole), theirs(tokens).logits, atol=1e-5, rtol=1e-4)
         with torch.no_grad():  # the other way: a directory that transformers has written
             for param in theirs.parameters():
                 param += 0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel()))
         theirs.save_pretrained(directory / "theirs")
-        again.load_pretrained(directory / "theirs")
-        logits = again(tokens, None, None)
+        load_pretrained(again, directory / "theirs")
+        logits = logits_of(again)
         torch.testing.assert_close(logits, theirs(tokens).logits, atol=1e-5, rtol=1e-4)
-        assert float((logits - whole(tokens, None, None)).detach().abs().max()) > 0.1
-    again.our_config = dataclasses.replace(again.our_config, layernorm_epsilon=0.5)
+        assert float((logits - logits_of(whole)).detach().abs().max()) > 0.1
+    again.config = dataclasses.replace(again.config, layernorm_epsilon=0.5)
     with pytest.raises(ValueError, match="layernorm_epsilon is 0.5 in the model and 1e-05 in the files"):
-        again.load_pretrained(directory / kind)
+        load_pretrained(again, directory / kind)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.booster.accelerator import device_of_group
-from core.compat.megatron.faces.layers import param_is_not_tensor_parallel_duplicate
+from core.compat.megatron.faces.mappings import param_is_not_tensor_parallel_duplicate
 from core.compat.megatron.faces.modules import param_is_not_shared
 from core.compat.megatron.faces.refusals import arguments
 from core.groups import agree

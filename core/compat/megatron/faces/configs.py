@@ -7,33 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from core.compat.arguments import defaults_of, is_one_of
+from core.compat.arguments import is_one_of
 from core.compat.megatron.faces.refusals import Rule, rules_of
 from core.distributed import DistributedDataParallelConfig as OurDDPConfig
-from core.groups.process_groups import ProcessGroups
 from core.model_parallel_config import ModelParallelConfig as OurModelParallelConfig
 from core.optimizer import OptimizerConfig as OurOptimizerConfig
-from core.tensor_parallel.initialization import normal_init
-from core.tensor_parallel.mappings import resolve_groups
-from core.transformer import TransformerConfig as OurTransformerConfig
 
-# Left out where ours is made: 16-bit weights come from Float16Module as well as from params_dtype, and callbacks are
-# read from Megatron's configuration itself.
+# Left out where ours is checked: 16-bit weights come from Float16Module as well as from params_dtype.
 SIZE_FREE = ("fp16", "bf16", "use_cpu_initialization", "has_cond_embedder")
-CALLBACKS = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
-# Megatron reads these sizes from its groups: one that is left at 1 is the group's.
-OF_GROUPS = (("tensor_model_parallel_size", "tp"), ("expert_tensor_parallel_size", "expt_tp"))
-OF_EXPERTS = ("expert_model_parallel_size", "ep")
-# Megatron gives these to GPTModel; a gated activation has two fields there.
-OF_GPT = ("vocab_size", "max_sequence_length", "position_embedding_type", "rotary_base", "activation")
+
+
+# Fields of a model's own configuration that Megatron's schedule obeys, and its layers rely on.
+OF_THE_SCHEDULE = (
+    *("delay_wgrad_compute", "defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm"),
+    *("enable_autocast", "hybrid_context_parallel"),
+)
 
 
 class _Written:
@@ -56,32 +50,20 @@ class _Written:
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
-def _base(parent: type, name: str, ours: Any, *without: str, own: str = "") -> Any:
-    """A dataclass of the fields of ours with their defaults, those that nothing obeys, and words 'name=default'."""
+def _base(name: str, ours: Any) -> Any:
+    """A dataclass of the fields of ours with their defaults, and of those that nothing obeys."""
     rules = rules_of(name)
-    inherited = {found.name for found in dataclasses.fields(parent)} if dataclasses.is_dataclass(parent) else set()
-    kept = [found for found in dataclasses.fields(ours) if found.name not in {*rules, *inherited, *without}]
-    made = {key: _default(rule.defaults[0]) for key, rule in rules.items()}
+    made = {key: field(default=rule.defaults[0]) for key, rule in rules.items()}
+    kept = [found for found in dataclasses.fields(ours) if found.name not in rules]
     made |= {f.name: field(default=f.default, default_factory=f.default_factory) for f in kept}
-    made |= {key: _default(defaults_of(text)[0]) for key, _, text in (word.partition("=") for word in own.split())}
-    space = {"rules": {**getattr(parent, "rules", {}), **rules}, "__module__": __name__}
     fields = [(key, Any, default) for key, default in made.items()]
-    return dataclasses.make_dataclass(f"_{name}", fields, bases=(parent,), namespace=space)
+    space = {"rules": rules, "__module__": __name__}
+    return dataclasses.make_dataclass(f"_{name}", fields, bases=(_Written,), namespace=space)
 
 
-def _default(value: Any) -> Any:
-    return field(default_factory=lambda: list(value)) if isinstance(value, list) else field(default=value)
-
-
-_DDP: Any = _base(_Written, "DistributedDataParallelConfig", OurDDPConfig)
-_Optimizer: Any = _base(_Written, "OptimizerConfig", OurOptimizerConfig)
-_ModelParallel: Any = _base(
-    _Written,
-    "ModelParallelConfig",
-    OurModelParallelConfig,
-    own="pipeline_dtype=None variable_seq_lengths=False microbatch_group_size_per_vp_stage=None "
-    "barrier_with_L1_time=True",
-)
+_DDP: Any = _base("DistributedDataParallelConfig", OurDDPConfig)
+_Optimizer: Any = _base("OptimizerConfig", OurOptimizerConfig)
+_ModelParallel: Any = _base("ModelParallelConfig", OurModelParallelConfig)
 
 
 @dataclass
@@ -139,6 +121,11 @@ class ModelParallelConfig(_ModelParallel):
     microbatch_group_size_per_vp_stage are read, and judged, by the pipeline schedule.
     """
 
+    pipeline_dtype: torch.dtype | None = None
+    variable_seq_lengths: bool = False
+    microbatch_group_size_per_vp_stage: int | None = None
+    barrier_with_L1_time: bool = True
+
     def __post_init__(self) -> None:
         filled: Any = self  # its fields are made from tables
         if filled.expert_tensor_parallel_size is None:
@@ -148,88 +135,12 @@ class ModelParallelConfig(_ModelParallel):
         OurModelParallelConfig(**filled.same_fields(OurModelParallelConfig, *SIZE_FREE))
 
 
-_Transformer: Any = _base(
-    ModelParallelConfig,
-    "TransformerConfig",
-    OurTransformerConfig,
-    *(*OF_GPT, "share_embeddings_and_output_weights"),
-    own="num_layers=0 hidden_size=0 num_attention_heads=0 hidden_dropout=0.1 attention_dropout=0.1 add_qkv_bias=False "
-    "gated_linear_unit=False init_method=None output_layer_init_method=None num_layers_in_first_pipeline_stage=None "
-    "num_layers_in_last_pipeline_stage=None account_for_embedding_in_pipeline_split=False "
-    "account_for_loss_in_pipeline_split=False cp_comm_type=None recompute_method=None recompute_modules=None",
-)
-
-
-@dataclass
-class TransformerConfig(_Transformer):
-    """The shape of a transformer, by Megatron's fields and with its defaults: dropout is 0.1 unless it is set.
-
-    gated_linear_unit, activation_func: False with F.gelu, or True with F.silu. init_method, output_layer_init_method:
-    for layers of yours; those of GPTModel are drawn with init_method_std. num_layers_in_first_pipeline_stage,
-    num_layers_in_last_pipeline_stage: the other stages share the rest evenly. account_for_*_in_pipeline_split: the
-    embedding, or the loss, counts as a layer of its stage.
-    """
-
-    activation_func: Callable[..., Any] = F.gelu
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        filled: Any = self
-        if filled.num_attention_heads and filled.kv_channels is None:
-            filled.kv_channels = filled.hidden_size // filled.num_attention_heads
-        filled.num_query_groups = filled.num_query_groups or filled.num_attention_heads
-        filled.ffn_hidden_size = filled.ffn_hidden_size or 4 * filled.hidden_size
-        filled.recompute_modules = filled.recompute_modules or ["core_attn"]
-        filled.init_method = filled.init_method or _Normal(filled.init_method_std)
-        scale = (2.0 * max(filled.num_layers, 1)) ** 0.5
-        filled.output_layer_init_method = filled.output_layer_init_method or _Normal(filled.init_method_std / scale)
-
-    def ours(self, groups: ProcessGroups | None = None, **model: Any) -> OurTransformerConfig:
-        """Our configuration; model: what Megatron gives its models instead (vocab_size ...), where it is not None.
-
-        groups: those of the model, whose sizes count where this configuration leaves them at 1; else parallel_state's.
-        Raises ValueError, by the field's name, for what our layers cannot do.
-        """
-        for problem in self._problems():
-            raise ValueError(f"TransformerConfig: {problem}")
-        given = self.same_fields(OurTransformerConfig, *SIZE_FREE, *CALLBACKS, "recompute_num_layers")
-        found = resolve_groups(groups)
-        for name, group in (*OF_GROUPS, OF_EXPERTS) if self.num_moe_experts else OF_GROUPS:
-            given[name] = found.size(group) if given[name] == 1 else given[name]
-        given["activation"] = "swiglu" if self.gated_linear_unit else "gelu"
-        comm = self.cp_comm_type
-        given["cp_comm_type"] = (comm[0] if isinstance(comm, list) else comm) or "p2p"
-        if self.recompute_granularity == "full" and self.recompute_method == "block":
-            given["recompute_num_layers"] = self.recompute_num_layers
-        return OurTransformerConfig(**given | {name: value for name, value in model.items() if value is not None})
-
-    def _problems(self) -> Iterator[str]:
-        if (self.gated_linear_unit, self.activation_func) not in ((False, F.gelu), (True, F.silu)):
-            name = getattr(self.activation_func, "__name__", repr(self.activation_func))
-            yield (
-                f"gated_linear_unit={self.gated_linear_unit} with activation_func={name} is not built; use False with "
-                "torch.nn.functional.gelu, or True with torch.nn.functional.silu"
+def check_model_config(config: Any) -> None:
+    """ValueError for a model's configuration, Megatron's own too, with which its layers need Megatron's schedule."""
+    for name in OF_THE_SCHEDULE:
+        rule, value = ModelParallelConfig.rules[name], getattr(config, name, None)
+        if value:
+            raise ValueError(
+                f"{type(config).__name__}.{name}={value!r} is obeyed by Megatron's own schedule alone; leave it at "
+                f"{rule.defaults[0]!r}: {rule.sentence}"
             )
-        if not all(isinstance(method, _Normal) for method in (self.init_method, self.output_layer_init_method)):
-            yield (
-                "init_method and output_layer_init_method are not used by GPTModel, whose weights are drawn by name, "
-                "the same ones in every layout; set init_method_std, or overwrite the weights before they are wrapped"
-            )
-        if self.add_qkv_bias and not self.add_bias_linear:
-            yield "add_qkv_bias=True with add_bias_linear=False is not built; a layer has all its biases or none"
-        if self.recompute_granularity == "full" and self.recompute_method not in ("uniform", "block", None):
-            yield f"recompute_method is {self.recompute_method!r}; it is 'uniform' or 'block'"
-        if isinstance(self.cp_comm_type, list) and len(set(self.cp_comm_type)) != 1:
-            yield f"cp_comm_type is {self.cp_comm_type}; it must be one for all layers"
-        if not isinstance(self.moe_router_load_balancing_type, str):
-            yield f"moe_router_load_balancing_type is {self.moe_router_load_balancing_type}; give one auxiliary loss"
-
-
-@dataclass(frozen=True)
-class _Normal:
-    """The draw of a layer where the program gives none: normal, around zero."""
-
-    std: float
-
-    def __call__(self, weight: Tensor) -> Any:
-        return normal_init(self.std)(weight)

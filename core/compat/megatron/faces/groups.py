@@ -1,8 +1,7 @@
-"""Process groups by Megatron's arguments: initialize_model_parallel, the data group, a stage's place and layers."""
+"""Process groups by Megatron's arguments: initialize_model_parallel, the data group, a stage's place."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.compat.megatron.faces.refusals import arguments
-from core.pipeline_parallel import PipelineLayout
-from core.tensor_parallel.mappings import resolve_groups
 
 _WHERE = "with_context_parallel=False partial_data_parallel=False"
 initialize_model_parallel = arguments(
@@ -67,32 +64,3 @@ is_pp_last_stage = _of("pp_group>group", lambda place, ranks: place == len(ranks
 _chunk = arguments("vp_stage vp_size")
 is_vp_first_stage = _chunk(lambda vp_stage, vp_size: (vp_size or 1) <= 1 or vp_stage == 0)
 is_vp_last_stage = _chunk(lambda vp_stage, vp_size: (vp_size or 1) <= 1 or vp_stage == vp_size - 1)
-
-
-def layers_of_stage(config: Any, pp_rank: int | None, vp_stage: int | None) -> range:
-    """The layers that a rank, or one chunk of it, holds: even shares, after those that are given to the ends."""
-    rank = resolve_groups(None).rank("pp") if pp_rank is None else pp_rank
-    pp, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    if (chunks is None) != (vp_stage is None):
-        raise ValueError(f"vp_stage is {vp_stage} and virtual_pipeline_model_parallel_size {chunks}; give both or none")
-    first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
-    ends = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
-    fields = "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
-    if first is None and last is None:
-        cut = functools.partial(PipelineLayout.even, count_embedding=ends[0], count_head=ends[1])
-    elif any(ends):
-        raise ValueError(
-            f"account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split need {fields} to be None"
-        )
-    else:
-        cut = functools.partial(PipelineLayout.with_ends, first=first, last=last)
-    try:
-        layout = cut(config.num_layers, pp, chunks or 1)
-    except ValueError as error:
-        raise ValueError(f"{error}; the fields for that are {fields}") from None
-    return layout.stage((vp_stage or 0) * pp + rank).layer_numbers
-
-
-_stage = arguments("config vp_stage=None pp_rank=None")
-get_num_layers_to_build = _stage(lambda **asked: len(layers_of_stage(**asked)))
-get_transformer_layer_offset = _stage(lambda **asked: layers_of_stage(**asked).start)  # counted from 0

@@ -1,11 +1,9 @@
-"""MegatronModule, Float16Module, module specs, and what programs ask of a wrapped model."""
+"""Float16Module, and what programs ask of a wrapped model."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,35 +14,25 @@ from core import parallel_state
 from core.compat.megatron.faces.checkpoint import sharded_state_dict
 
 
-class MegatronModule(nn.Module):
-    """A module with a `config`, and the names by which checkpoint code asks it."""
-
-    def __init__(self, config: Any = None) -> None:
-        super().__init__()
-        self.config = config
-
-    state_dict_for_save_checkpoint = nn.Module.state_dict
-    sharded_state_dict = sharded_state_dict
-
-    def set_is_first_microbatch(self) -> None:
-        """Nothing: no 8-bit copies of weights are kept."""
-
-
-class Float16Module(MegatronModule):
+class Float16Module(nn.Module):
     """A module in 16 bits: inputs of the first stage are cast, outputs of the last one are fp32.
 
     config: says fp16 or bf16. The module's parameters are cast in place, and keep their names in the whole model.
     """
 
     def __init__(self, config: Any, module: nn.Module) -> None:
-        super().__init__(config)
+        super().__init__()
+        self.config = config
         if bool(config.fp16) == bool(config.bf16):
             raise ValueError(f"Float16Module: config has fp16={config.fp16} and bf16={config.bf16}; set one of the two")
         self.dtype = torch.float16 if config.fp16 else torch.bfloat16
         self.module = module.to(self.dtype)
         self.vp_stage = getattr(module, "vp_stage", None)
+        say_names(module)
         own = {name: name for name in (*module._modules, *module._parameters)} | getattr(module, "global_names", {})
         self.global_names = {f"module.{theirs}": name for theirs, name in own.items()}
+
+    sharded_state_dict = sharded_state_dict
 
     def set_input_tensor(self, hidden: Tensor | None) -> None:
         """Hand the hidden state of the stage before to the module."""
@@ -62,6 +50,23 @@ class Float16Module(MegatronModule):
         if known is not None or not parallel_state.is_initialized():
             return known is not False
         return in_pipeline(ignore_virtual=False, vp_stage=self.vp_stage)
+
+
+def say_names(module: nn.Module) -> None:
+    """Say by `global_names` what parts of Megatron's models are called in the whole model.
+
+    A layer carries its number, counted from 1; the output layer of a tied model is a copy of the word embedding.
+    """
+    for part in module.modules():
+        layers: Any = getattr(part, "layers", None)
+        first = getattr(layers[0], "layer_number", None) if isinstance(layers, nn.ModuleList) and layers else None
+        names: dict[str, str] = {}
+        if isinstance(first, int) and first > 0:
+            names = {f"layers.{place}": f"layers.{first - 1 + place}" for place in range(len(layers))}
+        if getattr(part, "share_embeddings_and_output_weights", False):
+            names["output_layer.weight"] = "embedding.word_embeddings.weight"
+        if names and not hasattr(part, "global_names"):
+            part.global_names = names
 
 
 def _cast(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
@@ -104,53 +109,3 @@ def unwrap_model(model: Any, module_instances: Any = None) -> Any:
 def param_is_not_shared(param: Tensor) -> bool:
     """False for the copy of a tied weight, which norms leave out."""
     return not getattr(param, "shared", False)
-
-
-@dataclass
-class ModuleSpec:
-    """A module's class, or the path to it, with arguments for its constructor."""
-
-    module: Any
-    params: dict[str, Any] = field(default_factory=dict)
-    submodules: Any = None
-    metainfo: dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return build_module(self, *args, **kwargs)
-
-
-def import_module(module_path: tuple[str, str]) -> Any:
-    """The object (module, name)."""
-    return getattr(importlib.import_module(module_path[0]), module_path[1])
-
-
-def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
-    """The class or function that a spec names."""
-    found = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
-    return import_module(found) if isinstance(found, tuple) else found
-
-
-def build_module(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make what a spec names; a function is returned unchanged."""
-    found, spec = get_module(spec_or_module), spec_or_module
-    if isinstance(found, type) and isinstance(spec, ModuleSpec):
-        parts = {} if spec.submodules is None else {"submodules": spec.submodules}
-        return found(*args, **{**spec.params, **kwargs, **parts})
-    return found(*args, **kwargs) if isinstance(found, type) else found
-
-
-class IdentityOp(nn.Module):
-    """Gives its first argument back."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return x
-
-
-class IdentityFuncOp(IdentityOp):
-    """Gives a function that gives its first argument back."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward

@@ -14,6 +14,7 @@ from core.checkpoint import OptimizerState
 from core.compat.megatron.faces import configs
 from core.compat.megatron.faces.buffers import BufferList, partition_buckets
 from core.compat.megatron.faces.checkpoint import sharded_state_dict
+from core.compat.megatron.faces.modules import say_names
 from core.compat.megatron.faces.refusals import arguments, never_made, refusal
 from core.distributed import DistributedDataParallel as OurWrapper
 from core.distributed.buffer.bucket import Bucket
@@ -34,10 +35,13 @@ class DistributedDataParallel(OurWrapper):
         "self config ddp_config=None module=None disable_bucketing=False pg_collection=None !full_param_layout=None"
     )
     def __init__(self, config: Any, ddp_config: Any, **given: Any) -> None:
+        configs.check_model_config(config)
         ours = ddp_config.ours() if isinstance(ddp_config, configs.DistributedDataParallelConfig) else ddp_config
-        for param in given["module"].parameters():
-            if param.requires_grad:
-                param.grad_added_to_main_grad = False
+        if isinstance(given["module"], torch.nn.Module):  # any other is refused below
+            say_names(given["module"])
+            for param in given["module"].parameters():
+                if param.requires_grad:
+                    param.grad_added_to_main_grad = False
         super().__init__(config, ours, **given)
 
     @property

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from core import parallel_state
 from core.compat.megatron.faces.microbatches import MicrobatchCalculator
 from core.compat.megatron.faces.refusals import arguments
+from core.moe import MoEAuxLossAutoScaler
 from core.pipeline_parallel import get_forward_backward_func as our_func
 
 logger = logging.getLogger(__name__)
+# Modules of Megatron's layers -> the class that attaches their losses.
+ATTACHED = {"moe.moe_utils": "MoEAuxLossAutoScaler", "multi_token_prediction": "MTPLossAutoScaler"}
 
 
 @arguments("-pp_size=None -vp_size=None !schedule_pg_collection=None")
@@ -36,8 +43,24 @@ def forward_backward(
     _check_config(getattr(chunks[0], "config", None))
     if collect_non_loss_data and not given["forward_only"]:
         raise ValueError("collect_non_loss_data=True computes no loss, so it goes with forward_only=True")
+    if not given["forward_only"]:
+        _weigh_losses_of_layers(chunks[0], given["num_microbatches"], given["pg_collection"])
     step = _without_loss(forward_step_func) if collect_non_loss_data else forward_step_func
     return our_func()(forward_step_func=step, model=chunks, force_all_reduce=bool(force_all_reduce), **given)
+
+
+def _weigh_losses_of_layers(chunk: Any, microbatches: int, groups: Any) -> None:
+    """Give losses that Megatron's own layers attach the weight of a microbatch's loss, as Megatron's schedule does."""
+    for name, scaler_name in ATTACHED.items():
+        scaler = getattr(sys.modules.get(f"megatron.core.transformer.{name}"), scaler_name, None)
+        if scaler is None or scaler is MoEAuxLossAutoScaler:  # ours is weighed by the runner
+            continue
+        held = groups or getattr(chunk, "groups", None) or parallel_state.get_process_groups()
+        parts = held.size("cp") if name == "moe.moe_utils" else 1
+        device = next((param.device for param in chunk.parameters()), None)
+        share = 1.0 if getattr(chunk.config, "calculate_per_token_loss", False) else parts / microbatches
+        grad_scale = getattr(chunk.config, "grad_scale_func", None) or (lambda loss: loss)
+        scaler.set_loss_scale(grad_scale(torch.ones((), device=device)) * share)
 
 
 def _check_config(config: Any) -> None:

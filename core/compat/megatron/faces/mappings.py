@@ -1,8 +1,7 @@
-"""Split layers, random streams and the split loss with Megatron's arguments."""
+"""Mappings, random streams and the split loss with Megatron's arguments."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,103 +18,8 @@ from core.tensor_parallel.mappings import divide, group_rank, group_size, resolv
 from core.tensor_parallel.random import DATA_PARALLEL_STREAM, EXPERT_PARALLEL_STREAM
 
 
-def _group(given: dist.ProcessGroup | None, kind: str = "tp") -> Any:
-    return getattr(resolve_groups(None), kind) if given is None else given
-
-
-def _build(layer: Any, build: Any, is_expert: bool, group: Any, given: dict[str, Any]) -> None:
-    """Make a layer. An expert's is split over 'expt_tp', and drawn from a stream that differs over 'ep'.
-
-    A tensor_model_parallel_size that is left at 1 is the group's, as in Megatron; any other must agree with it.
-    """
-    if not is_expert:
-        build(**given, tp_group=_group(group) if given["config"].tensor_model_parallel_size == 1 else group)
-        layer.is_expert = False
-        return
-    group, tracker = _group(group, "expt_tp"), ours.get_rng_tracker()
-    split = group_size(group) > 1
-    if split and (given.get("gather_output") or (given["bias"] and "input_is_parallel" in given)):
-        raise ValueError(
-            f"{type(layer).__name__}(is_expert=True) over {group_size(group)} ranks exchanges nothing, so it has no "
-            "gather_output and no bias behind a sum; gather, or add the bias, where the tokens come back"
-        )
-    with tracker.fork(EXPERT_PARALLEL_STREAM) if EXPERT_PARALLEL_STREAM in tracker else contextlib.nullcontext():
-        build(**given, tp_group=group)
-    layer.is_expert = True
-    for param in layer.parameters(recurse=False):
-        param.allreduce = False
-
-
-def _multiply(layer: Any, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """An expert's product, without communication: tokens come, and sums go, with the dispatcher."""
-    added, given = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
-    weight, fused = layer.weight if weight is None else weight, layer.config.gradient_accumulation_fusion
-    product = ours.linear_with_grad_accumulation_and_async_allreduce
-    return product(input_, weight, added, fused, False, False, tp_group=layer.tp_group), given
-
-
-class ColumnParallelLinear(ours.ColumnParallelLinear):
-    """core.tensor_parallel.ColumnParallelLinear, which says what its arguments do.
-
-    is_expert: slices are over 'expt_tp' and nothing is exchanged, which the tokens' dispatcher does; gradients are
-    reduced over 'expt_dp' alone. tp_comm_buffer_name: names a buffer of TransformerEngine and has no part.
-    """
-
-    @arguments(
-        "self input_size output_size * config init_method bias=True gather_output=False stride=1 "
-        "!keep_master_weight_for_test=False skip_bias_add=False skip_weight_param_allocation=False "
-        "!embedding_activation_buffer=None !grad_output_buffer=None is_expert=False -tp_comm_buffer_name=None "
-        "!disable_grad_reduce=False !output_dtype=None tp_group=None name=None"
-    )
-    def __init__(self, *, is_expert: bool, tp_group: Any, **given: Any) -> None:
-        _build(self, super().__init__, is_expert, tp_group, given)
-
-    def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """runtime_gather_output: in place of the constructor's gather_output."""
-        if self.is_expert:
-            return _multiply(self, input_, weight)
-        output, bias = super().forward(input_, weight)
-        gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
-        if gathers is self.gather_output or self.tp_size == 1:
-            return output, bias
-        if not gathers:
-            return mappings.scatter_to_tensor_model_parallel_region(output, self.tp_group), bias
-        return mappings.gather_from_tensor_model_parallel_region(output, self.tp_group), bias
-
-
-class RowParallelLinear(ours.RowParallelLinear):
-    """core.tensor_parallel.RowParallelLinear; the further arguments as in ColumnParallelLinear."""
-
-    @arguments(
-        "self input_size output_size * config init_method bias=True input_is_parallel=True skip_bias_add=False "
-        "stride=1 !keep_master_weight_for_test=False is_expert=False -tp_comm_buffer_name=None tp_group=None name=None"
-    )
-    def __init__(self, *, is_expert: bool, tp_group: Any, **given: Any) -> None:
-        _build(self, super().__init__, is_expert, tp_group, given)
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _multiply(self, input_) if self.is_expert else super().forward(input_)
-
-
-class VocabParallelEmbedding(ours.VocabParallelEmbedding):
-    """core.tensor_parallel.VocabParallelEmbedding; its group as in ColumnParallelLinear."""
-
-    @arguments(
-        "self num_embeddings embedding_dim * init_method reduce_scatter_embeddings=False config tp_group=None name=None"
-    )
-    def __init__(self, *, tp_group: Any, **given: Any) -> None:
-        _build(self, super().__init__, False, tp_group, given)
-
-
-@arguments(
-    "input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel !grad_output_buffer=None "
-    "!wgrad_deferral_limit=0|None !async_grad_allreduce=None tp_group=None !gtp_remat_size=1 !output_dtype=None"
-)
-def linear_with_grad_accumulation_and_async_allreduce(*, tp_group: Any, **given: Any) -> Tensor:
-    """core.tensor_parallel's, in the tensor-parallel group unless another is given."""
-    return ours.linear_with_grad_accumulation_and_async_allreduce(**given, tp_group=_group(tp_group))
+def _group(given: dist.ProcessGroup | None) -> Any:
+    return resolve_groups(None).tp if given is None else given
 
 
 def vocab_parallel_cross_entropy(
