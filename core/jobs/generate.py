@@ -254,6 +254,11 @@ def print_theirs(tuned: Tuned, options: argparse.Namespace, shows: bool = True) 
         text = options.prompt or tokenizer.bos_token or tokenizer.eos_token
         if text is None:
             raise ConfigError("this tokenizer has no mark for the end of a document to begin after; give a --prompt")
+        if not tokenizer(text)["input_ids"]:
+            raise ConfigError(
+                f"the tokenizer of {options.place} knows {len(tokenizer)} tokens and makes none of {text!r}; put the "
+                "model's tokenizer.json and tokenizer_config.json into that directory, or give another --prompt"
+            )
         given = tokenizer(text, return_tensors="pt")
     streamer = transformers_package().TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True)
     draws = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}

@@ -84,6 +84,16 @@ def test_a_run_its_model_and_its_checkpoint_continue_a_text_and_answer_a_chat(
         assert printed(capsys, target) == text
 
 
+def test_a_directory_without_a_tokenizer_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    assert generate.main([str(tmp_path), "--prompt", "a"]) == 2
+    error = capsys.readouterr().err
+    assert f"the tokenizer of {tmp_path} knows" in error and "makes none of 'a'; put the model's tokenizer.json" in error
+
+
 def test_an_adapter_answers_on_its_base_and_is_merged_into_a_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
