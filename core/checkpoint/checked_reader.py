@@ -18,17 +18,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from core.checkpoint.damage import Damage, read_whole
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError, explain
-from core.checkpoint.index import index_of, read_older_index
-from core.checkpoint.manifest import METADATA_NAME, FileRecord, ItemBytes, Manifest
+from core.checkpoint.index import index_of
+from core.checkpoint.manifest import FileRecord, ItemBytes, Manifest
 
 
 class CheckedReader(StorageReader):
     """Reads one committed directory."""
 
-    def __init__(self, path: Path, manifest: Manifest, rank: int, *, trust_foreign_files: bool = False) -> None:
-        self.trust_foreign_files = trust_foreign_files
+    def __init__(self, path: Path, manifest: Manifest, rank: int) -> None:
         self.path = path
         self.manifest = manifest
         self.rank = rank  # that reads, for messages
@@ -41,18 +39,8 @@ class CheckedReader(StorageReader):
             raise CheckpointError(f"dcp.load was given checkpoint_id={checkpoint_id!r}; this reader reads {self.path}.")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of tensors, from the manifest; from torch's own index where an earlier version has saved."""
-        if self.manifest.has_boxes:
-            return index_of(self.manifest)
-        if not self.trust_foreign_files:
-            raise CheckpointError(
-                f"{self.path} was saved by an earlier version, whose index of tensors is a pickle. If you trust those "
-                "who made it, load it with trust_foreign_files=True (--checkpoint.trust-foreign-files) and save again"
-            )
-        data = read_whole(self.path, METADATA_NAME, self.manifest)
-        if isinstance(data, Damage):
-            raise CheckpointDamaged(f"rank {self.rank}: {self.path}: {data}")
-        return read_older_index(data)
+        """The index of tensors, from the manifest."""
+        return index_of(self.manifest)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take the places of the items from the index."""

@@ -84,11 +84,9 @@ class IndexedTensors:
 class CheckpointTensors(IndexedTensors):
     """A checkpoint's tensors. masters: give the master weights, where there are any, for the parameters."""
 
-    def __init__(
-        self, root: Path, step: int | None = None, *, masters: bool = False, trust_foreign_files: bool = False
-    ) -> None:
+    def __init__(self, root: Path, step: int | None = None, *, masters: bool = False) -> None:
         self.directory = find_intact(root, step)
-        super().__init__(self.directory.reader(trust_foreign_files=trust_foreign_files))
+        super().__init__(self.directory.reader())
         self.masters = masters
 
     def _record(self, key: str) -> tuple[str, TensorStorageMetadata]:
@@ -248,7 +246,7 @@ def open_source(
         if newest and newest[-1].path.name != path.name:
             raise CheckpointError(f"{path} was replaced by {newest[-1].path.name}, a later commit of the same step")
         path, step = path.parent, int(number.group(1))
-    return CheckpointTensors(path, step, masters=masters, trust_foreign_files=trust_foreign_files)
+    return CheckpointTensors(path, step, masters=masters)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -51,14 +51,11 @@ class CheckpointDirectory:
         """Whole shapes and dtypes by name."""
         return self.manifest.tensors
 
-    def reader(self, *, trust_foreign_files: bool = False) -> StorageReader:
-        """Storage reader for `dcp.load`; it checks each item again.
-
-        trust_foreign_files: read the pickled index of a checkpoint of an earlier version, whose manifest has none.
-        """
+    def reader(self) -> StorageReader:
+        """Storage reader for `dcp.load`; it checks each item again."""
         from core.checkpoint.checked_reader import CheckedReader
 
-        return CheckedReader(self.path, self.manifest, self.rank, trust_foreign_files=trust_foreign_files)
+        return CheckedReader(self.path, self.manifest, self.rank)
 
 
 def list_steps(root: Root) -> list[int]:

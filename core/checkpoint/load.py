@@ -75,7 +75,6 @@ def load_checkpoint(
     strict: bool = True,
     load_random_state: bool = True,
     load_hyperparameters: bool = False,
-    trust_foreign_files: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint, saved at this layout or another. Collective over `group`, all ranks of the job.
@@ -83,13 +82,12 @@ def load_checkpoint(
     step: that one, or the newest intact one. strict: refuse a file whose tensors are not exactly the model's; without
     it what both have is loaded, and the report's notes name the rest. Learning rates, decay and all other settings stay
     those of the optimizer as it was built, unless load_hyperparameters. Random streams come back where every parallel
-    size is the one they were saved at, and stay as they are elsewhere. trust_foreign_files: also load a checkpoint
-    of an earlier version, whose index is a pickle.
+    size is the one they were saved at, and stay as they are elsewhere.
     Raises CheckpointError, the same on every rank, before anything has been changed.
     """
     ranks = Ranks(group)
     directory = find_intact(root, step, group)
-    reader = directory.reader(trust_foreign_files=trust_foreign_files)
+    reader = directory.reader()
     plan, error, metadata = LoadPlan(), None, Metadata({})
     random_name: str | None = None
     chunks: list[Any] = []
@@ -109,7 +107,6 @@ def load_checkpoint(
         "strict=True": bool(strict),
         "load_random_state=True": bool(load_random_state),
         "load_hyperparameters=True": bool(load_hyperparameters),
-        "trust_foreign_files=True": bool(trust_foreign_files),
     }
     _refuse_together(ranks, directory, plan, metadata, error, given, strict=strict)
 

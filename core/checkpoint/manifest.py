@@ -46,7 +46,7 @@ class ItemBytes:
     offset: int
     length: int
     crc32: int
-    box: Box | None = None  # of its tensor; None for an object, and in manifests of earlier versions
+    box: Box | None = None  # of its tensor; None for an object
 
     @property
     def end(self) -> int:
@@ -111,11 +111,6 @@ class Manifest:
         """Bytes of all files listed."""
         return sum(file.size for file in self.files)
 
-    @property
-    def has_boxes(self) -> bool:
-        """False for a manifest of an earlier version."""
-        return all(part.box is not None for file in self.files for part in file.segments if part.name in self.tensors)
-
     def file(self, name: str) -> FileRecord | None:
         """The record of one file."""
         return next((file for file in self.files if file.name == name), None)
@@ -146,8 +141,7 @@ class Manifest:
                 },
                 meta=dict(tree["meta"]),
             )
-            if manifest.has_boxes:
-                _check_boxes(manifest)
+            _check_boxes(manifest)
             return manifest
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ManifestError(f"has a field that is missing or of another kind ({error!r})") from error
@@ -228,7 +222,7 @@ def _file_tree(file: FileRecord) -> dict[str, Any]:
     segments = [[part.name, part.offset, part.length, f"{part.crc32:08x}"] for part in file.segments]
     boxes = [part.box for part in file.segments]
     tree = {"name": file.name, "rank": file.rank, "size": file.size, "crc32": f"{file.crc32:08x}", "segments": segments}
-    return tree | ({"boxes": boxes} if any(boxes) else {})  # not in the segments: earlier versions read those
+    return tree | ({"boxes": boxes} if any(boxes) else {})
 
 
 def _file_from(tree: dict[str, Any]) -> FileRecord:

@@ -16,6 +16,7 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from core.checkpoint.boxes import Box, meet
 from core.checkpoint.errors import CheckpointError
-from core.checkpoint.index import IndexUnpickler
 from core.checkpoint.load_plan import LoadPlan, plan_load
 from core.checkpoint.optimizer_pieces import WEIGHTS
 from core.checkpoint.pieces import MODEL, OPTIMIZER, Piece, box_view, local_tensors
@@ -58,9 +58,14 @@ PLAIN = {
     "argparse": ("Namespace",),
     "builtins": ("set", "frozenset", "slice", "complex", "bytearray"),
     "collections": ("OrderedDict",),
-    "torch": ("device",),
+    "torch": ("device", "Size"),
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_parameter"),
-    "torch.distributed.checkpoint.metadata": ("StorageMeta",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.serialization": ("_get_layout",),
 }
 
 
@@ -75,17 +80,23 @@ class _Inert:
     __setstate__ = __setitem__ = append = extend = __init__
 
 
-class Unpickler(IndexUnpickler):
+class Unpickler(pickle.Unpickler):
     """Makes plain values, tensors and an index of torch.distributed.checkpoint; anything else is inert."""
 
     def find_class(self, module: str, name: str) -> Any:
         """A class that runs no code of the file's choice."""
         if name in PLAIN.get(module, ()):
-            return pickle.Unpickler.find_class(self, module, name)
-        try:
             return super().find_class(module, name)
-        except pickle.UnpicklingError:
-            return _Inert
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return _member_of if (module, name) == ("builtins", "getattr") else _Inert
+
+
+def _member_of(kind: Any, name: str) -> Any:
+    """Instead of `getattr`, by which some versions of Python 3.11 pickle a member of an Enum."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    return _Inert()
 
 
 def is_megatrons(directory: Path) -> bool:

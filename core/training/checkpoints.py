@@ -75,7 +75,6 @@ class JobCheckpoints:
                     trainer.optimizer,
                     trainer.scheduler,
                     step=options.step,
-                    trust_foreign_files=options.trust_foreign_files,
                     group=self.group,
                 )
         except CheckpointNotFound:
@@ -85,13 +84,13 @@ class JobCheckpoints:
         except (CheckpointError, ValueError) as error:
             raise ConfigError(str(error)) from error
         notes = compare_configurations(report.configuration, as_json(self.config))
-        notes += check_text(report.extra["text"], self._text())
+        check_text(report.extra["text"], self._text())
         try:
             trainer.sampler.load_state_dict(report.extra["sampler"])
         except ValueError as error:
             raise ConfigError(str(error)) from error
         trainer.step = self.saved_step = report.step
-        self.run = report.extra.get("run", self.config.run.name)  # earlier versions did not save it
+        self.run = report.extra["run"]
         if not report.random_restored:
             notes.append(
                 "random streams start again, since they belong to another layout (only dropout draws from them)"
@@ -229,19 +228,11 @@ def compare_configurations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
     return [f"other options: {', '.join(changed)}"] if changed else []
 
 
-def check_text(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """ConfigError where the position in the data would be one in other tokens, wherever they come from.
-
-    Returns notes: earlier versions saved no digest of the tokens, so that only their number can be compared.
-    """
-    compared = "digest" if "digest" in saved else "tokens"
-    if saved[compared] == now[compared]:
-        known = compared == "digest"
-        return [] if known else ["the checkpoint has no digest of its tokens, so only their number was compared"]
-    then, here = (
-        f"{text['text']} ({text['tokens']:,} tokens, digest {text.get('digest', 'unknown')[:12]})"
-        for text in (saved, now)
-    )
+def check_text(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """ConfigError where the position in the data would be one in other tokens, wherever they come from."""
+    if saved["digest"] == now["digest"]:
+        return
+    then, here = (f"{text['text']} ({text['tokens']:,} tokens, digest {text['digest'][:12]})" for text in (saved, now))
     raise ConfigError(
         f"the checkpoint was saved while training on {then}, and this run's text is {here}; give the same --data.text "
         "and --data.tokenizer, or begin another run in another --checkpoint.dir"

@@ -201,7 +201,6 @@ class CheckpointOptions:
     asynchronous: bool = False  # write while training continues
     resume: bool = False  # continue from the newest intact checkpoint in dir; if there is none, begin
     step: int | None = None  # continue from this one, and no other
-    trust_foreign_files: bool = False  # read an index that is a pickle, as earlier versions saved it
     # which schedule of the learning rate applies after resuming; 'same' refuses one that is not the saved
     schedule: Literal["same", "saved", "given"] = "same"
 

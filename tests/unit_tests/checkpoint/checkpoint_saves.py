@@ -56,9 +56,9 @@ def save_alone(root: Path, *steps: int, world: int = 1) -> None:
             saver.save(step, fill_with(state), meta={"layout": {"dp": world}})
 
 
-def loaded(directory: CheckpointDirectory, rank: int, *, trust_foreign_files: bool = False) -> State:
+def loaded(directory: CheckpointDirectory, rank: int) -> State:
     """What a rank of the same job reads from a checkpoint."""
-    reader = directory.reader(trust_foreign_files=trust_foreign_files)
+    reader = directory.reader()
     state = {name: torch.full_like(tensor, 7) for name, tensor in state_of(0, rank).items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

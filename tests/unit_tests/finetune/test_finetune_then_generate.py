@@ -91,7 +91,8 @@ def test_a_directory_without_a_tokenizer_is_refused_in_a_sentence(
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     assert generate.main([str(tmp_path), "--prompt", "a"]) == 2
     error = capsys.readouterr().err
-    assert f"the tokenizer of {tmp_path} knows" in error and "makes none of 'a'; put the model's tokenizer.json" in error
+    assert f"the tokenizer of {tmp_path} knows" in error
+    assert "makes none of 'a'; put the model's tokenizer.json" in error
 
 
 def test_an_adapter_answers_on_its_base_and_is_merged_into_a_directory(

@@ -325,15 +325,6 @@ def test_another_text_of_the_same_length_is_refused_and_the_same_text_elsewhere_
         check_text(header, {**header, "text": "poems", "digest": "bbbb"})
 
 
-def test_a_checkpoint_of_a_version_without_digests_loads_and_says_what_was_compared() -> None:
-    now = {"text": "novels", "text_bytes": 10, "tokens": 12, "vocab_size": 256, "digest": "aaaa"}
-    saved = {name: value for name, value in now.items() if name != "digest"}
-    assert check_text(now, now) == []
-    assert check_text(saved, now) == ["the checkpoint has no digest of its tokens, so only their number was compared"]
-    with pytest.raises(ConfigError, match=r"novels \(13 tokens, digest unknown\)"):
-        check_text({**saved, "tokens": 13}, now)
-
-
 def test_options_of_checkpoints_need_a_directory() -> None:
     for flags in (["--checkpoint.every", "5"], ["--checkpoint.resume"], ["--checkpoint.step", "3"]):
         with pytest.raises(ConfigError, match="need --checkpoint.dir"):
