@@ -329,6 +329,11 @@ def lose_the_network(rank: int) -> None:
         time.sleep(0.1)
 
 
+def state_of_thread(thread: Path) -> str:
+    """One letter; T is stopped."""
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_a_store_whose_process_was_stopped_is_asked_again() -> None:
     context = multiprocessing.get_context("forkserver")
     port = context.Queue()
@@ -340,6 +345,8 @@ def test_a_store_whose_process_was_stopped_is_asked_again() -> None:
         assert prompt.add("members", 1) == 1 and not prompt.is_silent
         assert holder.pid is not None
         os.kill(holder.pid, signal.SIGSTOP)
+        while any(state_of_thread(thread) != "T" for thread in Path(f"/proc/{holder.pid}/task").iterdir()):
+            time.sleep(0.01)  # one of them may still answer
         for _ in range(2):  # the second call does not wait
             with pytest.raises(RuntimeError, match="no answer within 0 s"):
                 prompt.add("members", 1)

@@ -51,7 +51,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().out.rstrip("\n")
 
 
-@ranks(2)
+@ranks(2, timeout_s=150.0)
 def train(rank: int, world: int, folder: Path, flags: list[str]) -> None:
     tuned(config_in(folder, "--run.steps", "25", "--run.micro-batch-size", "1", *flags), rank, world)
 
