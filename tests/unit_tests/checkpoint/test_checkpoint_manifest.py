@@ -18,7 +18,7 @@ from core.checkpoint.manifest import (
     read_manifest,
 )
 
-SEGMENTS = (ItemBytes("a", 0, 40, 1), ItemBytes("ü b", 40, 0, 0), ItemBytes("c", 40, 60, 3))
+SEGMENTS = (ItemBytes("a", 0, 40, 1, ((0, 0), (2, 5))), ItemBytes("ü b", 40, 0, 0), ItemBytes("c", 40, 60, 3))
 FILE = FileRecord("rank_00001_000.distcp", 1, 100, 77, SEGMENTS)
 MANIFEST = Manifest(12, 2, (FILE,), {"a": TensorRecord((2, 5), "float32")}, {"layout": {"tp": 2}, "list": [1, None]})
 
