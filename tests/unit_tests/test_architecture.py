@@ -153,7 +153,7 @@ MOST_STRATEGY_QUESTIONS = 74
 AGREEMENTS = re.compile(r"all_gather_object|gather_object|broadcast_object_list|scatter_object_list|MAX|MIN|BAND|BOR")
 AGREEMENTS_ELSEWHERE = {
     "core/distributed/wire/collectives.py": {"MAX"},  # the seam: a user's sync rule may be a maximum
-    "core/distributed/reduce/model_order.py": {"MAX"},  # asks on a communicator of its own, whatever else is under way
+    "core/distributed/reduce/model_order.py": {"MAX"},  # asks on a communicator of its own, next to what is under way
     "core/tensor_parallel/cross_entropy.py": {"MAX"},  # the largest logit, of the loss
     "core/training/job.py": {"gather_object"},  # traces of steps, for rank 0 to draw
     "core/verify/gathered.py": {"gather_object"},  # whole weights, for rank 0 to compute with

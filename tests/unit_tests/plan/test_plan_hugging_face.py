@@ -191,10 +191,10 @@ def test_figures_of_several_sizes_are_those_of_each(told: ModelRun) -> None:
 
 def test_products_in_8_bits_run_at_their_own_speed() -> None:
     """Those of all linear layers whose sizes are multiples of 16, which the vocabulary is not."""
-    told = ModelRun("tiny:llama", **SHAPE, dtype="bfloat16", use_fp8=True)
-    run = run_of_model(told, 1)
+    planned = ModelRun("tiny:llama", **SHAPE, dtype="bfloat16", use_fp8=True)
+    run = run_of_model(planned, 1)
     (parts,) = parts_of_stages(run).values()
-    weights = [module.weight for module in told.whole.model.modules() if isinstance(module, torch.nn.Linear)]
+    weights = [module.weight for module in planned.whole.model.modules() if isinstance(module, torch.nn.Linear)]
     fit = sum(weight.numel() for weight in weights if weight.shape[0] % 16 == weight.shape[1] % 16 == 0)
     tokens = run.source.micro_batch_size * SHAPE["sequence_length"]
     assert model_flops(parts)[EIGHT_BITS] == 3 * 2 * fit * tokens > model_flops(parts)[torch.bfloat16] > 0
