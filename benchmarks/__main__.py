@@ -38,7 +38,7 @@ BENCHMARKS = {
     ),
     "startup": ("benchmarks.startup", "wrapping up to 100 000 parameters, optimizer and first step; groups at 16 384"),
     "steps": ("benchmarks.steps", "step time, processor time and memory; torch's wrappers and other frameworks too"),
-    "tiers": ("benchmarks.tiers", "what files below RAM cost: a step with moments, parameters and gradients in them"),
+    "tiers": ("benchmarks.tiers", "what files instead of RAM cost: a step with moments, parameters, gradients in them"),
 }
 
 

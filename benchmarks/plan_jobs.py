@@ -230,7 +230,7 @@ def state_of(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
 
 
 def files_of(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Counter[str]:
-    """Bytes by kind that they hold in files below the device, after a step."""
+    """Bytes by kind that they hold in files, after a step."""
     held: Counter[str] = Counter()
     for chunk in chunks:
         held[GRADIENTS] += sum(memory.nbytes for buffer in chunk.engine.buffers for memory in buffer.offloaded)
@@ -238,7 +238,7 @@ def files_of(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
         held[PARAMETERS] += sum(unit.shard.nbytes for unit in units if unit.tier is not None)
     for masters in (masters for masters in optimizer.masters if masters.tier is not None):
         held[MASTERS] += masters.kept.nbytes
-        held[MOMENTS] += sum(memory.nbytes for memory in masters.below.values())
+        held[MOMENTS] += sum(memory.nbytes for memory in masters.offloaded.values())
     return held
 
 

@@ -1,4 +1,4 @@
-"""Cost of files below RAM: a step with sharded parameters, with all of it in RAM and with more and more in files.
+"""Cost of files instead of RAM: a step with sharded parameters, with all of it in RAM and with more and more in files.
 
 The arms train as those of `python -m benchmarks steps` do (benchmarks/arms.py), each in rank processes of its own, one
 at a time, in shuffled turns. An arm counts only if its losses of the first steps are those of one process, and if they

@@ -198,7 +198,7 @@ def decisions(p: Picture) -> None:
         480,
         672,
         44,
-        ("stages over pp, or state and parameters below the device: Placement, GeminiPlugin",),
+        ("stages over pp, or offloaded state and parameters: Placement, GeminiPlugin",),
         "c",
         size=12,
     )

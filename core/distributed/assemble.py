@@ -298,7 +298,7 @@ def _tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> Memor
             tier = HostTier(plan.device, pin_memory=placement.pin_memory)
     except (OSError, ValueError) as caught:
         error = caught
-    agree.refuse(error, _data_groups(groups), "the memory below the device")
+    agree.refuse(error, _data_groups(groups), "the memory of offloaded shards")
     return tier
 
 
@@ -321,7 +321,7 @@ def _place_grads(
             offloaded[number][index] = tier.zeros(numel, dtype_named(layout.key.grad_dtype))
     except (OSError, RuntimeError) as caught:
         error = caught
-    agree.refuse(error, _data_groups(groups), "the memory of gradients below the device")
+    agree.refuse(error, _data_groups(groups), "the memory of offloaded gradients")
 
 
 def _set_residents(

@@ -126,7 +126,7 @@ class DistributedDataParallelConfig:
     reshard_after_forward: with 'optim_grads_params', True gives a bucket of parameters up when two others have been
         used, and backward gathers it again. False keeps all buckets that a forward has gathered until the end of the
         next backward: fewer gathers, and memory for the whole model.
-    placement: which buckets stay whole, and which lie, or are stepped, in files below the device. None: all is sharded,
+    placement: which buckets stay whole, and which are offloaded. None: all is sharded,
         as the strategy says, and lies on the device.
     first_steps: 'check' the first two steps for what a wrong program does (see core/distributed/guard/first_steps.py),
         'warn' where that would raise, or 'ignore' it.

@@ -81,7 +81,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             for bucket in buckets_of(model_chunks)
         ]
         if any(masters.tier is not None for masters in self.masters):
-            huge_pages.give_back()  # what was freed while masters below the device were made
+            huge_pages.give_back()  # what was freed while offloaded masters were made
         self.scratch = Scratch(self.masters, config)
         segments = [segment for masters in self.masters for segment in masters.segments]
         for segment in segments:

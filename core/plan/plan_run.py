@@ -22,8 +22,8 @@ from core.training.config import JobConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
 
-BELOW_TAKES_NO_TIME = (
-    "the time that what lies below the device takes is not in it: a device file has no speed of a disk, of a host's "
+OFFLOADING_TAKES_NO_TIME = (
+    "the time that offloading takes is not in it: a device file has no speed of a disk, of a host's "
     "link or of its steps"
 )
 
@@ -138,9 +138,9 @@ class RunPlan:
         tables = [time_table(self.time, ranks, on_cpu=on_cpu)] * timed + [traffic_table(self.time, has_seconds=timed)]
         time = ["", *filter(None, tables)] if any(tables) else []
         offloads = any(sum([*memory.files.values(), *memory.host.values()]) for memory in self.memories)
-        below = [BELOW_TAKES_NO_TIME] if timed and offloads else []
+        offloaded = [OFFLOADING_TAKES_NO_TIME] if timed and offloads else []
         table = memory_table(self.memories, self.room, self.headroom)
-        return "\n".join([*self.run.notes, self.layout, device, table, verdict, *unknown, *time, *below])
+        return "\n".join([*self.run.notes, self.layout, device, table, verdict, *unknown, *time, *offloaded])
 
 
 def in_thousands(count: int) -> str:

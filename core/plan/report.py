@@ -32,7 +32,7 @@ def memory_table(memories: Sequence[RankMemory], room: int | None, headroom: int
     """Bytes by kind at the highest point of a step, a column a rank; room: what one rank may use. headroom: what is
     kept free in addition.
 
-    What lies below the device comes last, and takes no room: in files, or with a GPU on the host.
+    What is offloaded comes last, and takes no room: in files, or with a GPU on the host.
     """
     columns = shown(memories)
     head = [f"rank {memory.rank} (stage {', '.join(map(str, memory.stages))})" for memory in columns]
@@ -48,12 +48,12 @@ def memory_table(memories: Sequence[RankMemory], room: int | None, headroom: int
         rows.append(("headroom for the allocator", [gib(headroom)] * len(columns)))
     if room is not None:
         rows.append(("left", [gib(room - memory.peak) for memory in columns]))
-    for where, below in (
+    for where, offloaded in (
         ("in files", [memory.files for memory in columns]),
         ("on the host", [memory.host for memory in columns]),
     ):
-        kinds = [kind for kind in STATE_KINDS if any(held.get(kind, 0) for held in below)]
-        rows += [(f"{where}: {kind}", [gib(held.get(kind, 0)) for held in below]) for kind in kinds]
+        kinds = [kind for kind in STATE_KINDS if any(held.get(kind, 0) for held in offloaded)]
+        rows += [(f"{where}: {kind}", [gib(held.get(kind, 0)) for held in offloaded]) for kind in kinds]
     first = max(len(name) for name, _ in rows)
     widths = [max(len(cells[place]) for _, cells in rows) for place in range(len(columns))]
     return "\n".join(

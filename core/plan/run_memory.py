@@ -106,7 +106,7 @@ class Run:
 class RankMemory:
     """One rank: bytes by kind between steps, and at the highest point of each action of a step.
 
-    plans: what the wrapper would plan for each of its chunks. files, host: bytes by kind below the device,
+    plans: what the wrapper would plan for each of its chunks. files, host: bytes by kind that are offloaded,
     in files and, with a GPU, in the memory of the host. experts: what of `state` is experts', without padding. parts:
     the figures of the parts of its stages.
     """
@@ -205,7 +205,7 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
             returns={stage for stage in stages if stage and run.layout.sends(stage - 1)},
             ahead=int(kind.many_chunks and run.layout.pp > 1),  # torch's tables post the next one
         )
-        more: dict[str, Any] = {"files" if run.on_cpu else "host": state.below, "experts": state.experts}
+        more: dict[str, Any] = {"files" if run.on_cpu else "host": state.offloaded, "experts": state.experts}
         more["parts"] = {stage: parts[stage] for stage in stages}
         found.append(RankMemory(rank, stages, state.device, moments, [plan for _, plan in chunks], **more))
     return found

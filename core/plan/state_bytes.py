@@ -65,19 +65,19 @@ IsExpert = Callable[[str, nn.Parameter], bool]
 
 
 class TierBytes(NamedTuple):
-    """Bytes by kind on each tier: what lies on the device, and below it, in files or with a GPU on the host.
+    """Bytes by kind on each tier: on the device, and offloaded to files or with a GPU to the host.
 
     experts: of those on the device what belongs to experts; padding does not.
     """
 
     device: Counter[str]
-    below: Counter[str]
+    offloaded: Counter[str]
     experts: Counter[str]
 
-    def add(self, kind: str, nbytes: int, of_experts: int = 0, *, below: bool = False) -> None:
+    def add(self, kind: str, nbytes: int, of_experts: int = 0, *, offloaded: bool = False) -> None:
         """Count some bytes."""
-        (self.below if below else self.device)[kind] += nbytes
-        self.experts[kind] += 0 if below else of_experts
+        (self.offloaded if offloaded else self.device)[kind] += nbytes
+        self.experts[kind] += 0 if offloaded else of_experts
 
 
 def is_tagged(name: str, param: nn.Parameter) -> bool:
@@ -141,7 +141,7 @@ def _add_buffers(
     residency = ddp_config.residency
     experts = {name for name, param in plan.named.items() if is_expert(name, param)}
 
-    def count(kind: str, layout: BufferLayout, bucket: BucketLayout, itemsize: int, cut: bool, below: bool) -> None:
+    def count(kind: str, layout: BufferLayout, bucket: BucketLayout, itemsize: int, cut: bool, offloaded: bool) -> None:
         rank = groups.rank(shard_and_replica(layout.key.data_group, ddp_config)[0])
         kept = bucket.shard_of(rank) if cut else (0, bucket.numel)
         of_experts = sum(
@@ -149,19 +149,19 @@ def _add_buffers(
             for slot in (bucket.slots if experts else ())
             if slot.name in experts
         )
-        found.add(kind, (kept[1] - kept[0]) * itemsize, of_experts * itemsize, below=below)
+        found.add(kind, (kept[1] - kept[0]) * itemsize, of_experts * itemsize, offloaded=offloaded)
 
     for number, layout in enumerate(plan.layout.buffers):
         grad = dtype_named(layout.key.grad_dtype).itemsize
         for bucket in layout.buckets:
-            below = (number, bucket.index) in places.grads
-            count(GRADIENTS, layout, bucket, grad, not residency.keeps_whole, below)
+            offloaded = (number, bucket.index) in places.grads
+            count(GRADIENTS, layout, bucket, grad, not residency.keeps_whole, offloaded)
         if not residency.keeps_whole:
             found.add(POOL, pool_numel([bucket.numel for bucket in layout.buckets]) * grad)
     for number, layout in enumerate([*plan.layout.buffers, *plan.frozen_layout.buffers]):
         for bucket in layout.buckets:
-            below = (number, bucket.index) in places.params
-            count(PARAMETERS, layout, bucket, _param_itemsize(layout), not residency.keeps_params, below)
+            offloaded = (number, bucket.index) in places.params
+            count(PARAMETERS, layout, bucket, _param_itemsize(layout), not residency.keeps_params, offloaded)
     in_buffers = {slot.name for layout in plan.frozen_layout.buffers for slot in layout.slots}
     for name, param in plan.frozen.items():
         if name not in in_buffers:
@@ -244,7 +244,7 @@ def _add_optimizer(
         experts = {id(param) for name, param in plan.params.items() if is_expert(name, param)}
         for number, bucket, kinds in _planned_buckets(plan, ddp_config, groups, places, on_cpu=on_cpu):
             stands_in: Any = bucket
-            below = (number, bucket.layout.index) in places.states
+            offloaded = (number, bucket.layout.index) in places.states
             masters = BucketMasters(
                 stands_in,
                 of_groups.of,
@@ -255,21 +255,21 @@ def _add_optimizer(
             )
             kept = masters.kept.itemsize if masters.kept.numel() else 0
             of_experts = sum(shard.numel for shard in masters.shards if id(shard.param) in experts)
-            found.add(MASTERS, masters.kept.nbytes, of_experts * kept, below=below)
-            in_files = below and on_cpu
+            found.add(MASTERS, masters.kept.nbytes, of_experts * kept, offloaded=offloaded)
+            in_files = offloaded and on_cpu
             most = 0
             for segment in masters.segments:
                 dtypes = [kept_dtype(key, config) or masters.dtype for key in moments[segment.group]]
                 each = sum(dtype.itemsize for dtype in dtypes)
                 of_experts = sum(shard.numel for shard in segment.shards if id(shard.param) in experts)
-                found.add(MOMENTS, 0 if in_files else segment.numel * each, of_experts * each, below=below)
+                found.add(MOMENTS, 0 if in_files else segment.numel * each, of_experts * each, offloaded=offloaded)
                 most = max(most, each)
             # In files a moment has the bucket's length.
-            found.add(MOMENTS, masters.grad.numel() * most if in_files else 0, below=below)
-            hosted = below and not on_cpu
+            found.add(MOMENTS, masters.grad.numel() * most if in_files else 0, offloaded=offloaded)
+            hosted = offloaded and not on_cpu
             if hosted and (number, bucket.layout.index) not in places.grads:
-                found.add(GRADIENTS, masters.grad.nbytes, below=True)  # a copy, for the step
-            place = found.below if hosted else found.device
+                found.add(GRADIENTS, masters.grad.nbytes, offloaded=True)  # a copy, for the step
+            place = found.offloaded if hosted else found.device
             place[SCRATCH] = max(place[SCRATCH], scratch_bytes(config, **kinds, on_cpu=on_cpu or hosted))
 
 

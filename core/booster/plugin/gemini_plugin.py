@@ -165,7 +165,7 @@ class GeminiPlugin(ZeroPluginBase):
             *offloaded,
             directory,
             prefetch=None if is_auto else max_prefetch,
-            # In the place of parameters that lie below the device; on a host only where they are stepped.
+            # In the place of offloaded parameters; on a host only where they are stepped.
             offload_grad_frac=min(offloaded) if directory is None else offloaded[0],
             pin_memory=pin_memory,
             memstats=memstats,
@@ -262,7 +262,7 @@ class GeminiPlugin(ZeroPluginBase):
         on_gpu = self.device().type != "cpu"
         if directory is None and (param or optim) and not on_gpu:
             raise ValueError(
-                f"offload_optim_frac is {optim} and offload_param_frac {param}. On a CPU the tier below RAM is a file; "
+                f"offload_optim_frac is {optim} and offload_param_frac {param}. On a CPU they go to files; "
                 "name a directory with offload_directory, or set both to 0"
             )
         if directory is not None and on_gpu:
@@ -278,7 +278,7 @@ class GeminiPlugin(ZeroPluginBase):
         """Bytes of a rank: as given, or all that its GPU has."""
         if margin:
             raise ValueError(
-                f"gpu_margin_mem_ratio is {margin}, and masters and moments stay below the device under "
+                f"gpu_margin_mem_ratio is {margin}, and masters and moments stay offloaded under "
                 "placement_policy='auto'; leave it 0"
             )
         device = self.device()

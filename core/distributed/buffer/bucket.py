@@ -68,7 +68,7 @@ class Bucket(BucketMemory):
         self.params = params
         self.param_data = param_data
         self.param_shard = param_shard if param_data is None else self.shard_of(param_data)
-        self.state_tier: MemoryTier | None = None  # where masters and moments lie, if that is below the device
+        self.state_tier: MemoryTier | None = None  # where masters and moments lie, if they are offloaded
         self.params_stay = False  # True where another tensor uses their memory, so that an optimizer must not move them
         self.contracts = contracts
         self.op: Op = "mean" if average else "sum"

@@ -1,4 +1,4 @@
-"""FileTier: memory below the device, in files of a directory that the kernel maps.
+"""FileTier: memory of offloaded shards, in files of a directory that the kernel maps.
 
 A tensor in it is used like any other, where it lies. The kernel reads its pages when they are used, and writes them
 back when it needs their memory. The files have no name, so nothing is left when the process ends.
@@ -35,7 +35,7 @@ class FileTier(MemoryTier):
         os.close(self._nameless())
         if _lies_in_ram(self.directory):
             warnings.warn(
-                f"{self.directory} is a tmpfs, whose files are RAM, so nothing is saved by what lies below it; name a "
+                f"{self.directory} is a tmpfs, whose files are RAM, so offloading to it saves nothing; name a "
                 "directory on a disk",
                 stacklevel=2,
             )
@@ -78,7 +78,7 @@ class FileTier(MemoryTier):
             free = os.statvfs(self.directory)
             raise OSError(
                 error.errno,
-                f"{reserved} bytes for shards below the device could not be reserved in "
+                f"{reserved} bytes for offloaded shards could not be reserved in "
                 f"{self.directory}, where {free.f_bavail * free.f_frsize} are free ({os.strerror(error.errno or 0)}). "
                 "Free some, name another directory, or offload less",
             ) from None
@@ -98,7 +98,7 @@ class FileTier(MemoryTier):
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"no file for shards below the device can be made in {self.directory} "
+                f"no file for offloaded shards can be made in {self.directory} "
                 f"({os.strerror(error.errno or 0)}). Name a directory that exists and can be written on every rank",
             ) from None
 

@@ -1,5 +1,5 @@
-"""MemoryTier: memory of shards that are not on the device. HostTier: the host's memory, with a GPU. On a CPU the tier
-below is files (file_tier.py).
+"""MemoryTier: memory of shards that are not on the device. HostTier: the host's memory, with a GPU. On a CPU it is
+files (file_tier.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from core.distributed.wire import huge_pages
 
 
 class MemoryTier:
-    """Memory of one wrapped model on this rank, below its device. place: in words."""
+    """Memory of one wrapped model's offloaded shards on this rank. place: in words."""
 
     place: str
     failure: str | None = None  # why the tier could not take what it was given, so that no further step can be made

@@ -1,4 +1,4 @@
-"""Placement: which buckets are sharded, and which lie below the device. What a user says of it; pure arithmetic."""
+"""Placement: which buckets are sharded, and which are offloaded. A user's options; pure arithmetic."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ class Placement:
 
     shard_param_frac: of parameters, under 'optim_grads_params', what is given up after its use. The rest, which is used
         first, stays whole from its first use to the next step.
-    offload_param_frac: of shards of parameters, what lies below the device. The buckets that are used last; a gather
+    offload_param_frac: of shards of parameters, the part that is offloaded. The buckets that are used last; a gather
         brings them to the device. It may not be more than what is sharded.
-    offload_optim_frac: of masters and moments, what lies, and is stepped, below the device.
-    offload_grad_frac: of reduced gradients, where a rank keeps only its shard of them, what lies below. With
-        a GPU it may not be more than offload_optim_frac.
+    offload_optim_frac: of masters and moments, the part that is offloaded, and stepped where it lies.
+    offload_grad_frac: of reduced gradients, where a rank keeps only its shard of them, the part that is
+        offloaded. With a GPU it may not be more than offload_optim_frac.
     prefetch: buckets that are gathered before they are used, where a gather is a collective: 0, or 1 at most. None is
         1, and 0 under a budget.
-    directory: on a CPU, where a rank's files of the tier below RAM are made. They have no name, so that nothing is left
-        behind when the job ends, however it ends. With a GPU the tier below is the host's memory: None.
+    directory: on a CPU, where a rank's files of offloaded shards are made. They have no name, so that nothing is left
+        behind when the job ends, however it ends. With a GPU they lie in the host's memory: None.
     pin_memory: with a GPU, pin that memory, which makes copies faster and takes it from the system.
-    memory_budget_bytes: in the place of fractions: all shards of parameters, masters and moments lie below the device,
-        and as many buckets are whole there as a rank's budget allows. Gradients on the device are in the budget too,
-        and what forwards keep for backward, which is counted. The bucket whose next use is farthest is
-        given up.
+    memory_budget_bytes: in the place of fractions: all shards of parameters, masters and moments are offloaded, and as
+        many buckets are whole on the device as a rank's budget allows. The budget also holds gradients on the device,
+        and what forwards keep for backward, which is counted. The bucket whose next use is farthest is given up.
     warmup_non_model_data_ratio: of the budget, what is left free in the first step. steady_cap_ratio: what may be used
         later.
     memstats: what the first step of an earlier run under a budget has found. Under a budget the first step is as the
@@ -72,7 +71,7 @@ class Placement:
         if self.offload_param_frac > self.shard_param_frac:
             raise ValueError(
                 f"offload_param_frac is {self.offload_param_frac} and shard_param_frac {self.shard_param_frac}: a "
-                "bucket that stays whole on the device cannot lie below it; offload at most what is sharded"
+                "bucket that stays whole on the device cannot be offloaded; offload at most what is sharded"
             )
         if self.directory is not None and not self.offloads:
             raise ValueError(
@@ -116,7 +115,7 @@ class Placement:
             )
         if self.shard_param_frac != 1 or self.offload_param_frac != 1 or self.offload_optim_frac != 1:
             raise ValueError(
-                f"memory_budget_bytes is {budget}, under which all shards lie below the device, and shard_param_frac "
+                f"memory_budget_bytes is {budget}, under which all shards are offloaded, and shard_param_frac "
                 f"is {self.shard_param_frac}, offload_param_frac {self.offload_param_frac}, offload_optim_frac "
                 f"{self.offload_optim_frac}; set all three to 1"
             )
@@ -128,13 +127,13 @@ class Placement:
         if device_type == "cpu" and self.directory is None:
             raise ValueError(
                 f"offload_param_frac is {self.offload_param_frac}, offload_optim_frac {self.offload_optim_frac} and "
-                f"offload_grad_frac {self.offload_grad_frac}, and there is no directory for the files that lie below "
-                "RAM; name one, or set them to 0"
+                f"offload_grad_frac {self.offload_grad_frac}, and there is no directory for the files of what is "
+                "offloaded; name one, or set them to 0"
             )
         if device_type != "cpu" and self.directory is not None:
             raise ValueError(
                 f"placement names the directory {os.fspath(self.directory)!r} for files, and the parameters lie on "
-                f"{device_type!r}, below which is the host's memory; leave directory None"
+                f"{device_type!r}, from which shards are offloaded to the host's memory; leave directory None"
             )
         if device_type != "cpu" and self.offload_grad_frac > self.offload_optim_frac:
             raise ValueError(
@@ -145,7 +144,7 @@ class Placement:
 
     @property
     def offloads(self) -> bool:
-        """True if something lies below the device."""
+        """True if something is offloaded."""
         return self.offload_param_frac > 0 or self.offload_optim_frac > 0 or self.offload_grad_frac > 0
 
 

@@ -1,4 +1,4 @@
-"""Places: which buckets stay whole, and which lie in files below the device. Pure: from a plan and its options."""
+"""Places: which buckets stay whole, and which are offloaded. Pure: from a plan and its options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Where: TypeAlias = tuple[int, int]
 @dataclass(frozen=True)
 class Places:
     """params_stay: buckets of sharded parameters that stay whole until their values change. params, grads, states:
-    buckets whose shards of parameters, of gradients, and of masters and moments, lie below the device.
+    buckets whose shards of parameters, of gradients, and of masters and moments, are offloaded.
     """
 
     params_stay: frozenset[Where] = frozenset()

@@ -39,7 +39,7 @@ def describe_model(
             layout = bucket.layout
             padding = layout.numel - layout.numel_unpadded
             is_offloaded = any(bucket.owned_grad is part for part in buffer.offloaded)
-            grads = "; gradients below the device" if is_offloaded else ""
+            grads = "; gradients offloaded" if is_offloaded else ""
             scaled = "" if bucket.scale == 1.0 else f", x {bucket.scale:.6g} before"
             lines.append(
                 f"  bucket {layout.index}: [{layout.start}, {layout.end}), {bucket.nbytes} bytes, {padding} "

@@ -65,7 +65,7 @@ class ParamUnit:
     shard: [layout.numel / shards]. groups: the bucket is cut over the shard group. communicator: one of the ranks of
     that group, which carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where
     they are processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other.
-    tier: what the shard lies in if that is below the device; a gather then copies the bucket to the device. blocks:
+    tier: what the shard lies in if it is offloaded; a gather then copies the bucket to the device. blocks:
     memory for whole buckets on CPUs; with files none is kept when it is freed. device: where whole buckets lie.
     """
 
@@ -388,7 +388,7 @@ def _shard_memory(
                 raise
             error = caught
     if tier is not None:
-        agree.refuse(error, group, "the memory of parameters below the device")
+        agree.refuse(error, group, "the memory of offloaded parameters")
     found, at = [], 0
     for bucket in buckets:
         if shared is not None:

@@ -145,7 +145,7 @@ class BucketMasters:
         self.storage = storage_of(config, dtype, contiguous=contiguous, together=together, apart=apart)
         numel = self.grad.numel() if self.storage in (CopyStorage, RemainderStorage) else 0
         kept_dtype = torch.int16 if self.storage is RemainderStorage else self.dtype
-        self.below: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # [owned], by name: what lies in the tier
+        self.offloaded: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # [owned], by name: what lies in the tier
         self.kept = self._zeros(numel, kept_dtype)
         moments = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
         in_place = self.storage in (None, CopyStorage)
@@ -189,8 +189,8 @@ class BucketMasters:
             self.copied = None
 
     def keep_moments(self, state: dict[Any, dict[str, Any]]) -> None:
-        """Move new moments of an optimizer or a checkpoint to the tier below the device, if they lie there."""
-        known = len(self.below)
+        """Move new moments of an optimizer or a checkpoint to the memory tier, if they are offloaded."""
+        known = len(self.offloaded)
         for segment in self.segments:
             of_master = state.get(segment.master, {})
             own = {
@@ -201,12 +201,12 @@ class BucketMasters:
             for moments, made in ((segment.moments, dict(segment.moments)), (of_master, own)):
                 for key, value in made.items():
                     name = key, value.dtype
-                    if name not in self.below:
-                        self.below[name] = self._zeros(self.grad.numel(), value.dtype)
-                    place = self.below[name][segment.start : segment.start + segment.numel].view(value.shape)
+                    if name not in self.offloaded:
+                        self.offloaded[name] = self._zeros(self.grad.numel(), value.dtype)
+                    place = self.offloaded[name][segment.start : segment.start + segment.numel].view(value.shape)
                     if place.data_ptr() != value.data_ptr():
                         moments[key] = place.copy_(value)
-        if len(self.below) > known:
+        if len(self.offloaded) > known:
             huge_pages.give_back()
 
     def _segment(self, shards: list[ParamShard], end: int) -> Segment:

@@ -38,17 +38,17 @@ class InnerStep:
         rounded once more.
         """
         pairs = list(zip(buckets, factors, strict=True))
-        below = [pair for pair in pairs if pair[0].is_apart]
-        if below and len(pairs) > 1:
-            for masters, _ in below:  # the gradients of the next one come while one is stepped
+        offloaded = [pair for pair in pairs if pair[0].is_apart]
+        if offloaded and len(pairs) > 1:
+            for masters, _ in offloaded:  # the gradients of the next one come while one is stepped
                 if masters.sends_ahead:
                     masters.send_grads()
             others = [pair for pair in pairs if not pair[0].is_apart]  # first, as a device continues on its own
             self.step_buckets([masters for masters, _ in others], [factor for _, factor in others], scratch)
-            for masters, factor in below:  # each alone: new moments lie in RAM until they are moved
+            for masters, factor in offloaded:  # each alone: new moments lie in RAM until they are moved
                 self.step_buckets([masters], [factor], scratch)
             return
-        for masters, _ in below:
+        for masters, _ in offloaded:
             masters.await_grads()
         here = [
             (segment, factor[segment.norm_group])

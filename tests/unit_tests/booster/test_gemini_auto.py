@@ -208,7 +208,7 @@ def test_what_auto_needs_is_named(rank: int, world: int, tmp_path: Path) -> None
         ({"memory_budget_bytes": None}, "needs on a CPU memory_budget_bytes"),
         ({"offload_directory": None}, "needs on a CPU memory_budget_bytes"),
         ({"memory_budget_bytes": 1.5}, "memory_budget_bytes is 1.5; it is a number of bytes"),
-        ({"gpu_margin_mem_ratio": 0.5}, "gpu_margin_mem_ratio is 0.5, and masters and moments stay below"),
+        ({"gpu_margin_mem_ratio": 0.5}, "gpu_margin_mem_ratio is 0.5, and masters and moments stay offloaded"),
         ({"shard_param_frac": 0.5}, "shard_param_frac is 0.5, and only placement_policy='static' reads it"),
         ({"offload_optim_frac": 0.5}, "offload_optim_frac is 0.5, and only placement_policy='static' reads it"),
         ({"warmup_non_model_data_ratio": 2}, "warmup_non_model_data_ratio is 2; it is a part of the budget"),

@@ -140,7 +140,7 @@ def check_grid(rank: int, folder: Path, precision: str, fractions: tuple[float, 
         used = [unit.whole for unit in model.module.engine.params.units if unit.whole is not None]
         assert used and not files.bytes_of(used), "a chunk is used on the device"
         text = model.module.describe()
-        assert (f"ranks, in a file in {folder}" in text) == ("gradients below the device" in text) == (param > 0)
+        assert (f"ranks, in a file in {folder}" in text) == ("gradients offloaded" in text) == (param > 0)
         assert (f"masters and moments in a file in {folder}" in text) == (optim > 0)
         assert not list(folder.iterdir()), "the files have a name"
         del booster, model, optimizer, ours
@@ -272,12 +272,14 @@ def test_a_directory_without_room_is_refused_on_all_ranks(rank: int, world: int,
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     folder = shared(tmp_path)
     everything: dict[str, Any] = {"offload_optim_frac": 1, "offload_param_frac": 1}
-    with pytest.raises((OSError, RuntimeError), match="no file for shards below the device can be made in .*missing"):
+    with pytest.raises((OSError, RuntimeError), match="no file for offloaded shards can be made in .*missing"):
         boosted("fp32", **everything, offload_directory=folder / "missing")
     read_only = mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
     with (
         mock.patch.object(os, "open", read_only if rank == 1 else os.open),
-        pytest.raises((OSError, RuntimeError), match="no file for shards below.*Read-only file system.*can be written"),
+        pytest.raises(
+            (OSError, RuntimeError), match="no file for offloaded shards.*Read-only file system.*can be written"
+        ),
     ):
         boosted("fp32", **everything, offload_directory=folder)
     for shares in (True, False):

@@ -95,11 +95,11 @@ def test_a_placement_is_told_or_refused_by_name() -> None:
         placement = Placement(**options)
         return plan_run(replace(told, ddp=replace(told.ddp, placement=placement)), 2, device)
 
-    plain, below = plan_run(told, 2, "laptop"), planned("laptop", offload_optim_frac=1.0, directory="/tmp")
-    words = below.describe()
+    plain, offloaded = plan_run(told, 2, "laptop"), planned("laptop", offload_optim_frac=1.0, directory="/tmp")
+    words = offloaded.describe()
     assert "in files: moments" in words and "no speed of a disk" in words
-    assert +Counter(below.fullest.files) == {MOMENTS: plain.fullest.state[MOMENTS]}
-    assert below.fullest.peak == plain.fullest.peak - plain.fullest.state[MOMENTS]
+    assert +Counter(offloaded.fullest.files) == {MOMENTS: plain.fullest.state[MOMENTS]}
+    assert offloaded.fullest.peak == plain.fullest.peak - plain.fullest.state[MOMENTS]
     of_gpu = plan_run(told, 2, "h100").fullest
     on_host = planned("h100", offload_optim_frac=1.0)
     assert "on the host: moments" in on_host.describe() and "in files" not in on_host.describe()
@@ -107,7 +107,7 @@ def test_a_placement_is_told_or_refused_by_name() -> None:
     assert on_host.fullest.host[GRADIENTS] == of_gpu.state[GRADIENTS] == on_host.fullest.state[GRADIENTS]
     with pytest.raises(ConfigError, match="there is no directory for the files"):
         planned("laptop", offload_optim_frac=1.0)
-    with pytest.raises(ConfigError, match="below which is the host's memory; leave directory None"):
+    with pytest.raises(ConfigError, match="from which shards are offloaded to the host's memory; leave directory None"):
         planned("h100", offload_optim_frac=1.0, directory="/tmp")
     budget = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0, "memory_budget_bytes": 1 << 30, "directory": "/tmp"}
     with pytest.raises(ConfigError, match="memory_budget_bytes is 1073741824"):

@@ -235,7 +235,7 @@ def bytes_held(device: torch.device, name: str, dtype: torch.dtype) -> None:
     planned = state_bytes(
         [(model.module, model.engine.plan)], config, of_optimizer, model.groups, on_cpu=False, one_host=True
     )
-    for found, told in ((held, planned.device), (below, planned.below)):
+    for found, told in ((held, planned.device), (below, planned.offloaded)):
         kinds = (PARAMETERS, GRADIENTS, MASTERS, MOMENTS)
         assert {kind: found[kind] for kind in kinds} == {kind: told[kind] for kind in kinds}
     assert below[MOMENTS] > 0 and (below[PARAMETERS] > 0) == (name == "optim_grads_params")
