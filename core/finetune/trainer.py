@@ -19,7 +19,6 @@ from core.groups import agree
 from core.hugging_face import gather_logits, stage_activations
 from core.hugging_face.deferred_logits import loss_follows
 from core.hugging_face.parallel_loss import ParallelCausalLoss, refuse_use_of_split_logits
-from core.hugging_face.plan import without_adapters
 from core.hugging_face.stages import stage_of
 from core.interface.whole import note
 from core.pipeline_parallel import PipelineRunner
@@ -38,13 +37,20 @@ def loss_of_whole_logits(logits: torch.Tensor, labels: torch.Tensor, num_items_i
     return total / num_items_in_batch
 
 
+def tokens_loss(model: nn.Module) -> TokensLoss:
+    """The loss of a model's logits: its own where they are split, cut over the sequence, or computed in chunks."""
+    own = next((part.loss_function for part in model.modules() if hasattr(part, "loss_function")), None)
+    return own if isinstance(own, ParallelCausalLoss) else loss_of_whole_logits
+
+
 def loss_of_windows(
     model: nn.Module, arguments: Mapping[str, Any], labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the sum of the losses of learned tokens, their number) of a whole model."""
+    """(the sum of the losses of learned tokens, their number) of a whole model, or of one that is split."""
     logits = model(**arguments).logits
     own = torch.promote_types(logits.dtype, torch.float32)
-    return loss_of_whole_logits(logits.to(own), labels, 1.0), (labels[..., 1:] != UNLEARNED).sum()
+    total = tokens_loss(model)(logits.to(own), labels=labels, num_items_in_batch=1.0)
+    return total, (labels[..., 1:] != UNLEARNED).sum()
 
 
 @dataclass(frozen=True)
@@ -84,10 +90,7 @@ class TuneTrainer(Trainer):
         self.model = model
         self.packing = packing
         self.runner = runner
-        last: Any = model.parts()[-1]
-        # Of logits that are split, cut over the sequence, or computed in chunks.
-        own = getattr(without_adapters(last), "loss_function", None)
-        self.loss: TokensLoss = own if isinstance(own, ParallelCausalLoss) else loss_of_whole_logits
+        self.loss = tokens_loss(model.parts()[-1])
 
     def finalize_gradients(self) -> None:
         """As Trainer's; torch's own wrappers are done when backward is."""
