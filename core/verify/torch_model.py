@@ -79,12 +79,15 @@ class TorchModel(WrappedModel):
     def __init__(self, outer: nn.Module, mesh: DeviceMesh | None = None, before: nn.Module | None = None) -> None:
         self.outer = outer
         self.module = unwrapped(outer)
+        sharded = [part for part in self.module.modules() if isinstance(part, FSDPModule)]
+        for part in sharded:  # after a forward without backward the outermost one has plain parameters
+            part.reshard()
         self.chunks: list[Any] = [TorchChunk(self.module)]
         self.params = dict(self.module.named_parameters())
         placed = _dtensors(self.module) or ({} if before is None else _dtensors(before))
         self.groups = _places(outer, placed, mesh)
         self.device = next((_local(param).device for param in self.params.values()), torch.device("cpu"))
-        self.reduces_in_backward = any(isinstance(part, FSDPModule) for part in self.module.modules())
+        self.reduces_in_backward = bool(sharded)
         places = _slices(self.module, placed, self.groups)
         divisor = self.groups.size("dp_cp")
         self.held = [
