@@ -182,10 +182,8 @@ LOOPS = {
     "loss times the world": Loop("dp times too large (dp is 2)", weight=2 / 3),
     "not divided by the microbatches": Loop("3 times too large, the number of microbatches", weight=1.0),
     "divided twice by the microbatches": Loop("3 times too small, the number of microbatches", weight=1 / 9),
-    "a microbatch left out": Loop("something else than one backward of loss_fn", backwards=lambda number: number > 0),
-    "a microbatch twice": Loop(
-        "something else than one backward of loss_fn", backwards=lambda number: 1 + (number == 2)
-    ),
+    "a microbatch left out": Loop("it clears microbatch 1 of 3", backwards=lambda number: number > 0),
+    "a microbatch twice": Loop("runs twice of microbatch 3 of 3", backwards=lambda number: 1 + (number == 2)),
     "other tokens over tp": Loop("were given different inputs", tp=2, same_data=False),
     "a rank that drops its gradients": Loop("of 3 gradients are wrong", drops=True),
     "a sum for the mean": Loop("times the reference", reduction="sum"),

@@ -55,7 +55,7 @@ def test_fine_tuning_is_checked(rank: int, world: int, layout: str, tmp_path: Pa
             config = config_in(tmp_path, "--run.steps", "3", *layout.split())
             report = report_of(lambda config=config: tuned(config, rank, world))
             assert report.ok != fault, str(report)
-            assert not fault or "2 times the reference" in str(report)
+            assert not fault or abs(report.wrong[0].ratio - 2.0) < 0.02, str(report)
         parallel_state.destroy_model_parallel()
 
 
@@ -79,6 +79,7 @@ def with_accelerate(mixed_precision: str, fault: bool) -> None:
 
 def with_trainer(folder: Path, fault: bool) -> None:
     trainer = trainer_of(folder, "optim")
+    trainer.model.float()  # transformers computes the loss of an fp64 model in fp32
     if fault:
         loss_of: Callable[..., Any] = trainer.compute_loss
         trainer.compute_loss = lambda *args, **kwargs: 2 * loss_of(*args, **kwargs)
@@ -100,4 +101,4 @@ def test_loops_of_other_libraries_are_checked(rank: int, world: int, kind: str, 
     if fault and kind != "trainer":
         assert "3 times too small, the number of microbatches: divided by it twice" in report.cause
     if fault and kind == "trainer":
-        assert "2 times the reference" in str(report)
+        assert abs(report.wrong[0].ratio - 2.0) < 0.02, str(report)
