@@ -11,7 +11,7 @@ from core import parallel_state
 from core.groups.process_groups import ProcessGroups
 from core.pipeline_parallel.gpt_stages import gpt_activations
 from core.pipeline_parallel.layout import PipelineLayout
-from core.pipeline_parallel.runner import ForwardStep, MicrobatchLoss, PipelineRunner
+from core.pipeline_parallel.runner import MicrobatchLoss, PipelineRunner
 from core.pipeline_parallel.schedules import find_schedule
 
 # (data iterator, chunk) -> (output, loss function); loss function: output -> (loss, report) or (sum, tokens, report)
@@ -61,16 +61,14 @@ def get_forward_backward_func(schedule: str | None = None) -> Callable[..., list
         if len(iterators) != len(chunks):
             raise ValueError(f"{len(iterators)} data iterators for {len(chunks)} model chunks; give one for each")
         runner = _runner_of(chunks, schedule, pg_collection)
-        runner.forward_step = _forward_step(runner, forward_step_func, iterators)
+        runner.forward_step = DrawingStep(runner, forward_step_func, iterators)
         several = runner.layout.num_stages > 1  # one stage sends nothing, and may be any model
-        shape = gpt_activations(runner.config, micro_batch_size, seq_length) if several else []
+        runner.activations = gpt_activations(runner.config, micro_batch_size, seq_length) if several else []
         microbatches = [None] * num_microbatches
         if forward_only:
-            return runner.evaluate(microbatches, activations=shape).reports
+            return runner.evaluate(microbatches).reports
         finalize = getattr(runner.config, "finalize_model_grads_func", None) is not None
-        return runner.step(
-            microbatches, finalize=finalize, force_all_reduce=force_all_reduce, activations=shape
-        ).reports
+        return runner.step(microbatches, finalize=finalize, force_all_reduce=force_all_reduce).reports
 
     return forward_backward
 
@@ -97,24 +95,33 @@ def _no_step(chunk: nn.Module, microbatch: Any, hidden: Any) -> Any:
     raise RuntimeError("the forward step is set by every call")
 
 
-def _forward_step(runner: PipelineRunner, func: ForwardStepFunc, iterators: list[Any]) -> ForwardStep:
-    position_of = {id(chunk): position for position, chunk in enumerate(runner.chunks)}
-    context_size = runner.groups.size("cp")
+class DrawingStep:
+    """The forward step of a runner whose user's step draws the data of a microbatch itself.
 
-    def step(chunk: nn.Module, _microbatch: Any, hidden: Any) -> Any:
-        position = position_of[id(chunk)]
+    iterators: one for each chunk. position: of the chunk that runs now.
+    """
+
+    def __init__(self, runner: PipelineRunner, func: ForwardStepFunc, iterators: list[Any]) -> None:
+        self.runner = runner
+        self.func = func
+        self.iterators = iterators
+        self.position_of = {id(chunk): position for position, chunk in enumerate(runner.chunks)}
+        self.position = 0
+
+    def __call__(self, chunk: nn.Module, _microbatch: Any, hidden: Any) -> Any:
+        """See ForwardStep."""
+        runner = self.runner
+        self.position = self.position_of[id(chunk)]
         inner = _takes_input(chunk)
         inner.set_input_tensor(hidden)
-        output, loss_func = func(iterators[position], chunk)
+        output, loss_func = self.func(self.iterators[self.position], chunk)
         inner.set_input_tensor(None)
-        if runner.stage_numbers[position] < runner.layout.num_stages - 1:
+        if runner.stage_numbers[self.position] < runner.layout.num_stages - 1:
             return output
         loss = loss_func(output)
         if len(loss) == 2:
-            return MicrobatchLoss(loss[0] * context_size, None, loss[1])
+            return MicrobatchLoss(loss[0] * runner.groups.size("cp"), None, loss[1])
         return MicrobatchLoss(*loss)
-
-    return step
 
 
 def _takes_input(chunk: nn.Module) -> Any:

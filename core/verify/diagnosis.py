@@ -27,6 +27,7 @@ SAME = 1e-3  # factors this close are equal; far above round-off, far below any 
 NO_SUM = "the gradient is no sum of the ranks' gradients"
 NO_SIZE = "which is no size of this layout"
 ELSEWHERE = "the gradient points elsewhere than the reference"
+BEFORE = "the ranks' own gradients do not add up to the reference"
 
 
 class Explanation(NamedTuple):
@@ -101,8 +102,8 @@ def explain(
             return _by_ratio(parts, sizes, suspects, tokens, microbatches)
         if isinstance(right, str):
             return Explanation(
-                "the ranks' own gradients do not add up to the reference, so backward is wrong before any reduction: a "
-                "layer's backward, or the data or the weights of a rank",
+                f"{BEFORE}, so backward is wrong before any reduction: a layer's backward, or the data or the weights "
+                "of a rank",
                 of_reduction=False,
             )
         found = fit(matrix, part.reduced[part.valid])

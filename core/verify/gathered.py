@@ -225,8 +225,14 @@ def on_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {key: on_tensors(function, value) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(on_tensors(function, value) for value in batch)
+        values = [on_tensors(function, value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
+
+
+def kept(batch: Any) -> Any:
+    """A copy with tensors of its own, because a loop may use the memory of its inputs again."""
+    return on_tensors(lambda tensor: tensor.detach().clone(), batch)
 
 
 def first_tensor(batch: Any) -> Tensor:

@@ -20,8 +20,8 @@ from core.distributed.finalize_model_grads import wrapped_chunks
 from core.groups import agree
 from core.pipeline_parallel import PipelineRunner
 from core.verify.check import NOISE, compare
-from core.verify.diagnosis import ELSEWHERE, NO_SIZE, NO_SUM
-from core.verify.gathered import cast, on_tensors
+from core.verify.diagnosis import BEFORE, ELSEWHERE, NO_SIZE, NO_SUM
+from core.verify.gathered import cast, kept, on_tensors
 from core.verify.microbatch_weights import microbatches_at_fault
 from core.verify.microbatches import Given, JoinFn, Microbatch, other_inputs, same_data, whole_batch
 from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob
@@ -257,10 +257,11 @@ class StepCheck:
             report = replace(report, notes=same_data(answers))
             other = "" if report.ok else other_inputs(answers)
             at_fault = ""
-            unexplained = report.cause.startswith((NO_SUM, ELSEWHERE)) or NO_SIZE in report.cause
+            unexplained = report.cause.startswith((NO_SUM, BEFORE, ELSEWHERE)) or NO_SIZE in report.cause
             if report.wrong and not other and unexplained:
                 at_fault = microbatches_at_fault(job, reference, batch, report, got, self.before)
-                other = OTHER_BACKWARDS if not at_fault and ELSEWHERE not in report.cause else ""
+                in_loop = ELSEWHERE not in report.cause and BEFORE not in report.cause
+                other = OTHER_BACKWARDS if not at_fault and in_loop else ""
         self.before = got if self.steps > 1 else {}
         everywhere = len({entry.name for entry in report.wrong}) == report.parameters
         if at_fault or (everywhere and "of microbatches" in report.cause):  # the fault is the loop's, and no module's
@@ -385,12 +386,6 @@ def _kept_random_state(device: torch.device) -> Iterator[None]:
     """Keep the random numbers that follow: code that runs on rank 0 alone must not change them."""
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         yield
-
-
-def kept(microbatch: Microbatch) -> Microbatch:
-    """A microbatch's copy, because a loop may use the memory of its inputs again."""
-    kept: Microbatch = on_tensors(lambda tensor: tensor.detach().clone(), microbatch)
-    return kept
 
 
 def _counted(number: int, what: str) -> str:

@@ -33,10 +33,12 @@ from core.interface.whole import KEEPERS, NOTES, STARTS
 from core.optimizer.loss_scaler import DynamicLossScaler, LossScaler
 from core.optimizer.optimizer import MegatronOptimizer
 from core.pipeline_parallel import PipelineRunner
-from core.verify.loop import StepCheck, kept, loss_of_call
+from core.pipeline_parallel.forward_backward import DrawingStep
+from core.verify.gathered import kept
+from core.verify.loop import StepCheck, loss_of_call
 from core.verify.losses import is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages
 from core.verify.microbatches import Microbatch
-from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob
+from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob, taped
 from core.verify.report import GradientReport
 from core.verify.structure import buffers_without_values, builder_of, structure_of, with_memory
 from core.verify.torch_model import TorchLoopJob, unwrapped
@@ -140,6 +142,7 @@ class ProgramWatch:
         self.open: list[ProgramCheck] = []  # whose model is being called
         self.depth = 0
         self.calls = 0
+        self.drawing: DrawingStep | None = None  # of get_forward_backward_func
         self.optimizers: list[MegatronOptimizer] = []
         self.scale = 1.0  # of the loss, as a scaler has multiplied it last
         self.starts_ranks = False  # True if the program has started ranks of its own, which compare
@@ -225,8 +228,8 @@ class ProgramWatch:
         return all(check.listens for check in self.checks.values())
 
     def note(self, loss_fn: Callable[..., Any], arguments: tuple[Any, ...], per_token: bool) -> None:
-        """A microbatch, and its loss."""
-        if self.listens():
+        """A microbatch, and its loss. A forward step notes it for each chunk that it runs."""
+        if self.listens() and (self.drawing is None or self.drawing.position == 0):
             self.noted.append(Noted(loss_fn, kept((arguments, {})), per_token))
 
     def note_ranks(self) -> None:
@@ -289,6 +292,9 @@ class ProgramWatch:
             self.inside |= {id(part) for chunk in runner.chunks for part in chunk.modules()}
         self.calls += 1
         self.open = [known]
+        if isinstance(runner.forward_step, DrawingStep):
+            self.drawing = runner.forward_step
+            known.job.tapes = taped(self.drawing)
         for microbatch in microbatches:
             known.note_forward((microbatch,), {})
 
@@ -322,10 +328,12 @@ class ProgramWatch:
                 "the stages of this pipeline are not in core.distributed.DistributedDataParallel, from which "
                 "python -m core.verify reads gradients: use wrap_stages"
             )
-        if not agree.any(any(part is not None for part in microbatches), None, "the microbatches of a pipeline"):
+        draws = isinstance(runner.forward_step, DrawingStep)
+        given = draws or any(part is not None for part in microbatches)
+        if not agree.any(given, None, "the microbatches of a pipeline"):
             raise ValueError(
-                "the forward step of get_forward_backward_func draws its data itself, so the command does not see it; "
-                "run the stages with core.pipeline_parallel.PipelineRunner, or use check_gradients"
+                "the microbatches are None on every rank: this forward step draws its data itself, so the command does "
+                "not see it; pass the data to PipelineRunner.step, or use get_forward_backward_func"
             )
         loss_fn = loss_of_stages(runner) if self.asked.loss is None else function_named(self.asked.loss)
         return ProgramCheck(self, PipelineLoopJob(runner, loss_of_call(loss_fn)), runner.chunks[0].module)
@@ -393,8 +401,13 @@ class ProgramCheck(StepCheck):
         return report if self.of_gpt is None else replace(report, reference=self.of_gpt[1])
 
     def prepare(self) -> None:
-        """See StepCheck. Raises ValueError on all ranks if the whole model is not known."""
+        """See StepCheck. Raises ValueError on all ranks if the whole model or the loss is not known."""
         noted = self.watch.noted
+        if self.watch.drawing is not None and not agree.any(bool(noted), None, "calls of core.verify.note"):
+            raise ValueError(
+                "the forward step of get_forward_backward_func draws its data itself; call "
+                "core.verify.note(mean_loss, inputs, labels) in it, right after it has drawn a microbatch"
+            )
         if noted:
             self.noted = [each.microbatch for each in noted]
             self.job.loss_fn = loss_of_call(noted[0].loss_fn)

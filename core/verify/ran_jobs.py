@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,15 +12,49 @@ from torch import Tensor, nn
 from core.distributed import DistributedDataParallel
 from core.distributed.guard.first_steps import paused
 from core.pipeline_parallel import PipelineRunner
-from core.verify.gathered import first_tensor
+from core.pipeline_parallel.forward_backward import DrawingStep
+from core.verify.gathered import first_tensor, kept
 from core.verify.job import Job, PipelineJob, PlainJob
 from core.verify.microbatches import Microbatch
+from core.verify.recording import Recorder
+
+
+class Tape:
+    """What an iterator gives, kept to be drawn again by a step that repeats."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self.source = source
+        self.items: list[Any] = []
+        self.next = 0
+
+    def __iter__(self) -> Tape:
+        return self
+
+    def __next__(self) -> Any:
+        if self.next == len(self.items):
+            self.items.append(kept(next(self.source)))
+        self.next += 1
+        return kept(self.items[self.next - 1])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+
+def taped(step: DrawingStep) -> list[Tape]:
+    """Tapes in place of the step's iterators; chunks that draw from one iterator draw from one tape."""
+    tapes = {id(source): Tape(source) for source in step.iterators if hasattr(source, "__next__")}
+    step.iterators = [tapes.get(id(source), source) for source in step.iterators]
+    return list(tapes.values())
 
 
 class RanJob(Job):
-    """A step that a loop has run already; the batch is a list of microbatches for each data rank."""
+    """A step that a loop has run already; the batch is a list of microbatches for each data rank.
+
+    tapes: of data that the forward step of a pipeline draws itself.
+    """
 
     sees_loss = False
+    tapes: Sequence[Tape] = ()
     mine: list[Microbatch]  # what loss_fn is given
     forwards: list[Microbatch]  # what the model was given
     loss_fn: Any
@@ -72,6 +106,12 @@ class PipelineLoopJob(RanJob, PipelineJob):
         PipelineJob.__init__(self, runner, 1)
         self.loss_fn = loss_fn
         self.keep_biases()
+
+    def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
+        """See Job."""
+        for tape in self.tapes:
+            tape.next = 0
+        super().backward(batch, recorder)
 
     def parts(self, batch: Any) -> list[Any]:
         """See Job; as the runner was given them."""

@@ -23,6 +23,7 @@ from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.pipeline_parallel import get_forward_backward_func
 from core.verify import WrongGradientError, note, verify_with
 from core.verify.program import Asked, ProgramWatch, asked_by, function_named, run_program
 from core.verify.report import GradientReport
@@ -81,13 +82,18 @@ def train(
     forward: Callable[..., Tensor] | None = None,
     seed: int | None = None,
     clip: float | None = None,
+    evaluates: bool = False,
 ) -> None:
-    """A user's loop around any wrapper, with a mistake."""
+    """A user's loop around any wrapper, with a mistake. evaluates: before the first step."""
     ours = isinstance(model, DistributedDataParallel)
     rank = dist.get_rank() if dist.is_initialized() else 0
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if ours:
         optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
+    if evaluates:
+        with torch.no_grad():
+            model.eval()(*data_of(99)[0])
+        model.train()
     forward = forward or model
     for step in range(2):
         if fault != "not zeroed":
@@ -134,11 +140,12 @@ KINDS = ("no_shard", "optim_grads_params", "DDP of torch", "fully_shard", "fully
 @ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_right_program_is_right_under_any_wrapper(rank: int, world: int, kind: str) -> None:
+    """An evaluation before it leaves the outermost module of fully_shard with plain parameters."""
     parallel_state.initialize_model_parallel()
     try:
         torch_clips = 0.01 if kind in KINDS[2:] else None
         asked = {"whole": WHOLE} if kind.startswith("fully_shard") else {}
-        report = report_of(lambda: train(wrapped_by(kind), clip=torch_clips), **asked)
+        report = report_of(lambda: train(wrapped_by(kind), clip=torch_clips, evaluates=True), **asked)
         assert report.ok and report.parameters == 6 and report.title.startswith("second step"), report
         assert report.largest_error < (0.05 if kind.endswith("bf16") else 1e-5)
     finally:
@@ -410,7 +417,7 @@ def test_pipelines_and_context_parallelism_are_checked(rank: int, world: int, la
 
 @ranks(2)
 def test_a_forward_step_that_draws_its_own_data_is_refused(rank: int, world: int) -> None:
-    """As that of get_forward_backward_func does: the runner is given no microbatches."""
+    """The runner is given no microbatches, and its forward step is no one's that the command knows."""
     with gpt.groups_of(PIPELINES[0]) as process_groups:
         job: Any = gpt.job_of(PIPELINES[0], "fp64", process_groups, gpt.wrapper_config(PIPELINES[0]))
         with (
@@ -418,6 +425,65 @@ def test_a_forward_step_that_draws_its_own_data_is_refused(rank: int, world: int
             pytest.raises(ValueError, match="draws its data itself.*PipelineRunner"),
         ):
             job.runner.step([None] * 3)
+
+
+@ranks(2)
+@pytest.mark.in_suite(2)
+@pytest.mark.parametrize("layout", [PIPELINES[0], PIPELINES[2], Layout(tp=2, microbatches=2)], ids=str)
+@pytest.mark.parametrize("fault", ["", "norm", "loss", "no note"])
+def test_a_loop_of_megatrons_schedule_is_checked(rank: int, world: int, layout: Layout, fault: str) -> None:
+    """Its forward step draws other data for each microbatch. Faults: a gradient, a microbatch's loss, none noted."""
+
+    def mean_of(whole: nn.Module, tokens: Tensor) -> Any:
+        losses = whole(tokens, labels=tokens)
+        return (losses.sum(), losses.numel()) if layout.per_token else losses.mean()
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        (tokens,) = next(iterator)
+        if fault != "no note":
+            note(mean_of, tokens, per_token=layout.per_token)
+        wrong = 2.0 if fault == "loss" and bool((tokens == marked[1]).all()) else 1.0
+
+        def loss_func(losses: Tensor) -> tuple[Any, ...]:
+            total = wrong * losses.sum()
+            return (total, losses.numel(), {}) if layout.per_token else (total / losses.numel(), {})
+
+        return chunk(tokens, labels=tokens), loss_func
+
+    draw = torch.Generator().manual_seed(3)
+    marked = [torch.randint(gpt.VOCABULARY, (2, gpt.SEQUENCE), generator=draw) for _ in range(2 * layout.microbatches)]
+
+    def program() -> None:
+        with gpt.groups_of(layout) as process_groups:
+            job: Any = gpt.job_of(layout, "fp64", process_groups, gpt.wrapper_config(layout))
+            chunks = job.model.chunks
+            norm = next(p for c in chunks for n, p in c.module.named_parameters() if "input_layernorm" in n)
+            if fault == "norm" and rank == 0:
+                norm.register_hook(lambda grad: 2 * grad)
+            iterators = [iter([(tokens,) for tokens in marked]) for _ in chunks]
+            chunks[0].config.finalize_model_grads_func = finalize_model_grads
+            for _ in range(2):
+                for chunk in chunks:
+                    chunk.zero_grad_buffer()
+                get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=iterators,
+                    model=chunks,
+                    num_microbatches=layout.microbatches,
+                    seq_length=gpt.SEQUENCE,
+                    micro_batch_size=2,
+                )
+
+    if fault == "no note":
+        with ProgramWatch(Asked("a program")).active(), pytest.raises(ValueError, match="core.verify.note"):
+            program()
+        return
+    report = report_of(program)
+    assert report.ok != bool(fault), report
+    if fault == "norm":
+        assert report.where is not None and "input_layernorm" in str(report), report
+    if fault == "loss":
+        assert "microbatch" in report.cause, report
 
 
 def test_ranks_that_train_alone_are_told_so(
