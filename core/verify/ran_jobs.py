@@ -20,7 +20,7 @@ from core.verify.recording import Recorder
 
 
 class Tape:
-    """What an iterator gives, kept to be drawn again by a step that repeats."""
+    """Keeps what an iterator gives, so that a step that repeats draws it again."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
