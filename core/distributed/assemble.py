@@ -30,7 +30,6 @@ from core.distributed.materialize import DeferredParameter
 from core.distributed.reduce.buffer_sync import BufferSync
 from core.distributed.reduce.grad_reducer import GradReducer
 from core.distributed.reduce.model_order import ModelOrder
-from core.distributed.reduce.param_gatherer import ParamGatherer
 from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.sharded.eviction import Budget, Window
@@ -60,7 +59,6 @@ class Engine:
     buckets: list[Bucket]  # of all buffers, in launch order
     reducer: GradReducer
     grad_sync: GradSync
-    param_sync: ParamGatherer
     params: PlainParams | Unsharder  # the second where parameters are sharded
     tier: MemoryTier | None  # of what is offloaded
     nan_watch: NonFiniteWatch | None
@@ -120,9 +118,10 @@ def assemble(
             bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
     for number, index in places.states:
         buffers[number].buckets[index].state_tier = tier
-    params = PlainParams()
+    gathers = Collectives(channels=plain.channels, clock=plain.clock)
+    params = PlainParams(buckets, gathers)
     if units:
-        params = unsharder = Unsharder(list(itertools.chain(*units)), Collectives(clock=plain.clock), groups)
+        params = unsharder = Unsharder(list(itertools.chain(*units)), buckets, gathers, groups)
         if placement is not None:
             _set_residents(unsharder, buffers, placement, groups)
     # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
@@ -154,7 +153,6 @@ def assemble(
         buckets,
         reducer,
         GradSync(buckets, plan.rules, groups, plain, list(plan.params)),
-        ParamGatherer(buckets, Collectives(channels=plain.channels, clock=plain.clock)),
         params,
         tier,
         nan_watch,

@@ -111,14 +111,13 @@ class DistributedDataParallel(nn.Module):
         self.grad_buffers = [buffer for buffer in engine.buffers if buffer.layout.key.data_group == "dp_cp"]
         self.expert_parallel_buffers = [b for b in engine.buffers if b.layout.key.data_group == "expt_dp"]
         self.nan_watch, self.large_watch = engine.nan_watch, engine.large_watch
-        self.reducer, self.grad_sync, self.param_sync = engine.reducer, engine.grad_sync, engine.param_sync
+        self.reducer, self.grad_sync, self.param_sync = engine.reducer, engine.grad_sync, engine.params
         self.stages_checked = False
         self.step_guard = StepGuard(self, self.reducer, engine.ids)
         if init is not None:
-            collectives, asked = engine.param_sync.collectives, self.ddp_config.initial_weights
-            make_and_cut(self.module, init, engine.params, engine.plan, self.groups, collectives, asked)
+            make_and_cut(self.module, init, engine.params, engine.plan, self.groups, self.ddp_config.initial_weights)
         elif self.ddp_config.initial_weights == "broadcast":
-            broadcast_weights(engine.plan, self.groups, engine.param_sync.collectives)
+            broadcast_weights(engine.plan, self.groups, engine.params.collectives)
         elif self.ddp_config.initial_weights == "check":
             finding = unequal_within_stage(engine.plan, self.groups)
             refuse_unequal(finding, self.groups, step=0)
@@ -225,8 +224,7 @@ class DistributedDataParallel(nn.Module):
         They are complete when it returns, with or without `force_sync` (Megatron's argument), so that every read after
         it is right.
         """
-        self.engine.params.finish_update()
-        self.param_sync.gather()
+        self.param_sync.finish_update()
 
     def start_bucket_param_sync(self, bucket: Bucket) -> None:
         """Gather one bucket's parameters, for an optimizer that is about to update the next one; returns at once.

@@ -87,7 +87,7 @@ def _finish_gathers(module: nn.Module, *_: Any) -> None:
     """Complete the gathers that an interrupted step has left in flight, before the module is saved or loaded."""
     engine = engine_of(module)
     if engine is not None:
-        engine.param_sync.finish()
+        engine.params.finish()
 
 
 def _enter(module: nn.Module, _inputs: Any) -> None:

@@ -23,7 +23,6 @@ from core.distributed.guard.replicas import (
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.sharded.plain_params import PlainParams
 from core.distributed.wire import huge_pages
-from core.distributed.wire.collectives import Collectives
 from core.groups import agree
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
@@ -104,7 +103,6 @@ def make_and_cut(
     params: PlainParams,
     plan: ModelPlan,
     groups: ProcessGroups,
-    collectives: Collectives,
     initial_weights: str,
 ) -> None:
     """Make each part, compare or broadcast it, and keep this rank's shard alone. Collective over the model's stage.
@@ -129,7 +127,7 @@ def make_and_cut(
         # A tied weight stays until the last module that has it, because each one's init writes it.
         ready = {names[id(p)]: p for p in part.parameters(recurse=False) if last_use[id(p)] == number}
         if initial_weights == "broadcast":
-            broadcast_weights(plan, groups, collectives, only=ready)
+            broadcast_weights(plan, groups, params.collectives, only=ready)
         for name, param in ready.items():
             sums[name] = checksum(param).cpu()
             kept += param.nbytes

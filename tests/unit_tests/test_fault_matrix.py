@@ -72,7 +72,7 @@ FUNCTIONS = {
     "bucket": ("core.distributed.wire.collectives", "Collectives._launch", True),
     "guards": ("core.distributed.reduce.grad_reducer", "agree_on_step", True),
     "norm": ("core.optimizer.optimizer", "GradMeter.measure", True),
-    "gather": ("core.distributed.reduce.param_gatherer", "ParamGatherer.start_bucket", True),
+    "gather": ("core.distributed.sharded.plain_params", "PlainParams.start_bucket", True),
     "load": ("core.checkpoint.load", "_check_format", False),
     "save": ("core.training.checkpoints", "save_checkpoint", False),
 }

@@ -1,1 +1,1 @@
-"""From autograd's gradients to reduced buckets, and from updated shards to whole parameters."""
+"""From autograd's gradients to reduced buckets."""

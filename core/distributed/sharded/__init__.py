@@ -1,1 +1,1 @@
-"""Sharded parameters: a rank keeps its shard of each bucket, which is gathered around its use and given up again."""
+"""From shards to whole parameters: after an optimizer's step, or where parameters are sharded around their use."""

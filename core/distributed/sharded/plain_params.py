@@ -1,4 +1,8 @@
-"""PlainParams: parameters that every rank holds whole, so that nothing is gathered. It stands in for an Unsharder."""
+"""PlainParams: parameters that are whole between steps. A sharded optimizer gathers what other ranks have updated.
+
+A gather never outlives the step. Parameters are plain tensors that anybody may read or write at any time, and no hook
+sees all of that: see "Why parameters are not gathered under the forward" in docs/source/architecture.md.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,64 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.placement import MemStats
 from core.distributed.sharded.param_unit import ParamUnit
+from core.distributed.wire.collective_events import CollectiveEvent
+from core.distributed.wire.collectives import Collectives, Flight
 from core.distributed.wire.shared_memory import HostChannel
 
 
 class PlainParams:
-    """The face of `Unsharder` for a model whose parameters are not sharded. Nothing here is collective."""
+    """Parameters of one wrapped model chunk, and the face of `Unsharder`, which has those that are sharded."""
 
     units: Sequence[ParamUnit] = ()
     channels: Sequence[HostChannel] = ()
     is_held = True  # True while all values are there until the caller gives them up
     take_gathers: Callable[[], dict[str, list[str]]] = dict  # the gathers since the last call
+
+    def __init__(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:
+        self.buckets = list(reversed(buckets))  # the forward's order
+        self.collectives = collectives
+        self.pending: dict[int, tuple[Bucket, Flight]] = {}  # by id(bucket): the gathers in flight
+        self.finished: dict[int, CollectiveEvent] = {}  # by id(bucket): the gather that was last waited for
+
+    # -- after an optimizer's step ----------------------------------------------------------------------------------
+
+    def finish_update(self) -> None:
+        """Gather every bucket's parameters over its shard group, and wait. Collective."""
+        for bucket in self.buckets:
+            self.start_bucket(bucket)
+        self.finish()
+
+    def start_bucket(self, bucket: Bucket) -> None:
+        """Gather one bucket's parameters and return at once. Collective, in one order of buckets on all ranks."""
+        self._wait_for(id(bucket))
+        if bucket.param_data is not None:
+            name = f"parameters of {bucket.name}"
+            self.pending[id(bucket)] = bucket, self.collectives.all_gather(bucket.param_data, bucket.groups.shard, name)
+
+    def finish(self) -> None:
+        """Complete every gather in flight."""
+        for bucket_id in list(self.pending):
+            self._wait_for(bucket_id)
+
+    def _wait_for(self, bucket_id: int) -> None:
+        entry = self.pending.get(bucket_id)
+        if entry is not None:
+            bucket, flight = entry
+            flight.wait()
+            self.pending.pop(bucket_id, None)  # not before: a save of the weights resumes an interrupted wait
+            self.finished[bucket_id] = flight.event
+            increment_version(bucket.params)
+
+    def events(self) -> list[CollectiveEvent]:
+        """Of each bucket the gather that was last waited for, in the order of their launch."""
+        return [self.finished[id(bucket)] for bucket in self.buckets if id(bucket) in self.finished]
+
+    # -- what sharded parameters need -------------------------------------------------------------------------------
 
     @property
     def memstats(self) -> MemStats | None:
@@ -55,9 +104,6 @@ class PlainParams:
 
     def begin_update(self) -> None:
         """Parameters are about to be written."""
-
-    def finish_update(self) -> None:
-        """A step has written them."""
 
     def invalidate(self) -> None:
         """They have other values now."""

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_attribute import attributes_alone, call_after_backward
 from core.distributed.contract.placement import MemStats
 from core.distributed.guard.replicas import checksum, first_unequal
@@ -57,9 +58,11 @@ from core.groups.process_groups import ProcessGroups
 class Unsharder(PlainParams):
     """The sharded parameters of one wrapped model chunk. units: in the order of their buckets, frozen ones last."""
 
-    def __init__(self, units: Sequence[ParamUnit], collectives: Collectives, groups: ProcessGroups) -> None:
+    def __init__(
+        self, units: Sequence[ParamUnit], buckets: Sequence[Bucket], collectives: Collectives, groups: ProcessGroups
+    ) -> None:
+        super().__init__(buckets, collectives)
         self.units = list(units)
-        self.collectives = collectives
         self.control = {unit.data_group: groups.control(unit.data_group) for unit in self.units}
         self.compared = {unit.data_group: self.control[unit.data_group] for unit in self.units if unit.is_collective}
         self.unit_of = {id(param): unit for unit in self.units for param in unit.params}
