@@ -28,9 +28,8 @@ from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.layout.places import Places, places_of
 from core.distributed.materialize import DeferredParameter
 from core.distributed.reduce.buffer_sync import BufferSync
-from core.distributed.reduce.grad_reducer import GradReducer
+from core.distributed.reduce.grad_reducer import GradReducer, Launches
 from core.distributed.reduce.model_order import ModelOrder
-from core.distributed.reduce.step_state import Launches
 from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.sharded.eviction import Budget, Window
 from core.distributed.sharded.param_unit import Communicators, KeepGathered, ParamUnit, units_of

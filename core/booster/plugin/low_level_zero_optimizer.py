@@ -13,7 +13,7 @@ from torch import nn
 from core.booster.checkpoint_io.sharded_states import load_whole_state_dict, whole_state_dict
 from core.booster.plugin.limit_agreement import check_limit
 from core.distributed import DistributedDataParallel, finalize_model_grads
-from core.distributed.reduce.step_state import OPEN, StepState
+from core.distributed.reduce.grad_reducer import OPEN, StepState
 from core.groups.agree import SyncError
 from core.interface import OptimizerWrapper
 from core.interface.optimizer import NOT_SCALED, check_clip_value, check_max_norm

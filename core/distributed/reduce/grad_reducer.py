@@ -1,7 +1,5 @@
 """GradReducer: from autograd's arrivals to reduced buckets. Keeps the one launch order that all ranks of a stage share.
 
-    ACCUMULATING -> LAUNCHING -> LAUNCHED -> REDUCED -> FINAL -> AWAITED -> ACCUMULATING    (StepState)
-
 Buckets are launched in that order and in no other, in any order of arrival; what backward never made complete is
 launched by `start` or `finish`. So a rank that did not use a parameter contributes zeros, and no rank waits for it.
 
@@ -17,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -27,12 +26,33 @@ from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.reduce.fused_kernels import check_declared
 from core.distributed.reduce.model_order import ModelOrder
-from core.distributed.reduce.step_state import OPEN, Launches, StepState
 from core.distributed.wire.collective_events import CollectiveEvent
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.overlap import measure_overlap
 from core.groups.agree import SyncError
 from core.watch.waiting import calling
+
+
+class StepState(Enum):
+    """ACCUMULATING -> LAUNCHING -> LAUNCHED -> REDUCED -> FINAL -> AWAITED -> ACCUMULATING."""
+
+    ACCUMULATING = "accumulating"  # no gradient has come outside no_sync, so no rank has launched a bucket
+    LAUNCHING = "launching"  # backward launches buckets
+    LAUNCHED = "launched"  # every bucket is in flight; gradients that come now are late
+    REDUCED = "reduced"  # whole over the data groups; sync rules may still be due
+    FINAL = "final"  # ready for the optimizer
+    AWAITED = "awaited"  # a training forward has run since FINAL: some rank may have begun the next step
+
+
+OPEN = (StepState.ACCUMULATING, StepState.LAUNCHING, StepState.LAUNCHED)
+
+
+class Launches(Enum):
+    """When buckets leave."""
+
+    AT_THE_END = "at the end"  # `start` and `finish` launch all of them
+    IN_BACKWARD = "in backward"  # each as soon as its gradients are there
+    ONE_BY_ONE = "one by one"  # the same, and backward waits for each, so that nothing overlaps
 
 
 @dataclass(slots=True)
@@ -232,6 +252,11 @@ class GradReducer:
     def open(self) -> bool:
         """True if gradients of this step may still come."""
         return self.state in OPEN
+
+    @property
+    def has_launched(self) -> bool:
+        """True if some rank may have launched a bucket of this step."""
+        return self.state in (StepState.LAUNCHING, StepState.LAUNCHED)
 
     def begin(self, *, keep: bool = True) -> None:
         """A new step: every bucket accumulates again. The memory is unchanged.

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.distributed as dist
 
-from core.distributed.reduce.step_state import StepState
 from core.distributed.wire.backend import timeout_of
 from core.groups.agree import SyncError
 from core.watch.waiting import waiting
@@ -85,8 +84,7 @@ class ModelOrder:
         if self.wraps == 0:
             return
         models = self._alive()
-        launching = (StepState.LAUNCHING, StepState.LAUNCHED)
-        begun = [int(n in models and models[n].state in launching) for n in range(self.wraps)]
+        begun = [int(n in models and models[n].has_launched) for n in range(self.wraps)]
         if control is not None:
             if self._questions is None:
                 store = dist.PrefixStore(f"core.model_order/{control.group_name}", dist.group.WORLD.get_group_store())
