@@ -16,19 +16,18 @@ from core.collector_pause import collector_paused
 from core.distributed.assemble import assemble
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_attribute import attributes_alone
-from core.distributed.buffer.where import where
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.contract.placement import MemStats
+from core.distributed.describe import describe_model, where
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.finite import Finding
 from core.distributed.guard.misuse import StepGuard
 from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
 from core.distributed.hooks import hook, owned_params
 from core.distributed.materialize import MARK, Init, make_all, make_and_cut
-from core.distributed.measure.describe import describe_model
-from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.reduce.grad_reducer import StepReport
 from core.distributed.wire.collective_events import resolve
+from core.distributed.wire.overlap import OverlapReport
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from torch.profiler import record_function
 
-from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.wire.collective_events import CollectiveEvent, resolve
+from core.distributed.wire.overlap import OverlapReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,10 +76,10 @@ EXTRA_PACKAGES = {
     "mlflow",
 }
 # The rooms of the engine, lowest first. A room imports from rooms before it, also for types.
-ROOMS = ("contract", "wire", "layout", "buffer", "guard", "sharded", "reduce", "measure", "faces")
+ROOMS = ("contract", "wire", "layout", "buffer", "guard", "sharded", "reduce", "faces")
 # Files beside the rooms that are no faces. The options are values that the user gives, as tags are.
 ROOM_OF_FILE = {"distributed_data_parallel_config": "contract"}
-MOST_ARROWS, MOST_FLOORS, MOST_BOOLEANS = 29, 7, 4
+MOST_ARROWS, MOST_FLOORS, MOST_BOOLEANS = 24, 6, 4
 # May only become shorter, but for what the promises need and torch tells nowhere else. The last was
 # _top_saved_tensors_default_hooks, without which a budget of memory does not see what a checkpoint keeps, and
 # _DisableTorchDispatch, without which a selective checkpoint meets gathers.

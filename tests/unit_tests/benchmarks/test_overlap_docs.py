@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.wire.collective_events import CollectiveEvent
+from core.distributed.wire.overlap import OverlapReport
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import ROOT, run_page
 

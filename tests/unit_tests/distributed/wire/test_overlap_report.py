@@ -11,10 +11,9 @@ from torch import nn
 from benchmarks.simulated_wire import Wire, put_on_wire
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.measure.overlap_report import OverlapReport
 from core.distributed.wire.collective_events import CollectiveEvent, HostClock, StreamClock, resolve
 from core.distributed.wire.collectives import Handle
-from core.distributed.wire.overlap import covered, measure_overlap
+from core.distributed.wire.overlap import OverlapReport, covered, measure_overlap
 from core.training.plots import draw_bucket_timeline
 from core.training.step_trace import Span, StepTrace, trace_of
 from tests.unit_tests.ranks import ranks
