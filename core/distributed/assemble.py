@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.buffer.bucket import Bucket, BucketGroups
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_buffer import GradBuffer, dtype_named
 from core.distributed.buffer.memory_tier import HostTier, MemoryTier
@@ -23,8 +23,7 @@ from core.distributed.guard.agreement import ControlGroup
 from core.distributed.guard.finite import LargeGradientWatch, NonFiniteWatch
 from core.distributed.guard.first_steps import FirstSteps
 from core.distributed.guard.misuse import ModelWatch
-from core.distributed.layout.model_plan import ModelPlan, option_table, plan_model, shard_and_replica
-from core.distributed.layout.param_layout import BufferLayout
+from core.distributed.layout.model_plan import ModelPlan, groups_of, option_table, plan_model
 from core.distributed.layout.places import Places, places_of
 from core.distributed.materialize import DeferredParameter
 from core.distributed.reduce.buffer_sync import BufferSync
@@ -105,7 +104,15 @@ def assemble(
     if tier is not None:
         _place_grads(offloaded, plan, places, groups, tier)
     buffers = [
-        _allocate(layout, plan, config, ddp_config, groups, param_shards, offloaded[number])
+        GradBuffer(
+            layout,
+            plan,
+            ddp_config,
+            groups_of(layout.key.data_group, ddp_config, groups),
+            divisor_of(groups, config),
+            param_shards or (),
+            offloaded[number],
+        )
         for number, (layout, param_shards) in enumerate(
             itertools.zip_longest(plan.layout.buffers, shards[: len(plan.layout.buffers)])
         )
@@ -214,41 +221,6 @@ def _plan_together(
     return plan
 
 
-def _allocate(
-    layout: BufferLayout,
-    plan: ModelPlan,
-    config: Any,
-    ddp_config: DistributedDataParallelConfig,
-    groups: ProcessGroups,
-    param_shards: Sequence[torch.Tensor] | None,
-    offloaded: Mapping[int, torch.Tensor],
-) -> GradBuffer:
-    data_group = layout.key.data_group
-    # A bucket is multiplied by `averaged / divisor` before its reduction, and comes out divided by the divisor.
-    averaged = groups.size(data_group) if ddp_config.average_in_collective else 1
-    return GradBuffer(
-        layout,
-        plan.params,
-        plan.contracts,
-        _groups_of(data_group, ddp_config, groups),
-        ddp_config.residency,
-        param_shards or (),
-        offloaded,
-        scale=averaged / divisor_of(groups, config),
-        average=ddp_config.average_in_collective,
-        scale_later=ddp_config.scale_in_optimizer,
-        share_memory=ddp_config.share_host_memory,
-        device=plan.device,
-    )
-
-
-def _groups_of(data_group: str, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups) -> BucketGroups:
-    shard, replica = shard_and_replica(data_group, ddp_config)
-    return BucketGroups(
-        groups.require(data_group), groups.require(shard), None if replica is None else groups.require(replica)
-    )
-
-
 def _param_units(
     plan: ModelPlan,
     ddp_config: DistributedDataParallelConfig,
@@ -265,7 +237,7 @@ def _param_units(
         made = units_of(
             layout,
             plan.named,
-            _groups_of(layout.key.data_group, ddp_config, groups),
+            groups_of(layout.key.data_group, ddp_config, groups),
             share_memory=ddp_config.share_host_memory,
             device=plan.device,
             first=sum(map(len, units)),

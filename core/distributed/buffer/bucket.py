@@ -17,13 +17,12 @@ from enum import Enum
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from core.distributed.buffer.bucket_memory import BucketGroups, BucketMemory
 from core.distributed.buffer.bucket_pool import BucketPool
 from core.distributed.buffer.grad_attribute import GradAttribute, dense
 from core.distributed.buffer.memory_tier import HostTier, MemoryTier, copy_to_host
-from core.distributed.contract.gradient_contract import GradientContract
+from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from core.distributed.layout.model_plan import BucketGroups, ModelPlan
 from core.distributed.layout.param_layout import BucketLayout
 from core.distributed.wire.collective_events import CollectiveEvent
 from core.distributed.wire.collectives import Collectives, Flight, Op
@@ -39,69 +38,147 @@ class BucketState(Enum):
     FINAL = "final"  # ready for the optimizer
 
 
-class Bucket(BucketMemory):
+class Bucket:
     """A slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer.
 
-    memory: of whole gradients [layout.numel], or with a pool of this rank's shard alone. param_data: [layout.numel] of
-    the parameters where the optimizer is sharded, else None. param_shard: [shard] where a rank keeps no more of them.
+    memory: of whole gradients [layout.numel], or with a pool of this rank's shard alone. With a pool `grad` and `views`
+    are empty but for the time between `borrow` and `give_back`. scale: what gradients are multiplied by. param_data:
+    [layout.numel] of the parameters where the optimizer is sharded, else None. param_shard: [shard] where a rank keeps
+    no more of them.
     """
 
     def __init__(
         self,
         layout: BucketLayout,
         memory: torch.Tensor,
-        params: list[nn.Parameter],
-        contracts: list[GradientContract],
+        plan: ModelPlan,
+        ddp_config: DistributedDataParallelConfig,
         groups: BucketGroups,
         *,
-        sharded: bool,
         pool: BucketPool | None,
         scale: float,
-        average: bool,
-        scale_later: bool,
         param_data: torch.Tensor | None,
         param_shard: torch.Tensor | None,
     ) -> None:
-        super().__init__(layout, memory, groups, sharded=sharded, pool=pool)
+        self.layout = layout
         self.name = layout.describe()
         self.nbytes = layout.numel * memory.element_size()
-        self.params = params
+        self.params = [plan.params[slot.name] for slot in layout.slots]
+        self.contracts = [plan.contracts[slot.name] for slot in layout.slots]
+        self.groups = groups
+        self.ranges = layout.ranges
+        self.dtype, self.device = memory.dtype, memory.device if pool is None else pool.memory.device
+        self.sharded = sharded = ddp_config.sharded
+        self.pool = pool
+        self.gathered = False  # True if the whole bucket is valid though it was reduced to shards
+        # [start, end) within the bucket that this rank's optimizer updates; everything where it is not sharded.
+        self.shard_range = layout.shard_of(dist.get_rank(groups.shard)) if sharded else (0, layout.numel)
+        # The same memory in every step; it may lie on the host, not on `device`.
+        self.owned_grad = self.shard_of(memory) if pool is None else memory
+        self.grad, self.views = memory[:0], list[torch.Tensor]()  # whole gradients, and each parameter's in its shape
+        self._views_at: dict[int, list[torch.Tensor]] = {}  # by address: a bucket gets the same two places again
+        if pool is None:
+            self._lie_in(memory)
         self.param_data = param_data
         self.param_shard = param_shard if param_data is None else self.shard_of(param_data)
         self.state_tier: MemoryTier | None = None  # where masters and moments lie, if they are offloaded
         self.params_stay = False  # True where another tensor uses their memory, so that an optimizer must not move them
-        self.contracts = contracts
-        self.op: Op = "mean" if average else "sum"
-        self.scale = 1.0 if scale_later else scale  # multiplied in before the reduction
-        self.scale_later = scale_later
-        self._due_scale = scale if scale_later else 1.0
+        self.op: Op = "mean" if ddp_config.average_in_collective else "sum"
+        self.scale_later = ddp_config.scale_in_optimizer
+        self.scale, self._due_scale = (1.0, scale) if self.scale_later else (scale, 1.0)  # before and after a reduction
         # The true gradient is `grad` times this. A 0-dim fp64 tensor once a number of tokens is part of it.
         self.pending_scale: float | torch.Tensor = 1.0
         # Set by an optimizer's step on these gradients. Returns (memory of gradients, factor): the step has not applied
         # the factor to that memory; code that adds to the memory must.
         self.owed: Callable[[torch.Tensor], list[tuple[torch.Tensor, float]]] | None = None
+        factor = scale if self.op == "mean" else scale * dist.get_world_size(groups.data)
+        unchanged = not (sharded or any(contract.rules for contract in self.contracts))
+        # True if adding to reduced gradients where they lie, and reducing again, gives the sum of both.
+        self.adds_exactly = unchanged and abs(factor - 1.0) < 1e-9
         self.held: dict[int, torch.Tensor] = {}  # accumulated gradients that cannot be added to where they lie
         self.lost: str | None = None  # a parameter to whose gradient of that kind others were added
         self.optimizer_steps = 0  # that ours has made of earlier gradients
-        self.attribute = GradAttribute(params, [contract.name for contract in contracts], self.dtype)
+        self.attribute = GradAttribute(self.params, [contract.name for contract in self.contracts], self.dtype)
         self.used = self.attribute.used  # 1 for each parameter with a gradient in this step
-        self.accumulates = bytes(len(params))  # 1 for each parameter whose earlier reduced gradient this step adds to
+        self.accumulates = bytes(len(self.params))  # 1 for each parameter whose earlier gradient this step adds to
         self.accumulated_shard: torch.Tensor | None = None  # those gradients where `.grad` does not show them: [shard]
-        self.used_without = bytearray(len(params))  # 1 for each parameter that is used though it gets no gradient
+        self.used_without = bytearray(len(self.params))  # 1 for each that is used though it gets no gradient
         self.state = BucketState.ACCUMULATING
         self.sums = 0  # reductions of this step that the shard holds
         self.reductions = 0  # that were completed, ever
-        self.arrivals = [0] * len(params)
-        self.expected = [1] * len(params)  # a wrong number costs overlap or a second reduction, never correctness
-        self.pending = len(params)
-        factor = scale if average else scale * dist.get_world_size(groups.data)
-        unchanged = not (sharded or any(contract.rules for contract in contracts))
-        # True if adding to reduced gradients where they lie, and reducing again, gives the sum of both.
-        self.adds_exactly = unchanged and abs(factor - 1.0) < 1e-9
+        self.arrivals = [0] * len(self.params)
+        self.expected = [1] * len(self.params)  # a wrong number costs overlap or a second reduction, never correctness
+        self.pending = len(self.params)
         self.handle: Flight | None = None
         self.moved: torch.Tensor | None = None  # the shard on the device, if it lies elsewhere and is in flight
         self.copied: torch.Event | None = None  # behind the last copy of the shard to the host
         self.events: list[CollectiveEvent] = []  # of this step's reductions
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def _lie_in(self, memory: torch.Tensor) -> None:
+        place = memory.data_ptr()
+        if place not in self._views_at:
+            self._views_at[place] = self.layout.views_of(memory)
+        self.grad, self.views = memory, self._views_at[place]
+
+    def borrow(self) -> None:
+        """Have memory for whole gradients; what lies between the parameters is zero. Waits for the pool."""
+        if self.pool is None or self.views:
+            return
+        self._lie_in(self.pool.acquire(self.layout.numel))
+        end = 0
+        for low, high in (*self.ranges, (self.layout.numel, 0)):  # what other buckets left there would be added up
+            if end < low:
+                self.grad[end:low].zero_()
+            end = high
+
+    def give_back(self) -> None:
+        """Return borrowed memory."""
+        if self.pool is not None:
+            if not self.pool.release(self.grad):
+                self._views_at.pop(self.grad.data_ptr(), None)
+            self.grad, self.views = self.owned_grad[:0], []
+
+    @property
+    def storage(self) -> list[torch.Tensor]:
+        """For each parameter the memory that must stay where it is as long as the model is wrapped."""
+        return self.views if self.pool is None else [self.owned_grad] * len(self.ranges)
+
+    @property
+    def whole(self) -> bool:
+        """True if the whole bucket is valid after the reduction, and not this rank's shard alone."""
+        return self.gathered or not self.sharded
+
+    @property
+    def valid_range(self) -> tuple[int, int]:
+        """[start, end) within the bucket that holds reduced gradients once the bucket is reduced."""
+        return (0, self.layout.numel) if self.whole else self.shard_range
+
+    @property
+    def valid_grad(self) -> torch.Tensor:
+        """The gradients in the valid range, flat."""
+        return self.grad if self.whole else self.owned_grad
+
+    def valid_part(self, index: int) -> torch.Tensor:
+        """The flat part of parameter `index`'s gradient that lies in the valid range; may be empty."""
+        return self.part_of(self.valid_grad, index, self.valid_range)
+
+    def part_of(self, flat: torch.Tensor, index: int, within: tuple[int, int]) -> torch.Tensor:
+        """Elements of parameter `index` in a tensor that holds the elements `within` = [start, end) of the bucket."""
+        low, high = within
+        start, end = max(self.ranges[index][0], low), min(self.ranges[index][1], high)
+        return flat[start - low : max(start, end) - low]
+
+    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of a tensor that is laid out like the bucket."""
+        low, high = self.shard_range
+        return whole[low:high]
+
+    def copy_to_shard(self) -> None:
+        """Copy changes of the whole gradient to the shard, if that is separate memory."""
+        if self.pool is not None and self.gathered:
+            self.owned_grad.copy_(self.shard_of(self.grad))
 
     @property
     def steps_apart(self) -> bool:
@@ -126,8 +203,7 @@ class Bucket(BucketMemory):
         self.used_without = bytearray(len(self.params) if self.accumulated_shard is None else self.accumulates)
         self.attribute.begin(self.accumulates)
         self.give_back()
-        if self.copied is not None:
-            self.await_copy()
+        self.await_copy()
         self.optimizer_steps += self.owed is not None
         self.gathered, self.owed = False, None
         self.pending_scale = 1.0
@@ -227,9 +303,7 @@ class Bucket(BucketMemory):
             self.attribute.collect(range(len(self.params)), self.views, None)
 
     def _reduce(self, grad: torch.Tensor, collectives: Collectives) -> Flight:
-        """Scale and reduce a tensor laid out like this bucket, in place, over the data group or to this rank's
-        shard.
-        """
+        """Scale and reduce a tensor laid out like this bucket, in place: over the data group, or to the shard."""
         if self.sharded:
             return collectives.reduce_scatter(grad, self.groups.shard, self.name, self.op, scale=self.scale)
         return collectives.all_reduce(grad, self.groups.data, self.name, self.op, scale=self.scale)
@@ -283,8 +357,7 @@ class Bucket(BucketMemory):
         """Wait for the reduction."""
         self._expect(BucketState.IN_FLIGHT, "waited for")
         self.wait()
-        if self.copied is not None:
-            self.await_copy()
+        self.await_copy()
         self.pending_scale = self._due_scale
         self.state = BucketState.REDUCED
         self.reductions += 1
@@ -345,9 +418,7 @@ class Bucket(BucketMemory):
     # -- once it is reduced -----------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Set every parameter's `.grad`: its view of the buffer, or a placeholder where a shard alone is valid, or
-        where the gradient is still to be scaled.
-        """
+        """Set every parameter's `.grad`: its view, or a placeholder where it is sharded or still to be scaled."""
         if self.state is BucketState.ACCUMULATING:
             self.attribute.accumulate_into(self.views)
         else:

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from core.distributed.buffer.bucket import Bucket, BucketGroups
-from core.distributed.buffer.bucket_memory import move_to, views_of
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.bucket_pool import BucketPool, pool_numel
-from core.distributed.contract.gradient_contract import GradientContract
-from core.distributed.distributed_data_parallel_config import Residency
+from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from core.distributed.layout.model_plan import BucketGroups, ModelPlan
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.wire import huge_pages
 from core.distributed.wire.shared_memory import HostChannel, allocate
@@ -28,83 +29,82 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+@torch.no_grad()
+def move_to(views: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> None:
+    """Move each parameter, with its values, to the memory of a view. The memory that it had before is freed."""
+    for param, view in zip(params, views, strict=True):
+        view.copy_(param)
+        param.data = view
+
+
 class GradBuffer:
     """Storage that follows a BufferLayout.
 
     grad_data: [numel], or where a rank keeps only its shards of gradients, [numel / shards], without offloaded ones.
     offloaded: memory of those, by index of the bucket. param_data: [numel] where the optimizer is sharded and
-    parameters are not, else None. param_shards: those of each bucket where they are.
+    parameters are not, else None. param_shards: those of each bucket where they are. divisor: of gradients' sums.
     """
 
     def __init__(
         self,
         layout: BufferLayout,
-        params: Mapping[str, nn.Parameter],
-        contracts: Mapping[str, GradientContract],
+        plan: ModelPlan,
+        ddp_config: DistributedDataParallelConfig,
         groups: BucketGroups,
-        residency: Residency,
+        divisor: int,
         param_shards: Sequence[torch.Tensor],
         offloaded: Mapping[int, torch.Tensor],
-        *,
-        scale: float,
-        average: bool,
-        scale_later: bool,
-        share_memory: bool,
-        device: torch.device,
     ) -> None:
         self.layout = layout
         self.groups = groups
+        residency = ddp_config.residency
         self.sharded = residency.sharded
-        self.shares_memory = share_memory
+        self.channels: list[HostChannel] = []
+        memory = partial(self._allocate, plan.device, groups.all if ddp_config.share_host_memory else ())
         grad_dtype = dtype_named(layout.key.grad_dtype)
         kept_by = residency.spread(layout.shards).grads
-        self.channels: list[HostChannel] = []
-        numels = [0 if plan.index in offloaded else plan.numel // kept_by for plan in layout.buckets]
+        numels = [0 if bucket.index in offloaded else bucket.numel // kept_by for bucket in layout.buckets]
         starts = list(itertools.accumulate(numels, initial=0))
-        self.grad_data = self._allocate(starts[-1], grad_dtype, device)
+        self.grad_data = memory(starts[-1], grad_dtype)
         self.offloaded = list(offloaded.values())
         self.param_data: torch.Tensor | None = None
         if residency.sharded and residency.keeps_params:
-            self.param_data = self._allocate(layout.numel, dtype_named(layout.key.param_dtype), device)
+            self.param_data = memory(layout.numel, dtype_named(layout.key.param_dtype))
         self.pool: BucketPool | None = None
         if not residency.keeps_whole:
-            numel = pool_numel([plan.numel for plan in layout.buckets])
-            self.pool = BucketPool(self._allocate(numel, grad_dtype, device, torch.empty))
+            self.pool = BucketPool(memory(pool_numel([b.numel for b in layout.buckets]), grad_dtype, torch.empty))
+        # A bucket is multiplied by `averaged / divisor` before its reduction, and comes out divided by the divisor.
+        averaged = dist.get_world_size(groups.data) if ddp_config.average_in_collective else 1
         self.buckets: list[Bucket] = []
-        for number, (plan, param_shard) in enumerate(itertools.zip_longest(layout.buckets, param_shards)):
-            members = [params[slot.name] for slot in plan.slots]
+        for number, (placed, param_shard) in enumerate(itertools.zip_longest(layout.buckets, param_shards)):
             # `.data` gives the slice a version counter of its own, apart from the buffer's other buckets.
-            param_data = None if self.param_data is None else self.param_data.data[plan.start : plan.end]
-            if param_data is not None:
-                move_to(views_of(param_data, plan.slots, plan.start), members)
-            memory = offloaded.get(plan.index, self.grad_data.data[starts[number] : starts[number + 1]])
             bucket = Bucket(
+                placed,
+                offloaded.get(placed.index, self.grad_data.data[starts[number] : starts[number + 1]]),
                 plan,
-                memory,
-                members,
-                [contracts[slot.name] for slot in plan.slots],
+                ddp_config,
                 groups,
-                sharded=residency.sharded,
                 pool=self.pool,
-                scale=scale,
-                average=average,
-                scale_later=scale_later,
-                param_data=param_data,
+                scale=averaged / divisor,
+                param_data=None if self.param_data is None else self.param_data.data[placed.start : placed.end],
                 param_shard=param_shard,
             )
             self.buckets.append(bucket)
-            for param, view in itertools.zip_longest(members, bucket.views):
+            if bucket.param_data is not None:
+                move_to(placed.views_of(bucket.param_data), bucket.params)
+            for param, view in itertools.zip_longest(bucket.params, bucket.views):
                 param.main_grad = view  # None where no memory of the whole gradient lasts
             bucket.attach()  # the same as `.grad`
 
     def _allocate(
         self,
+        device: torch.device,
+        groups: Sequence[dist.ProcessGroup],
         numel: int,
         dtype: torch.dtype,
-        device: torch.device,
         make: Callable[..., torch.Tensor] = huge_pages.zeros,
     ) -> torch.Tensor:
-        tensor, channels = allocate(numel, dtype, device, self.groups.all if self.shares_memory else (), make)
+        tensor, channels = allocate(numel, dtype, device, groups, make)
         self.channels += channels
         return tensor
 
@@ -121,8 +121,7 @@ class GradBuffer:
     def zero(self) -> None:
         """Zero all gradients, and attach them to `.grad` again."""
         for bucket in self.buckets:
-            if bucket.copied is not None:
-                bucket.await_copy()
+            bucket.await_copy()
         for memory in (self.grad_data, *self.offloaded):
             memory.zero_()
         for bucket in self.buckets:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core.distributed.contract.gradient_contract import (
@@ -120,6 +121,28 @@ def shard_and_replica(data_group: str, config: DistributedDataParallelConfig) ->
     if not config.sharded or config.num_distributed_optimizer_instances == 1:
         return data_group, None
     return f"intra_{data_group}", f"inter_{data_group}"
+
+
+@dataclass(frozen=True, slots=True)
+class BucketGroups:
+    """The process groups of a bucket: shard x replica = data."""
+
+    data: dist.ProcessGroup  # all ranks whose gradients are added
+    shard: dist.ProcessGroup  # the ranks that share one copy of the optimizer's state
+    replica: dist.ProcessGroup | None  # the same shard in the other optimizer instances
+
+    @property
+    def all(self) -> list[dist.ProcessGroup]:
+        """The groups that exist."""
+        return [self.data, self.shard, *([self.replica] if self.replica else [])]
+
+
+def groups_of(data_group: str, config: DistributedDataParallelConfig, groups: ProcessGroups) -> BucketGroups:
+    """The groups of the buckets of one data group."""
+    shard, replica = shard_and_replica(data_group, config)
+    return BucketGroups(
+        groups.require(data_group), groups.require(shard), None if replica is None else groups.require(replica)
+    )
 
 
 def plan_model(

@@ -1,4 +1,4 @@
-"""ParamLayout: where each parameter lies in which buffer and bucket. Pure arithmetic: no torch, processes or memory.
+"""ParamLayout: where each parameter lies in which buffer and bucket. Pure arithmetic: no processes or memory.
 
 The rules are those of Megatron Core. Parameters lie in reverse registration order, which is roughly the order in which
 backward produces their gradients, so that bucket 0 can leave first. Where buffers are sharded, each parameter starts at
@@ -18,7 +18,10 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 PARAM_START_ALIGNMENT = 64  # elements: 128 bytes in bf16
 BUCKET_END_ALIGNMENT = 128  # elements: every shard starts on a 16-byte boundary in any dtype
@@ -95,6 +98,15 @@ class BucketLayout:
         size = self.numel // self.shards
         place = rank % self.shards
         return place * size, (place + 1) * size
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """[start, end) within the bucket of each parameter."""
+        return [(slot.start - self.start, slot.end - self.start) for slot in self.slots]
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's elements of a tensor that is laid out like the bucket, in the parameter's shape."""
+        return [flat[start:end].view(slot.shape) for slot, (start, end) in zip(self.slots, self.ranges, strict=True)]
 
     def describe(self) -> str:
         """The bucket with the names of its first and last parameter, for messages."""

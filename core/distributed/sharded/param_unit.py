@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from core.distributed.buffer.bucket_memory import BucketGroups, views_of
 from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.buffer.memory_tier import HostTier, MemoryTier
 from core.distributed.guard.misuse import refuse_reshaped
+from core.distributed.layout.model_plan import BucketGroups
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.sharded.sharded_parameter import DATA, ParamClasses
 from core.distributed.wire import huge_pages
@@ -106,7 +106,7 @@ class ParamUnit:
         if self.mapped is None or self.is_copied:
             self.home = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
         else:
-            self.home = views_of(self.mapped, layout.slots, layout.start)  # the parameters' data while it is not shown
+            self.home = layout.views_of(self.mapped)  # the parameters' data while it is not shown
         self.param_classes = ParamClasses(nn.Parameter, nn.Parameter, nn.Parameter)
         self.keep_gathered = KeepGathered.WINDOW  # may be set at any time, to the same on all ranks
         self.whole = None if self.is_copied else self.mapped  # [layout.numel] while the unit is gathered
@@ -193,7 +193,7 @@ class ParamUnit:
             return
         with torch.inference_mode(False), torch.no_grad():
             at_home = self.whole is self.mapped
-            views = self.home if at_home else views_of(self.whole, self.layout.slots, self.layout.start)
+            views = self.home if at_home else self.layout.views_of(self.whole)
             intact = not self.nans.is_cpu or bool(self.nans.isnan().all())  # a GPU would have to be waited for
             for param, view, home, version in zip(self.params, views, self.home, self.versions, strict=True):
                 param.__class__ = kind or self.param_classes.gathered

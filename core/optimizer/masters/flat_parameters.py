@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.buffer.bucket_memory import move_to, views_of
+from core.distributed.buffer.grad_buffer import move_to
 from core.distributed.wire import huge_pages
 
 DEVICE_ALIGNMENT = 16  # bytes at which a GPU's matrix and vector kernels want a parameter to begin
@@ -33,14 +33,13 @@ class FlatParameters:
     @classmethod
     def of(cls, bucket: Bucket) -> FlatParameters | None:
         """Move the parameters of a bucket into one tensor, or find them there. None where they have to stay apart."""
-        start = bucket.layout.start
-        offsets = [slot.start - start for slot in bucket.layout.slots]
+        offsets = [start for start, _ in bucket.ranges]
         data = _already_there(bucket, offsets)
         if data is None:
             if bucket.params_stay or not all(map(_can_move, bucket.params, offsets)):
                 return None
             data = huge_pages.zeros(bucket.layout.numel, bucket.params[0].dtype, bucket.device)
-        homes = views_of(data, bucket.layout.slots, start)
+        homes = bucket.layout.views_of(data)
         flat = cls(data, bucket.params, homes)
         flat.take_back()
         return flat

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.distributed import ContractError, LayoutMismatch, finalize_model_grads
-from core.distributed.buffer.bucket_memory import move_to, views_of
+from core.distributed.buffer.grad_buffer import move_to
 from core.distributed.contract.gradient_contract import (
     DEFAULT_RULES,
     GradSyncRule,
@@ -146,15 +146,13 @@ def test_views_are_slices_reshaped(sharded: bool) -> None:
     whole = torch.arange(float(layout.numel))
     for bucket in layout.buckets:
         flat = whole.data[bucket.start : bucket.end]
-        for slot, view in zip(bucket.slots, views_of(flat, bucket.slots, bucket.start), strict=True):
+        for slot, view in zip(bucket.slots, bucket.views_of(flat), strict=True):
             expected = whole[slot.start : slot.end].view(slot.shape)
             assert view.shape == expected.shape and view.stride() == expected.stride()
             assert torch.equal(view, expected)
             assert view.data_ptr() == expected.data_ptr() or view.numel() == 0
         borrowed = flat.clone()  # memory of its own, which does not begin where the buffer does
-        for view, lent in zip(
-            views_of(flat, bucket.slots, bucket.start), views_of(borrowed, bucket.slots, bucket.start), strict=True
-        ):
+        for view, lent in zip(bucket.views_of(flat), bucket.views_of(borrowed), strict=True):
             assert torch.equal(view, lent)
 
 
@@ -363,7 +361,7 @@ def test_a_parameter_that_moved_is_one_that_autograd_knows() -> None:
     flat = torch.zeros(layout.numel)
     param = nn.Parameter(torch.arange(6.0).view(2, 3))
     before = (2 * param).square().sum()  # a graph that is older than the move, and stays whole
-    move_to(views_of(flat, bucket.slots, bucket.start), [param])
+    move_to(bucket.views_of(flat), [param])
     assert flat[:6].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and param.data_ptr() == flat.data_ptr()
     before.backward()
     assert param.grad is not None and param.grad.tolist() == [[0.0, 8.0, 16.0], [24.0, 32.0, 40.0]]
