@@ -31,11 +31,10 @@ from core.distributed.reduce.grad_reducer import GradReducer, Launches
 from core.distributed.reduce.model_order import ModelOrder
 from core.distributed.reduce.sync_rules import GradSync
 from core.distributed.sharded.eviction import Budget, Window
-from core.distributed.sharded.param_unit import Communicators, KeepGathered, ParamUnit, units_of
+from core.distributed.sharded.param_unit import units_of
 from core.distributed.sharded.plain_params import PlainParams
 from core.distributed.sharded.sharded_parameter import ShardedParameter
 from core.distributed.sharded.unsharder import Unsharder
-from core.distributed.wire import huge_pages
 from core.distributed.wire.collective_events import clock_for
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.formats import gradient_collectives
@@ -98,11 +97,9 @@ def assemble(
     placement = ddp_config.placement
     tier = None if placement is None else _tier(plan, placement, groups)
     places = Places() if placement is None else places_of(plan, ddp_config)
-    units = _param_units(plan, ddp_config, groups, tier, places) if ddp_config.shards_parameters else []
+    units = units_of(plan, ddp_config, groups, tier, places) if ddp_config.shards_parameters else []
     shards = [[unit.shard for unit in of_buffer] for of_buffer in units]
-    offloaded: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
-    if tier is not None:
-        _place_grads(offloaded, plan, places, groups, tier)
+    offloaded = _place_grads(plan, places, groups, tier)
     buffers = [
         GradBuffer(
             layout,
@@ -221,76 +218,35 @@ def _plan_together(
     return plan
 
 
-def _param_units(
-    plan: ModelPlan,
-    ddp_config: DistributedDataParallelConfig,
-    groups: ProcessGroups,
-    tier: MemoryTier | None,
-    places: Places,
-) -> list[list[ParamUnit]]:
-    """If parameters are sharded: the units of each buffer of trained parameters, then of frozen ones."""
-    units: list[list[ParamUnit]] = []
-    communicators: Communicators = {}
-    blocks = huge_pages.Blocks(most=3)  # a window, and one ahead
-    layouts = (*plan.layout.buffers, *plan.frozen_layout.buffers)
-    for number, layout in enumerate(layouts):
-        made = units_of(
-            layout,
-            plan.named,
-            groups_of(layout.key.data_group, ddp_config, groups),
-            share_memory=ddp_config.share_host_memory,
-            device=plan.device,
-            first=sum(map(len, units)),
-            communicators=communicators,
-            blocks=blocks,
-            keep_gathered=KeepGathered.WINDOW if ddp_config.reshard_after_forward else KeepGathered.BACKWARD,
-            tier=tier,
-            offloaded={index for of, index in places.params if of == number},
-        )
-        for index in (index for of, index in places.params_stay if of == number):
-            made[index].keep_gathered = KeepGathered.STEP
-        units.append(made)
-    return units
-
-
 def _tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> MemoryTier | None:
     """Make the tier for offloaded shards. Collective over the data groups; raises on all ranks if it fails on one."""
     if not placement.offloads:
         return None
-    tier: MemoryTier | None = None
-    error = None
-    try:
+    tier: MemoryTier
+    with agree.together(_data_groups(groups), "the memory of offloaded shards"):
         placement.check_for(plan.device.type)
         if placement.directory is not None:
             tier = FileTier(placement.directory)
         else:
             tier = HostTier(plan.device, pin_memory=placement.pin_memory)
-    except (OSError, ValueError) as caught:
-        error = caught
-    agree.refuse(error, _data_groups(groups), "the memory of offloaded shards")
     return tier
 
 
 def _place_grads(
-    offloaded: Sequence[dict[int, torch.Tensor]],
-    plan: ModelPlan,
-    places: Places,
-    groups: ProcessGroups,
-    tier: MemoryTier,
-) -> None:
-    """Make the memory of offloaded shards of gradients, for each buffer by index of a bucket. Collective.
+    plan: ModelPlan, places: Places, groups: ProcessGroups, tier: MemoryTier | None
+) -> list[dict[int, torch.Tensor]]:
+    """The memory of offloaded shards of gradients: for each buffer by index of a bucket. Collective.
 
     Raises OSError on a rank whose directory has no room, and RuntimeError on the others.
     """
-    error = None
-    try:
-        for number, index in sorted(places.grads):
-            layout = plan.layout.buffers[number]
-            numel = layout.buckets[index].numel // layout.shards
-            offloaded[number][index] = tier.zeros(numel, dtype_named(layout.key.grad_dtype))
-    except (OSError, RuntimeError) as caught:
-        error = caught
-    agree.refuse(error, _data_groups(groups), "the memory of offloaded gradients")
+    offloaded: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
+    if tier is not None:
+        with agree.together(_data_groups(groups), "the memory of offloaded gradients"):
+            for number, index in sorted(places.grads):
+                layout = plan.layout.buffers[number]
+                numel = layout.buckets[index].numel // layout.shards
+                offloaded[number][index] = tier.zeros(numel, dtype_named(layout.key.grad_dtype))
+    return offloaded
 
 
 def _set_residents(
@@ -301,19 +257,8 @@ def _set_residents(
         unsharder.eviction = Window(placement.prefetch)
         return
     always = sum(buffer.grad_data.nbytes + (0 if buffer.pool is None else buffer.pool.nbytes) for buffer in buffers)
-    error = None
-    try:
-        unsharder.eviction = Budget(
-            unsharder.units,
-            placement.memory_budget_bytes,
-            always,
-            warm_up=1 - placement.warmup_non_model_data_ratio,
-            steady=placement.steady_cap_ratio,
-            stats=placement.memstats,
-        )
-    except ValueError as caught:
-        error = caught
-    agree.refuse(error, _data_groups(groups), "the budget of memory", ValueError)
+    with agree.together(_data_groups(groups), "the budget of memory", ValueError):
+        unsharder.eviction = Budget(unsharder.units, placement, always)
 
 
 def _data_groups(groups: ProcessGroups) -> list[dist.ProcessGroup]:

@@ -106,6 +106,17 @@ def refuse(error: Exception | None, groups: Groups, what: str, kind: type[Except
         raise kind(f"{what}: rank {found[0]} failed: {found[1]}")
 
 
+@contextmanager
+def together(groups: Groups, what: str, kind: type[Exception] = RuntimeError) -> Iterator[None]:
+    """Surround what may fail on one rank: `refuse` at its end, on all ranks."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    refuse(error, groups, what, kind)
+
+
 def same(
     tables: Iterable[tuple[str, dist.ProcessGroup, Sequence[str]]],
     failure: Exception | None = None,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from core.distributed.contract.placement import MemStats
+from core.distributed.contract.placement import MemStats, Placement
 from core.distributed.sharded.param_unit import ParamUnit
 from core.groups import agree
 
@@ -77,31 +77,20 @@ class Window:
 class Budget:
     """Whole buckets take at most a budget of bytes, less what always lies on the device.
 
-    budget: bytes of the device for this model. always: of them, what gradients take. warm_up, steady: the parts of the
-    budget that may be used in the first step, which learns the order of uses, and later. stats: of an earlier run, so
-    that there is no warm-up.
-
-    Raises ValueError where two buckets that follow each other do not fit.
+    placement: has `memory_budget_bytes`. always: of them, what gradients take. The first step learns the order of uses,
+    unless an earlier run has. Raises ValueError where two buckets that follow each other do not fit.
     """
 
     prefetch = 0  # a bucket that is not in use yet is not in the budget
 
-    def __init__(
-        self,
-        units: Sequence[ParamUnit],
-        budget: int,
-        always: int,
-        *,
-        warm_up: float,
-        steady: float,
-        stats: MemStats | None = None,
-    ) -> None:
+    def __init__(self, units: Sequence[ParamUnit], placement: Placement, always: int) -> None:
         self.units = {unit.number: unit for unit in units}
         self.nbytes = {unit.number: unit.layout.numel * unit.shard.itemsize for unit in units}
-        self.budget = budget
+        assert placement.memory_budget_bytes is not None, "made for a budget"
+        self.budget = budget = placement.memory_budget_bytes
         self.always = always
-        self.steady = steady
-        self.stats = stats
+        self.steady = placement.steady_cap_ratio
+        self.stats: MemStats | None = None
         self.uses: list[int] = []  # of the step that is learned from
         self.is_common = True  # the same on all ranks
         self.places: dict[int, list[int]] = {}  # of each bucket in the learned order
@@ -111,12 +100,12 @@ class Budget:
         self.non_model_bytes = 0  # the most that there was at once
         self.transfers = 0
         self.steps = -1  # the parameters are cut into shards first
-        self.limit = max(int(budget * warm_up) - always, 0)
-        if stats is not None:
-            self._use_stats(stats)
+        self.limit = max(int(budget * (1 - placement.warmup_non_model_data_ratio)) - always, 0)
+        if placement.memstats is not None:
+            self._use_stats(placement.memstats)
         else:
             order = sorted(self.units, reverse=True)  # as a forward uses them, if it does in order of registration
-            self._check_neighbours(order, int(budget * steady) - always)
+            self._check_neighbours(order, int(budget * self.steady) - always)
             self.limit = max(self.limit, self._longest_pair(order)[0])
 
     # -- what the unsharder asks --------------------------------------------------------------------------------------
@@ -180,12 +169,8 @@ class Budget:
             return
         _, (most,) = agree.bounds([self.non_model_bytes], groups, "the memory outside of the model")
         if self.stats is None:
-            error = None
-            try:
+            with agree.together(groups, "the budget of memory", ValueError):  # ranks may use different modules
                 self._use_stats(MemStats(tuple(self.uses), most))
-            except ValueError as caught:  # ranks that map one memory may use different modules
-                error = caught
-            agree.refuse(error, groups, "the budget of memory", ValueError)
             self.is_common = agree.equal(self.uses, groups, "the order of uses")
         elif most > self.stats.non_model_bytes:
             warnings.warn(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Sequence
+from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
@@ -16,9 +18,11 @@ from core.distributed.buffer.file_tier import FileTier
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.buffer.memory_tier import HostTier, MemoryTier
+from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.misuse import refuse_reshaped
-from core.distributed.layout.model_plan import BucketGroups
+from core.distributed.layout.model_plan import BucketGroups, ModelPlan, groups_of
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
+from core.distributed.layout.places import Places
 from core.distributed.sharded.sharded_parameter import DATA, ParamClasses
 from core.distributed.wire import huge_pages
 from core.distributed.wire.backend import new_communicator
@@ -26,8 +30,7 @@ from core.distributed.wire.collectives import Collectives, Flight
 from core.distributed.wire.shared_memory import HostChannel, HostMemory
 from core.groups import agree
 from core.groups.agree import SyncError
-
-Communicators = dict[dist.ProcessGroup, dist.ProcessGroup]  # by the group whose ranks they connect
+from core.groups.process_groups import ProcessGroups
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -55,6 +58,15 @@ class Gather(NamedTuple):
             torch.accelerator.current_stream(self.whole.device).wait_event(self.copied)
 
 
+class ShardMemory(NamedTuple):
+    """Memory of a bucket's shard."""
+
+    shard: torch.Tensor  # [layout.numel / shards]
+    mapped: torch.Tensor | None  # [layout.numel], where ranks are processes of one host; a gather then copies nothing
+    channel: HostChannel | None  # by which such ranks wait for each other
+    tier: MemoryTier | None  # that the shard lies in if it is offloaded; a gather then copies the bucket
+
+
 class ParamUnit:
     """Parameters that lie in one bucket, and this rank's shard of them.
 
@@ -62,11 +74,9 @@ class ParamUnit:
     bucket is always whole, in memory that all ranks map or on the only rank, the parameter's data stays there. Else it
     is one NaN, expanded: a read that torch does not see shows, and a write is noticed at the next gather.
 
-    shard: [layout.numel / shards]. groups: the bucket is cut over the shard group. communicator: one of the ranks of
-    that group, which carries nothing else. mapped: [layout.numel], the shards of all ranks one after the other, where
-    they are processes of one host; a gather then copies nothing. channel: by which such ranks wait for each other.
-    tier: what the shard lies in if it is offloaded; a gather then copies the bucket to the device. blocks:
-    memory for whole buckets on CPUs; with files none is kept when it is freed. device: where whole buckets lie.
+    groups: the bucket is cut over the shard group. communicator: one of the ranks of that group, which carries nothing
+    else. blocks: memory for whole buckets on CPUs; with files none is kept when it is freed. device: where whole
+    buckets lie.
     """
 
     def __init__(
@@ -75,12 +85,9 @@ class ParamUnit:
         layout: BucketLayout,
         data_group: str,
         params: Sequence[nn.Parameter],
-        shard: torch.Tensor,
+        memory: ShardMemory,
         groups: BucketGroups,
         communicator: dist.ProcessGroup,
-        mapped: torch.Tensor | None,
-        channel: HostChannel | None,
-        tier: MemoryTier | None,
         blocks: huge_pages.Blocks,
         device: torch.device,
     ) -> None:
@@ -91,18 +98,16 @@ class ParamUnit:
         self.names = [slot.name for slot in layout.slots]
         self.starts = [slot.start - layout.start for slot in layout.slots]  # of the parameters in the whole bucket
         self.index_of = {id(param): index for index, param in enumerate(params)}
-        self.shard = shard
+        self.shard, mapped, self.channel, self.tier = memory
         self.shard_range = layout.shard_of(dist.get_rank(groups.shard))
         self.groups = groups
         self.communicator = communicator
-        self.mapped = shard if layout.shards == 1 and tier is None else mapped
-        self.is_copied = self.mapped is None or tier is not None  # False for a bucket that is always whole
-        self.channel = channel
-        self.tier = tier
+        self.mapped = self.shard if layout.shards == 1 and self.tier is None else mapped
+        self.is_copied = self.mapped is None or self.tier is not None  # False for a bucket that is always whole
         self.device = device
-        self.blocks = blocks if tier is None else huge_pages.Blocks(most=0)
+        self.blocks = blocks if self.tier is None else huge_pages.Blocks(most=0)
         self.name = f"parameters of {layout.describe()}"
-        self.nans = torch.full((len(layout.slots) * self.is_copied,), torch.nan, dtype=shard.dtype, device=device)
+        self.nans = torch.full((len(layout.slots) * self.is_copied,), torch.nan, dtype=self.shard.dtype, device=device)
         if self.mapped is None or self.is_copied:
             self.home = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
         else:
@@ -304,99 +309,84 @@ class SavedWeight(NamedTuple):
 
 
 def units_of(
-    layout: BufferLayout,
-    params: Mapping[str, nn.Parameter],
-    groups: BucketGroups,
-    *,
-    share_memory: bool,
-    device: torch.device,
-    first: int,
-    communicators: Communicators,
-    blocks: huge_pages.Blocks,
-    keep_gathered: KeepGathered,
+    plan: ModelPlan,
+    ddp_config: DistributedDataParallelConfig,
+    groups: ProcessGroups,
     tier: MemoryTier | None,
-    offloaded: Collection[int],
-) -> list[ParamUnit]:
-    """The units of a buffer's buckets, and the memory of their shards. Collective over the data group.
+    places: Places,
+) -> list[list[ParamUnit]]:
+    """The units of each buffer of trained parameters, then of frozen ones. Collective over the data groups.
 
-    first: number of the first unit. communicators: by shard group, made here where ranks do not map each other's
-    memory. blocks: memory for whole buckets. offloaded: indices of the buckets whose shards lie in `tier`.
+    A communicator is made where ranks of a shard group do not map each other's memory. RuntimeError on all ranks where
+    a disk is full.
     """
-    dtype = dtype_named(layout.key.param_dtype)
-    memory: dict[int, tuple[ShardMemory, MemoryTier | None]] = {}
-    for place in (None, tier):
-        members = [bucket for bucket in layout.buckets if (bucket.index in offloaded) == (place is not None)]
-        if members:
-            for bucket, lies in zip(
-                members, _shard_memory(members, dtype, groups.shard, share_memory, device, place), strict=True
-            ):
-                memory[bucket.index] = lies, place
-    unmapped = any(lies.mapped is None for lies, _ in memory.values())
-    if unmapped and groups.shard not in communicators and dist.get_world_size(groups.shard) > 1:
-        communicators[groups.shard] = new_communicator(groups.shard)
-    units = []
-    for number, bucket in enumerate(layout.buckets, first):
-        lies, place = memory[bucket.index]
-        unit = ParamUnit(
-            number,
-            bucket,
-            layout.key.data_group,
-            [params[slot.name] for slot in bucket.slots],
-            lies.shard,
-            groups,
-            communicators.get(groups.shard, groups.shard),
-            lies.mapped,
-            lies.channel,
-            place,
-            blocks,
-            device,
-        )
-        unit.keep_gathered = keep_gathered if unit.is_copied else KeepGathered.STEP
-        units.append(unit)
+    usual = KeepGathered.WINDOW if ddp_config.reshard_after_forward else KeepGathered.BACKWARD
+    communicators: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by the group whose ranks they connect
+    blocks = huge_pages.Blocks(most=3)  # a window, and one ahead
+    count = itertools.count()
+    units: list[list[ParamUnit]] = []
+    for number, layout in enumerate((*plan.layout.buffers, *plan.frozen_layout.buffers)):
+        of_layout = groups_of(layout.key.data_group, ddp_config, groups)
+        memory: dict[int, ShardMemory] = {}  # by index of a bucket
+        for place in dict.fromkeys((None, tier)):
+            there = [b for b in layout.buckets if ((number, b.index) in places.params) == (place is not None)]
+            memory |= _shard_memory(
+                there, layout, of_layout.shard, ddp_config.share_host_memory, plan.device, place
+            )
+        unmapped = layout.shards > 1 and any(lies.mapped is None for lies in memory.values())
+        if unmapped and of_layout.shard not in communicators:
+            communicators[of_layout.shard] = new_communicator(of_layout.shard)
+        units.append([])
+        for bucket in layout.buckets:
+            unit = ParamUnit(
+                next(count),
+                bucket,
+                layout.key.data_group,
+                [plan.named[slot.name] for slot in bucket.slots],
+                memory[bucket.index],
+                of_layout,
+                communicators.get(of_layout.shard, of_layout.shard),
+                blocks,
+                plan.device,
+            )
+            stays = not unit.is_copied or (number, bucket.index) in places.params_stay
+            unit.keep_gathered = KeepGathered.STEP if stays else usual
+            units[-1].append(unit)
     return units
-
-
-class ShardMemory(NamedTuple):
-    """A bucket's shard; the whole bucket where ranks map one memory, and by what they wait for each other then."""
-
-    shard: torch.Tensor
-    mapped: torch.Tensor | None
-    channel: HostChannel | None
 
 
 def _shard_memory(
     buckets: Sequence[BucketLayout],
-    dtype: torch.dtype,
+    layout: BufferLayout,
     group: dist.ProcessGroup,
     share_memory: bool,
     device: torch.device,
     tier: MemoryTier | None,
-) -> list[ShardMemory]:
-    """Memory for buckets, one after the other. Collective over the group. RuntimeError on all ranks for a full disk."""
-    numel, rank = sum(bucket.numel for bucket in buckets), dist.get_rank(group)
+) -> dict[int, ShardMemory]:
+    """Memory for buckets, one after the other, by their index. Collective over the group."""
+    if not buckets:
+        return {}
+    numel, rank, dtype = sum(b.numel for b in buckets), dist.get_rank(group), dtype_named(layout.key.param_dtype)
     files = tier if isinstance(tier, FileTier) else None
     new_file = None if files is None else partial(files.new_shared, is_first=rank == 0)
     shared = HostMemory.share(numel, dtype, device, [group], new_file) if share_memory else None
+    zeros = partial(huge_pages.zeros, device=device) if tier is None else tier.zeros
     own: torch.Tensor | None = None
-    error: Exception | None = None if files is None else files.refused
-    if shared is None and error is None:
-        zeros = partial(huge_pages.zeros, device=device) if tier is None else tier.zeros
-        try:
-            own = zeros(numel // buckets[0].shards, dtype)
-        except (OSError, RuntimeError) as caught:
-            if tier is None:
-                raise
-            error = caught
-    if tier is not None:
-        agree.refuse(error, group, "the memory of offloaded parameters")
-    found, at = [], 0
+    what = "the memory of offloaded parameters"
+    with nullcontext() if tier is None else agree.together(group, what):
+        if files is not None and files.refused is not None:
+            raise files.refused
+        if shared is None:
+            own = zeros(numel // layout.shards, dtype)
+    found, at = {}, 0
     for bucket in buckets:
         if shared is not None:
             mapped = shared.of_first(at, bucket.numel)
             low, high = bucket.shard_of(rank)
-            found.append(ShardMemory(mapped[low:high], mapped, shared.channels[0]))
+            found[bucket.index] = ShardMemory(mapped[low:high], mapped, shared.channels[0], tier)
         else:
-            assert own is not None, "an error was refused"
-            found.append(ShardMemory(own[at // bucket.shards :][: bucket.numel // bucket.shards], None, None))
+            assert own is not None, "an error was raised"
+            shard = own[at // bucket.shards :][: bucket.numel // bucket.shards]
+            found[bucket.index] = ShardMemory(shard, None, None, tier)
         at += bucket.numel
     return found

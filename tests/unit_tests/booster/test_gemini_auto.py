@@ -231,7 +231,9 @@ def transfers(uses: list[int], room: int, rounds: int) -> int:
     """What Budget makes of buckets of one byte in this order of uses, `rounds` times."""
     units = {n: SimpleNamespace(number=n, name=f"b{n}", whole=None, layout=SimpleNamespace(numel=1),
                                 shard=SimpleNamespace(itemsize=1)) for n in set(uses)}  # fmt: skip
-    budget = Budget(list(units.values()), room, 0, warm_up=0, steady=1, stats=MemStats(tuple(uses), 0))  # type: ignore[arg-type]
+    stats = MemStats(tuple(uses), 0)
+    placement = Placement(offload_param_frac=1, offload_optim_frac=1, memory_budget_bytes=room, memstats=stats)
+    budget = Budget(list(units.values()), placement, 0)  # type: ignore[arg-type]
     whole: list[Any] = []
     for number in uses * rounds:
         unit = units[number]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from core import parallel_state
-from core.distributed import SyncError, finalize_model_grads
+from core.distributed import Placement, SyncError, finalize_model_grads
 from core.distributed.sharded.eviction import WINDOW, Budget, Window
 from core.distributed.sharded.param_unit import ParamUnit
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -106,11 +106,14 @@ def test_the_next_bucket_of_the_learned_order_is_gathered_one_ahead(rank: int, w
 @ranks(2)
 def test_nothing_is_gathered_ahead_under_a_budget(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
+    on_three_buckets = Placement(
+        offload_param_frac=1, offload_optim_frac=1, memory_budget_bytes=3 * 1024, warmup_non_model_data_ratio=0
+    )
     for residents, ahead in ((Window, 5), (Budget, 0)):
         ddp = sharded(Tower(), bucket_size=256, share_host_memory=False)
         unsharder = unsharder_of(ddp)
         if residents is Budget:
-            unsharder.eviction = Budget(unsharder.units, 3 * 1024, 0, warm_up=1.0, steady=1.0)
+            unsharder.eviction = Budget(unsharder.units, on_three_buckets, 0)
         with mock.patch.object(unsharder.order, "note", wraps=unsharder.order.note) as note, torch.no_grad():
             for _ in range(2):
                 ddp(torch.ones(3, 16))
