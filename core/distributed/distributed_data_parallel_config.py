@@ -62,6 +62,13 @@ def residency_of(strategy: Strategy) -> Residency:
 
 
 COMMUNICATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+CHOICES: dict[str, tuple[object, ...]] = {
+    "reduce_microbatches": ("every", "last", None),
+    "grad_communication_dtype": (*COMMUNICATION_DTYPES, None),
+    "keep_params_whole": (False, True, "all"),
+    "initial_weights": ("check", "broadcast", "ignore"),
+    "first_steps": ("check", "warn", "ignore"),
+}
 RANGES = {
     **{"bucket_size": COUNT, "num_buckets": COUNT, "num_distributed_optimizer_instances": COUNT},
     "check_weights_interval": whole(0),
@@ -169,19 +176,12 @@ class DistributedDataParallelConfig:
     broadcast_buffers: bool | None = None
 
     def __post_init__(self) -> None:
-        reshard = self.reshard_after_forward
-        if not isinstance(reshard, bool):
-            raise ValueError(f"reshard_after_forward is {reshard!r}; expected True or False")
         check_ranges(self, RANGES)
         residency_of(self.data_parallel_sharding_strategy)
-        if self.grad_communication_dtype not in (None, *COMMUNICATION_DTYPES):
-            raise ValueError(
-                f"grad_communication_dtype is {self.grad_communication_dtype}; expected None or one of "
-                f"{COMMUNICATION_DTYPES}"
-            )
-        if self.reduce_microbatches not in ("every", "last", None):
-            raise ValueError(f"reduce_microbatches {self.reduce_microbatches!r} is not one of every, last")
-        if not reshard and not self.shards_parameters:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, allowed))}")
+        if not self.reshard_after_forward and not self.shards_parameters:
             raise ValueError(
                 "reshard_after_forward=False keeps gathered parameters, and nothing is gathered under strategy "
                 f"{self.strategy!r}; set data_parallel_sharding_strategy='optim_grads_params', or leave it True"
@@ -212,12 +212,6 @@ class DistributedDataParallelConfig:
                 "reduce_scatter_with_fp32_accumulation keeps 16-bit gradients on the wire, and grad_reduce_in_fp32 "
                 "puts fp32 ones there; choose one"
             )
-        if self.keep_params_whole not in (False, True, "all"):
-            raise ValueError(f"keep_params_whole {self.keep_params_whole!r} is not one of False, True, 'all'")
-        if self.initial_weights not in ("check", "broadcast", "ignore"):
-            raise ValueError(f"initial_weights {self.initial_weights!r} is not one of check, broadcast, ignore")
-        if self.first_steps not in ("check", "warn", "ignore"):
-            raise ValueError(f"first_steps {self.first_steps!r} is not one of check, warn, ignore")
         if self.scale_in_optimizer and self.average_in_collective:
             raise ValueError(
                 "scale_in_optimizer leaves the division by the data ranks to the optimizer, and "

@@ -5,6 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+
+from core.number_ranges import COUNT, Range, check_ranges, whole
+
+FRACTIONS = ("shard_param_frac", "offload_param_frac", "offload_optim_frac", "offload_grad_frac")
+OF_BUDGET = ("warmup_non_model_data_ratio", "steady_cap_ratio")
+RANGES = {
+    **dict.fromkeys(FRACTIONS + OF_BUDGET, Range(Real, 0, 1)),
+    **{"memory_budget_bytes": COUNT, "prefetch": whole(0, 1)},
+}
 
 
 @dataclass(frozen=True)
@@ -60,14 +70,9 @@ class Placement:
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
+        check_ranges(self, RANGES)
         self._check_budget()
-        for name in ("shard_param_frac", "offload_param_frac", "offload_optim_frac", "offload_grad_frac"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value!r}; it is a fraction of the bytes of buckets, between 0 and 1")
         self._check_memstats()
-        if self.prefetch not in (None, 0, 1):
-            raise ValueError(f"prefetch is {self.prefetch!r}; one bucket is gathered ahead, or none: set it to 0 or 1")
         if self.offload_param_frac > self.shard_param_frac:
             raise ValueError(
                 f"offload_param_frac is {self.offload_param_frac} and shard_param_frac {self.shard_param_frac}: a "
@@ -93,14 +98,8 @@ class Placement:
 
     def _check_budget(self) -> None:
         budget = self.memory_budget_bytes
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0):
-            raise ValueError(f"memory_budget_bytes is {budget!r}; it is a number of bytes of a rank, or None")
-        for name in ("warmup_non_model_data_ratio", "steady_cap_ratio"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value!r}; it is a part of the budget, between 0 and 1")
         if budget is None:
-            for name in ("warmup_non_model_data_ratio", "steady_cap_ratio"):
+            for name in OF_BUDGET:
                 value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
                 if value != default:
                     raise ValueError(

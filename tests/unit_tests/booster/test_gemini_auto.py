@@ -207,12 +207,15 @@ def test_what_auto_needs_is_named(rank: int, world: int, tmp_path: Path) -> None
     for options, words in (
         ({"memory_budget_bytes": None}, "needs on a CPU memory_budget_bytes"),
         ({"offload_directory": None}, "needs on a CPU memory_budget_bytes"),
-        ({"memory_budget_bytes": 1.5}, "memory_budget_bytes is 1.5; it is a number of bytes"),
+        ({"memory_budget_bytes": 1.5}, "memory_budget_bytes must be a whole number of at least 1, or None, got 1.5"),
         ({"gpu_margin_mem_ratio": 0.5}, "gpu_margin_mem_ratio is 0.5, and masters and moments stay offloaded"),
         ({"shard_param_frac": 0.5}, "shard_param_frac is 0.5, and only placement_policy='static' reads it"),
         ({"offload_optim_frac": 0.5}, "offload_optim_frac is 0.5, and only placement_policy='static' reads it"),
-        ({"warmup_non_model_data_ratio": 2}, "warmup_non_model_data_ratio is 2; it is a part of the budget"),
-        ({"steady_cuda_cap_ratio": -1}, "steady_cap_ratio is -1; it is a part of the budget"),
+        (
+            {"warmup_non_model_data_ratio": 2},
+            "warmup_non_model_data_ratio must be a number of at least 0 and at most 1, got 2",
+        ),
+        ({"steady_cuda_cap_ratio": -1}, "steady_cap_ratio must be a number of at least 0 and at most 1, got -1"),
         ({"max_prefetch": 1}, "max_prefetch is 1; .*none with placement_policy='auto'"),
         ({"strict_ddp_mode": True}, "leave placement_policy 'static'"),
     ):

@@ -192,7 +192,7 @@ def test_fractions_are_of_bytes_and_a_chunk_counts_once() -> None:
         for chosen in (first_of(sizes, fraction / 100), last_of(sizes, fraction / 100)):
             assert abs(sum(sizes[i] for i in chosen) - fraction) <= 25
         assert not first_of(sizes, 1 - fraction / 100) & last_of(sizes, fraction / 100)
-    with pytest.raises(ValueError, match="shard_param_frac is 2; it is a fraction"):
+    with pytest.raises(ValueError, match="shard_param_frac must be a number of at least 0 and at most 1, got 2"):
         Placement(shard_param_frac=2)
 
 
