@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
+from core.distributed.guard.agreement import Member, members_of
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups, world_groups
 from core.groups.rank_grid import DATA_KINDS, STAGE_CROSSING
@@ -41,8 +42,8 @@ class NonFiniteWatch:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
-        self.index = {(id(bucket), i): n for n, (bucket, i) in enumerate(_all_params(buckets))}
-        self.names = [bucket.contracts[i].name for bucket, i in _all_params(buckets)]
+        self.index = {(id(bucket), i): n for n, (bucket, i) in enumerate(members_of(buckets))}
+        self.names = [bucket.contracts[i].name for bucket, i in members_of(buckets)]
         device = self.buckets[0].device if self.buckets else torch.device("cpu")
         self.nothing = (torch.zeros((), device=device),) * 2
         self.first_bad = torch.empty(len(self.names), dtype=torch.int64, device=device)
@@ -117,7 +118,7 @@ def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
     if not found or bool(torch.stack(found).all()):
         return None
     for watch in watches:
-        for bucket, i in _all_params(watch.buckets):
+        for bucket, i in members_of(watch.buckets):
             part = bucket.valid_part(i)
             if not all_finite(part):
                 name = bucket.contracts[i].name
@@ -184,14 +185,15 @@ def unequal_gradients(
     data: compare data ranks too, where gradients are not sharded. coarse: True if the model computes in 16 bits though
     its parameters have more. Ranks of another group may not know of a finding; the caller lets all of them agree.
     """
-    by_group: dict[str, list[tuple[Bucket, int]]] = {}
-    for bucket, i in _all_params(buckets):
+    by_group: dict[str, list[Member]] = {}
+    for bucket, i in members_of(buckets):
         contract = bucket.contracts[i]
         for name in contract.replicated_over:
             by_group.setdefault(name, []).append((bucket, i))
         if data and bucket.whole:
             by_group.setdefault(contract.data_group, []).append((bucket, i))
-    coarse = coarse or any(_has_16_bits(dtype) for bucket in buckets for dtype in (bucket.dtype, *_dtypes(bucket)))
+    dtypes = {dtype for bucket in buckets for dtype in (bucket.dtype, *(param.dtype for param in bucket.params))}
+    coarse = coarse or any(dtype.is_floating_point and dtype.itemsize <= 2 for dtype in dtypes)
     found: Finding | None = None
     for name in sorted(by_group):
         if groups.size(name) > 1:
@@ -200,9 +202,7 @@ def unequal_gradients(
     return found
 
 
-def _compare_over(
-    name: str, served: Sequence[tuple[Bucket, int]], group: dist.ProcessGroup, tolerance: float
-) -> str | None:
+def _compare_over(name: str, served: Sequence[Member], group: dist.ProcessGroup, tolerance: float) -> str | None:
     """The first difference between the ranks of a group, in words. served: in the order of backward."""
     directions: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     sketches = torch.stack(
@@ -229,7 +229,7 @@ def _compare_over(
     )
 
 
-def _cause(name: str, served: Sequence[tuple[Bucket, int]], differs: Sequence[bool], first: int) -> str:
+def _cause(name: str, served: Sequence[Member], differs: Sequence[bool], first: int) -> str:
     """Name the likeliest cause, from where in the model the copies differ, and its remedy. Pure."""
     bucket, i = served[first]
     count = sum(differs)
@@ -272,14 +272,6 @@ def _cause(name: str, served: Sequence[tuple[Bucket, int]], differs: Sequence[bo
     return f"{reason}. Else the ranks saw different inputs. {count} of {len(served)} copies differ; see ddp.describe()"
 
 
-def _dtypes(bucket: Bucket) -> list[torch.dtype]:
-    return [param.dtype for param in bucket.params]
-
-
-def _has_16_bits(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize <= 2
-
-
 def _sketch(
     part: torch.Tensor, tolerance: float, directions: dict[int, tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
@@ -316,7 +308,3 @@ def _project(flat: torch.Tensor, across: torch.Tensor, down: torch.Tensor) -> to
     if body < flat.numel():
         sums.append(torch.dot(flat[body:], across[: flat.numel() - body]).reshape(1))
     return torch.dot(torch.cat(sums).double(), down.double())
-
-
-def _all_params(buckets: Sequence[Bucket]) -> list[tuple[Bucket, int]]:
-    return [(bucket, i) for bucket in buckets for i in range(len(bucket.params))]

@@ -9,7 +9,8 @@ What is looked at, where several ranks train a model and `first_steps` is not 'i
 | both steps | what `core.context_parallel` has cut are parts of one batch | an error |
 | both steps | the first and the last pipeline stage have the same microbatch | an error |
 | the first step | gradients of copies are equal over every group that holds them, data groups apart | an error |
-| the first step | parameters of two stages, rows of split tables: see `guard.places` | an error; a warning |
+| the first step | no two stages hold one parameter that no rule adds: see `guard.replicas` | an error |
+| the first step | rows of split tables: see `guard.inputs` | a warning |
 | the second step | the data ranks were not given one batch in both steps | a warning |
 | the second step | every trained parameter has had a gradient on some rank | a warning |
 | the second step | every parameter that had one has moved, or an optimizer holds it | a warning |
@@ -51,6 +52,7 @@ from core.distributed.guard.inputs import (
     MOST_NAMES,
     Inputs,
     Leaf,
+    Tables,
     other_inputs,
     other_microbatches,
     same_data_twice,
@@ -58,7 +60,7 @@ from core.distributed.guard.inputs import (
     whole_numbers,
 )
 from core.distributed.guard.outputs import Outputs
-from core.distributed.guard.places import Tables, held_twice
+from core.distributed.guard.replicas import held_twice
 from core.distributed.layout.model_plan import ModelPlan
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups, world_chain, world_groups
@@ -161,10 +163,8 @@ class FirstSteps:
     def stop(self) -> None:
         """Look no more, and keep nothing."""
         self.active = False
-        self.inputs.stop()
-        self.microbatches.stop()
         self.outputs.stop()
-        self.tables.stop()
+        self.inputs, self.microbatches, self.tables = Inputs(), Inputs(), Tables([], self.groups)
         self.samples, self.left, self.batch = [], [], None
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.guard.finite import Finding
 from core.distributed.guard.replicas import checksum
 from core.groups import agree
@@ -19,6 +20,8 @@ from core.groups.process_groups import ProcessGroups
 
 INPUTS = 0  # the order of a finding: what explains the others comes first
 MOST_NAMES = 5  # in a message
+LEAST_EMPTY = 4  # rows without a gradient that a table of words must have to be known as one
+MOST_ROWS = 2**18
 MOST_FORWARDS = 16  # of a step that are noted
 MOST_DEPTH = 4  # of containers inside one another
 OF_WHOLE = "whole_of_this_part"  # the attribute of a part of a batch: the whole that it was cut from
@@ -79,10 +82,6 @@ class Inputs:
             at += len(own)
             leaves.append(Leaf(path, shape, is_whole_number, bool(own[3]), tuple(own[:3]), tuple(own[4:])))
         return leaves
-
-    def stop(self) -> None:
-        """Keep nothing."""
-        self.noted = []
 
 
 def whole_numbers(given: Any) -> Iterator[torch.Tensor]:
@@ -186,3 +185,67 @@ def same_data_twice(before: list[Leaf] | None, now: Sequence[Leaf] | None) -> li
         "each rank its own samples (torch.utils.data.DistributedSampler with num_replicas and rank of the data group), "
         "or another seed"
     ]
+
+
+class Tables:
+    """Rows of split embedding tables that the tokens of a step have used.
+
+    Of an embedding that ranks of tensor parallelism share, a rank's first and last rows are where words of other ranks
+    end up if no mask takes them out: these rows then have a gradient although no token is one of them.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
+        self.groups = groups
+        rank, size = groups.rank("tp"), groups.size("tp")
+        self.is_first, self.is_last = rank == 0, rank == size - 1
+        self.tables: list[tuple[Bucket, int]] = []
+        if size > 1:
+            self.tables = [
+                (bucket, i)
+                for bucket in buckets
+                if not bucket.sharded
+                for i, param in enumerate(bucket.params)
+                if param.dim() == 2
+                and LEAST_EMPTY < len(param) <= MOST_ROWS
+                and bucket.contracts[i].sharded_over == ("tp",)
+                and getattr(param, "partition_dim", -1) == 0
+            ]
+        self.begins = {len(bucket.params[i]): rank * len(bucket.params[i]) for bucket, i in self.tables}  # by rows
+        self.asked: dict[int, torch.Tensor] = {}  # by rows: [1 + rows + 1] bool, the rows of other ranks at the ends
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """Tokens of this step. Waits for nothing."""
+        for rows, begin in self.begins.items():
+            asked = self.asked.setdefault(rows, torch.zeros(rows + 2, dtype=torch.bool, device=tokens.device))
+            asked[(tokens.detach().reshape(-1).long() - begin).clamp(-1, rows) + 1] = True
+
+    @torch.no_grad()
+    def unmasked(self) -> list[str]:
+        """Tables whose rows at the seam have a gradient that no token explains. Collective over the data ranks."""
+        if not self.tables or self.groups.size("tp") == 1:
+            return []
+        nothing = {rows: torch.zeros(rows + 2, dtype=torch.bool, device="cpu") for rows in self.begins}
+        asked = {rows: self.asked.get(rows, none).cpu() for rows, none in nothing.items()}
+        group = self.groups.control("dp_cp")
+        if dist.get_world_size(group) > 1:
+            flat = torch.cat([asked[rows] for rows in self.begins]).long()
+            found = agree.bounds(flat, group, "the tokens of the first step")[1]
+            flat = torch.tensor(found, dtype=torch.bool, device="cpu")
+            asked = dict(zip(self.begins, flat.split([rows + 2 for rows in self.begins]), strict=True))
+        for bucket, i in self.tables:
+            param = bucket.params[i]
+            grad = bucket.part_of(bucket.valid_grad, i, bucket.valid_range)
+            if grad.numel() < param.numel():  # this rank has a shard
+                continue
+            has = (grad.view(param.shape) != 0).any(dim=1).cpu()
+            unasked = has & ~asked[len(param)][1:-1]
+            seams = ([] if self.is_first else [0]) + ([] if self.is_last else [len(param) - 1])
+            at_seams = int(unasked[seams].sum())
+            if at_seams and at_seams == int(unasked.sum()) and int((~has).sum()) >= LEAST_EMPTY:
+                return [
+                    f"rows {[row for row in seams if unasked[row]]} of {bucket.contracts[i].name!r} [{len(param)}, "
+                    f"{param.shape[1]}] have a gradient, and no token is one of them: they are where words of other "
+                    "tensor-parallel ranks end up if nothing masks their output. Set the output of words that this "
+                    "rank does not hold to zero"
+                ]
+        return []

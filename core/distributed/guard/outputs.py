@@ -65,18 +65,27 @@ class Outputs:
         for tensor in tensors_of(output) if number < MOST_FORWARDS else ():
             # A subclass may be logits that are computed in chunks, and all of them if they are looked at.
             if type(tensor) is torch.Tensor and tensor.requires_grad:
-                tensor.register_hook(partial(_begin_backward, weakref.ref(self)))
+                tensor.register_hook(partial(_if_alive, weakref.WeakMethod(self.begin_backward)))
                 is_column = LEAST_COLUMN <= tensor.numel() == tensor.shape[0] if tensor.dim() else False
                 if is_column and tensor.dtype.itemsize > 2:
                     values = tensor.detach().reshape(-1).clone()
-                    tensor.register_hook(partial(_take_column, weakref.ref(self), number, values))
+                    tensor.register_hook(partial(_if_alive, weakref.WeakMethod(self._take_column), number, values))
 
-    def begin_backward(self) -> None:
+    def _take_column(self, number: int, values: torch.Tensor, grad: torch.Tensor) -> None:
+        self.columns[number] = values, grad.detach().reshape(-1).clone()
+
+    def begin_backward(self, _: torch.Tensor) -> None:
         """An output has got its gradient: modules that run until the next forward are recomputed."""
         self.is_backward = True
         if self.on_all_modules is None and not self.again:
-            self.on_all_modules = register_module_forward_pre_hook(partial(_note_again, weakref.ref(self)))
+            self.on_all_modules = register_module_forward_pre_hook(
+                partial(_if_alive, weakref.WeakMethod(self._note_again))
+            )
             weakref.finalize(self, self.on_all_modules.remove)  # a model may be dropped after a backward
+
+    def _note_again(self, module: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled():
+            self.again.add(id(module))
 
     def _end_backward(self) -> None:
         self.is_backward = False
@@ -196,19 +205,8 @@ def _take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         watch.take(module, (*args, *kwargs.values()))
 
 
-def _begin_backward(watch_of: weakref.ref[Outputs], _: torch.Tensor) -> None:
-    watch = watch_of()
-    if watch is not None:
-        watch.begin_backward()
-
-
-def _take_column(watch_of: weakref.ref[Outputs], number: int, values: torch.Tensor, grad: torch.Tensor) -> None:
-    watch = watch_of()
-    if watch is not None:
-        watch.columns[number] = values, grad.detach().reshape(-1).clone()
-
-
-def _note_again(watch_of: weakref.ref[Outputs], module: nn.Module, _: Any) -> None:
-    watch = watch_of()
-    if watch is not None and torch.is_grad_enabled():
-        watch.again.add(id(module))
+def _if_alive(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
+    """Call the method of an object that may be gone: a hook of autograd, or of all modules, outlives it."""
+    alive = method()
+    if alive is not None:
+        alive(*arguments)

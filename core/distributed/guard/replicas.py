@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.distributed.contract.global_names import namer, without_transparent
 from core.distributed.guard.finite import Finding, ReplicaDriftError
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.wire.collectives import Collectives
@@ -22,6 +23,7 @@ from core.groups.process_groups import ProcessGroups, world_groups
 from core.groups.rank_grid import COPY_AXES, DATA_KINDS, MODEL_AXES, STAGE_CROSSING
 
 DATA, WITHIN_STAGE, ACROSS_STAGES = range(3)  # which copies differ
+AFTER_INPUTS = 1  # the order of a finding: other inputs explain more
 REMEDIES = {
     DATA: "Seed all data ranks alike, load the same checkpoint, or wrap with initial_weights='broadcast'",
     WITHIN_STAGE: "Each of these ranks holds a copy: draw it from a seed that they share (the model-parallel seed is "
@@ -188,6 +190,35 @@ def unequal_across_stages(plans: Iterable[ModelPlan], groups: ProcessGroups) -> 
         if found is not None and finding is None:
             finding = ACROSS_STAGES, dist.get_rank(), found
     return finding
+
+
+def held_twice(chunks: Sequence[tuple[nn.Module, ModelPlan]], groups: ProcessGroups) -> Finding | None:
+    """A parameter that two stages hold by its name in the whole model, and no rule adds. Collective over the stages.
+
+    chunks: of this rank. A name counts if a module says it (`global_names`): else stages number their own layers.
+    """
+    if groups.size("pp") == 1:
+        return None
+    mine = []
+    for module, plan in chunks:
+        name_of = namer(module)
+        for name in plan.params:
+            whole = name_of(name)
+            is_said = whole != without_transparent(name.split("."))
+            mine.append((whole, is_said, plan.contracts[name].crosses_stages))
+    answers = agree.gather(mine, groups.control("pp"), "the names of parameters of all stages")
+    first: dict[str, tuple[int, bool, bool]] = {}
+    for rank, names in answers.items():
+        for name, is_said, is_added in names:
+            other, was_said, was_added = first.setdefault(name, (rank, is_said, is_added))
+            if other != rank and (is_said or was_said) and not (is_added and was_added):
+                text = (
+                    f"parameter {name!r} of the whole model is held by two stages, on ranks {other} and {rank} of "
+                    f"pipeline {list(answers)}, and no rule adds their gradients. Tie copies of one weight "
+                    "(shared_embedding = True on both), or give each layer to one stage and name it so (global_names)"
+                )
+                return AFTER_INPUTS, dist.get_rank(), text
+    return None
 
 
 def control_of_stage(groups: ProcessGroups) -> list[dist.ProcessGroup]:
