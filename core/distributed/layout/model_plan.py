@@ -162,9 +162,7 @@ def plan_model(
     """
     _check_options(config, ddp_config)
     modules = dict(module.named_modules())
-    check_modules(module, modules)
-    if ddp_config.shards_parameters:
-        _check_sharded_parameters(modules)
+    check_modules(module, modules, reads_seen=ddp_config.shards_parameters)
     named = dict(module.named_parameters())
     params: dict[str, nn.Parameter] = {}
     frozen: dict[str, nn.Parameter] = {}
@@ -220,16 +218,6 @@ def _check_options(config: Any, ddp_config: DistributedDataParallelConfig) -> No
             "reduce_microbatches='every' reduces at the end of every backward, and with virtual pipeline chunks ranks "
             "may differ in which chunks had one; set reduce_microbatches='last'"
         )
-
-
-def _check_sharded_parameters(modules: dict[str, nn.Module]) -> None:
-    """Raise ValueError for a module that reads its parameters in a way that sharded ones cannot see."""
-    for name, part in modules.items():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ValueError(
-                f"module {name!r} is a ScriptModule, which reads its parameters without asking their class; use "
-                "data_parallel_sharding_strategy='optim_grads', or a plain module"
-            )
 
 
 def _plan_layout(

@@ -52,7 +52,7 @@ def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Pla
 
     def chosen(buckets: Sequence[tuple[int, BucketLayout]], kind: str, fraction: float, last: bool) -> frozenset[Where]:
         order = sorted(buckets, key=turn)
-        nbytes = [bucket.numel * _itemsize(getattr(keys[number], kind)) for number, bucket in order]
+        nbytes = [bucket.numel * getattr(torch, getattr(keys[number], kind)).itemsize for number, bucket in order]
         found = (last_of if last else first_of)(nbytes, fraction)
         return frozenset((order[place][0], order[place][1].index) for place in found)
 
@@ -75,9 +75,3 @@ def _first_uses(stats: MemStats | None, buckets: Sequence[Where]) -> dict[Where,
             "model, or of other sizes of buckets. Leave them out"
         )
     return {buckets[number]: place for place, number in enumerate(dict.fromkeys(uses))}
-
-
-def _itemsize(dtype: str) -> int:
-    """Bytes of an element of a layout's dtype name."""
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize

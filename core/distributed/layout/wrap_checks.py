@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 
-def check_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for a ScriptModule, and for a wrapper of torch's inside; modules: all of `root`, by name."""
+def check_modules(root: nn.Module, modules: Mapping[str, nn.Module], *, reads_seen: bool) -> None:
+    """Raise ValueError for a ScriptModule, and for a wrapper of torch's inside; modules: all of `root`, by name.
+
+    reads_seen: True if each read of a parameter must be seen by its class, as where parameters are sharded.
+    """
     if isinstance(root, torch.jit.ScriptModule):
         raise ValueError(
             f"{type(root).__name__} takes no Python hooks, which show when a forward begins; wrap a plain module that "
@@ -20,6 +23,11 @@ def check_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a model holds one of its wrappers only if it was imported
     wrappers = (nn.parallel.DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
     for name, inner in modules.items():
+        if reads_seen and isinstance(inner, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module {name!r} is a ScriptModule, which reads its parameters without asking their class; use "
+                "data_parallel_sharding_strategy='optim_grads', or a plain module"
+            )
         if isinstance(inner, wrappers):
             raise ValueError(
                 f"module {name!r} is torch's {type(inner).__name__}, which reduces the same gradients too; take "

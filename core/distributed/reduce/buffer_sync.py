@@ -48,20 +48,16 @@ class BufferSync:
         self.last_step = -1  # finalized steps when the last broadcast was made
 
     @classmethod
-    def of(
-        cls, module: nn.Module, contracts: Mapping[str, GradientContract], groups: ProcessGroups
-    ) -> BufferSync | None:
-        """For the buffers of a module; None where there is nothing to broadcast. Collective over the data groups."""
-        made = cls(module, contracts, groups)
-        return made if made.communicators else None
-
-    @classmethod
     def chosen(
         cls, module: nn.Module, contracts: Mapping[str, GradientContract], groups: ProcessGroups, asked: bool | None
     ) -> BufferSync | None:
-        """As `of`, where it is asked for. Where nothing is said the first data rank warns of BatchNorm. Collective."""
+        """For the buffers of a module, if asked for and if there are any. Collective over the data groups.
+
+        Where nothing is said the first data rank warns of BatchNorm.
+        """
         if asked:
-            return cls.of(module, contracts, groups)
+            made = cls(module, contracts, groups)
+            return made if made.communicators else None
         own = [name for name, part in module.named_modules() if isinstance(part, BATCH_NORMS) and _moves(part)]
         if asked is None and own and groups.size(DATA_KINDS[0]) > 1 and groups.rank(DATA_KINDS[0]) == 0:
             warnings.warn(

@@ -330,9 +330,7 @@ def units_of(
         memory: dict[int, ShardMemory] = {}  # by index of a bucket
         for place in dict.fromkeys((None, tier)):
             there = [b for b in layout.buckets if ((number, b.index) in places.params) == (place is not None)]
-            memory |= _shard_memory(
-                there, layout, of_layout.shard, ddp_config.share_host_memory, plan.device, place
-            )
+            memory |= _shard_memory(there, layout, of_layout.shard, ddp_config.share_host_memory, plan.device, place)
         unmapped = layout.shards > 1 and any(lies.mapped is None for lies in memory.values())
         if unmapped and of_layout.shard not in communicators:
             communicators[of_layout.shard] = new_communicator(of_layout.shard)
