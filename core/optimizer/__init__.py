@@ -11,14 +11,16 @@ from core.collector_pause import collector_paused
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.optimizer.chained_optimizer import ChainedOptimizer
-from core.optimizer.distributed_optimizer import DistributedOptimizer
 from core.optimizer.grad_scaler import GradScaler
 from core.optimizer.groups.model_check import (
     all_rank_groups,
     check_model,
     cut_by_shards,
+    frozen_params,
     other_ranks,
+    repeated_name,
     split_parameter,
+    trainable_params,
 )
 from core.optimizer.groups.param_groups import (
     Condition,
@@ -28,8 +30,7 @@ from core.optimizer.groups.param_groups import (
     overrides_of_conditions,
 )
 from core.optimizer.groups.param_key import ParamGroupOverride, ParamKey, ParamPredicate, ParamWithNamePredicate
-from core.optimizer.groups.rule_names import frozen_params, repeated_name, trainable_params
-from core.optimizer.optimizer import MegatronOptimizer, ReplicatedOptimizer
+from core.optimizer.optimizer import DistributedOptimizer, MegatronOptimizer, ReplicatedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 

@@ -18,10 +18,10 @@ from torch import nn
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.wire.collectives import Collectives
 from core.optimizer.algorithms.names import algorithm_needs_shapes, resolve
-from core.optimizer.distributed_optimizer import DistributedOptimizer
 from core.optimizer.groups.model_check import all_rank_groups, check_model, split_parameter
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.masters.master_weights import Segment
+from core.optimizer.optimizer import DistributedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
 
 

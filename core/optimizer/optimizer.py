@@ -218,8 +218,23 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return True
 
     def _update(self, step: InnerStep, factors: Sequence[Factors]) -> None:
-        """Step every bucket, and make the parameters known to other ranks."""
-        step.step_buckets(self.masters, factors, self.scratch)
+        """Step every bucket, and gather what other ranks have updated."""
+        for chunk in self.model_chunks:
+            chunk.begin_param_update()
+        wrapped = any(chunk.ddp_config.overlap_param_gather for chunk in self.model_chunks)
+        if not (wrapped or self.config.overlap_param_gather_with_optimizer_step):
+            step.step_buckets(self.masters, factors, self.scratch)
+            for chunk in self.model_chunks:
+                chunk.start_param_sync()
+            return
+        place = {id(masters.bucket): index for index, masters in enumerate(self.masters)}
+        for chunk in self.model_chunks:
+            for bucket in chunk.param_sync.buckets:
+                index = place[id(bucket)]
+                step.step_buckets([self.masters[index]], [factors[index]], self.scratch)
+                chunk.start_bucket_param_sync(bucket)
+        for chunk in self.model_chunks:
+            chunk.finish_param_sync()
 
     def _factors(self, stats: GradStats) -> list[Factors]:
         """For each bucket and norm group the one number that its memory is multiplied by."""
@@ -456,3 +471,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
 class ReplicatedOptimizer(MegatronOptimizer):
     """Every rank of a data group updates every parameter, from equal gradients to equal parameters."""
+
+
+class DistributedOptimizer(MegatronOptimizer):
+    """The sharded optimizer (ZeRO-1): state for 1 / data ranks of the parameters; updated shards are gathered.
+
+    Every bucket is gathered once a step, and all are complete when `step` returns. With the wrapper's
+    `overlap_param_gather` or the optimizer's `overlap_param_gather_with_optimizer_step` a bucket's gather starts
+    once it is updated, while the next one is being stepped.
+    """

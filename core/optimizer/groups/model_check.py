@@ -1,4 +1,9 @@
-"""Checks of a config against the wrapped chunks; errors come before anything is allocated."""
+"""What an optimizer reads of the wrapped chunks, and checks of a config against them, before anything is allocated.
+
+Names are those of the whole model, in every stage of a pipeline, as in a checkpoint. A stage counts its own layers from
+0. Its modules say what they are called in the whole model (core.distributed.contract.global_names). Where they do not,
+two stages have one name for different parameters.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.memory_tier import HostTier
-from core.distributed.contract.global_names import global_name
+from core.distributed.contract.global_names import global_name, namer
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.finalize_model_grads import models_of
+from core.groups import agree
 from core.groups.process_groups import CHAINS, ProcessGroups, world_chain
 from core.groups.rank_grid import COPY_AXES
 from core.optimizer.masters.master_weights import LOW_PRECISION
@@ -58,7 +65,14 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataP
             "choose one: set optimizer_cpu_offload=False, or Placement(offload_optim_frac=0.0)"
         )
     _check_parameters(config, buckets)
-    _check_gradients(config, buckets)
+    for bucket in buckets if config.use_precision_aware_optimizer else ():  # main_grads_dtype: as in Megatron
+        dtype = bucket.owned_grad.dtype
+        if bucket.params[0].dtype in LOW_PRECISION and dtype != config.main_grads_dtype:
+            raise ValueError(
+                f"OptimizerConfig.main_grads_dtype is {config.main_grads_dtype} and the gradients of "
+                f"{bucket.contracts[0].name!r} are reduced in {dtype}; set main_grads_dtype to that, or wrap the model "
+                f"with grad_reduce_in_fp32={config.main_grads_dtype == torch.float32}"
+            )
     return sharded
 
 
@@ -77,12 +91,49 @@ def buckets_of(model_chunks: Sequence[DistributedDataParallel]) -> Iterator[Buck
 
 def params_of(
     model_chunks: Sequence[DistributedDataParallel],
-) -> Iterator[tuple[int, torch.nn.Parameter, GradientContract]]:
+) -> Iterator[tuple[int, nn.Parameter, GradientContract]]:
     """(number of its chunk, parameter, contract) of everything that trains."""
     for number, chunk in enumerate(model_chunks):
         for bucket in buckets_of([chunk]):
             for param, contract in zip(bucket.params, bucket.contracts, strict=True):
                 yield number, param, contract
+
+
+def trainable_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter, bool]]:
+    """(name in the whole model, parameter, True for an expert's) of everything that this rank trains."""
+    namers = [namer(chunk.module) for chunk in chunks]
+    return [(namers[number](contract.name), param, contract.is_expert) for number, param, contract in params_of(chunks)]
+
+
+def frozen_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter]]:
+    """(name in the whole model, parameter) of those that do not train."""
+    namers = [namer(chunk.module) for chunk in chunks]
+    return [
+        (global_name(name), param)
+        for global_name, chunk in zip(namers, chunks, strict=True)
+        for name, param in chunk.module.named_parameters()
+        if not param.requires_grad
+    ]
+
+
+def repeated_name(chunks: Sequence[DistributedDataParallel]) -> str | None:
+    """In words a name that two stages have for different parameters; None if there is none. Collective over 'pp'."""
+    groups = chunks[0].groups
+    if groups.size("pp") == 1:
+        return None
+    namers, models = [namer(chunk.module) for chunk in chunks], models_of(chunks)
+    mine = {
+        id(param): (models[number], namers[number](contract.name))
+        for number, param, contract in params_of(chunks)
+        if not contract.crosses_stages  # a copy of one weight, such as a tied embedding
+    }
+    holder: dict[tuple[int, str], int] = {}
+    for rank, held in agree.gather(list(mine.values()), groups.require("pp"), "the names of stages").items():
+        for key in held:
+            if key in holder:
+                return f"{key[1]!r} is the name of two parameters, of pipeline stages on ranks {holder[key]} and {rank}"
+            holder[key] = rank
+    return None
 
 
 def _check_parameters(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
@@ -112,22 +163,8 @@ def _check_parameters(config: OptimizerConfig, buckets: Sequence[Bucket]) -> Non
             )
 
 
-def _check_gradients(config: OptimizerConfig, buckets: Sequence[Bucket]) -> None:
-    """As in Megatron main_grads_dtype says what the buffers hold; there is no other copy that it could speak of."""
-    if not config.use_precision_aware_optimizer:
-        return
-    for bucket in buckets:
-        dtype = bucket.owned_grad.dtype
-        if bucket.params[0].dtype in LOW_PRECISION and dtype != config.main_grads_dtype:
-            raise ValueError(
-                f"OptimizerConfig.main_grads_dtype is {config.main_grads_dtype} and the gradients of "
-                f"{bucket.contracts[0].name!r} are reduced in {dtype}; set main_grads_dtype to that, or wrap the model "
-                f"with grad_reduce_in_fp32={config.main_grads_dtype == torch.float32}"
-            )
-
-
 def split_parameter(
-    model_chunks: Sequence[DistributedDataParallel], needs_whole: Callable[[torch.nn.Parameter], str | None]
+    model_chunks: Sequence[DistributedDataParallel], needs_whole: Callable[[nn.Parameter], str | None]
 ) -> str | None:
     """Error text if tensor or expert parallelism splits a parameter whose algorithm must see it whole.
 
@@ -151,14 +188,14 @@ def split_parameter(
     return None
 
 
-def split_axes(param: torch.nn.Parameter, contract: GradientContract) -> list[str]:
+def split_axes(param: nn.Parameter, contract: GradientContract) -> list[str]:
     """The axes whose ranks hold slices of one parameter. Along 'ep' only a stack of experts is one, not an expert."""
     stacked = getattr(param, "expert_dim", None) is not None
     return [axis for axis in contract.sharded_over if axis in COPY_AXES or (axis == "ep" and stacked)]
 
 
 def cut_by_shards(
-    model_chunks: Sequence[DistributedDataParallel], needs_whole: Callable[[torch.nn.Parameter], str | None]
+    model_chunks: Sequence[DistributedDataParallel], needs_whole: Callable[[nn.Parameter], str | None]
 ) -> str | None:
     """Error text if shards may cut a parameter whose algorithm must see it whole; the hardest case of several."""
     found: list[tuple[int, str]] = []

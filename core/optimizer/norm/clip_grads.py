@@ -218,8 +218,15 @@ class GradMeter:
             seen = None if watch is None else watch.finding()
             if seen is not None:
                 return False, seen
-        what = first_non_finite(self.masters)
-        return None if what is None else (True, what)
+        for masters in self.masters:
+            for shard in masters.shards:
+                grad = masters.bucket.owned_grad[shard.start : shard.end]
+                bad = ~torch.isfinite(grad)
+                if bool(bad.any()):
+                    value, count = grad[bad][0].item(), int(bad.sum())
+                    name = shard.contract.name
+                    return True, f"the gradient of {name!r} holds {value} in {count} of {grad.numel()} elements"
+        return None
 
 
 class _Range(NamedTuple):
@@ -246,18 +253,6 @@ def _ranges(masters: BucketMasters, counted_copies: dict[str, int]) -> list[_Ran
             here = here._replace(start=found.pop().start)
         found.append(here)
     return found
-
-
-def first_non_finite(masters: Sequence[BucketMasters]) -> str | None:
-    """The first gradient of this rank that holds NaN or Inf, in words; None when all are finite."""
-    for bucket_masters in masters:
-        for shard in bucket_masters.shards:
-            grad = bucket_masters.bucket.owned_grad[shard.start : shard.end]
-            bad = ~torch.isfinite(grad)
-            if bool(bad.any()):
-                value, count = grad[bad][0].item(), int(bad.sum())
-                return f"the gradient of {shard.contract.name!r} holds {value} in {count} of {grad.numel()} elements"
-    return None
 
 
 def clip_coefficient(max_norm: float, norm: float) -> float:
