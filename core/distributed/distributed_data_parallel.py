@@ -304,7 +304,7 @@ class DistributedDataParallel(nn.Module):
         """A table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
         chosen = "every" if self.ddp_config.reduces_every_microbatch else "last"
         table = describe_model(self.plan, self.all_buffers, self.groups, chosen, self.engine.params.units)
-        return f"{table}{self.engine.params.describe()}"
+        return f"{table}{self.engine.params.eviction.describe()}"
 
     @property
     def memstats(self) -> MemStats | None:
@@ -312,7 +312,7 @@ class DistributedDataParallel(nn.Module):
 
         None too where ranks have used different modules.
         """
-        return self.engine.params.memstats
+        return self.engine.params.eviction.memstats
 
     def where(self, name: str) -> str:
         """Say in a sentence where the gradient of a parameter is now, and why `.grad` is what it is.

@@ -5,20 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from core.distributed.buffer.bucket import Bucket
+
 POOL_BUCKETS = 2  # one that fills and one that travels
-
-
-class InFlightBucket(Protocol):
-    """A bucket whose reduction was launched."""
-
-    grad: torch.Tensor  # the memory it has acquired
-
-    def wait(self) -> None:
-        """Wait for the reduction, and release the memory."""
 
 
 def pool_numel(sizes: Sequence[int]) -> int:
@@ -43,7 +37,7 @@ class BucketPool:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory  # [pool_numel of the buffer's buckets]
         self.held: list[torch.Tensor | None] = [None] * POOL_BUCKETS  # at the beginning, and at the end
-        self.in_flight: deque[InFlightBucket] = deque()  # oldest first: handles are waited for in launch order
+        self.in_flight: deque[Bucket] = deque()  # oldest first: handles are waited for in launch order
 
     @property
     def nbytes(self) -> int:

@@ -113,11 +113,6 @@ class GradBuffer:
         """Elements, padding included."""
         return self.layout.numel
 
-    @property
-    def numel_unpadded(self) -> int:
-        """Elements without the padding at the ends of buckets."""
-        return sum(bucket.layout.numel_unpadded for bucket in self.buckets)
-
     def zero(self) -> None:
         """Zero all gradients, and attach them to `.grad` again."""
         for bucket in self.buckets:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.contract.placement import MemStats
+from core.distributed.sharded.eviction import Budget, Window
 from core.distributed.sharded.param_unit import ParamUnit
 from core.distributed.wire.collective_events import CollectiveEvent
 from core.distributed.wire.collectives import Collectives, Flight
@@ -26,6 +26,7 @@ class PlainParams:
 
     units: Sequence[ParamUnit] = ()
     channels: Sequence[HostChannel] = ()
+    eviction: Window | Budget = Window()
     is_held = True  # True while all values are there until the caller gives them up
     take_gathers: Callable[[], dict[str, list[str]]] = dict  # the gathers since the last call
 
@@ -70,11 +71,6 @@ class PlainParams:
 
     # -- what sharded parameters need -------------------------------------------------------------------------------
 
-    @property
-    def memstats(self) -> MemStats | None:
-        """Findings of the first step under a budget of memory."""
-        return None
-
     def reading(self) -> AbstractContextManager[None]:
         """Surround what reads parameters."""
         return nullcontext()
@@ -110,7 +106,3 @@ class PlainParams:
 
     def barrier(self) -> None:
         """Wait for ranks that read this one's memory."""
-
-    def describe(self) -> str:
-        """Text behind the table of buckets."""
-        return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.buffer.grad_placeholder import tensors_in
 from core.groups.agree import SyncError
+
+if TYPE_CHECKING:
+    from core.distributed.sharded.unsharder import Unsharder
 
 # What is answered without values: attributes but these ...
 VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
@@ -36,32 +39,13 @@ CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat
 DATA: Any = torch.Tensor.data  # reads and writes it without a note
 
 
-class Owner(Protocol):
-    """Interface of the owner that gives parameters their values."""
-
-    def unshard_for(self, missing: list[ShardedParameter], others: list[nn.Parameter]) -> None:
-        """Make `missing` plain parameters with values, and leave `others` so."""
-
-    def runs(self) -> bool:
-        """True inside a forward or a backward."""
-
-    def take(self, param: ShardedParameter, values: torch.Tensor) -> bool:
-        """Keep this rank's part of values that are copied to a parameter, if they are being loaded."""
-
-    def refuse_write(self, param: ShardedParameter) -> None:
-        """Raise SyncError that names the parameter."""
-
-    def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Remember `values`, the `.data` of a gathered parameter, which user code may write."""
-
-
 class GatheredParameter(nn.Parameter):
     """A parameter whose values are here; each owner has a subclass of its own.
 
     torch counts writes to a tensor's `.data` apart from writes to the tensor. So each request for it is noted.
     """
 
-    owner: Callable[[], Owner | None]  # a weak reference
+    owner: Callable[[], Unsharder | None]  # a weak reference
 
     @property
     def data(self) -> torch.Tensor:
@@ -145,7 +129,7 @@ class ParamClasses(NamedTuple):
     lent: type[nn.Parameter]  # with them, of what is frozen, in a recomputation
 
 
-def owned_by(owner: Callable[[], Owner | None]) -> ParamClasses:
+def owned_by(owner: Callable[[], Unsharder | None]) -> ParamClasses:
     """Classes that ask this owner."""
     shared = {"owner": staticmethod(owner)}
     return ParamClasses(

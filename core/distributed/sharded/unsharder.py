@@ -39,10 +39,8 @@ from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.buffer.grad_attribute import attributes_alone, call_after_backward
-from core.distributed.contract.placement import MemStats
+from core.distributed.buffer.grad_attribute import attributes_alone, backward_runs, call_after_backward
 from core.distributed.guard.replicas import checksum, first_unequal
-from core.distributed.sharded.eviction import Budget, Window
 from core.distributed.sharded.gather_order import GatherOrder, needs_all
 from core.distributed.sharded.param_unit import Gather, KeepGathered, ParamUnit, SavedWeight
 from core.distributed.sharded.plain_params import PlainParams
@@ -67,7 +65,6 @@ class Unsharder(PlainParams):
         self.compared = {unit.data_group: self.control[unit.data_group] for unit in self.units if unit.is_collective}
         self.unit_of = {id(param): unit for unit in self.units for param in unit.params}
         self.window: list[ParamUnit] = []  # units that are whole until others are used, the one used last at the end
-        self.eviction: Window | Budget = Window()
         self.kept_gathered: set[ParamUnit] = set()  # the other units that are whole
         self.at: dict[int, ParamUnit] = {}  # by the address of the whole bucket
         self.addresses: list[int] = []  # of all that are whole, sorted
@@ -145,8 +142,8 @@ class Unsharder(PlainParams):
     def runs(self) -> bool:
         """True inside a forward or a backward, where a use of a parameter gathers it."""
         if self.depth == 0:  # a backward that fails calls no hook, so torch is asked each time
-            leave = _nothing if self.in_backward else weakref.WeakMethod(self._leave_backward)
-            self.in_backward = call_after_backward(leave)
+            leave = weakref.WeakMethod(self._leave_backward)
+            self.in_backward = backward_runs() if self.in_backward else call_after_backward(leave)
         return self.depth > 0 or self.in_backward
 
     def _leave_backward(self) -> None:
@@ -445,15 +442,6 @@ class Unsharder(PlainParams):
             where = "gathered()" if self.is_held else "a forward" if self.depth else "a backward"
             raise SyncError(f"rank {dist.get_rank()}: {what} came inside {where}; leave it first, on all ranks")
 
-    @property
-    def memstats(self) -> MemStats | None:
-        """Findings of the first step under a budget."""
-        return self.eviction.memstats
-
-    def describe(self) -> str:
-        """The budget, if there is one."""
-        return self.eviction.describe()
-
     def take_gathers(self) -> dict[str, list[str]]:
         """The gathers of each data group since the last call, in words."""
         return self.order.take()
@@ -469,10 +457,6 @@ def version_of(tensor: torch.Tensor) -> int:
     """Number of writes to a tensor that torch has counted; it may be a parameter that is not gathered."""
     with attributes_alone():
         return tensor._version
-
-
-def _nothing() -> None:
-    return None
 
 
 def _all_of(actions: Iterable[Callable[[], None]]) -> None:
