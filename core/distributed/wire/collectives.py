@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -66,7 +67,7 @@ class Handle:
     """A collective of torch.distributed in flight."""
 
     works: Sequence[dist.Work] = ()
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], object] | None = None
     keep: tuple[torch.Tensor, ...] = ()  # memory the backend reads or writes until the wait
     first: InFlight | None = None  # what has to be complete before `finish`
     takes_s: float = 0.0  # at most, of CPU tensors; where given, ranks that wait for each other in vain are looked for
@@ -215,7 +216,7 @@ class Collectives:
             return self._ordered_all_reduce(tensor, group, mean=op == "mean")
         reduce_op, divide = _backend_op(op, tensor, group)
         work = dist.all_reduce(tensor, op=reduce_op, group=group, async_op=True)
-        return Handle((work,), (lambda: _divide(tensor, size)) if divide else None, (tensor,))
+        return Handle((work,), partial(tensor.div_, size) if divide else None, (tensor,))
 
     def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """`reduce_scatter` without marks."""
@@ -238,7 +239,7 @@ class Collectives:
             return Handle((work,), lambda: add_in_rank_order(parts, shard, scale, op == "mean"), (full,))
         reduce_op, divide = _backend_op(op, full, group)
         work = _reduce_scatter(shard, full, op=reduce_op, group=group, async_op=True)
-        return Handle((work,), (lambda: _divide(shard, size)) if divide else None, (full,))
+        return Handle((work,), partial(shard.div_, size) if divide else None, (full,))
 
     def start_all_gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
         """`all_gather` without marks."""
@@ -309,7 +310,3 @@ def scale_now(tensor: torch.Tensor, scale: float) -> float:
     if scale != 1.0:
         tensor.mul_(scale)
     return 1.0
-
-
-def _divide(tensor: torch.Tensor, size: int) -> None:
-    tensor.div_(size)

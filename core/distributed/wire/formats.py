@@ -7,20 +7,20 @@ of 256 with a scale each (core/distributed/wire/fp8_communication.py says how fa
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from core.distributed.wire import fp8_communication
 from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op, scale_now
 
-FP8 = torch.float8_e4m3fn
-
 
 def gradient_collectives(dtype: torch.dtype | None, plain: Collectives) -> Collectives:
     """Collectives that reduce buckets: `plain`, or another format that counts into the same traffic."""
     if dtype is None:
         return plain
-    if dtype is FP8:
+    if dtype is fp8_communication.FP8:
         return EightBitCollectives(ordered=plain.ordered, traffic=plain.traffic, clock=plain.clock)
     return CastingCollectives(dtype, plain)
 
@@ -77,11 +77,7 @@ class EightBitCollectives(Collectives):
 
 
 def _copied_back(handle: InFlight, wire: torch.Tensor, home: torch.Tensor) -> InFlight:
-    return Handle(finish=lambda: _copy(wire, home), first=handle, keep=(wire, home))
-
-
-def _copy(wire: torch.Tensor, home: torch.Tensor) -> None:
-    home.copy_(wire)
+    return Handle(finish=partial(home.copy_, wire), first=handle, keep=(wire, home))
 
 
 def _packed_bytes(tensor: torch.Tensor) -> float:

@@ -52,11 +52,9 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) ->
     size = dist.get_world_size(group)
     if tensor.numel() == 0 or size == 1:
         return
-    rows = _padded_rows(tensor.view(-1), size)
-    own = _sum_of_parts(rows, group, size)
-    if mean:
-        own /= size
-    packed = quantize(own)
+    row = -(-tensor.numel() // (size * BLOCK)) * BLOCK
+    rows = torch.nn.functional.pad(tensor.view(-1), (0, size * row - tensor.numel())).view(size, row)
+    packed = quantize(_sum_of_parts(rows, group, mean=mean))
     gathered = torch.empty(size * packed.numel(), dtype=torch.uint8, device=packed.device)
     all_gather_bytes(gathered, packed, group)
     total = dequantize(gathered.view(size, -1)).flatten()
@@ -69,9 +67,7 @@ def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.Proce
     Rounds once, so the error is at most 1/16 mean|g_r| + largest of a block / 2**18.
     """
     size = dist.get_world_size(group)
-    own = _sum_of_parts(_padded(tensor.view(size, -1)), group, size)
-    if mean:
-        own /= size
+    own = _sum_of_parts(_padded(tensor.view(size, -1)), group, mean=mean)
     output.copy_(own[: output.numel()])
 
 
@@ -94,19 +90,14 @@ def all_gather_bytes(output: torch.Tensor, tensor: torch.Tensor, group: dist.Pro
         gather(output, tensor, group=group)
 
 
-def _sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    """rows [size, m], row r for rank r. Returns the fp32 sum over ranks of this rank's row, [m]."""
+def _sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> torch.Tensor:
+    """rows [size, m], row r for rank r. Returns the fp32 sum, or mean, over ranks of this rank's row, [m]."""
     packed = quantize(rows)
     received = torch.empty_like(packed)
     with waiting("8-bit parts of all ranks", group):
         dist.all_to_all_single(received, packed, group=group)
-    return dequantize(received).sum(0)
-
-
-def _padded_rows(flat: torch.Tensor, size: int) -> torch.Tensor:
-    """[n] as [size, m], m a multiple of BLOCK, zeros at the end."""
-    row = -(-flat.numel() // (size * BLOCK)) * BLOCK
-    return torch.nn.functional.pad(flat, (0, size * row - flat.numel())).view(size, row)
+    parts = dequantize(received)
+    return parts.sum(0) / len(parts) if mean else parts.sum(0)
 
 
 def _padded(rows: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from core import parallel_state
 from core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.wire.collectives import Collectives
-from core.distributed.wire.formats import FP8, gradient_collectives
+from core.distributed.wire.formats import gradient_collectives
+from core.distributed.wire.fp8_communication import FP8
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
 
