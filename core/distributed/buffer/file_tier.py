@@ -56,6 +56,13 @@ class FileTier(MemoryTier):
         self.used = _pages(self.used + nbytes)
         return tensor
 
+    def masters(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return self.zeros(numel, dtype)
+        except OSError as error:  # this step is right all the same; the next one is refused on all ranks
+            self.failure = self.failure or str(error)
+            return torch.zeros(numel, dtype=dtype, device="cpu")
+
     def new_shared(self, nbytes: int, *, is_first: bool) -> int:
         """A file for memory that ranks of one host map from each other; they use what the first one's holds.
 

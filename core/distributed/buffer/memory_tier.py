@@ -21,6 +21,10 @@ class MemoryTier:
         """[numel] of zeros on the CPU."""
         raise NotImplementedError
 
+    def masters(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] of zeros on the CPU, for master weights and moments."""
+        raise NotImplementedError
+
     def wait_for_copies(self) -> None:
         """Wait until no copy reads the memory any more, since it is going to be written."""
 
@@ -54,7 +58,6 @@ class HostTier(MemoryTier):
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.pin_memory)
 
     def masters(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel] of zeros on the CPU, for master weights."""
         if self.pin_masters:
             return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
         return huge_pages.zeros(numel, dtype, torch.device("cpu"))

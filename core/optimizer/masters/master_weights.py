@@ -165,15 +165,8 @@ class BucketMasters:
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for masters or moments, where they are to lie."""
-        if isinstance(self.bucket.state_tier, HostTier):
-            return self.bucket.state_tier.masters(numel, dtype)
-        if self.tier is None:
-            return huge_pages.zeros(numel, dtype, self.grad.device)
-        try:
-            return self.tier.zeros(numel, dtype)
-        except OSError as error:  # this step is right all the same; the next one is refused on all ranks
-            self.tier.failure = self.tier.failure or str(error)
-            return torch.zeros(numel, dtype=dtype, device="cpu")
+        tier = self.bucket.state_tier
+        return huge_pages.zeros(numel, dtype, self.grad.device) if tier is None else tier.masters(numel, dtype)
 
     def send_grads(self) -> None:
         """Begin to copy reduced gradients to where they are stepped, if that is the host."""
