@@ -20,7 +20,7 @@ from core.distributed.contract.gradient_contract import divisor_of
 from core.distributed.contract.placement import Placement
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.agreement import ControlGroup
-from core.distributed.guard.finite import LargeGradientWatch, NonFiniteWatch
+from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.guard.first_steps import FirstSteps
 from core.distributed.guard.misuse import ModelWatch
 from core.distributed.layout.model_plan import ModelPlan, groups_of, option_table, plan_model
@@ -58,8 +58,6 @@ class Engine:
     grad_sync: GradSync
     params: PlainParams | Unsharder  # the second where parameters are sharded
     tier: MemoryTier | None  # of what is offloaded
-    nan_watch: NonFiniteWatch | None
-    large_watch: LargeGradientWatch | None
     buffer_sync: BufferSync | None  # where buffers of modules are broadcast
     model_watch: ModelWatch
     make_first_steps: Callable[[], FirstSteps]
@@ -132,7 +130,6 @@ def assemble(
     asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked
     launches = asked if plan.may_overlap else Launches.AT_THE_END
     watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
-    nan_watch = NonFiniteWatch(buckets) if watches_nan else None
     watch = ModelWatch(module, plan, buckets)
     members = [set(dist.get_process_group_ranks(group)) for group in _data_groups(groups)]
     nested = all(other <= members[0] for other in members[1:])
@@ -144,7 +141,7 @@ def assemble(
         launches=launches,
         every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
         may_join=nested and not any(unit.is_collective for unit in itertools.chain(*units)),
-        watch=nan_watch,
+        watch=NonFiniteWatch(buckets) if watches_nan else None,
         take_gathers=params.take_gathers,
     )
     return Engine(
@@ -158,8 +155,6 @@ def assemble(
         GradSync(buckets, plan.rules, groups, plain, list(plan.params)),
         params,
         tier,
-        nan_watch,
-        LargeGradientWatch(buckets) if ddp_config.check_for_large_grads else None,
         BufferSync.chosen(module, plan.contracts, groups, ddp_config.broadcast_buffers),
         watch,
         functools.partial(FirstSteps, module, plan, buckets, groups, ddp_config, config, params.own_part_of),

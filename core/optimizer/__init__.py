@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from core.collector_pause import collector_paused
-from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.grad_scaler import GradScaler
@@ -55,6 +54,7 @@ __all__ = [
 ]
 
 
+@collector_paused()
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: nn.Module | Sequence[nn.Module],
@@ -98,29 +98,18 @@ def get_megatron_optimizer(
     else:
         assert not isinstance(no_weight_decay_cond, Mapping), "taken as config_overrides above"
         overrides = overrides_of_conditions(config, no_weight_decay_cond, scale_lr_cond, lr_mult)
-    with collector_paused():
-        return _make(config, chunks, overrides, pg_collection or chunks[0].groups)
-
-
-def _make(
-    config: OptimizerConfig,
-    model_chunks: Sequence[DistributedDataParallel],
-    overrides: Overrides,
-    process_groups: ProcessGroups,
-) -> MegatronOptimizer:
-    sharded = check_model(config, model_chunks)
-    world = all_rank_groups(model_chunks[0].groups)
+    cls = DistributedOptimizer if check_model(config, chunks) else ReplicatedOptimizer
+    world = all_rank_groups(chunks[0].groups)
     groups = ParamGroups(
         config,
-        trainable_params(model_chunks),
+        trainable_params(chunks),
         overrides,
-        frozen=frozen_params(model_chunks),
-        repeated_name=repeated_name(model_chunks),
+        frozen=frozen_params(chunks),
+        repeated_name=repeated_name(chunks),
     )
-    for chunk in model_chunks:
-        groups.problem = groups.problem or other_ranks(process_groups, chunk.groups)
-    groups.problem = groups.problem or split_parameter(model_chunks, groups.needs_whole)
-    groups.problem = groups.problem or cut_by_shards(model_chunks, groups.needs_whole)
+    for chunk in chunks:
+        groups.problem = groups.problem or other_ranks(pg_collection or chunks[0].groups, chunk.groups)
+    groups.problem = groups.problem or split_parameter(chunks, groups.needs_whole)
+    groups.problem = groups.problem or cut_by_shards(chunks, groups.needs_whole)
     groups.agree(world)
-    cls = DistributedOptimizer if sharded else ReplicatedOptimizer
-    return cls(config, model_chunks, groups, world)
+    return cls(config, chunks, groups, world)

@@ -37,8 +37,19 @@ def check_modules(root: nn.Module, modules: Mapping[str, nn.Module], *, reads_se
 
 def check_param(name: str, param: nn.Parameter, first: tuple[str, nn.Parameter]) -> None:
     """Raise ValueError for a parameter that cannot lie in a buffer with the first one of its model."""
+    if nn.parameter.is_lazy(param):
+        raise ValueError(
+            f"parameter {name!r} is lazy and has no shape yet; run one forward of the model before wrapping"
+        )
     if type(param) is not nn.Parameter:
-        _check_kind(name, param)
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor over {param.device_mesh}: torch (fully_shard, parallelize_module) "
+                "splits it and reduces its gradient. Leave this wrapper out, or split the layers with "
+                "core.tensor_parallel instead"
+            )
     if param.is_complex():
         raise ValueError(
             f"parameter {name!r} is {param.dtype}; gradient buffers hold real numbers. Keep its real and imaginary "
@@ -62,20 +73,6 @@ def check_param(name: str, param: nn.Parameter, first: tuple[str, nn.Parameter])
         raise ValueError(
             f"parameter {name!r} has {param.nbytes} bytes and its storage {size}: the storage was freed (resize_), "
             "or the elements share memory (expand). Give the parameter whole storage of its own before wrapping"
-        )
-
-
-def _check_kind(name: str, param: nn.Parameter) -> None:
-    from torch.distributed.tensor import DTensor
-
-    if nn.parameter.is_lazy(param):
-        raise ValueError(
-            f"parameter {name!r} is lazy and has no shape yet; run one forward of the model before wrapping"
-        )
-    if isinstance(param, DTensor):
-        raise ValueError(
-            f"parameter {name!r} is a DTensor over {param.device_mesh}: torch (fully_shard, parallelize_module) splits "
-            "it and reduces its gradient. Leave this wrapper out, or split the layers with core.tensor_parallel instead"
         )
 
 
