@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.reduce.sync_rules import PendingSync, pack
+from core.distributed.guard.replicas import pack
+from core.distributed.reduce.sync_rules import IN_PLACE_NUMEL, PACK_NUMEL, PendingSync
 from core.distributed.wire.collectives import Collectives
 from core.groups import agree
 from core.groups.agree import control_device
@@ -112,8 +113,8 @@ class LooseReduction:
             if gradient.scale != 1.0:
                 part.mul_(gradient.scale)  # before the sum, as in the engine's buckets: fp16 does not overflow
         flying: deque[PendingSync] = deque()
-        limit = None if self.cap_bytes is None else max(1, self.cap_bytes // dtype.itemsize)
-        for together in pack(parts, limit):
+        limit = PACK_NUMEL if self.cap_bytes is None else max(1, self.cap_bytes // dtype.itemsize)
+        for together in pack(parts, limit, IN_PLACE_NUMEL):
             if len(flying) == IN_FLIGHT:
                 flying.popleft().wait()
             flat = _on_wire(together[0] if len(together) == 1 else torch.cat(together), group)

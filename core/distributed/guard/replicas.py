@@ -51,29 +51,34 @@ SMALL_NUMEL = 2**16  # a larger parameter is not worth a copy
 PACK_NUMEL = 2**20  # elements of small ones that are copied together
 
 
-def packs_of(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut parameters into lists of one dtype: a large one alone, small ones up to PACK_NUMEL elements together.
+def pack(parts: Iterable[torch.Tensor], limit: int, alone: int) -> Iterator[list[torch.Tensor]]:
+    """Cut tensors into lists: one of at least `alone` or `limit` elements by itself, small ones up to `limit` together.
 
-    The lists follow from sizes and dtypes alone, so ranks with the same model make the same ones.
+    Empty ones are left out. The lists follow from the sizes, so they are the same on ranks with the same model.
     """
+    together: list[torch.Tensor] = []
+    room = limit
+    for part in parts:
+        numel = part.numel()
+        if together and numel and (numel >= alone or numel > room):
+            yield together
+            together, room = [], limit
+        if numel >= min(alone, limit):
+            yield [part]
+        elif numel:
+            together.append(part)
+            room -= numel
+    if together:
+        yield together
+
+
+def packs_of(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut parameters into lists of one dtype that are compared, or sent, together."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for param in params:
         by_dtype.setdefault(param.dtype, []).append(param)
     for alike in by_dtype.values():
-        pack: list[torch.Tensor] = []
-        filled = 0
-        for param in alike:
-            numel = param.numel()
-            if numel > SMALL_NUMEL:
-                yield [param]
-                continue
-            pack.append(param)
-            filled += numel
-            if filled > PACK_NUMEL:
-                yield pack
-                pack, filled = [], 0
-        if pack:
-            yield pack
+        yield from pack(alike, PACK_NUMEL, SMALL_NUMEL)
 
 
 def first_unequal(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradSyncRule
 from core.distributed.guard.agreement import Member, share_used, unequal_copies
+from core.distributed.guard.replicas import pack
 from core.distributed.wire.collectives import Collectives, InFlight
 from core.groups import agree
 from core.groups.agree import SyncError
@@ -43,29 +44,6 @@ class PendingSync:
         if self.flat is not None:
             for part, reduced in zip(self.parts, self.flat.split([p.numel() for p in self.parts]), strict=True):
                 part.copy_(reduced)
-
-
-def pack(parts: Sequence[torch.Tensor], limit: int | None = None) -> list[list[torch.Tensor]]:
-    """Cut slices into the lists that travel together: a large one alone, small ones up to `limit` elements.
-
-    limit: PACK_NUMEL by default.
-    """
-    limit = PACK_NUMEL if limit is None else limit
-    packs: list[list[torch.Tensor]] = []
-    room = 0
-    for part in parts:
-        if part.numel() == 0:
-            continue
-        if part.numel() >= min(IN_PLACE_NUMEL, limit):
-            packs.append([part])
-            room = 0
-        elif part.numel() <= room:
-            packs[-1].append(part)
-            room -= part.numel()
-        else:
-            packs.append([part])
-            room = limit - part.numel()
-    return packs
 
 
 class GradSync:
@@ -133,7 +111,7 @@ class GradSync:
             if position > 0:
                 self.wait()  # two rules may serve one parameter: the second one needs the first one's result
             group = self.groups.require(rule.group)
-            for parts in pack([bucket.valid_part(i) for i in indices]):
+            for parts in pack([bucket.valid_part(i) for i in indices], PACK_NUMEL, IN_PLACE_NUMEL):
                 in_place = len(parts) == 1 and parts[0].device == bucket.device
                 flat = parts[0] if in_place else torch.cat(parts).to(bucket.device)
                 handle = self.collectives.all_reduce(flat, group, f"the sync rule {rule.name}", rule.op)
@@ -248,14 +226,9 @@ def check_stages(chunks: Sequence[GradSync]) -> None:
 
 
 def _table(chunks: Sequence[GradSync], group: str) -> list[str]:
-    rules = dict.fromkeys(rule for chunk in chunks for rule in chunk.rules if rule.group == group)
-    return [
-        f"copy {number} for {rule.name!r} of {numel} elements"
-        for rule in rules
-        for number, numel in enumerate(_copies(chunks, rule))
-    ]
-
-
-def _copies(chunks: Sequence[GradSync], rule: GradSyncRule) -> list[int]:
-    sizes = {name: part.numel() for chunk in chunks for name, part in chunk.crossing(rule)}
-    return list(sizes.values())
+    lines = []
+    for rule in dict.fromkeys(rule for chunk in chunks for rule in chunk.rules if rule.group == group):
+        sizes = {name: part.numel() for chunk in chunks for name, part in chunk.crossing(rule)}
+        for number, numel in enumerate(sizes.values()):
+            lines.append(f"copy {number} for {rule.name!r} of {numel} elements")
+    return lines
