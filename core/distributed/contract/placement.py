@@ -155,8 +155,3 @@ def first_of(nbytes: Sequence[int], fraction: float) -> set[int]:
             chosen.add(index)
         reached += size
     return chosen
-
-
-def last_of(nbytes: Sequence[int], fraction: float) -> set[int]:
-    """Indices of the last `fraction` of all bytes."""
-    return {len(nbytes) - 1 - index for index in first_of(nbytes[::-1], fraction)}

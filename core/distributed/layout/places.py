@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from core.distributed.contract.placement import MemStats, first_of, last_of
+from core.distributed.contract.placement import MemStats, first_of
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.layout.param_layout import BucketLayout
@@ -51,10 +51,9 @@ def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Pla
         return used.get((number, bucket.index), math.inf), min(position[slot.name] for slot in bucket.slots)
 
     def chosen(buckets: Sequence[tuple[int, BucketLayout]], kind: str, fraction: float, last: bool) -> frozenset[Where]:
-        order = sorted(buckets, key=turn)
+        order = sorted(buckets, key=turn, reverse=last)
         nbytes = [bucket.numel * getattr(torch, getattr(keys[number], kind)).itemsize for number, bucket in order]
-        found = (last_of if last else first_of)(nbytes, fraction)
-        return frozenset((order[place][0], order[place][1].index) for place in found)
+        return frozenset((order[place][0], order[place][1].index) for place in first_of(nbytes, fraction))
 
     sharded = every if ddp_config.shards_parameters else []
     return Places(
