@@ -205,14 +205,6 @@ class DistributedDataParallel(nn.Module):
         """
         self.engine.params.begin_update()
 
-    def begin_param_load(self, failure: Exception | None = None) -> None:
-        """The same of a load, for which a rank may have read what it cannot use: it raises that here, before a write.
-
-        Where parameters are sharded all other ranks then raise RuntimeError.
-        """
-        self.engine.params.refuse(failure, "a load")
-        self.begin_param_update()
-
     def note_param_write(self) -> None:
         """All ranks have written their shards of the parameters since `begin_param_update`. Collective."""
         self.engine.params.invalidate()
@@ -226,16 +218,8 @@ class DistributedDataParallel(nn.Module):
         """
         self.param_sync.finish_update()
 
-    def start_bucket_param_sync(self, bucket: Bucket) -> None:
-        """Gather one bucket's parameters, for an optimizer that is about to update the next one; returns at once.
-
-        Called for every bucket, in one order on all ranks, instead of `start_param_sync`; then `finish_param_sync`,
-        before anybody reads or writes a parameter. Collective over the bucket's shard group.
-        """
-        self.param_sync.start_bucket(bucket)
-
     def finish_param_sync(self) -> None:
-        """Wait for the gathers of `start_bucket_param_sync`; nothing to do after the optimizer's `step`."""
+        """Wait for gathers that an optimizer has started bucket by bucket; nothing to do after its `step`."""
         self.param_sync.finish()
 
     @contextmanager

@@ -232,7 +232,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             for bucket in chunk.param_sync.buckets:
                 index = place[id(bucket)]
                 step.step_buckets([self.masters[index]], [factors[index]], self.scratch)
-                chunk.start_bucket_param_sync(bucket)
+                chunk.param_sync.start_bucket(bucket)
         for chunk in self.model_chunks:
             chunk.finish_param_sync()
 
@@ -447,7 +447,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
         except ValueError as error:
             failure = error
         for chunk in self.model_chunks:  # other ranks may still compute with the weights that are written here
-            chunk.begin_param_load(failure)
+            chunk.engine.params.refuse(failure, "a load")
+            chunk.begin_param_update()
         load_parts(parts, self.masters, self.optimizer, self.scratch)
         for chunk in self.model_chunks:
             chunk.note_param_write()

@@ -182,7 +182,8 @@ class GradAttribute:
     def take_late(self) -> list[tuple[int, torch.Tensor]]:
         """(index, gradient) of what came after the bucket was launched; forgotten here."""
         found = [(index, grad) for index in range(len(self.params)) if (grad := self._late(index)) is not None]
-        self._forget_added()
+        for placeholder in self.placeholders:
+            placeholder.reset()
         return found
 
     # -- once gradients are reduced -----------------------------------------------------------------------------------
@@ -253,11 +254,6 @@ class GradAttribute:
     def _make_placeholders(self) -> None:
         pairs = zip(self.params, self.names, strict=True)
         self.placeholders = [GradPlaceholder.of(param, name, self.dtype) for param, name in pairs]
-
-    def _forget_added(self) -> None:
-        if any(map(_TOUCHED, self.placeholders)):
-            for placeholder in self.placeholders:
-                placeholder.reset()
 
     def _untouched(self, grads: Sequence[torch.Tensor]) -> bool:
         """True if each of these is in its parameter's `.grad`, and nothing was added to a placeholder. One C pass."""

@@ -45,7 +45,11 @@ class PlainParams:
         self.finish()
 
     def start_bucket(self, bucket: Bucket) -> None:
-        """Gather one bucket's parameters and return at once. Collective, in one order of buckets on all ranks."""
+        """Gather one bucket's parameters, for an optimizer that is about to update the next one; returns at once.
+
+        Called for every bucket, in one order on all ranks, instead of `finish_update`; then `finish`, before anybody
+        reads or writes a parameter. Collective over the bucket's shard group.
+        """
         self._wait_for(id(bucket))
         if bucket.param_data is not None:
             name = f"parameters of {bucket.name}"

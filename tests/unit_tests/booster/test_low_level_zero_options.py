@@ -166,11 +166,10 @@ def test_buckets_and_overlap_are_as_asked_for(rank: int, world: int) -> None:
     for overlap in (True, False):
         booster, model, optimizer = boosted(overlap_allgather=overlap, reduce_bucket_size_in_m=TINY_BUCKETS)
         one_backward(booster, model, optimizer, rank)
-        with mock.patch.object(
-            model.module, "start_bucket_param_sync", wraps=model.module.param_sync.start_bucket
-        ) as one:
+        sync = model.module.param_sync
+        with mock.patch.object(sync, "finish_update", wraps=sync.finish_update) as at_once:
             optimizer.step()
-        assert one.call_count == (4 if overlap else 0)  # each before the next one's step
+        assert at_once.call_count == (0 if overlap else 1)  # else each bucket before the next one's step
         assert len(model.module.param_sync.events()) == 4 and not model.module.param_sync.pending
 
 

@@ -323,7 +323,7 @@ def test_buckets_gathered_one_by_one_are_gathered_once_each(rank: int, world: in
         for bucket in buckets:
             low, high = bucket.shard_range
             bucket.param_data[low:high].add_(bucket.owned_grad, alpha=-LR)
-            ddp.start_bucket_param_sync(bucket)
+            ddp.param_sync.start_bucket(bucket)
         ddp.finish_param_sync()
         assert ddp.param_sync.collectives.traffic.collectives - sent == (len(buckets) if world > 1 else 0)
         one_process_step(plain, world, step, loss_of)

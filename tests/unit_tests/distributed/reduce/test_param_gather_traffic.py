@@ -105,7 +105,7 @@ def test_a_bucket_sets_out_before_the_next_one_is_stepped(
     ddp, optimizer = build(bucketwise, overlap, "optim", "adam", torch.float32)
     train(ddp, optimizer, rank, 0)
     events: list[Any] = []
-    step, start, finish = optimizer.optimizer.step, ddp.start_bucket_param_sync, ddp.finish_param_sync
+    step, start, finish = optimizer.optimizer.step, ddp.param_sync.start_bucket, ddp.finish_param_sync
     place = {id(bucket): index for index, bucket in enumerate(ddp.param_sync.buckets)}
     of_master = {
         id(segment.master): place[id(masters.bucket)] for masters in optimizer.masters for segment in masters.segments
@@ -124,7 +124,7 @@ def test_a_bucket_sets_out_before_the_next_one_is_stepped(
         finish()
 
     optimizer.optimizer.step = logged_step
-    ddp.start_bucket_param_sync, ddp.finish_param_sync = logged_start, logged_finish
+    ddp.param_sync.start_bucket, ddp.finish_param_sync = logged_start, logged_finish
     train(ddp, optimizer, rank, 1)
     owned = set(of_master.values())
     expected: list[Any] = []
