@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -53,7 +55,8 @@ def finalize_model_grads(
     groups, config = chunks[0].groups, chunks[0].config
     if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
         num_tokens = torch.tensor(num_tokens, dtype=torch.float64, device="cpu")
-    models = _by_model(chunks)  # raises where a model lacks a chunk
+    numbered = itertools.groupby(zip(models_of(chunks), chunks, strict=True), key=itemgetter(0))  # raises if some lack
+    models = [[chunk for _, chunk in of_model] for _, of_model in numbered]
     _check_arguments(chunks, config, num_tokens, groups, pg_collection)
     with chunks[0].reducer.named("finalize_model_grads"):
         _reduce_and_guard(chunks, models, num_tokens, force_all_reduce)
@@ -191,13 +194,6 @@ def timed(config: Any, name: str) -> Iterator[None]:
         yield
     finally:
         timer.stop()
-
-
-def _by_model(chunks: Sequence[DistributedDataParallel]) -> Models:
-    models: dict[int, list[DistributedDataParallel]] = {}
-    for number, chunk in zip(models_of(chunks), chunks, strict=True):
-        models.setdefault(number, []).append(chunk)
-    return list(models.values())
 
 
 def _sync_stages(models: Models) -> None:

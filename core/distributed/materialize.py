@@ -7,6 +7,7 @@ so that no rank ever holds the whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def materialize(module: nn.Module, init: Init | None = None, *, device: torch.de
             setattr(part, name, made[id(param)])
         for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
             setattr(part, name, buffers.get(id(buffer), buffer))
-    vars(module)[MARK] = init or _reset
+    vars(module)[MARK] = init or methodcaller("reset_parameters")
     return module
 
 
@@ -182,8 +183,3 @@ def _deferred(param: nn.Parameter, device: torch.device | str) -> DeferredParame
 
 def _unset(param: nn.Parameter) -> float:
     return torch.nan if param.is_floating_point() else 0
-
-
-def _reset(part: nn.Module) -> None:
-    reset: Any = part.reset_parameters
-    reset()

@@ -130,7 +130,11 @@ def load_parts(
             steps = itertools.groupby(_step_counts(parts[id(shard)]) for shard in whole.shards)
             for segment in masters.split(whole, [len(list(alike)) for _, alike in steps], inner):
                 of_segment = [parts[id(shard)] for shard in segment.shards]
-                load_master(segment, of_segment)
+                if segment.storage is not None:  # without a saved master it stays that of the parameter
+                    paired = zip(segment.shards, of_segment, strict=True)
+                    segment.storage.load(
+                        [(s.start - segment.start, part[MASTER]) for s, part in paired if MASTER in part]
+                    )
                 load_moments(segment, of_segment, inner, scratch)
         if masters.tier is not None:
             masters.keep_moments(inner.state)
@@ -142,13 +146,6 @@ def _step_counts(part: Entry) -> dict[str, float | None]:
         key: float(value) if isinstance(value, torch.Tensor) and value.dim() == 0 else None
         for key, value in part.items()
     }
-
-
-def load_master(segment: Segment, parts: list[Entry]) -> None:
-    """Copy saved master weights to where this segment's are kept. Without any they stay those of the parameters."""
-    if segment.storage is not None:
-        paired = zip(segment.shards, parts, strict=True)
-        segment.storage.load([(shard.start - segment.start, part[MASTER]) for shard, part in paired if MASTER in part])
 
 
 def load_moments(segment: Segment, parts: list[Entry], inner: torch.optim.Optimizer, scratch: Scratch) -> None:

@@ -115,7 +115,8 @@ def agree_on_step(
         if low["trains"] != high["trains"]:
             found = unequal_copies(members_of(entry.buckets), entry.group, f"data group {entry.name!r}")
         elif high["problem"]:
-            found = _reported(entry, problems)
+            reported = agree.gather(problems, entry.group, "the problems of other ranks")
+            found = next(SyncError(f"rank {rank}: {theirs[0]}") for rank, theirs in reported.items() if theirs)
         elif low["gathers"] != high["gathers"]:
             found = unequal_gathers(entry.name, entry.group, gathers.get(entry.name, ()))
         elif (text := _contradiction(entry, low, high)) is not None:
@@ -159,12 +160,6 @@ def _contradiction(entry: ControlGroup, low: dict[str, int], high: dict[str, int
             "rank skip a backward or a zero_grad_buffer()? Restart from the last checkpoint"
         )
     return None
-
-
-def _reported(entry: ControlGroup, problems: Sequence[str]) -> SyncError:
-    answers = agree.gather(problems, entry.group, "the problems of other ranks")
-    rank, found = next((rank, found) for rank, found in answers.items() if found)
-    return SyncError(f"rank {rank}: {found[0]}")
 
 
 def _unequal_backwards(entry: ControlGroup, moment: Moment, backwards: int) -> SyncError:

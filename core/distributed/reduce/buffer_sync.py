@@ -58,7 +58,8 @@ class BufferSync:
         if asked:
             made = cls(module, contracts, groups)
             return made if made.communicators else None
-        own = [name for name, part in module.named_modules() if isinstance(part, BATCH_NORMS) and _moves(part)]
+        norms = ((name, part) for name, part in module.named_modules() if isinstance(part, BATCH_NORMS))
+        own = [name for name, part in norms if part.training and part.running_mean is not None]
         if asked is None and own and groups.size(DATA_KINDS[0]) > 1 and groups.rank(DATA_KINDS[0]) == 0:
             warnings.warn(
                 f"{len(own)} layers of BatchNorm, the first {own[0]!r}, keep statistics of each rank's own data: ranks "
@@ -98,11 +99,6 @@ class BufferSync:
             for name, buffer in self.module.named_buffers()
             if buffer.numel() and buffer.layout is torch.strided and (name in self.of_experts) == wants_experts
         }
-
-
-def _moves(part: nn.Module) -> bool:
-    """True for a BatchNorm in training with statistics of its own."""
-    return part.training and getattr(part, "running_mean", None) is not None
 
 
 def _unpack(packed: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:

@@ -156,7 +156,6 @@ class Budget:
         return count, forget if outer is None else outer[1]
 
     def end_backward(self) -> None:
-        """Free what forwards have saved."""
         self.saved, self.recomputed = Kept(), Kept()
 
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:

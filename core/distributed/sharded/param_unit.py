@@ -19,7 +19,6 @@ from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.buffer.memory_tier import HostTier, MemoryTier
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from core.distributed.guard.misuse import refuse_reshaped
 from core.distributed.layout.model_plan import BucketGroups, ModelPlan, groups_of
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.layout.places import Places
@@ -239,10 +238,6 @@ class ParamUnit:
                 f"parameter {wrong!r} was written while its values were gathered for a forward or a backward, and each "
                 f"rank {became}. Write parameters inside `with model.gathered():`"
             )
-
-    def refuse_reshaped(self) -> None:
-        """SyncError for a parameter that was given values of another shape."""
-        refuse_reshaped(self.names, self.params, [view.shape for view in self.views])
 
     @torch.no_grad()
     def edited(self) -> bool:

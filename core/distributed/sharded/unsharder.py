@@ -40,6 +40,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_attribute import attributes_alone, backward_runs, call_after_backward
+from core.distributed.guard.misuse import refuse_reshaped
 from core.distributed.guard.replicas import checksum, first_unequal
 from core.distributed.sharded.gather_order import GatherOrder, needs_all
 from core.distributed.sharded.param_unit import Gather, KeepGathered, ParamUnit, SavedWeight
@@ -298,14 +299,12 @@ class Unsharder(PlainParams):
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def cut_all(self, params: Iterable[nn.Parameter]) -> None:
-        """Keep the shards of parameters that have memory of their own. Collective."""
         for param in params:
             self.cut(param)
         self.finish_update()
         huge_pages.give_back()  # what was freed
 
     def cut(self, param: nn.Parameter) -> None:
-        """Keep the shard of a parameter that has memory of its own. Local; `cut_all` comes after the last one."""
         unit = self.unit_of.get(id(param))
         if unit is not None:
             unit.cut(unit.index_of[id(param)])
@@ -315,7 +314,6 @@ class Unsharder(PlainParams):
         agree.refuse(error, list(self.control.values()), what)
 
     def own_part_of(self, param: nn.Parameter) -> tuple[int, torch.Tensor] | None:
-        """`ParamUnit.own_part_of` of a sharded parameter; None for any other."""
         unit = self.unit_of.get(id(param))
         return None if unit is None else unit.own_part_of(unit.index_of[id(param)])
 
@@ -405,7 +403,7 @@ class Unsharder(PlainParams):
                 with nullcontext() if by_value else saved_tensors_hooks(self._pack, self._unpack):
                     yield
                 for unit in self.units:
-                    unit.refuse_reshaped()
+                    refuse_reshaped(unit.names, unit.params, [view.shape for view in unit.views])
             except Exception as error:
                 failure = error
             with needs_all(caller, next(iter(self.control.values()))):

@@ -73,15 +73,10 @@ class Handle:
     takes_s: float = 0.0  # at most, of CPU tensors; where given, ranks that wait for each other in vain are looked for
 
     def is_done(self) -> bool:
-        """True if the backend has finished.
-
-        The backend is asked, because a callback would run Python in one of its threads. At the end of a program such a
-        thread may find the interpreter gone.
-        """
+        # The backend is asked: a callback would run in a thread of its, which may find the interpreter gone at the end.
         return (self.first is None or self.first.is_done()) and all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
-        """Complete the collective; a second wait does nothing."""
         if self.first is not None:
             self.first.wait()
         for work in self.works:
@@ -106,7 +101,6 @@ class Flight:
     waited: bool = False
 
     def is_done(self) -> bool:
-        """Do what waits for no rank; True if `wait` has nothing left to do or to wait for."""
         return self.clock.look(self.event, self.inner.is_done)
 
     def wait(self) -> None:
@@ -174,7 +168,11 @@ class Collectives:
     def gather_rows(self, values: torch.Tensor, group: dist.ProcessGroup, name: str) -> torch.Tensor:
         """Every rank's few `values`, [n], in rank order: [ranks, n]. Waits for them."""
         rows = values.new_empty(dist.get_world_size(group), values.numel())
-        self._launch("all_gather", name, self._start_rows, rows, group, values).wait()
+
+        def start(rows: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
+            return Handle((_all_gather(rows.view(-1), values, group=group, async_op=True),), None, (rows,))
+
+        self._launch("all_gather", name, start, rows, group).wait()
         return rows
 
     def broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, source: int = 0) -> None:
@@ -265,9 +263,6 @@ class Collectives:
             return Handle()
         self.traffic.count(tensor.numel() * tensor.element_size())
         return Handle((dist.broadcast(tensor, group=group, group_src=source, async_op=True),), None, (tensor,))
-
-    def _start_rows(self, rows: torch.Tensor, group: dist.ProcessGroup, values: torch.Tensor) -> InFlight:
-        return Handle((_all_gather(rows.view(-1), values, group=group, async_op=True),), None, (rows,))
 
     def _ordered_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> Handle:
         size, rank = dist.get_world_size(group), dist.get_rank(group)

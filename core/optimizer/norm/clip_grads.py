@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from core.distributed.buffer.bucket import Bucket
 from core.distributed.wire.collectives import Collectives
 from core.groups import agree
 from core.groups.agree import SyncError
@@ -47,21 +46,6 @@ class GradStats:
         return self.culprit is None and all(map(math.isfinite, self.norms.values()))
 
 
-def counts_here(bucket: Bucket) -> bool:
-    """True if this rank counts the bucket, of the data ranks that hold the same reduced gradients."""
-    if not bucket.sharded:
-        return dist.get_rank(bucket.groups.data) == 0
-    return bucket.groups.replica is None or dist.get_rank(bucket.groups.replica) == 0
-
-
-def device_of(masters: Sequence[BucketMasters], groups: Sequence[dist.ProcessGroup]) -> torch.device:
-    """Device of the sums; a stage without parameters follows the backend that the others' sums travel over."""
-    if masters:
-        return masters[0].bucket.device
-    on_gpu = any("nccl" in dist.get_backend_config(group) for group in groups)
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
 class GradMeter:
     """Measures the gradients of a list of buckets. Built once, by all ranks together; a step allocates a few numbers.
 
@@ -84,7 +68,10 @@ class GradMeter:
         self.groups = groups
         self.norm_type = norm_type
         self.watched = watched
-        self.device = device_of(masters, groups)
+        # A stage without parameters follows the backend that the others' sums travel over.
+        on_gpu = not masters and any("nccl" in dist.get_backend_config(group) for group in groups)
+        alone = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = masters[0].bucket.device if masters else alone
         self.ranks = math.prod(map(dist.get_world_size, groups))
         self.collectives = Collectives()
         # A stage may hold none of a kind, so ranks put the names of their norm groups together.
@@ -98,7 +85,9 @@ class GradMeter:
         counted_copies: dict[Hashable, dict[str, int]] = {}
         for index, bucket_masters in enumerate(masters):
             copies = counted_copies.setdefault(models[index], {})
-            here = counts_here(bucket_masters.bucket)
+            groups_here = bucket_masters.bucket.groups
+            equals = groups_here.replica if bucket_masters.bucket.sharded else groups_here.data
+            here = equals is None or dist.get_rank(equals) == 0  # one of the ranks with equal gradients
             # Padding between shards is left out: it may hold what a peer's collective left there.
             for found in _ranges(bucket_masters, copies):
                 grad = bucket_masters.bucket.owned_grad[found.start : found.end]
