@@ -13,13 +13,13 @@ from torch import nn
 
 from core import parallel_state
 from core.collector_pause import collector_paused
-from core.distributed.assemble import assemble
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.contract.placement import MemStats
 from core.distributed.describe import describe_model, where
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from core.distributed.engine import Engine
 from core.distributed.guard.finite import Finding, LargeGradientWatch
 from core.distributed.guard.misuse import StepGuard
 from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
@@ -101,7 +101,7 @@ class DistributedDataParallel(nn.Module):
         if init is not None and not self.ddp_config.shards_parameters:
             make_all(self.module, init)
             init = None
-        engine = assemble(
+        engine = Engine(
             self.module, self.config, self.ddp_config, self.groups, one_bucket=one_bucket, owned=owned_params()
         )
         self.engine, self.plan, self.all_buffers = engine, engine.plan, engine.buffers

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from core.distributed.assemble import Engine
+from core.distributed.engine import Engine
 from core.distributed.reduce.fused_kernels import ignore_dummies
 from core.distributed.reduce.grad_reducer import arrived, arrived_at_sharded
 from core.distributed.sharded.unsharder import Unsharder

@@ -49,7 +49,7 @@ FLOORS = {
 FLOORS |= {
     f"core.distributed.{path.stem}": 1
     for path in (ROOT / "core" / "distributed").iterdir()
-    if path.stem not in {"__init__", "assemble", "hooks", "distributed_data_parallel", "finalize_model_grads"}
+    if path.stem not in {"__init__", "engine", "hooks", "distributed_data_parallel", "finalize_model_grads"}
 }
 # Rooms of the optimizer, lowest first; a file directly in core/optimizer is a face or one of the settings.
 OPTIMIZER_ROOMS = ("algorithms", "settings", "masters", "groups", "norm", "step", "faces")

@@ -113,9 +113,7 @@ def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
         seen = watch.finding()
         if seen is not None:
             return 0, rank, seen
-    buckets = [bucket for watch in watches for bucket in watch.buckets]
-    found = [all_finite(bucket.valid_grad).to(bucket.device) for bucket in buckets]
-    if not found or bool(torch.stack(found).all()):
+    if are_finite([bucket for watch in watches for bucket in watch.buckets]):
         return None
     for watch in watches:
         for bucket, i in members_of(watch.buckets):
@@ -125,6 +123,12 @@ def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
                 where = f"in its reduction in {part.dtype} or before it"
                 return 1, rank, f"the gradient of {name!r} became non-finite after backward, {where}"
     return None
+
+
+def are_finite(buckets: Sequence[Bucket]) -> bool:
+    """True if this rank's reduced gradients are finite. Waits for the device once."""
+    found = [all_finite(bucket.valid_grad).to(bucket.device) for bucket in buckets]
+    return not found or bool(torch.stack(found).all())
 
 
 def all_finite(values: torch.Tensor) -> torch.Tensor:

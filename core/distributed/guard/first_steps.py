@@ -47,7 +47,7 @@ from torch import nn
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from core.distributed.guard.finite import Finding, ReplicaDriftError, all_finite, unequal_gradients
+from core.distributed.guard.finite import Finding, ReplicaDriftError, are_finite, unequal_gradients
 from core.distributed.guard.inputs import (
     MOST_NAMES,
     Inputs,
@@ -206,7 +206,7 @@ def look(watches: Sequence[FirstSteps], groups: ProcessGroups, optimizer_steps: 
         drift = unequal_gradients(buckets, groups, coarse=coarse)  # all ranks of a group make its collective
         untied = held_twice([(watch.module, watch.plan) for watch in watches], groups)
         found = found or untied or drift
-    overflows = first.seen == 0 and not _finite([bucket for watch in watches for bucket in watch.buckets])
+    overflows = first.seen == 0 and not are_finite([bucket for watch in watches for bucket in watch.buckets])
     same = same_on_data_ranks(inputs, groups)
     chain = world_groups(groups)
     _, answers = agree.bounds([found is not None, overflows], chain, "the first steps")
@@ -267,11 +267,6 @@ def _count_for_nothing(watches: Sequence[FirstSteps]) -> None:
         watch.outputs.end_step(counts=False, is_second=False)
         if watch.tries >= MOST_TRIES:
             watch.stop()
-
-
-def _finite(buckets: Sequence[Bucket]) -> bool:
-    found = [all_finite(bucket.valid_grad) for bucket in buckets]
-    return not found or bool(torch.stack([each.to(found[0].device) for each in found]).all())
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------

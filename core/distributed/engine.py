@@ -1,11 +1,11 @@
-"""assemble(): makes the parts that work for one wrapped model chunk, in the order in which they need each other."""
+"""Engine: the parts behind one wrapped model chunk."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,121 +44,95 @@ from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import COPY_AXES, DATA_KINDS
 
 
-@dataclass(frozen=True, eq=False)
 class Engine:
-    """Result of `assemble` for one model chunk."""
+    """The parts that work for one wrapped model chunk, made in the order in which they need each other.
 
-    module: nn.Module
-    ids: frozenset[int]  # of the module and of the parameters that are reduced
-    plan: ModelPlan
-    collectives: Collectives
-    buffers: list[GradBuffer]
-    buckets: list[Bucket]  # of all buffers, in launch order
-    reducer: GradReducer
-    grad_sync: GradSync
-    params: PlainParams | Unsharder  # the second where parameters are sharded
-    tier: MemoryTier | None  # of what is offloaded
-    buffer_sync: BufferSync | None  # where buffers of modules are broadcast
-    model_watch: ModelWatch
-    make_first_steps: Callable[[], FirstSteps]
+    one_bucket: True if each buffer is one bucket. owned: ids of parameters that other wrappers reduce already.
+    Collective over all ranks with this chunk.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        groups: ProcessGroups,
+        *,
+        one_bucket: bool,
+        owned: Collection[int],
+    ) -> None:
+        _finish_begun_steps(groups)
+        self.module = module
+        self.plan = plan = _plan_together(module, config, ddp_config, groups, one_bucket, owned)
+        self.ids = frozenset({id(module), *map(id, plan.params.values())})  # of the module and of what is reduced
+        self.collectives = plain = Collectives(
+            ordered=ddp_config.deterministic_reduction
+            or ddp_config.reduce_scatter_with_fp32_accumulation
+            or getattr(config, "deterministic_mode", False),
+            clock=clock_for(plan.device),
+        )
+        placement = ddp_config.placement
+        self.tier = None if placement is None else _tier(plan, placement, groups)  # of what is offloaded
+        places = Places() if placement is None else places_of(plan, ddp_config)
+        units = units_of(plan, ddp_config, groups, self.tier, places) if ddp_config.shards_parameters else []
+        shards = [[unit.shard for unit in of_buffer] for of_buffer in units[: len(plan.layout.buffers)]]
+        self.buffers = [
+            GradBuffer(
+                layout,
+                plan,
+                ddp_config,
+                groups_of(layout.key.data_group, ddp_config, groups),
+                divisor_of(groups, config),
+                param_shards or (),
+                offloaded,
+            )
+            for layout, param_shards, offloaded in itertools.zip_longest(
+                plan.layout.buffers, shards, _place_grads(plan, places, groups, self.tier)
+            )
+        ]
+        plain.channels += [channel for buffer in self.buffers for channel in buffer.channels]
+        self.buckets = [self.buffers[buffer].buckets[bucket] for buffer, bucket in plan.buckets]  # in launch order
+        if plan.shared:
+            for bucket in self.buckets:
+                bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
+        for number, index in places.states:
+            self.buffers[number].buckets[index].state_tier = self.tier
+        gathers = Collectives(channels=plain.channels, clock=plain.clock)
+        self.params: PlainParams | Unsharder = PlainParams(self.buckets, gathers)
+        if units:
+            self.params = Unsharder(list(itertools.chain(*units)), self.buckets, gathers, groups)
+            if placement is not None:
+                _set_residents(self.params, self.buffers, placement, groups)
+        # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
+        unasked = Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
+        asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked
+        watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
+        self.model_watch = ModelWatch(module, plan, self.buckets)
+        members = [set(dist.get_process_group_ranks(group)) for group in _data_groups(groups)]
+        nested = all(other <= members[0] for other in members[1:])
+        self.reducer = GradReducer(
+            self.buckets,
+            gradient_collectives(ddp_config.grad_communication_dtype, plain),
+            _control_groups(self.buckets, groups),
+            self.model_watch.problems,
+            launches=asked if plan.may_overlap else Launches.AT_THE_END,
+            every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
+            may_join=nested and not any(unit.is_collective for unit in self.params.units),
+            watch=NonFiniteWatch(self.buckets) if watches_nan else None,
+            take_gathers=self.params.take_gathers,
+        )
+        self.grad_sync = GradSync(self.buckets, plan.rules, groups, plain, list(plan.params))
+        self.buffer_sync = BufferSync.chosen(module, plan.contracts, groups, ddp_config.broadcast_buffers)
+        own_part = self.params.own_part_of
+        self._make_first_steps = partial(FirstSteps, module, plan, self.buckets, groups, ddp_config, config, own_part)
 
     @functools.cached_property
     def first_steps(self) -> FirstSteps:
         """The watch of the first two steps, made in the first of them."""
-        watch = self.make_first_steps()
+        watch = self._make_first_steps()
         if watch.active:
             self.reducer.at_begin = watch.note_begin
         return watch
-
-
-def assemble(
-    module: nn.Module,
-    config: Any,
-    ddp_config: DistributedDataParallelConfig,
-    groups: ProcessGroups,
-    *,
-    one_bucket: bool,
-    owned: Collection[int],
-) -> Engine:
-    """Plan, make the memory, and put reducer, gatherer and guards on it. Collective over all ranks with this chunk.
-
-    one_bucket: True if each buffer is one bucket. owned: ids of parameters that other wrappers reduce already.
-    """
-    _finish_begun_steps(groups)
-    plan = _plan_together(module, config, ddp_config, groups, one_bucket, owned)
-    plain = Collectives(
-        ordered=ddp_config.deterministic_reduction
-        or ddp_config.reduce_scatter_with_fp32_accumulation
-        or getattr(config, "deterministic_mode", False),
-        clock=clock_for(plan.device),
-    )
-    placement = ddp_config.placement
-    tier = None if placement is None else _tier(plan, placement, groups)
-    places = Places() if placement is None else places_of(plan, ddp_config)
-    units = units_of(plan, ddp_config, groups, tier, places) if ddp_config.shards_parameters else []
-    shards = [[unit.shard for unit in of_buffer] for of_buffer in units]
-    offloaded = _place_grads(plan, places, groups, tier)
-    buffers = [
-        GradBuffer(
-            layout,
-            plan,
-            ddp_config,
-            groups_of(layout.key.data_group, ddp_config, groups),
-            divisor_of(groups, config),
-            param_shards or (),
-            offloaded[number],
-        )
-        for number, (layout, param_shards) in enumerate(
-            itertools.zip_longest(plan.layout.buffers, shards[: len(plan.layout.buffers)])
-        )
-    ]
-    plain.channels += [channel for buffer in buffers for channel in buffer.channels]
-    buckets = [buffers[buffer].buckets[bucket] for buffer, bucket in plan.buckets]
-    if plan.shared:
-        for bucket in buckets:
-            bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
-    for number, index in places.states:
-        buffers[number].buckets[index].state_tier = tier
-    gathers = Collectives(channels=plain.channels, clock=plain.clock)
-    params = PlainParams(buckets, gathers)
-    if units:
-        params = unsharder = Unsharder(list(itertools.chain(*units)), buckets, gathers, groups)
-        if placement is not None:
-            _set_residents(unsharder, buffers, placement, groups)
-    # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
-    unasked = Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
-    asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked
-    launches = asked if plan.may_overlap else Launches.AT_THE_END
-    watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
-    watch = ModelWatch(module, plan, buckets)
-    members = [set(dist.get_process_group_ranks(group)) for group in _data_groups(groups)]
-    nested = all(other <= members[0] for other in members[1:])
-    reducer = GradReducer(
-        buckets,
-        gradient_collectives(ddp_config.grad_communication_dtype, plain),
-        _control_groups(buckets, groups),
-        watch.problems,
-        launches=launches,
-        every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
-        may_join=nested and not any(unit.is_collective for unit in itertools.chain(*units)),
-        watch=NonFiniteWatch(buckets) if watches_nan else None,
-        take_gathers=params.take_gathers,
-    )
-    return Engine(
-        module,
-        frozenset({id(module), *map(id, plan.params.values())}),
-        plan,
-        plain,
-        buffers,
-        buckets,
-        reducer,
-        GradSync(buckets, plan.rules, groups, plain, list(plan.params)),
-        params,
-        tier,
-        BufferSync.chosen(module, plan.contracts, groups, ddp_config.broadcast_buffers),
-        watch,
-        functools.partial(FirstSteps, module, plan, buckets, groups, ddp_config, config, params.own_part_of),
-    )
 
 
 def _finish_begun_steps(groups: ProcessGroups) -> None:
