@@ -130,7 +130,6 @@ class DistributedDataParallel(nn.Module):
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward."""
         if "reducer" not in vars(self) and self.training and torch.is_grad_enabled():
             raise _copy_error("reducer")  # its gradients would not be reduced
         engine = vars(self).get("engine")  # a copy has none

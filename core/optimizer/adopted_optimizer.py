@@ -34,7 +34,6 @@ class AdoptedGroups(ParamGroups):
         self._group_of = {id(param): number for number, params in enumerate(self.params) for param in params}
 
     def of(self, param: nn.Parameter) -> int:
-        """The index of a parameter's group."""
         return self._group_of[id(param)]
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:

@@ -112,12 +112,10 @@ class ChainedOptimizer(MegatronOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers, in order."""
         return [group for optimizer in self.chained_optimizers for group in optimizer.param_groups]
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The first inner optimizer's."""
         return self.chained_optimizers[0].defaults
 
     @property

@@ -91,7 +91,6 @@ class DynamicLossScaler(LossScaler):
         self.lives = hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """A step ended; found_inf: True if a gradient of any rank overflowed."""
         if found_inf:
             self.good_steps = 0
             self.lives -= 1

@@ -184,7 +184,6 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return calling("optimizer.step", self.model_chunks[0].reducer.steps)
 
     def _settings(self) -> Settings:
-        """Settings that must be equal on all ranks."""
         others = {name: getattr(self.config, name) for name in ("clip_grad", "grad_norm_skip_threshold")}
         return settings_of(self.param_groups, {**others, "loss_scale": self._scale})
 

@@ -134,7 +134,6 @@ class Bucket:
             end = high
 
     def give_back(self) -> None:
-        """Return borrowed memory."""
         if self.pool is not None:
             if not self.pool.release(self.grad):
                 self._views_at.pop(self.grad.data_ptr(), None)
@@ -354,7 +353,6 @@ class Bucket:
             self.events.append(self.handle.event)
 
     def complete(self) -> None:
-        """Wait for the reduction."""
         self._expect(BucketState.IN_FLIGHT, "waited for")
         self.wait()
         self.await_copy()

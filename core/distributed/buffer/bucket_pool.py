@@ -41,7 +41,6 @@ class BucketPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory, in use or not."""
         return self.memory.nbytes
 
     def has_room(self, numel: int) -> bool:

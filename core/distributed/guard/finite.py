@@ -51,7 +51,6 @@ class NonFiniteWatch:
         self.reset()
 
     def look(self, bucket: Bucket, index: int) -> None:
-        """Check the accumulated gradient of `bucket.params[index]`."""
         n = self.index[id(bucket), index]
         grad = bucket.params[index].grad
         if isinstance(grad, GradPlaceholder):  # the bucket has left: this gradient came late
@@ -71,7 +70,6 @@ class NonFiniteWatch:
             self.first_bad.clamp_(max=torch.where(_are_finite(low, high), UNSEEN, self.backwards - 1))
 
     def reset(self) -> None:
-        """Begin a new step."""
         self.first_bad.fill_(UNSEEN)
         self.ends = [self.nothing] * len(self.names)  # of each gradient the smallest and the largest value
         self.arrivals = [0] * len(self.names)
@@ -86,7 +84,6 @@ class NonFiniteWatch:
         return self.names[n], int(self.first_bad[n])
 
     def finding(self) -> str | None:
-        """The result of `first` in words."""
         bad = self.first()
         return None if bad is None else f"the gradient of {bad[0]!r} became non-finite in microbatch {bad[1]}"
 

@@ -47,17 +47,14 @@ class Outputs:
         self.sums_again: list[tuple[int, torch.Tensor, float]] = []  # (module, of an input in backward, tolerance)
 
     def start(self) -> None:
-        """Begin to look."""
         _WATCHED[id(self.module)] = self
         self.hooks.append(self.module.register_forward_hook(_end_forward))
 
     def begin_forward(self) -> None:
-        """A forward that records gradients begins."""
         self.is_forward = True
         self._end_backward()
 
     def end_forward(self, output: Any) -> None:
-        """It has ended."""
         if not self.is_forward:
             return
         self.is_forward = False
@@ -131,7 +128,6 @@ class Outputs:
         return None
 
     def stop(self) -> None:
-        """Look no more, and keep nothing."""
         self._end_backward()
         for hook in self.hooks:
             hook.remove()

@@ -133,7 +133,6 @@ class BucketGroups:
 
     @property
     def all(self) -> list[dist.ProcessGroup]:
-        """The groups that exist."""
         return [self.data, self.shard, *([self.replica] if self.replica else [])]
 
 

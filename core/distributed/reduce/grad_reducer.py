@@ -131,7 +131,6 @@ class GradReducer:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def arrive(self, bucket: Bucket, index: int) -> None:
-        """A gradient of `bucket.params[index]` has been accumulated."""
         if self.state not in OPEN:
             self._begin_by_gradient(bucket, index)
         self.gradients += 1

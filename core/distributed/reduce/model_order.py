@@ -45,7 +45,6 @@ class ModelOrder:
         return cls._of_group.setdefault(group, cls(dist.get_process_group_ranks(group)))
 
     def join(self, reducer: GradReducer) -> None:
-        """A model was wrapped."""
         self._reducers[self.wraps] = weakref.ref(reducer)
         if self.living is not None:
             self.living.add(self.wraps)
@@ -134,7 +133,6 @@ class ModelOrder:
             each.count_other_models()
 
     def _largest(self, values: Sequence[int]) -> list[int]:
-        """Each value's maximum over the ranks."""
         assert self._questions is not None, "finish_begun_steps connects the ranks before the first question"
         largest, options = torch.tensor(values, dtype=torch.int64, device="cpu"), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX

@@ -81,7 +81,6 @@ class GradSync:
 
     @functools.cached_property
     def position(self) -> dict[str, int]:
-        """The place of each name in registration order."""
         return {name: position for position, name in enumerate(self.registration)}
 
     @functools.cached_property
@@ -118,7 +117,6 @@ class GradSync:
                 self.pending.append(PendingSync(handle, group, parts, None if in_place else flat))
 
     def wait(self) -> None:
-        """Complete what `launch` started."""
         for sync in self.pending:
             sync.wait()
         self.pending.clear()

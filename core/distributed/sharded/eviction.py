@@ -36,7 +36,6 @@ class Kept:
         self.nbytes = 0
 
     def add(self, key: int, nbytes: int) -> None:
-        """Count memory, unless it is."""
         if key not in self.keys:
             self.keys.add(key)
             self.nbytes += nbytes

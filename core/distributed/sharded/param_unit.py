@@ -274,7 +274,6 @@ class ParamUnit:
         self.data_of = []
 
     def _borrow(self) -> torch.Tensor:
-        """Memory for the whole bucket."""
         if self.device.type == "cpu":
             return self.blocks.borrow(self.layout.numel, self.shard.dtype)
         return torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.device)

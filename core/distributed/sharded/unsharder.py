@@ -112,7 +112,6 @@ class Unsharder(PlainParams):
             self.hooks.__enter__()
 
     def leave(self) -> None:
-        """The forward has ended, or failed."""
         if self.depth == 0:  # a hook of user code has failed before ours was called
             return
         self.depth -= 1
@@ -185,7 +184,6 @@ class Unsharder(PlainParams):
             unit.data_of.append((unit.names[unit.index_of[id(param)]], values))
 
     def refuse_write(self, param: ShardedParameter) -> None:
-        """Raise: the write would be lost."""
         raise SyncError(
             f"{self._named(param)} is sharded and not gathered, so it cannot be written; write it inside "
             "`with model.gathered():`, on all ranks alike"

@@ -49,7 +49,6 @@ class CollectiveEvent:
 
     @property
     def label(self) -> str:
-        """The name without its details: "bucket 0"."""
         return self.name.partition(" (")[0]
 
     @property
@@ -67,7 +66,6 @@ class HostClock:
         """Nothing: perf_counter has one origin."""
 
     def mark(self, event: CollectiveEvent, moment: Moment) -> None:
-        """Note that this happens now."""
         setattr(event, moment, time.perf_counter())
 
     def look(self, event: CollectiveEvent, is_done: Callable[[], bool]) -> bool:
@@ -126,7 +124,6 @@ class StreamClock(HostClock):
         return is_done()
 
     def end(self, event: CollectiveEvent) -> None:
-        """Note that the model's stream has waited."""
         self.mark(event, "wait_end_s")
 
 

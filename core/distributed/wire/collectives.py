@@ -42,12 +42,10 @@ class Traffic:
     collectives: int = 0
 
     def count(self, nbytes: float) -> None:
-        """Add one collective that sends `nbytes`."""
         self.bytes_sent += int(nbytes)
         self.collectives += 1
 
     def reset(self) -> None:
-        """Start a new step."""
         self.bytes_sent = 0
         self.collectives = 0
 

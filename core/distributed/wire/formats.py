@@ -55,7 +55,6 @@ class EightBitCollectives(Collectives):
     """Reductions of floating tensors as 8-bit numbers with scales. They block: nothing overlaps them."""
 
     def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
-        """Done when it returns."""
         size = dist.get_world_size(group)
         if op == "max" or size == 1 or tensor.numel() == 0:
             return super().start_all_reduce(tensor, group, op, scale)
@@ -65,7 +64,6 @@ class EightBitCollectives(Collectives):
         return Handle()
 
     def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
-        """Done when it returns."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         scale_now(full, scale)
         if size == 1 or full.numel() == 0:

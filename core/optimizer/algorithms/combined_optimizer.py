@@ -33,6 +33,5 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step every member."""
         for member in self.members:
             member.step()

@@ -22,7 +22,6 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -61,7 +60,6 @@ class Lamb(WholeParameterOptimizer):
         super().__init__(params, **options, bias_correction=bias_correction)
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """One parameter's step along m / (sqrt(v) + eps) + decay * w, as long as the trust ratio says."""
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
         state["step"] += 1
@@ -95,7 +93,6 @@ class Lars(WholeParameterOptimizer):
         super().__init__(params, lr=lr, momentum=momentum, eeta=eeta, weight_decay=weight_decay, epsilon=epsilon)
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """One parameter's step."""
         decay, weight, size = group["weight_decay"], param.norm(), grad.norm()
         rate = group["eeta"] * weight / (size + decay * weight + group["epsilon"])
         rate = torch.where((weight > 0) & (size > 0), rate, 1.0).clamp(0.0, 50.0)
@@ -128,7 +125,6 @@ class CAME(WholeParameterOptimizer):
         super().__init__(params, **options, weight_decay=weight_decay)
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """One parameter's step; squares are kept by rows and columns of the last two dimensions."""
         beta1, beta2, beta3 = group["betas"]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(grad))

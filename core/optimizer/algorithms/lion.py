@@ -34,7 +34,6 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

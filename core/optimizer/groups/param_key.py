@@ -43,7 +43,6 @@ class ParamPredicate:
     fn: Callable[[nn.Parameter], bool] = field(compare=False)
 
     def __call__(self, param: nn.Parameter) -> bool:
-        """True if the parameter passes."""
         return bool(self.fn(param))
 
 
@@ -55,7 +54,6 @@ class ParamWithNamePredicate:
     fn: Callable[[nn.Parameter, str], bool] = field(compare=False)
 
     def __call__(self, param: nn.Parameter, name: str) -> bool:
-        """True if the parameter of this name passes."""
         return bool(self.fn(param, name))
 
 
@@ -85,7 +83,6 @@ class ParamKey:
             raise ValueError("ParamKey() has no criterion and matches nothing; give a name, attr or predicate")
 
     def matches(self, param: nn.Parameter, param_name: str) -> bool:
-        """True if any of the criteria is met."""
         return (
             any(fnmatchcase(param_name, pattern) for pattern in _several(self.name))
             or any(getattr(param, attr, False) for attr in _several(self.attr))

@@ -44,7 +44,6 @@ class BytesPerParameter:
 
     @property
     def total(self) -> float:
-        """All four."""
         return self.parameters + self.gradients + self.masters + self.moments
 
 

@@ -66,7 +66,6 @@ class Scratch:
                 at = -(-(at + segment.numel) // ALIGNMENT) * ALIGNMENT
 
     def _bind(self, masters: BucketMasters, segment: Segment) -> None:
-        """Give a segment its part of the scratch memory."""
 
         def memory(name: str) -> torch.Tensor:
             part = self._memory(name, masters.dtype, masters.grad.device)[segment.at : segment.at + segment.numel]
@@ -92,7 +91,6 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all scratch memory."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.memory.values())
 
     # -- a wave -----------------------------------------------------------------------------------------------------
