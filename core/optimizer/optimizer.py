@@ -427,7 +427,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         for masters in self.masters:
             masters.take_over_edits()
             for segment in masters.segments:
-                for shard, entry in segment_entries(masters, segment, self.optimizer.state.get(segment.master, {})):
+                for shard, entry in segment_entries(segment, self.optimizer.state.get(segment.master, {})):
                     entries.setdefault(self.names[id(shard.param)], []).append(entry)
         return entries
 

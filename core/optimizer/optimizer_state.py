@@ -31,9 +31,7 @@ GROUP_NAME = "name"  # what a group is found by in a saved state
 Entry = dict[str, Any]
 
 
-def segment_entries(
-    masters: BucketMasters, segment: Segment, state: Mapping[str, Any]
-) -> Iterator[tuple[ParamShard, Entry]]:
+def segment_entries(segment: Segment, state: Mapping[str, Any]) -> Iterator[tuple[ParamShard, Entry]]:
     """(shard, its entry) for each shard of a segment. state: what the inner optimizer holds for the segment."""
     for shard in segment.shards:
         low, high = shard.start - segment.start, shard.end - segment.start

@@ -14,13 +14,41 @@ import torch
 
 from core.groups.process_groups import ProcessGroups
 from core.optimizer.algorithms.backends import make_with_backend
-from core.optimizer.algorithms.combined_optimizer import CombinedOptimizer
 from core.optimizer.algorithms.lion import Lion
 from core.optimizer.algorithms.muon import WHOLE, Muon, layout_of
 from core.optimizer.algorithms.names import Algorithm, label, resolve
 from core.optimizer.groups.param_groups import BOOKKEEPING
 from core.optimizer.masters.master_weights import Segment
 from core.optimizer.optimizer_config import OptimizerConfig
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Members step one after the other; groups and state are shared, so from outside it is one torch optimizer.
+
+    groups: the members' param groups in the order in which they are listed here; the same dicts.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], members: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__(groups, {})
+        self.members = list(members)
+        for member in self.members:
+            self.state.update(member.state)
+            member.state = self.state
+        # torch's convention for kernels that divide gradients by `self.grad_scale` themselves.
+        self._step_supports_amp_scaling = all(
+            getattr(member, "_step_supports_amp_scaling", False) for member in self.members
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("grad_scale", "found_inf"):
+            for member in self.members:
+                setattr(member, name, value)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for member in self.members:
+            member.step()
 
 
 def inner_optimizer(

@@ -18,10 +18,9 @@ from core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from core.optimizer.algorithms.combined_optimizer import CombinedOptimizer
 from core.optimizer.algorithms.lion import Lion
 from core.optimizer.algorithms.names import algorithm_needs_shapes, label, resolve
-from core.optimizer.step.inner_optimizer import inner_optimizer
+from core.optimizer.step.inner_optimizer import CombinedOptimizer, inner_optimizer
 from core.optimizer.step.inner_step import InnerStep
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import loss_of, make_net, train, wrap
