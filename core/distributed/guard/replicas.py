@@ -52,7 +52,7 @@ PACK_NUMEL = 2**20  # elements of small ones that are copied together
 
 
 def pack(parts: Iterable[torch.Tensor], limit: int, alone: int) -> Iterator[list[torch.Tensor]]:
-    """Cut tensors into lists: one of at least `alone` or `limit` elements by itself, small ones up to `limit` together.
+    """Cut tensors into lists: one of at least `alone` or `limit` elements alone, small ones up to `limit` together.
 
     Empty ones are left out. The lists follow from the sizes, so they are the same on ranks with the same model.
     """

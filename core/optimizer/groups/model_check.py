@@ -1,4 +1,4 @@
-"""What an optimizer reads of the wrapped chunks, and checks of a config against them, before anything is allocated.
+"""Contents of wrapped chunks that an optimizer reads, and checks of a config against them before memory is allocated.
 
 Names are those of the whole model, in every stage of a pipeline, as in a checkpoint. A stage counts its own layers from
 0. Its modules say what they are called in the whole model (core.distributed.contract.global_names). Where they do not,
