@@ -5,8 +5,8 @@ of it, or its parts are what is left of them after their reduction.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,7 @@ from core.distributed.wire.shared_memory import HostChannel, allocate
 
 def dtype_named(name: str) -> torch.dtype:
     """The torch dtype of a layout's dtype name, such as 'float32'."""
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no torch dtype")
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
@@ -56,11 +54,16 @@ class GradBuffer:
         offloaded: Mapping[int, torch.Tensor],
     ) -> None:
         self.layout = layout
-        self.groups = groups
         residency = ddp_config.residency
         self.sharded = residency.sharded
         self.channels: list[HostChannel] = []
-        memory = partial(self._allocate, plan.device, groups.all if ddp_config.share_host_memory else ())
+
+        def memory(numel: int, dtype: torch.dtype, make: Any = huge_pages.zeros) -> torch.Tensor:
+            of_host = groups.all if ddp_config.share_host_memory else ()
+            tensor, channels = allocate(numel, dtype, plan.device, of_host, make)
+            self.channels += channels
+            return tensor
+
         grad_dtype = dtype_named(layout.key.grad_dtype)
         kept_by = residency.spread(layout.shards).grads
         numels = [0 if bucket.index in offloaded else bucket.numel // kept_by for bucket in layout.buckets]
@@ -95,18 +98,6 @@ class GradBuffer:
             for param, view in itertools.zip_longest(bucket.params, bucket.views):
                 param.main_grad = view  # None where no memory of the whole gradient lasts
             bucket.attach()  # the same as `.grad`
-
-    def _allocate(
-        self,
-        device: torch.device,
-        groups: Sequence[dist.ProcessGroup],
-        numel: int,
-        dtype: torch.dtype,
-        make: Callable[..., torch.Tensor] = huge_pages.zeros,
-    ) -> torch.Tensor:
-        tensor, channels = allocate(numel, dtype, device, groups, make)
-        self.channels += channels
-        return tensor
 
     @property
     def numel(self) -> int:

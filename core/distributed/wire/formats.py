@@ -38,7 +38,8 @@ class CastingCollectives(Collectives):
             return super().start_all_reduce(tensor, group, op, scale)
         scale_now(tensor, scale)
         wire = tensor.to(self.dtype)
-        return _copied_back(super().start_all_reduce(wire, group, op, 1.0), wire, tensor)
+        reduced = super().start_all_reduce(wire, group, op, 1.0)
+        return Handle(finish=partial(tensor.copy_, wire), first=reduced, keep=(wire, tensor))
 
     def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """Reduce a copy in the wire's dtype; this rank's part changes when the handle is waited for."""
@@ -48,7 +49,8 @@ class CastingCollectives(Collectives):
         scale_now(full, scale)
         wire = full.to(self.dtype)
         part = slice(rank * (full.numel() // size), (rank + 1) * (full.numel() // size))
-        return _copied_back(super().start_reduce_scatter(wire, group, op, 1.0), wire[part], full[part])
+        reduced = super().start_reduce_scatter(wire, group, op, 1.0)
+        return Handle(finish=partial(full[part].copy_, wire[part]), first=reduced, keep=(wire, full))
 
 
 class EightBitCollectives(Collectives):
@@ -72,10 +74,6 @@ class EightBitCollectives(Collectives):
         part = full.numel() // size
         fp8_communication.reduce_scatter(full[rank * part : (rank + 1) * part], full, group, mean=op == "mean")
         return Handle()
-
-
-def _copied_back(handle: InFlight, wire: torch.Tensor, home: torch.Tensor) -> InFlight:
-    return Handle(finish=partial(home.copy_, wire), first=handle, keep=(wire, home))
 
 
 def _packed_bytes(tensor: torch.Tensor) -> float:
