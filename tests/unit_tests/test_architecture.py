@@ -45,7 +45,7 @@ FLOORS = {
     "benchmarks": 5,
     "examples": 5,
 }
-# The rooms of the engine and what lies beside them stand below its faces.
+# The rooms of the engine and what lies next to them stand below its faces.
 FLOORS |= {
     f"core.distributed.{path.stem}": 1
     for path in (ROOT / "core" / "distributed").iterdir()
@@ -77,7 +77,7 @@ EXTRA_PACKAGES = {
 }
 # The rooms of the engine, lowest first. A room imports from rooms before it, also for types.
 ROOMS = ("contract", "wire", "layout", "buffer", "guard", "sharded", "reduce", "faces")
-# Files beside the rooms that are no faces. The options are values that the user gives, as tags are.
+# Files next to the rooms that are no faces. The options are values that the user gives, as tags are.
 ROOM_OF_FILE = {"distributed_data_parallel_config": "contract"}
 MOST_ARROWS, MOST_FLOORS, MOST_BOOLEANS = 24, 6, 4
 # May only become shorter, but for what the promises need and torch tells nowhere else. The last was
@@ -418,6 +418,9 @@ def test_core_imports_only_torch_numpy_and_einops_when_loaded() -> None:
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+COMPILER = "torch._dynamo"
+
+
 @pytest.mark.parametrize(
     ("module", "packages"), [("core", ()), ("core.parallel_state", ()), ("core.distributed", ("core.distributed",))]
 )
@@ -425,6 +428,7 @@ def test_importing_a_package_loads_no_extra_and_no_model_kernel_or_job(module: s
     loaded = modules_loaded_by(f"import {module}") - {"core"}
     above = {name for name in loaded if (floor_of(name) or 0) > 0 and not name.startswith(packages)}
     assert not above, f"import {module} also loads {sorted(above)}"
+    assert COMPILER not in loaded, f"import {module} also loads {COMPILER}, which takes longer than torch itself"
     assert module != "core" or not loaded, f"import core, which only tells a version, also loads {sorted(loaded)}"
 
 
@@ -434,10 +438,10 @@ def test_every_module_of_core_is_imported_without_the_extras() -> None:
 
 
 def modules_loaded_by(statement: str) -> set[str]:
-    """The modules of core that are loaded after `statement` in a fresh process that has none of the extras."""
+    """Modules of core, and COMPILER, that `statement` loads in a fresh process that has none of the extras."""
     program = (
-        f"import sys\nfor name in {sorted(EXTRA_PACKAGES)!r}: sys.modules[name] = None\n"
-        f"{statement}\nprint(*[name for name in sys.modules if name == 'core' or name.startswith('core.')])"
+        f"import sys\nfor name in {sorted(EXTRA_PACKAGES)!r}: sys.modules[name] = None\n{statement}\n"
+        f"print(*[name for name in sys.modules if name in ('core', {COMPILER!r}) or name.startswith('core.')])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -88,7 +88,6 @@ class ShardedParameter(GatheredParameter):
     """A parameter whose values are not here; each owner has a subclass of its own."""
 
     @classmethod
-    @torch.compiler.disable  # a gather changes classes, and torch 2.11 fails where it traces that
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         owner = cls.owner()
@@ -129,11 +128,17 @@ class ParamClasses(NamedTuple):
     lent: type[nn.Parameter]  # with them, of what is frozen, in a recomputation
 
 
+@lru_cache
+def _untraced() -> Any:
+    """A gather changes classes, and torch 2.11 fails where it traces that. The compiler is imported here: 1.5 s."""
+    return classmethod(torch.compiler.disable(vars(ShardedParameter)["__torch_function__"].__func__))
+
+
 def owned_by(owner: Callable[[], Unsharder | None]) -> ParamClasses:
     """Classes that ask this owner."""
     shared = {"owner": staticmethod(owner)}
     return ParamClasses(
-        type("ShardedParameter", (ShardedParameter,), shared),
+        type("ShardedParameter", (ShardedParameter,), {**shared, "__torch_function__": _untraced()}),
         type("Parameter", (GatheredParameter,), shared),
         type("Parameter", (LentParameter,), shared),
     )
