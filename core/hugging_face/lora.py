@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,26 +49,26 @@ def add_lora(
     *,
     example: Mapping[str, Any] | None = None,
     pg_collection: ProcessGroups | None = None,
+    adapter_name: str = "default",
 ) -> Any:
     """A PeftModel around a split model: new adapters (`config`, a peft.LoraConfig) or those of a directory, trainable.
 
     model: split by `split_model` or `load_split`; or this rank's stages of a pipeline, for which a list comes back.
-    example: as there. The ranks of a tensor-parallel group get equal adapters, from any random state; those of a data
-    group must be seeded alike. A stage on which no layer is named has none. Collective over the tensor-parallel
-    group, and for stages over the world. PlanError for an option or a layer whose adapter cannot be split, and where no
-    layer is named.
+    example: as there. adapter_name: as in peft. The ranks of a tensor-parallel group get equal adapters, from any
+    random state; those of a data group must be seeded alike. A stage on which no layer is named has none. Collective
+    over the tensor-parallel group, and for stages over the world. PlanError for an option or a layer whose adapter
+    cannot be split, and where no layer is named.
     """
     if isinstance(model, (list, tuple)):
         with refusing_together("adding adapters to the stages", TypeError, OSError):
             try:
-                adapted = [
-                    add_lora(each, config, directory, example=example, pg_collection=pg_collection) for each in model
-                ]
+                options: Any = {"example": example, "pg_collection": pg_collection, "adapter_name": adapter_name}
+                adapted = [add_lora(each, config, directory, **options) for each in model]
             except PlanError:
                 raise
             except (ValueError, AttributeError) as error:
                 raise PlanError(f"peft refuses a stage: {error}") from error
-        found = any("lora_" in name for part in adapted for name, _ in part.named_parameters())
+        found = any(MARK in name for part in adapted for name, _ in part.named_parameters())
         if not agree.any(found, None, "the adapters of all stages"):
             (kept,) = adapted[0].peft_config.values()
             raise PlanError(
@@ -79,10 +79,10 @@ def add_lora(
     report: SplitReport | None = getattr(model, REPORT, None)
     if report is None:
         raise PlanError(f"add_lora takes a model that was split, and was given a {type(model).__name__}")
-    adapted = with_adapters(model, report.plan, config, directory)
+    adapted = with_adapters(model, report.plan, config, directory, adapter_name=adapter_name)
     groups = resolve_groups(pg_collection)
     for name, parameter in adapted.named_parameters() if groups.size("tp") > 1 else ():
-        if "lora_" in name:
+        if MARK in name:
             with waiting("the adapters of the first rank", groups.require("tp")):
                 dist.broadcast(parameter.detach(), group=groups.tp, group_src=0)
     finish_adapters(adapted, report, groups, example)
@@ -116,6 +116,7 @@ def with_adapters(
     config: Any = None,
     directory: str | os.PathLike[str] | None = None,
     *,
+    adapter_name: str = "default",
     without_memory: bool = False,
 ) -> Any:
     """A PeftModel around a model whose parameters are cut by a plan; its adapters are not. Local.
@@ -138,8 +139,8 @@ def with_adapters(
 
     def adapt() -> Any:
         if directory is None:
-            return peft.get_peft_model(model, config, low_cpu_mem_usage=without_memory)
-        return peft.PeftModel.from_pretrained(model, os.fspath(directory), is_trainable=True, config=config)
+            return peft.get_peft_model(model, config, adapter_name, low_cpu_mem_usage=without_memory)
+        return peft.PeftModel.from_pretrained(model, os.fspath(directory), adapter_name, True, config)
 
     try:
         adapted = adapt()
@@ -221,17 +222,9 @@ def _plan_of_adapters(adapted: Any, base: Plan) -> Plan:
 # -- adapters of a model that is cut after them -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Adapters:
-    """Adapters of a whole model. config: a peft.LoraConfig. values: the adapters' parameters by their names there."""
-
-    config: Any
-    values: Mapping[str, nn.Parameter]
-
-
-def take_off(model: Any) -> tuple[Any, Adapters | None]:
-    """(the model without adapters, its adapters); a model that has none is returned unchanged. ValueError for
-    several, and for one of experts' fused weights.
+def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
+    """(the model without its adapter, the adapter's parameters by their names); a model without one is returned
+    unchanged. ValueError for several adapters, and for one of experts' fused weights.
     """
     if not hasattr(model, "peft_config"):
         return model, None
@@ -251,31 +244,33 @@ def take_off(model: Any) -> tuple[Any, Adapters | None]:
     base = model.unload()
     if hasattr(base, "peft_config"):
         del base.peft_config
-    return base, Adapters(config, values)
+    return base, values
 
 
 @torch.no_grad()
-def put_on(parts: Sequence[Any], adapters: Adapters, shell: Any, groups: ProcessGroups, *, staged: bool) -> list[Any]:
-    """The parts of the model with adapters cut as their layers are. Collective, as `add_lora` is.
+def put_on(
+    parts: Sequence[Any], values: Mapping[str, nn.Parameter], shell: Any, groups: ProcessGroups, *, staged: bool
+) -> list[Any]:
+    """The parts of the model with an adapter cut as its layers are. Collective, as `add_lora` is.
 
-    Those on the meta device begin as peft draws them. shell: the whole model, whose parameters say which of them train,
-    and in which dtype.
+    values: the adapter's whole parameters. One on the meta device begins as peft draws it. shell: the whole model,
+    whose parameters say which of them train, and in which dtype.
     """
-    config = copy.deepcopy(adapters.config)
+    ((adapter_name, config),) = copy.deepcopy(shell.peft_config).items()
     with torch.enable_grad():
         if getattr(parts[0], REPORT, None) is None:  # one rank has the model whole
             import peft
 
-            adapted = [peft.get_peft_model(parts[0], config)]
+            adapted = [peft.get_peft_model(parts[0], config, adapter_name)]
         elif staged:
-            adapted = add_lora(list(parts), config, pg_collection=groups)
+            adapted = add_lora(list(parts), config, pg_collection=groups, adapter_name=adapter_name)
         else:
-            adapted = [add_lora(parts[0], config, pg_collection=groups)]
+            adapted = [add_lora(parts[0], config, pg_collection=groups, adapter_name=adapter_name)]
     like = dict(shell.named_parameters(remove_duplicate=False))
     for part in adapted:
         splits = splits_of(part)
         for name, param in part.named_parameters():
-            whole = adapters.values.get(name)
+            whole = values.get(name)
             if whole is not None and not whole.is_meta:
                 param.data = slice_of(whole.detach().to(param.device), splits.get(name), groups).clone()
             param.data = param.detach().to(like[name].dtype)

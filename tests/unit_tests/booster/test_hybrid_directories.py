@@ -160,6 +160,36 @@ def test_adapters_of_a_model_that_is_cut_train_as_in_one_process(
 
 
 @ranks(2)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.nightly)])
+def test_adapters_of_another_name_train_and_are_saved_under_it(
+    rank: int, world: int, tp: int, pp: int, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    base = small("llama", FP64, num_hidden_layers=LAYERS)
+    torch.manual_seed(3)
+    whole = peft.get_peft_model(copy.deepcopy(base), lora_config(init_lora_weights=False), adapter_name="mine").to(FP64)
+    booster, reference = booster_of(tp, pp), copy.deepcopy(whole)
+    optimizer: Any = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=1.0)
+    model, optimizer, *_ = booster.boost(whole, optimizer)
+    expected = losses_alone(reference, torch.optim.SGD(reference.parameters(), 1.0), 1, 2)
+    assert mean_losses(booster, model, optimizer, 2, pp) == pytest.approx(expected, abs=2e-6)
+    assert abs(expected[1] - expected[0]) > 1e-3
+    booster.save_lora_as_pretrained(model, tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter" / "mine", adapter_name="mine")
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name].to(FP64), value, rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_a_second_adapter_of_a_model_that_is_cut_is_refused_by_its_name(rank: int, world: int) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(small("llama"), lora_config(), adapter_name="mine")
+    model.add_adapter("other", lora_config())
+    with pytest.raises(ValueError, match="has the adapters mine, other, and one is split with a model; delete"):
+        booster_of(2, 1).boost(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0))
+
+
+@ranks(2)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_adapters_of_a_model_without_memory_read_the_base_model_s_directory(
     rank: int, world: int, tp: int, tmp_path: Path
