@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -29,6 +31,15 @@ class ModelWrapper(nn.Module):
         """Call a transformers model's own `generate`. Every rank calls it; data ranks may have other prompts."""
         model: Any = self.unwrap()
         return model.generate(*args, **kwargs)
+
+
+@contextmanager
+def all_of(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Inside all of these contexts, which are entered one after another."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 class AMPModelMixin:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from core.distributed import DistributedDataParallel
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradientContract
 from core.groups import agree
+from core.interface.model import all_of
 from core.watch.waiting import waiting
 
 BIAS = "expert_bias"  # the buffer of a router that finalize_model_grads moves
@@ -88,9 +89,7 @@ class WrappedModel:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Whole parameters, where they are sharded. Collective."""
-        with ExitStack() as stack:
-            for chunk in self.chunks:
-                stack.enter_context(chunk.gathered())
+        with all_of(chunk.gathered() for chunk in self.chunks):
             yield
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.distributed.guard.finite import ReplicaDriftError, check_replicas
 from core.groups import agree
+from core.interface.model import all_of
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel import PipelineRunner
 from core.verify.gathered import WrappedModel, first_tensor, piece_of
@@ -173,9 +174,7 @@ class PipelineJob(Job):
     def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
         """See Job."""
         self.clear()
-        with ExitStack() as nothing_leaves:
-            for chunk in self.model.chunks:
-                nothing_leaves.enter_context(chunk.no_sync())
+        with all_of(chunk.no_sync() for chunk in self.model.chunks):  # nothing leaves
             self.runner.step(self.parts(batch), finalize=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils import _pytree as tree
 
 from core.distributed import DistributedDataParallel
 from core.interface import AMPModelMixin, ModelWrapper
+from core.interface.model import all_of
 
 if TYPE_CHECKING:
     from core.distributed import MemStats
@@ -62,17 +63,13 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Have whole parameters where they are sharded, on all ranks: to evaluate, read or write them. Collective."""
-        with ExitStack() as stack:
-            for chunk in self.wrapped:
-                stack.enter_context(chunk.gathered())
+        with all_of(chunk.gathered() for chunk in self.wrapped):
             yield
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Inside, whole values can be copied into parameters. All ranks enter and leave it together."""
-        with ExitStack() as stack:
-            for chunk in self.wrapped:
-                stack.enter_context(chunk.engine.params.loading())
+        with all_of(chunk.engine.params.loading() for chunk in self.wrapped):
             yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,9 +92,7 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward adds to this rank's gradients without reducing them."""
-        with ExitStack() as stack:
-            for chunk in self.wrapped:
-                stack.enter_context(chunk.no_sync())
+        with all_of(chunk.no_sync() for chunk in self.wrapped):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:

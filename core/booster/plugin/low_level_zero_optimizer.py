@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.distributed.reduce.grad_reducer import OPEN, StepState
 from core.groups.agree import SyncError
 from core.interface import OptimizerWrapper
+from core.interface.model import all_of
 from core.interface.optimizer import NOT_SCALED, check_clip_value, check_max_norm
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 
@@ -82,9 +83,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward adds to this rank's gradients without reducing them."""
-        with ExitStack() as stack:
-            for chunk in self.chunks:
-                stack.enter_context(chunk.no_sync())
+        with all_of(chunk.no_sync() for chunk in self.chunks):
             yield
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
