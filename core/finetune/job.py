@@ -84,9 +84,9 @@ def build_trainer(config: TuneConfig, plan: TunePlan, windows: Windows, device: 
     # A model that is whole on its rank drops by torch's default stream: other elements on each data rank.
     torch.manual_seed(dropout_seed(SEQUENCE_DROPOUT_STREAM, config.run.seed, groups))
     runner = None
-    if model.layout is not None:
+    if model.cut.layout is not None:
         shape = stage_activations(model.chunks[0], plan.micro_batch_size, config.model.sequence_length)
-        runner = PipelineRunner(model.chunks, model.layout, tuning_step, shape, pg_collection=groups)
+        runner = PipelineRunner(model.chunks, model.cut.layout, tuning_step, shape, pg_collection=groups)
     return TuneTrainer(
         *(config, plan, model.chunks, optimizer.engine, windows, groups, device),
         model=model,

@@ -14,6 +14,7 @@ from core.booster.checkpoint_io import TorchFSDPCheckpointIO
 from core.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.distributed.reduce.grad_reducer import StepReport
+from core.hugging_face.cut_model import CutModel
 from core.hugging_face.cut_places import find_cut
 from core.interface import ModelWrapper, OptimizerWrapper
 
@@ -46,16 +47,12 @@ class TorchModel(LowLevelZeroModel):
     """A model that torch wraps, as the one chunk of a run. No collective of it is counted or timed."""
 
     def __init__(self, boosted: ModelWrapper, engine: TorchEngine, plugin: TorchDDPPlugin | TorchFSDPPlugin) -> None:
-        super().__init__(boosted)
+        whole = boosted.unwrap()
+        super().__init__(CutModel(whole, [whole]), [boosted], None, None, outputs_fp32=False)
         self.chunks = [self]
         self.plugin = plugin
         self.optimizer = engine
         self.param_sync = SimpleNamespace(events=list)  # torch does not say when it gathers
-
-    def parts(self) -> list[nn.Module]:
-        """The user's own module, under torch's wrapper."""
-        inner = self.module.unwrap()
-        return [inner.module if isinstance(inner, nn.parallel.DistributedDataParallel) else inner]
 
     def no_sync(self) -> Any:
         """Inside, backward adds to this rank's gradients without reducing them."""

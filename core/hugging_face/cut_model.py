@@ -49,8 +49,8 @@ class CutModel:
 
     shell: Any
     parts: Sequence[Any]
-    ties: Mapping[str, tuple[str, ...]]
-    groups: ProcessGroups
+    ties: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    groups: ProcessGroups = field(default_factory=ProcessGroups)
     splits: Mapping[str, Split] = field(default_factory=dict)
     layout: PipelineLayout | None = None
     policy: Policy | None = None

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from core.booster.checkpoint_io.checkpoint_io_base import expect_model
-from core.booster.checkpoint_io.general_checkpoint_io import States, check_names, check_shapes
-from core.booster.checkpoint_io.low_level_zero_checkpoint_io import values_of
+from core.booster.checkpoint_io.general_checkpoint_io import check_names, check_shapes
+from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO, values_of
 from core.booster.checkpoint_io.sharded_states import of_all_stages
-from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpointIO
 from core.checkpoint.weights.one_file import SAFE_SUFFIX, in_turn
 from core.checkpoint.weights.sliced import FileTensor, SlicedFile
 from core.hugging_face.checkpoint import read_slices
@@ -24,10 +23,9 @@ from core.hugging_face.plan import without_adapters
 
 if TYPE_CHECKING:
     from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
-    from core.booster.plugin.hybrid_parallel_optimizer import HybridParallelOptimizer
 
 
-class HybridParallelCheckpointIO(TorchDDPCheckpointIO):
+class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
     """Tensors are put together one at a time, over tensor-parallel ranks and then over stages; rank 0 writes.
 
     A file that was written in one layout loads in any other, in the other plugins, and in transformers. Of safetensors
@@ -50,11 +48,11 @@ class HybridParallelCheckpointIO(TorchDDPCheckpointIO):
         seen: set[str] = set()
 
         def mine() -> Iterator[tuple[str, torch.Tensor]]:
-            for chunk, part in zip(model.chunks, model.parts(), strict=True):
+            for chunk, part in zip(model.chunks, cut.parts, strict=True):
                 for name, value in part.state_dict(keep_vars=True).items():
                     if name not in seen:
                         seen.update(cut.names_of(name))
-                        yield name, cut.whole_of(name, values_of(chunk, value)).cpu()
+                        yield name, cut.whole_of(name, values_of(chunk, value))
 
         given: set[str] = set()
         for name, value in of_all_stages(mine(), cut.groups.pp):
@@ -96,7 +94,7 @@ class HybridParallelCheckpointIO(TorchDDPCheckpointIO):
                     return
             check_names(whole, names, strict)
             check_shapes(whole, content)
-            for part in model.parts():
+            for part in cut.parts:
                 for name, own in part.state_dict(keep_vars=True).items():
                     same = (named(each) for each in cut.names_of(name))
                     found = next((content[each] for each in same if each in content), None)
@@ -117,7 +115,7 @@ class HybridParallelCheckpointIO(TorchDDPCheckpointIO):
         model.bytes_read = 0
         tied = self.tied_names(model)
         multiple = max((split.multiple for split in cut.splits.values()), default=1)  # of a vocabulary
-        for part, stage in zip(model.parts(), stages, strict=True):
+        for part, stage in zip(cut.parts, stages, strict=True):
             found, count = read_slices(
                 *(directory, type(base), cut.policy, cut.layout, stage, cut.groups, tied),
                 vocabulary_multiple=multiple,
@@ -129,24 +127,6 @@ class HybridParallelCheckpointIO(TorchDDPCheckpointIO):
                     own.copy_(found[plain_name])
             model.bytes_read += count
         cut.unread.clear()
-
-    def optimizer_groups(self, optimizer: HybridParallelOptimizer) -> list[dict[str, Any]]:
-        """The user's groups, with the whole model's numbers and names."""
-        return optimizer.packed_groups()
-
-    def optimizer_states(self, optimizer: HybridParallelOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each parameter's state, gathered."""
-        yield from optimizer.whole_states()
-
-    def place_state(self, optimizer: HybridParallelOptimizer, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of a parameter's state."""
-        return optimizer.place(number, state)
-
-    def load_optimizer_states(
-        self, optimizer: HybridParallelOptimizer, groups: list[dict[str, Any]], states: States
-    ) -> None:
-        """Take over groups, and parts that `place_state` has given."""
-        optimizer.load_states(groups, states)
 
 
 def _part_of(found: Any, name: str, cut: CutModel, read: list[int]) -> torch.Tensor:

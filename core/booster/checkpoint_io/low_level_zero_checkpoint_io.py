@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from core.booster.checkpoint_io.general_checkpoint_io import States, plain
-from core.booster.checkpoint_io.sharded_states import load_parts, own_part, packed_groups, update_groups, whole_states
 from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpointIO
 from core.distributed import DistributedDataParallel
 
 if TYPE_CHECKING:
     from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
+    from core.hugging_face.cut_model import CutModel
 
 
 class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
@@ -28,7 +28,7 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
     def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         """Each tensor, in memory of its own where it is tied, so that files show that it is one."""
         wrapped = getattr(model, "module", None)
-        _refuse_split_experts(wrapped)
+        _refuse_split_experts(wrapped, getattr(model, "cut", None))
         tensors = plain(model).state_dict(keep_vars=True)
         uses = Counter(id(value) for value in tensors.values())
         kept: dict[int, torch.Tensor] = {}
@@ -47,25 +47,24 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
             super()._load(model, readers, names, strict)
 
     def optimizer_groups(self, optimizer: LowLevelZeroOptimizer) -> list[dict[str, Any]]:
-        """The user's groups, with the numbers that their parameters had before they were sharded."""
-        return packed_groups(optimizer.engine, optimizer.param_names)
+        """The user's groups, with the whole model's numbers and names."""
+        return optimizer.packed_groups()
 
     def optimizer_states(self, optimizer: LowLevelZeroOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each parameter's state, gathered."""
-        _refuse_split_experts(optimizer.model)
-        yield from whole_states(optimizer.engine)
+        _refuse_split_experts(optimizer.model, optimizer.cut)
+        yield from optimizer.whole_states()
 
     def place_state(self, optimizer: LowLevelZeroOptimizer, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a parameter's state."""
-        return own_part(optimizer.engine, number, state)
+        return optimizer.place(number, state)
 
     def load_optimizer_states(
         self, optimizer: LowLevelZeroOptimizer, groups: list[dict[str, Any]], states: States
     ) -> None:
         """Take over groups, and parts that `place_state` has given."""
-        _refuse_split_experts(optimizer.model)
-        load_parts(optimizer.engine, states)
-        update_groups(optimizer.engine, groups)
+        _refuse_split_experts(optimizer.model, optimizer.cut)
+        optimizer.load_states(groups, states)
 
 
 def values_of(wrapped: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,9 +75,9 @@ def values_of(wrapped: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone()
 
 
-def _refuse_split_experts(wrapped: Any) -> None:
-    """Before any collective: rank 0 has its own experts only, and would write them for all."""
-    if isinstance(wrapped, DistributedDataParallel):
+def _refuse_split_experts(wrapped: Any, cut: CutModel | None) -> None:
+    """Before any collective: rank 0 has its own experts only, and would write them for all. A cut has put them so."""
+    if isinstance(wrapped, DistributedDataParallel) and (cut is None or not cut.splits):
         size = wrapped.groups.size("ep")
         if wrapped.expert_parallel_buffers and size > 1:
             raise ValueError(

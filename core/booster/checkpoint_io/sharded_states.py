@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as tree
 
 from core.booster.checkpoint_io.general_checkpoint_io import match_groups
 from core.distributed.wire.collectives import Collectives
@@ -63,13 +64,20 @@ def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]
         yield number, state
 
 
+def on_host(value: Any) -> Any:
+    """A tree of values, with its tensors in host memory."""
+    return tree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
+
+
 def of_all_stages(items: Iterator[Any], group: dist.ProcessGroup | None) -> Iterator[Any]:
-    """The items of all stages on each of them, one of each stage at a time. Collective over the pipeline."""
+    """The items of all stages on each of them, one of each stage at a time, in host memory. Collective over the
+    pipeline. Without one they are returned unchanged.
+    """
     if group is None or dist.get_world_size(group) == 1:
         yield from items
         return
     while True:
-        answers = agree.gather(next(items, None), group, "the tensors of all stages")
+        answers = agree.gather(on_host(next(items, None)), group, "the tensors of all stages")
         found = [item for item in answers.values() if item is not None]
         if not found:
             return

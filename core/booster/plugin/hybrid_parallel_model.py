@@ -3,58 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as tree
 
 from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, given_items, loss_of_whole_batch
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
-from core.hugging_face.cut_model import CutModel
 from core.hugging_face.label_counts import count_labels
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits
 from core.parallel_state import get_rank_watch
 from core.watch.waiting import is_peers
 
-if TYPE_CHECKING:
-    from core.optimizer.adopted_optimizer import AdoptedOptimizer
-
 
 class HybridParallelModel(LowLevelZeroModel):
-    """`module` is the engine's wrapper of this rank's stage, or a list of them; `chunks` lists them in any case.
+    """Call it like the model where pp_size is 1; with stages `booster.execute_pipeline` runs it.
 
-    Call it like the model where pp_size is 1; with stages `booster.execute_pipeline` runs it. With an optimizer, and
-    where gradients are recorded, the loss that it computes of `labels` is that of all data ranks' labels together, by
-    a small collective over 'dp'. cut: the value that `cut_model` has made.
+    With an optimizer, and where gradients are recorded, the loss that it computes of `labels` is that of all data
+    ranks' labels together, by a small collective over 'dp'.
     """
 
-    def __init__(
-        self,
-        cut: CutModel,
-        chunks: Sequence[nn.Module],
-        cast_to: torch.dtype | None,
-        engine: AdoptedOptimizer | None,
-        *,
-        outputs_fp32: bool = False,
-    ) -> None:
-        module = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
-        super().__init__(module, cast_to, engine, outputs_fp32=outputs_fp32)
-        self.chunks = list(chunks)
-        self.layout = cut.layout
-        self.cut = cut
-        self.runner: Any = None  # of the pipeline, made at its first batch
-        self.bytes_read = 0  # of files, by this rank, in its last load of weights
+    runner: Any = None  # of the pipeline, made at its first batch
+    bytes_read = 0  # of files, by this rank, in its last load of weights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, on this rank's slices."""
-        if self.layout is not None:
+        if self.cut.layout is not None:
             raise RuntimeError(
-                f"the model is cut into {self.layout.num_stages} pipeline stages, and this rank has a part of them; "
-                "call booster.execute_pipeline(data_iter, model, criterion, optimizer)"
+                f"the model is cut into {self.cut.layout.num_stages} pipeline stages, and this rank has a part of "
+                "them; call booster.execute_pipeline(data_iter, model, criterion, optimizer)"
             )
         self.expect_values()
         count = total = None
@@ -76,10 +56,10 @@ class HybridParallelModel(LowLevelZeroModel):
 
         Experts over ranks compute together, so data ranks whose texts have ended continue until all have (synced_gpus).
         """
-        if self.layout is not None:
+        if self.cut.layout is not None:
             raise RuntimeError(
-                f"the model is cut into {self.layout.num_stages} pipeline stages, and each makes a part of a token; "
-                "generate with the model saved: booster.save_model, then transformers or core.generate"
+                f"the model is cut into {self.cut.layout.num_stages} pipeline stages, and each makes a part of a "
+                "token; generate with the model saved: booster.save_model, then transformers or core.generate"
             )
         self.expect_values()
         if self.cut.groups.size("ep") > 1:

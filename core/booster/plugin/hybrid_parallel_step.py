@@ -34,7 +34,7 @@ def run_pipeline(
     schedule: a name of core.pipeline_parallel. microbatches: their number and their size, one of the two may be None.
     returns: True for the loss, True for the outputs.
     """
-    if not isinstance(model, HybridParallelModel) or model.layout is None:
+    if not isinstance(model, HybridParallelModel) or model.cut.layout is None:
         raise RuntimeError(
             "execute_pipeline needs a model that HybridParallelPlugin has boosted with pp_size > 1; with pp_size=1 "
             "call the model and booster.backward"
@@ -86,7 +86,7 @@ def run_pipeline(
         note(loss_of_part, part, per_token=total is not None)
     if model.runner is None:
         model.runner = PipelineRunner(
-            model.chunks, model.layout, forward_step, shape, schedule=schedule, pg_collection=groups
+            model.chunks, model.cut.layout, forward_step, shape, schedule=schedule, pg_collection=groups
         )
     runner: PipelineRunner = model.runner
     runner.forward_step = forward_step

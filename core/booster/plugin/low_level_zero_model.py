@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,39 +16,42 @@ from core.interface.model import all_of
 
 if TYPE_CHECKING:
     from core.distributed import MemStats
+    from core.hugging_face.cut_model import CutModel
     from core.optimizer.adopted_optimizer import AdoptedOptimizer
-    from core.pipeline_parallel import PipelineLayout
 
 
 class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
     """`module` is the engine's wrapper, or the plain module where there is no optimizer.
 
-    cast_to: what floating inputs become, wherever they lie in arguments; None leaves them. outputs_fp32: True if
-    floating outputs of the forward become fp32, wherever they are in its result.
+    cut: the model's parts, of which `chunks` are the wrappers: one, which `module` is, or the stages of a pipeline on
+    this rank, of which `module` is a list. cast_to: what floating inputs become, wherever they lie in arguments; None
+    leaves them. outputs_fp32: True if floating outputs of the forward become fp32, wherever they are in its result.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        cast_to: torch.dtype | None = None,
-        engine: AdoptedOptimizer | None = None,
+        cut: CutModel,
+        chunks: Sequence[nn.Module],
+        cast_to: torch.dtype | None,
+        engine: AdoptedOptimizer | None,
         *,
-        outputs_fp32: bool = False,
+        outputs_fp32: bool,
     ) -> None:
-        super().__init__(module)
-        self.chunks = [module]  # of this rank: one, or the stages of a pipeline
-        self.layout: PipelineLayout | None = None  # of the stages
+        super().__init__(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks))
+        self.cut = cut
+        self.chunks = list(chunks)
         self.cast_to = cast_to
         self.engine = engine
         self.outputs_fp32 = outputs_fp32
 
-    def parts(self) -> list[nn.Module]:
+    def parts(self) -> list[Any]:
         """The plain modules of this rank's chunks."""
-        return [part.module if isinstance(part, DistributedDataParallel) else part for part in self.chunks]
+        return list(self.cut.parts)
 
     def unwrap(self) -> nn.Module:
         """The user's own module; this rank's first stage of it, where there are several."""
-        return self.parts()[0]
+        part: nn.Module = self.cut.parts[0]
+        return part
 
     @property
     def wrapped(self) -> list[DistributedDataParallel]:

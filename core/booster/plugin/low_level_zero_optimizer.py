@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,15 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.booster.checkpoint_io.sharded_states import load_whole_state_dict, whole_state_dict
+from core.booster.checkpoint_io.general_checkpoint_io import match_groups
+from core.booster.checkpoint_io.sharded_states import (
+    load_parts,
+    of_all_stages,
+    on_host,
+    own_part,
+    packed_groups,
+    update_groups,
+    whole_states,
+)
 from core.booster.plugin.limit_agreement import check_limit
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.distributed.reduce.grad_reducer import OPEN, StepState
 from core.groups.agree import SyncError
+from core.hugging_face.cut_model import CutModel
 from core.interface import OptimizerWrapper
 from core.interface.model import all_of
 from core.interface.optimizer import NOT_SCALED, check_clip_value, check_max_norm
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
+from core.optimizer.optimizer_state import plain_numbers
 
 
 class LowLevelZeroOptimizer(OptimizerWrapper):
@@ -26,6 +38,9 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
     A step: gradients become whole (once, at the first call that needs them), are measured, and applied. Every rank
     calls `step`, `zero_grad`, clipping and norms alike.
+
+    cut: the model. whole_groups: for each group of the user's optimizer the names of its parameters in the whole model.
+    State is numbered and named by them, so that it fits any layout.
     """
 
     clips_whole_gradient = True  # for wrappers around this one: its clipping knows the other ranks' parts
@@ -34,16 +49,25 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self,
         optim: torch.optim.Optimizer,
         engine: AdoptedOptimizer,
-        model: DistributedDataParallel | Sequence[DistributedDataParallel],
+        chunks: Sequence[DistributedDataParallel],
         max_norm: float,
+        cut: CutModel,
+        whole_groups: Sequence[Sequence[str]],
         *,
         verbose: bool = False,
     ) -> None:
         super().__init__(optim)
         self.scaler = engine.grad_scaler
         self.engine = engine
-        self.chunks = [model] if isinstance(model, DistributedDataParallel) else list(model)
+        self.chunks = list(chunks)
         self.model = self.chunks[0]
+        self.cut = cut
+        self.whole_groups = whole_groups
+        self.param_names = {param: name for name, param in cut.parameters.items()}
+        self.name_of_number = list(itertools.chain.from_iterable(whole_groups))
+        number_of = {name: number for number, name in enumerate(self.name_of_number)}
+        self.numbers = [number_of[self.param_names[param]] for param in self.parameters]  # of each parameter here
+        self.place_here = {number: place for place, number in enumerate(self.numbers)}
         self.max_norm = max_norm
         self.verbose = verbose
         self.found_inf = False  # in the gradients of the last step
@@ -54,7 +78,8 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     @property
     def _together(self) -> list[dist.ProcessGroup]:
         """The ranks that hold parts of one gradient, for a few numbers."""
-        return [self.model.groups.control("dp_cp")]
+        groups = self.model.groups
+        return [groups.control("dp_cp"), *(groups.require(name) for name in ("tp", "pp") if groups.size(name) > 1)]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -208,15 +233,57 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
                 "step() or zero_grad() first, and clip only before step()"
             )
 
-    # -- state ------------------------------------------------------------------------------------------------------
+    # -- state, in the form of the whole model ------------------------------------------------------------------------
+
+    def packed_groups(self) -> list[dict[str, Any]]:
+        """The groups with numbers and names of all of the whole model's parameters."""
+        number = itertools.count()
+        groups = packed_groups(self.engine, {})
+        for group, names in zip(groups, self.whole_groups, strict=True):
+            group["params"] = [next(number) for _ in names]
+            group["param_names"] = list(names)
+        return groups
+
+    def whole_states(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(number, state) of each parameter of the whole model. Collective: every rank exhausts it."""
+        joined = ((self.numbers[place], self._joined(place, state)) for place, state in whole_states(self.engine))
+        yield from of_all_stages(joined, self.cut.groups.pp)
+
+    def _joined(self, place: int, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of a whole parameter from those of its slices. Collective over the groups that it is cut over."""
+        name = self.name_of_number[self.numbers[place]]
+        return {
+            key: self.cut.whole_of(name, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
+            for key, value in state.items()
+        }
+
+    def place(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a whole parameter's state; nothing of a parameter that lies elsewhere."""
+        place = self.place_here.get(number)
+        if place is None:
+            return {}
+        name = self.name_of_number[number]
+        sliced = {
+            key: self.cut.slice_of(name, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
+            for key, value in state.items()
+        }
+        return own_part(self.engine, place, sliced)
+
+    def load_states(self, groups: Sequence[Mapping[str, Any]], states: Mapping[int, dict[str, Any]]) -> None:
+        """Take over parts that `place` has given."""
+        load_parts(self.engine, {self.place_here[n]: state for n, state in states.items() if n in self.place_here})
+        update_groups(self.engine, groups)
 
     def inner_state(self) -> dict[str, Any]:
-        """The whole state in torch's format, on every rank, with masters and moments. Collective.
+        """The whole model's state in torch's format, on every rank, in host memory, with masters. Collective.
 
         For one that does not fit on a rank: Booster.save_optimizer(shard=True).
         """
-        return whole_state_dict(self.engine, self.param_names)
+        states = {number: on_host(state) for number, state in self.whole_states()}
+        return {"state": states, "param_groups": plain_numbers(self.packed_groups())}
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `inner_state`, or a torch optimizer's over the same parameters, was called."""
-        load_whole_state_dict(self.engine, self.param_names, state_dict)
+        """Continue where `inner_state` of any layout, or a torch optimizer's over the whole model, was called."""
+        numbers = match_groups(state_dict["param_groups"], self.packed_groups())
+        found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}
+        self.load_states(state_dict["param_groups"], {number: self.place(number, s) for number, s in found.items()})

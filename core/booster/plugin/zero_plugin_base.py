@@ -20,7 +20,6 @@ from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpoin
 from core.booster.mixed_precision.fp8 import use_fp8_linears, why_not
 from core.booster.plugin.dp_plugin_base import DPPluginBase
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
-from core.booster.plugin.hybrid_parallel_optimizer import HybridParallelOptimizer
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.plugin_base import Boosted
@@ -291,7 +290,7 @@ class ZeroPluginBase(DPPluginBase):
         if self.cutting is not None:
             return cut_model(model, self.cutting, self.groups(), self.device())
         ties = {name: names for names in tied_names(model) for name in names}
-        return CutModel(model, [model], ties, ProcessGroups())
+        return CutModel(model, [model], ties)
 
     def _wrap(self, cut: CutModel, optimizer: Any, names: Sequence[Sequence[str]]) -> list[Any]:
         """The parts in the engine's wrappers, and their parameters in the optimizer; the plain parts without one."""
@@ -313,23 +312,14 @@ class ZeroPluginBase(DPPluginBase):
             engine = AdoptedOptimizer(self._optimizer_config(), chunks, optimizer)
             if self.precision == "fp16":
                 engine.grad_scaler = DynamicLossScaler(**self.scaler_options)
-            if self.cutting is None:
-                wrapped = LowLevelZeroOptimizer(optimizer, engine, chunks, self.max_norm, verbose=self.verbose)
-            else:
-                wrapped = HybridParallelOptimizer(
-                    *(optimizer, engine, chunks, self.max_norm, cut, names), verbose=self.verbose
-                )
-            wrapped.param_names = {param: name for name, param in cut.parameters.items()}
+            wrapped = LowLevelZeroOptimizer(optimizer, engine, chunks, self.max_norm, cut, names, verbose=self.verbose)
             if cut.layout is not None and wrapped.scaler is not None:
                 chunks[0].config.grad_scale_func = wrapped.scale_loss  # of all chunks
             if self.verbose and self.rank == 0:
                 print(f"{self._title}, {self.precision}:\n{chunks[0].describe()}", flush=True)
         cast_to = DTYPES[self.precision] if self.cast_inputs else None
-        if self.cutting is None:
-            model = LowLevelZeroModel(chunks[0], cast_to, engine, outputs_fp32=self.force_outputs_fp32)
-        else:
-            model = HybridParallelModel(cut, chunks, cast_to, engine, outputs_fp32=self.force_outputs_fp32)
-        return model, wrapped
+        kind = LowLevelZeroModel if self.cutting is None else HybridParallelModel
+        return kind(cut, chunks, cast_to, engine, outputs_fp32=self.force_outputs_fp32), wrapped
 
     def _gradient_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """Dtypes in which gradients are kept and sent; None for their own."""

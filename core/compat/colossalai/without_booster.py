@@ -62,8 +62,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         plugin = LowLevelZeroPlugin(precision=PRECISIONS[dtypes.pop()], **given)
         holder = nn.ParameterList(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
         made: Any = plugin.configure(holder, optimizer)[1]
-        super().__init__(made.optim, made.engine, made.model, made.max_norm, verbose=given["verbose"])
-        self.name_parameters(holder)
+        vars(self).update(vars(made))
 
 
 class GeminiDDP(ModelWrapper):
@@ -102,5 +101,4 @@ class GeminiOptimizer(ShardedOptimizer):
         plugin = GeminiPlugin(**{"initial_scale": 2**32, **module.options, **options})
         plain = module.module
         module.module, made, *_ = plugin.configure(plain, optim)
-        super().__init__(made.optim, made.engine, made.model, made.max_norm, verbose=plugin.verbose)
-        self.name_parameters(plain)
+        vars(self).update(vars(made))
