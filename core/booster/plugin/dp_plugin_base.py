@@ -22,6 +22,8 @@ from core.booster.plugin.adapters_in_optimizer import add_adapters
 from core.booster.plugin.plugin_base import Plugin
 from core.groups import agree
 
+SAME_MODEL = "All ranks must build the same model"
+
 
 class World(NamedTuple):
     """A rank, the number of ranks, and the device on which they train."""
@@ -106,13 +108,20 @@ class DPPluginBase(Plugin):
             )
 
     def agree(self, error: Exception | None, model: Any, optimizer: Any) -> None:
-        """Raise on every rank what any rank refuses. Collective over the world."""
-        if error is None and optimizer is not None:
+        """Raise on every rank what any rank refuses, and where their `facts_of` differ. Collective over the world."""
+        facts: list[str] = []
+        if error is None:
             try:
-                self.complete_optimizer(model, optimizer)
+                if optimizer is not None:
+                    self.complete_optimizer(model, optimizer)
+                facts = self.facts_of(model, optimizer)
             except ValueError as refusal:
                 error = refusal
-        agree.refuse(error, None, "boost")
+        agree.same([("boost", dist.group.WORLD, facts)], error, kind=ValueError, advice=SAME_MODEL)
+
+    def facts_of(self, model: nn.Module, optimizer: Any) -> list[str]:
+        """Lines that must be equal on all ranks before `configure`. ValueError for what cannot be trained. Local."""
+        return []
 
     def prepare_dataloader(
         self,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.booster.plugin.dp_plugin_base import SAME_MODEL
 from core.groups import agree
 
 
@@ -18,7 +19,7 @@ def agree_on_model(model: nn.Module, group: dist.ProcessGroup, plugin: str, *, w
     """
     params = dict(model.named_parameters())
     table = [f"{name!r} {list(param.shape)} {param.dtype}" for name, param in params.items()]
-    agree.same([(plugin, group, table)], kind=ValueError, advice="All ranks must build the same model")
+    agree.same([(plugin, group, table)], kind=ValueError, advice=SAME_MODEL)
     answers = agree.gather(list(map(_total, params.values())), group, f"the weights of {plugin}")
     (first_rank, first), *others = answers.items()
     for rank, totals in others:

@@ -81,8 +81,6 @@ class TorchDDPPlugin(DPPluginBase):
         lr_scheduler: Any = None,
     ) -> Boosted:
         """Move the model, make its batch norms common to all ranks, wrap it."""
-        if optimizer is not None:
-            self.complete_optimizer(model, optimizer)
         device = self.device()
         model = with_common_batch_norm(model.to(device), self.world_size)
         options = dict(self.ddp_kwargs)

@@ -213,8 +213,6 @@ class TorchFSDPPlugin(DPPluginBase):
         lr_scheduler: Any = None,
     ) -> Boosted:
         """Shard the model, and let the optimizer's groups hold the shards, with their state and options."""
-        if optimizer is not None:
-            self.complete_optimizer(model, optimizer)
         device = self.device()
         ignored = {inner for module in self.ignored_modules for inner in module.modules()}
         units = units_of(model, self.auto_wrap_policy, self.mixed_precision, ignored)

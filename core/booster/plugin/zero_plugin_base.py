@@ -26,13 +26,11 @@ from core.booster.plugin.plugin_base import Boosted
 from core.checkpoint.tied_tensors import tied_names
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.materialize import MARK as MATERIALIZED
-from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import GRADIENT_KINDS, RankGrid, axes_of, group_ranks
 from core.hugging_face import stages_config
 from core.hugging_face.cut_model import CutModel, Cutting, cut_model
 from core.hugging_face.precision import cast_model
-from core.hugging_face.prove import refusing_together
 from core.interface.optimizer import is_number
 from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes
 from core.optimizer.loss_scaler import DynamicLossScaler
@@ -215,20 +213,17 @@ class ZeroPluginBase(DPPluginBase):
         whole parameters (Adafactor, Muon, a class of yours with `needs_shapes = True`) gets every parameter of this
         rank whole, on one rank. Adapters that the optimizer does not hold are added to it.
         """
-        names: list[list[str]] = []
-        with refusing_together("boost", ValueError):
-            self._refuse_memory(model)
-            if optimizer is not None:
-                self.complete_optimizer(model, optimizer)
-                names = self._names_in(optimizer, model)
+        names = [] if optimizer is None else self._names_in(optimizer, model)
         model = self._broadcast(model)
         model = self._cast(model)
         cut = self._cut(model)
         chunks = self._wrap(cut, optimizer, names)
         return *self._adopt(cut, chunks, optimizer, names), criterion, dataloader, lr_scheduler
 
-    def _refuse_memory(self, model: nn.Module) -> None:
-        """ValueError for a model without values that is not cut, and for one of `materialize` that is."""
+    def facts_of(self, model: nn.Module, optimizer: Any) -> list[str]:
+        """The parameters of a model that will be cut. ValueError for a model without values that is not cut, for one of
+        `materialize` that is, and for an optimizer whose state or algorithm cannot be sharded.
+        """
         empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
         if empty is not None and self.cutting is None:
             raise ValueError(
@@ -240,15 +235,19 @@ class ZeroPluginBase(DPPluginBase):
                 f"a model of materialize() is made module by module, and cannot be cut over tp_size="
                 f"{self.cutting.tp_size} ranks before; boost it on the meta device, and call booster.load_model"
             )
+        if optimizer is not None:
+            needs_shapes(optimizer)  # refuses one of which that is not known
+            if optimizer.state and self.cutting is not None and self.cutting.is_needed:
+                raise ValueError(
+                    "the optimizer has made steps on the whole model, and its state cannot be cut; boost a new "
+                    "one, and load the state by booster.load_optimizer"
+                )
+        if self.cutting is None:  # the wrapper compares it
+            return []
+        return [f"{n} {list(p.shape)} {p.dtype}{' on meta' * p.is_meta}" for n, p in model.named_parameters()]
 
     def _names_in(self, optimizer: Any, model: nn.Module) -> list[list[str]]:
         """The names in each group of an optimizer. Parameters that it lacks are frozen, with a warning."""
-        needs_shapes(optimizer)  # refuses one of which that is not known
-        if optimizer.state and self.cutting is not None and self.cutting.is_needed:
-            raise ValueError(
-                "the optimizer has made steps on the whole model, and its state cannot be cut; boost a new "
-                "one, and load the state by booster.load_optimizer"
-            )
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         left = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         if left:
@@ -267,8 +266,6 @@ class ZeroPluginBase(DPPluginBase):
         if self.cutting is None:
             return model.to(self.device())
         device, world = self.device(), dist.group.WORLD
-        table = [f"{n} {list(p.shape)} {p.dtype}{' on meta' * p.is_meta}" for n, p in model.named_parameters()]
-        agree.same([("the model", world, table)], kind=ValueError, advice="All ranks must build the same model")
         for tensor in [*model.parameters(), *(model.buffers() if self.broadcast_buffers else ())]:
             if not tensor.is_meta:
                 tensor.data = tensor.detach().to(device)

@@ -61,6 +61,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         given |= {"stage": 2 if partition_grad else 1, "reduce_bucket_size_in_m": reduce_bucket_size / 2**20}
         plugin = LowLevelZeroPlugin(precision=PRECISIONS[dtypes.pop()], **given)
         holder = nn.ParameterList(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        plugin.agree(None, holder, optimizer)
         made: Any = plugin.configure(holder, optimizer)[1]
         vars(self).update(vars(made))
 
@@ -100,5 +101,6 @@ class GeminiOptimizer(ShardedOptimizer):
             raise TypeError("GeminiOptimizer takes a GeminiDDP that no other optimizer has sharded; make it again")
         plugin = GeminiPlugin(**{"initial_scale": 2**32, **module.options, **options})
         plain = module.module
+        plugin.agree(None, plain, optim)
         module.module, made, *_ = plugin.configure(plain, optim)
         vars(self).update(vars(made))
