@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -229,7 +230,7 @@ def plugin_of(config: TuneConfig, micro_batch_size: int) -> ZeroPluginBase:
             logits_chunk=config.model.logits_chunk,
             **common,
         )
-    plugin.check_for_nan_in_grad = True
+    plugin.ddp_config = dataclasses.replace(plugin.ddp_config, check_for_nan_in_grad=True)
     return plugin
 
 

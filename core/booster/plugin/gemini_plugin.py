@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from core.booster.plugin.zero_plugin_base import MEGA, SCALER, ZeroPluginBase
 from core.distributed import DistributedDataParallelConfig, MemStats, Placement
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.cut_model import Cutting
+from core.optimizer.optimizer_config import OptimizerConfig
 
 POLICIES = ("static", "auto")
 CHUNK_CONFIG = {"chunk_size", "keep_gathered"}
@@ -173,8 +175,6 @@ class GeminiPlugin(ZeroPluginBase):
         )
         self.chunk_config_dict = chunk_config_dict
         self.placement_policy = placement_policy
-        self.enable_async_reduce = enable_async_reduce
-        self.enable_gradient_accumulation = enable_gradient_accumulation
         self.force_outputs_fp32 = force_outputs_fp32
         self.search_range = int(search_range_m * MEGA)
         self.interval = INTERVAL if hidden_dim is None else hidden_dim
@@ -188,19 +188,26 @@ class GeminiPlugin(ZeroPluginBase):
             }
             self._refuse_changed(sizes, "chunk_config_dict gives the size of chunks, so that none is searched")
         self.chunk_size: int | None = None if config is None else config["chunk_size"]
-        self.replicates = bool(strict_ddp_mode or (config is not None and config.get("keep_gathered", False)))
-        if self.replicates and (placement_policy == "auto" or self.placement.offloads):
+        replicates = bool(strict_ddp_mode or (config is not None and config.get("keep_gathered", False)))
+        if replicates and (placement_policy == "auto" or self.placement.offloads):
             raise ValueError(
                 "strict_ddp_mode and keep_gathered replicate chunks on the device; leave placement_policy 'static' and "
                 "offload nothing"
             )
-        if self.replicates:
+        if replicates:
             of_shards = {
                 "shard_param_frac": (shard_param_frac, 1.0),
                 "max_prefetch": (max_prefetch, 0),
                 "enable_gradient_accumulation": (enable_gradient_accumulation, False),
             }
             self._refuse_changed(of_shards, "strict_ddp_mode or keep_gathered shards nothing")
+        self._set_configs(
+            overlap_grad_reduce=enable_async_reduce,
+            bucket_size=self.chunk_size,
+            data_parallel_sharding_strategy="no_shard" if replicates else "optim_grads_params",
+            reduce_microbatches="every" if enable_gradient_accumulation else "last",
+            placement=None if replicates else self.placement,
+        )
         if tp_size > 1:
             self.cutting = Cutting(
                 tp_size,
@@ -341,18 +348,15 @@ class GeminiPlugin(ZeroPluginBase):
         """parallel_state's groups, or made here at the first call. Collective then."""
         return self.expect_instances(super().groups())
 
-    def _wrapper_config(self, model: nn.Module, shaped: bool) -> DistributedDataParallelConfig:
+    def engine_configs(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[DistributedDataParallelConfig, OptimizerConfig]:
+        """As the base says it, with the size of chunks that is best for a model."""
+        ddp_config, optimizer_config = super().engine_configs(model, optimizer)
         if self.chunk_config_dict is None:
             numels = [param.numel() for param in model.parameters() if param.is_floating_point()]
             self.chunk_size = search_chunk_size(
                 numels, least=self.min_chunk_size, search_range=self.search_range, interval=self.interval
             )
-        return DistributedDataParallelConfig(
-            overlap_grad_reduce=self.enable_async_reduce,
-            bucket_size=self.chunk_size,
-            data_parallel_sharding_strategy="no_shard" if self.replicates else "optim_grads_params",
-            reduce_microbatches="every" if self.enable_gradient_accumulation else "last",
-            keep_params_whole="all" if shaped else False,
-            placement=None if self.replicates else self.placement,
-            **self._reductions(),
-        )
+            ddp_config = dataclasses.replace(ddp_config, bucket_size=self.chunk_size)
+        return ddp_config, optimizer_config

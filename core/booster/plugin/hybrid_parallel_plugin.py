@@ -21,7 +21,6 @@ from core.booster.plugin.hybrid_parallel_step import run_pipeline
 from core.booster.plugin.mesh_attributes import MeshAttributes
 from core.booster.plugin.plugin_base import PipelinePluginBase
 from core.booster.plugin.zero_plugin_base import MEGA, SCALER, WIRE_DTYPES, ZeroPluginBase
-from core.distributed import DistributedDataParallelConfig
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.hugging_face import Policy
 from core.hugging_face.cut_model import Cutting
@@ -180,10 +179,15 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
         # The grid of experts has no cp, so stages can only be outermost with it.
         self.dp_outside = dp_outside and (self.sp_size == 1 or pp_size == 1)
         elements = ddp_bucket_cap_mb * MEGA / 4 if zero_stage == 0 else zero_bucket_size_in_m * MEGA
-        self.bucket_size = max(1, int(elements))
-        self.overlaps = overlap_communication, overlap_allgather
-        self.cpu_offload = cpu_offload
-        self.communication_dtype = communication_dtype
+        self._set_configs(
+            cpu_offload=cpu_offload,
+            communication_dtype=communication_dtype,
+            overlap_grad_reduce=overlap_communication,
+            overlap_param_gather=overlap_allgather,
+            bucket_size=max(1, int(elements)),
+            data_parallel_sharding_strategy=STRATEGIES[zero_stage],
+            reduce_microbatches="last",
+        )
 
     # -- what the Booster asks --------------------------------------------------------------------------------------
 
@@ -197,18 +201,6 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
     def _title(self) -> str:
         experts = f", ep {self.ep_size}" if self.ep_size > 1 else ""
         return f"{self._name}, tp {self.tp_size}, pp {self.pp_size}{experts}, ZeRO stage {self.zero_stage}"
-
-    def _wrapper_config(self, model: nn.Module, shaped: bool) -> DistributedDataParallelConfig:
-        overlap_communication, overlap_allgather = self.overlaps
-        return DistributedDataParallelConfig(
-            overlap_grad_reduce=overlap_communication,
-            overlap_param_gather=overlap_allgather,
-            bucket_size=self.bucket_size,
-            data_parallel_sharding_strategy=STRATEGIES[self.zero_stage],
-            reduce_microbatches="last",
-            keep_params_whole="all" if shaped and self.zero_stage else False,
-            **self._reductions(),
-        )
 
     # -- a pipeline's step --------------------------------------------------------------------------------------------
 

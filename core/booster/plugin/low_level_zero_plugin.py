@@ -10,7 +10,6 @@ from torch import nn
 
 from core.booster.plugin.adapters_in_optimizer import add_adapters
 from core.booster.plugin.zero_plugin_base import MEGA, SCALER, WIRE_DTYPES, ZeroPluginBase
-from core.distributed import DistributedDataParallelConfig
 
 
 class LowLevelZeroPlugin(ZeroPluginBase):
@@ -98,12 +97,15 @@ class LowLevelZeroPlugin(ZeroPluginBase):
                 "none; set master_weights=True"
             )
         self.stage = stage
-        self.bucket_size = max(1, int(reduce_bucket_size_in_m * MEGA))
-        self.communication_dtype = communication_dtype
-        self.overlap_communication = overlap_communication
-        self.overlap_allgather = overlap_allgather
-        self.cpu_offload = cpu_offload
-        self.reduce_microbatches: Literal["last", "every"] = reduce_microbatches
+        self._set_configs(
+            cpu_offload=cpu_offload,
+            communication_dtype=communication_dtype,
+            overlap_grad_reduce=overlap_communication,
+            overlap_param_gather=overlap_allgather,
+            bucket_size=max(1, int(reduce_bucket_size_in_m * MEGA)),
+            data_parallel_sharding_strategy="optim" if stage == 1 else "optim_grads",
+            reduce_microbatches=reduce_microbatches,
+        )
 
     def add_lora_params_to_optimizer(self, model: nn.Module, optimizer: Any) -> None:
         """Add a peft model's adapters that the optimizer lacks, each to the group of the weight that it adapts.
@@ -115,14 +117,3 @@ class LowLevelZeroPlugin(ZeroPluginBase):
     @property
     def _title(self) -> str:
         return f"LowLevelZeroPlugin, stage {self.stage}"
-
-    def _wrapper_config(self, model: nn.Module, shaped: bool) -> DistributedDataParallelConfig:
-        return DistributedDataParallelConfig(
-            overlap_grad_reduce=self.overlap_communication,
-            overlap_param_gather=self.overlap_allgather,
-            bucket_size=self.bucket_size,
-            data_parallel_sharding_strategy="optim" if self.stage == 1 else "optim_grads",
-            reduce_microbatches=self.reduce_microbatches,
-            keep_params_whole="all" if shaped else False,
-            **self._reductions(),
-        )

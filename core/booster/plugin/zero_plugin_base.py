@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -47,8 +48,8 @@ SCALER = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "grow
 class ZeroPluginBase(DPPluginBase):
     """ZeRO: ranks train copies of a model on data of their own, and each keeps a shard of what trains it.
 
-    A derived class is who cuts the model (`cutting`), what is sharded (`_wrapper_config`), and where that lies
-    (`_optimizer_config`, if the attributes below do not say it). `configure` is the same five calls for all of them:
+    A derived class is who cuts the model (`cutting`), what is sharded, and where that lies: it ends its __init__ with
+    `_set_configs`. `configure` is the same five calls for all of them:
 
         broadcast   every rank gets rank 0's weights, on its device
         cast        parameters get the dtype of training, in which the cut is proved
@@ -64,9 +65,8 @@ class ZeroPluginBase(DPPluginBase):
     _outside = "dp_outside"  # that option's name, for messages
     broadcast_buffers = True  # of a model that is cut
     force_outputs_fp32 = False  # floating outputs of the forward become fp32
-    communication_dtype: torch.dtype | None = None  # of gradients on the wire; None for their own
-    cpu_offload = False  # masters, moments and the step on the CPU
-    check_for_nan_in_grad = False  # True: a gradient that is not finite is an error on all ranks, and is named
+    ddp_config: DistributedDataParallelConfig
+    optimizer_config: OptimizerConfig
 
     def __init__(
         self,
@@ -136,17 +136,50 @@ class ZeroPluginBase(DPPluginBase):
     def _title(self) -> str:
         """The way of training in words, for the log."""
 
-    @abstractmethod
-    def _wrapper_config(self, model: nn.Module, shaped: bool) -> DistributedDataParallelConfig:
-        """Options of the wrapper for gradients. shaped: True if the optimizer needs whole parameters."""
+    def _set_configs(
+        self, *, cpu_offload: bool = False, communication_dtype: torch.dtype | None = None, **wrapper: Any
+    ) -> None:
+        """Make the options of the engine's wrapper, `ddp_config`, and of its optimizer, `optimizer_config`.
 
-    def _optimizer_config(self) -> OptimizerConfig:
-        """Options of the engine's optimizer for masters and moments."""
-        return OptimizerConfig(
-            **self._master_options(),
-            optimizer_cpu_offload=self.cpu_offload,
-            optimizer_offload_fraction=1.0 if self.cpu_offload else 0.0,
-            overlap_cpu_optimizer_d2h_h2d=self.cpu_offload,
+        wrapper: what is sharded, in which buckets, and when it is reduced. cpu_offload: masters, moments and the step
+        on the CPU. communication_dtype: of gradients on the wire; None for their own.
+        """
+        own = DTYPES[self.precision]
+        # Dtypes in which gradients are kept and sent; None for their own.
+        if self.fp8_communication:
+            memory, wire = torch.float32 if cpu_offload else None, torch.float8_e4m3fn
+        elif own is None:
+            memory, wire = None, communication_dtype
+        else:  # the CPU steps fp32 gradients; they are kept so, and travel as they would otherwise
+            memory = torch.float32 if cpu_offload or communication_dtype is torch.float32 else own
+            wire = None if (communication_dtype or own) is memory else communication_dtype or own
+        self.ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=memory is torch.float32,
+            num_distributed_optimizer_instances=self.extra_dp_size,
+            initial_weights="broadcast",
+            # Sums that are divided later could leave fp16's range.
+            scale_in_optimizer=torch.float16 not in (wire, own),
+            grad_communication_dtype=wire,
+            **wrapper,
+        )
+        masters: dict[str, Any] = {}
+        if not self.master_weights and own is not None:
+            masters = {
+                "use_precision_aware_optimizer": True,
+                "main_grads_dtype": memory or own,
+                "main_params_dtype": own,
+                "exp_avg_dtype": torch.bfloat16,
+                "exp_avg_sq_dtype": torch.bfloat16,
+            }
+        self.optimizer_config = OptimizerConfig(
+            fp16=self.precision == "fp16",
+            bf16=self.precision == "bf16",
+            clip_grad=self.max_norm,
+            grad_norm_type=self.norm_type,
+            optimizer_cpu_offload=cpu_offload,
+            optimizer_offload_fraction=1.0 if cpu_offload else 0.0,
+            overlap_cpu_optimizer_d2h_h2d=cpu_offload,
+            **masters,
         )
 
     def engine_configs(
@@ -155,7 +188,10 @@ class ZeroPluginBase(DPPluginBase):
         """Options by which `boost` wraps this rank's part of a model, with its adapters, and keeps masters and
         moments. Local, also without torch.distributed (`planned_world`).
         """
-        return self._wrapper_config(model, needs_shapes(optimizer)), self._optimizer_config()
+        ddp_config = self.ddp_config
+        if needs_shapes(optimizer) and ddp_config.sharded:
+            ddp_config = dataclasses.replace(ddp_config, keep_params_whole="all")
+        return ddp_config, self.optimizer_config
 
     # -- what the Booster asks ----------------------------------------------------------------------------------------
 
@@ -295,7 +331,7 @@ class ZeroPluginBase(DPPluginBase):
             return list(cut.parts)
         for group, of_group in zip(optimizer.param_groups, names, strict=True):
             group["params"] = [cut.parameters[name] for name in of_group if name in cut.parameters]
-        groups, ddp_config = self.groups(), self._wrapper_config(cut.parts[-1], needs_shapes(optimizer))
+        groups, (ddp_config, _) = self.groups(), self.engine_configs(cut.parts[-1], optimizer)
         config = None if cut.layout is None else stages_config(cut.layout, groups.size("tp"))
         return list(wrap_stages(config, ddp_config, cut.parts, groups))
 
@@ -306,7 +342,7 @@ class ZeroPluginBase(DPPluginBase):
         engine: AdoptedOptimizer | None = None
         wrapped: LowLevelZeroOptimizer | None = None
         if optimizer is not None:
-            engine = AdoptedOptimizer(self._optimizer_config(), chunks, optimizer)
+            engine = AdoptedOptimizer(self.optimizer_config, chunks, optimizer)
             if self.precision == "fp16":
                 engine.grad_scaler = DynamicLossScaler(**self.scaler_options)
             wrapped = LowLevelZeroOptimizer(optimizer, engine, chunks, self.max_norm, cut, names, verbose=self.verbose)
@@ -317,51 +353,6 @@ class ZeroPluginBase(DPPluginBase):
         cast_to = DTYPES[self.precision] if self.cast_inputs else None
         kind = LowLevelZeroModel if self.cutting is None else HybridParallelModel
         return kind(cut, chunks, cast_to, engine, outputs_fp32=self.force_outputs_fp32), wrapped
-
-    def _gradient_dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """Dtypes in which gradients are kept and sent; None for their own."""
-        own = DTYPES[self.precision]
-        if self.fp8_communication:
-            return torch.float32 if self.cpu_offload else None, torch.float8_e4m3fn
-        if own is None:
-            return None, self.communication_dtype
-        # The CPU steps fp32 gradients; they are kept so, and travel as they would otherwise.
-        memory = torch.float32 if self.cpu_offload or self.communication_dtype is torch.float32 else own
-        wire = self.communication_dtype or own
-        return memory, None if wire is memory else wire
-
-    def _reductions(self) -> dict[str, Any]:
-        """Options of the wrapper that follow from the precision alone."""
-        memory, wire = self._gradient_dtypes()
-        return {
-            "grad_reduce_in_fp32": memory is torch.float32,
-            "check_for_nan_in_grad": self.check_for_nan_in_grad,
-            "num_distributed_optimizer_instances": self.extra_dp_size,
-            "initial_weights": "broadcast",
-            # Sums that are divided later could leave fp16's range.
-            "scale_in_optimizer": torch.float16 not in (wire, DTYPES[self.precision]),
-            "grad_communication_dtype": wire,
-        }
-
-    def _master_options(self) -> dict[str, Any]:
-        """Options of the optimizer that follow from the precision, the norm and `master_weights` alone."""
-        dtype = DTYPES[self.precision]
-        options: dict[str, Any] = {
-            "fp16": self.precision == "fp16",
-            "bf16": self.precision == "bf16",
-            "clip_grad": self.max_norm,
-            "grad_norm_type": self.norm_type,
-        }
-        if not self.master_weights and dtype is not None:
-            memory, _ = self._gradient_dtypes()
-            options |= {
-                "use_precision_aware_optimizer": True,
-                "main_grads_dtype": memory or dtype,
-                "main_params_dtype": dtype,
-                "exp_avg_dtype": torch.bfloat16,
-                "exp_avg_sq_dtype": torch.bfloat16,
-            }
-        return options
 
     # -- groups -------------------------------------------------------------------------------------------------------
 

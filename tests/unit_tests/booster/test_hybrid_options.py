@@ -97,7 +97,7 @@ def size_of(axis: str) -> Callable[..., Any]:
 
 
 def config_of(name: str) -> Callable[..., Any]:
-    return lambda **options: getattr(plugin_of(**options)._wrapper_config(torch.nn.Linear(1, 1), False), name)
+    return lambda **options: getattr(plugin_of(**options).ddp_config, name)
 
 
 def scaler_numbers(**options: Any) -> list[float]:
@@ -141,7 +141,7 @@ def attention(**options: Any) -> str:
 
 
 def offloaded(**options: Any) -> bool:
-    return bool(plugin_of(**options)._optimizer_config().optimizer_cpu_offload)
+    return bool(plugin_of(**options).optimizer_config.optimizer_cpu_offload)
 
 
 def whole_parameters(**options: Any) -> int:
@@ -175,7 +175,7 @@ EFFECTS: dict[str, tuple[Options, Any, Callable[..., Any], Any, Any]] = {
     "cpu_offload": (
         {"zero_stage": 1},
         True,
-        lambda **o: plugin_of(**o)._optimizer_config().optimizer_cpu_offload,
+        lambda **o: plugin_of(**o).optimizer_config.optimizer_cpu_offload,
         0,
         1,
     ),
