@@ -3,8 +3,7 @@
 Files written under one plugin load under each other, without a plugin, and in Hugging Face's from_pretrained.
 """
 
-from core.booster.checkpoint_io.checkpoint_io_base import CheckpointIO
-from core.booster.checkpoint_io.general_checkpoint_io import GeneralCheckpointIO
+from core.booster.checkpoint_io.general_checkpoint_io import CheckpointIO, GeneralCheckpointIO
 from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO
 from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpointIO
 from core.booster.checkpoint_io.torch_fsdp_checkpoint_io import TorchFSDPCheckpointIO, gather, shard_like

@@ -1,4 +1,5 @@
-"""GeneralCheckpointIO: files of one process. Plugins with several ranks change who writes, and what a tensor is.
+"""CheckpointIO: what the Booster asks of saving and loading, here of one process. Plugins with several ranks change who
+writes, and what a tensor is.
 
 A derived class says in five methods what is special; how files look is written here once:
 
@@ -18,23 +19,31 @@ import torch
 from torch import nn
 
 from core.booster.checkpoint_io.async_writer import AsyncWriter
-from core.booster.checkpoint_io.checkpoint_io_base import (
-    CheckpointIO,
-    SaveRequest,
+from core.booster.checkpoint_io.checks import (
     StrPath,
+    check_names,
+    check_shapes,
     expect_model,
     expect_optimizer,
+    match_groups,
     refuse_safetensors,
+    save_target,
+    second_names,
 )
 from core.checkpoint.tied_tensors import ShardedTensors, names_apart, refuse_apart, tied_names
 from core.checkpoint.weights import index, one_file, sharded
+from core.checkpoint.weights.one_file import SAFE_SUFFIX
 from core.interface import AMPModelMixin, ModelWrapper
 
 States = dict[int, dict[str, Any]]
 
 
-class GeneralCheckpointIO(CheckpointIO):
-    """Every process that calls it writes and reads alone: for training without a plugin, on one process."""
+class CheckpointIO:
+    """Saves and loads models, optimizers and schedulers.
+
+    Every rank calls each method, with the same arguments; files lie where all ranks can read them. Of this class itself
+    every process writes and reads alone: for training without a plugin, on one process.
+    """
 
     def __init__(self) -> None:
         self._writer = AsyncWriter()
@@ -95,49 +104,41 @@ class GeneralCheckpointIO(CheckpointIO):
         bare = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
         _torch_optimizer(optimizer).load_state_dict({"state": states, "param_groups": bare})
 
-    # -- paths, which a rank may see otherwise than another -----------------------------------------------------------
-
-    def target_of(self, checkpoint: StrPath, request: SaveRequest) -> Path:
-        """The path of a save, when the one before has ended; an error of one rank is raised on every rank."""
-
-        def begin() -> Path:
-            path = super(GeneralCheckpointIO, self).target_of(checkpoint, request)
-            self.check_gather(request.gather_dtensor)
-            self._writer.wait()
-            return path
-
-        return self._checked(begin, checkpoint)
-
-    def find(self, checkpoint: StrPath, *, optimizer: bool = False, prefix: str | None = None) -> Path:
-        """The file or the index that a load means; an error on every rank where one has not got it."""
-        return self._checked(
-            lambda: super(GeneralCheckpointIO, self).find(checkpoint, optimizer=optimizer, prefix=prefix),
-            checkpoint,
-        )
-
     # -- models ---------------------------------------------------------------------------------------------------
 
-    def save_unsharded_model(
-        self, model: nn.Module, checkpoint: Path, gather_dtensor: bool, use_safetensors: bool, use_async: bool = False
-    ) -> None:
-        """Write one file."""
-        content = self._collect("model", self.model_tensors(model), use_async)
-        self._write(lambda: sharded.write(checkpoint, content, use_safetensors=use_safetensors), use_async, checkpoint)
-
-    def save_sharded_model(
+    def save_model(
         self,
         model: nn.Module,
-        checkpoint: Path,
-        gather_dtensor: bool,
-        prefix: str | None,
-        size_per_shard: float,
-        use_safetensors: bool,
+        checkpoint: StrPath,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+        use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        """Write shards and an index into a directory. Without use_async, one shard is in memory at a time."""
+        """Write a model's weights under the names of the plain module.
+
+        checkpoint: a file; with `shard` a directory, which gets files of about `size_per_shard` MiB, an index, and the
+        config of a Hugging Face model. prefix: before the names of these files. use_async: return as soon as the
+        weights are copied; files are complete after `synchronize`, the next save or the next load. Without it one shard
+        is in memory at a time.
+        """
+
+        def begin() -> Path:
+            expect_model(model, "save_model")
+            suffix = SAFE_SUFFIX if use_safetensors else ".bin"
+            path = save_target(checkpoint, shard=shard, prefix=prefix, size_per_shard=size_per_shard, suffix=suffix)
+            return self._ready_for(path, gather_dtensor)
+
+        path = self._checked(begin, checkpoint)
+        tensors = self.model_tensors(model)
+        if not shard:
+            content = self._collect("model", tensors, use_async)
+            self._write(lambda: sharded.write(path, content, use_safetensors=use_safetensors), use_async, path)
+            return
         names = index.model_names(prefix, use_safetensors)
         both = (index.model_names(prefix), index.model_names(prefix, True))
-        tensors = self.model_tensors(model)
         if use_safetensors:
             repeated = second_names(self.whole_module(model))
             tensors = (item for item in tensors if item[0] not in repeated)
@@ -148,31 +149,40 @@ class GeneralCheckpointIO(CheckpointIO):
             save_config(self.whole_module(model), directory)
 
         shards = sharded.shards_of(self._to_host(tensors), size_per_shard)
-        writer = sharded.ShardWriter(checkpoint, names, both, use_safetensors, finish=finish)
+        writer = sharded.ShardWriter(path, names, both, use_safetensors, finish=finish)
         self._write_shards(writer, shards, use_async)
 
-    def load_unsharded_model(self, model: nn.Module, checkpoint: Path, strict: bool) -> None:
-        """Read one file."""
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: StrPath,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> nn.Module:
+        """Read a model's weights, whole or sharded, torch's or safetensors; `checkpoint` is a file or a directory.
 
-        def read() -> Mapping[str, Any]:
-            content = self.read_file(checkpoint)
-            self._refuse_apart(model, content, checkpoint)
-            return content
-
-        self._checked(lambda: self._load(model, [read], None, strict), checkpoint)
-
-    def load_sharded_model(
-        self, model: nn.Module, index_file: Path, strict: bool, low_cpu_mem_mode: bool = True, num_threads: int = 1
-    ) -> None:
-        """Read the shards of an index."""
+        strict: names must be the same on both sides. low_cpu_mem_mode: one file at a time; otherwise files are read
+        by `num_threads` threads. Returns the model.
+        """
+        path = self._find(checkpoint, optimizer=False, prefix=None)
 
         def load() -> None:
-            weight_map, metadata = index.read_index(index_file)
-            self._refuse_apart(model, ShardedTensors(weight_map, self.read_file), index_file.parent)
-            readers = index.readers(weight_map, metadata, low_cpu_mem_mode, num_threads, self.read_file)
-            self._load(model, readers, set(weight_map), strict)
+            if index.is_index(path):
+                weight_map, metadata = index.read_index(path)
+                self._refuse_apart(model, ShardedTensors(weight_map, self.read_file), path.parent)
+                readers = index.readers(weight_map, metadata, low_cpu_mem_mode, num_threads, self.read_file)
+                self._load(model, readers, set(weight_map), strict)
+            else:
+                self._load(model, [read], None, strict)
 
-        self._checked(load, index_file)
+        def read() -> Mapping[str, Any]:
+            content = self.read_file(path)
+            self._refuse_apart(model, content, path)
+            return content
+
+        self._checked(load, path)
+        return model
 
     def read_file(self, path: Path) -> Mapping[str, Any]:
         """The tensors of one file of a model, by name."""
@@ -213,36 +223,37 @@ class GeneralCheckpointIO(CheckpointIO):
 
     # -- optimizers -----------------------------------------------------------------------------------------------
 
-    def save_unsharded_optimizer(
-        self, optimizer: Any, checkpoint: Path, gather_dtensor: bool, use_async: bool = False
-    ) -> None:
-        """Write one file, which torch's optimizer.load_state_dict takes too."""
-        content = {
-            "state": self._collect("optimizer", self.optimizer_states(optimizer), use_async),
-            "param_groups": self.optimizer_groups(optimizer),
-        }
-        scaler = getattr(optimizer, "scaler", None)
-        if scaler is not None:
-            content["loss_scaler"] = scaler.state_dict()
-        self._write(lambda: sharded.write(checkpoint, content), use_async, checkpoint)
-
-    def save_sharded_optimizer(
+    def save_optimizer(
         self,
         optimizer: Any,
-        checkpoint: Path,
-        gather_dtensor: bool,
-        prefix: str | None,
-        size_per_shard: float,
+        checkpoint: StrPath,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
         use_async: bool = False,
     ) -> None:
-        """Write shards, a file of parameter groups and an index into a directory."""
-        names = index.optimizer_names(prefix)
-        groups = self.optimizer_groups(optimizer)
-        metadata: dict[str, Any] = {"param_groups": index.group_name(prefix)}
+        """Write an optimizer's state, parameter groups and loss scale. Arguments as for `save_model`.
+
+        One file is also what torch's optimizer.load_state_dict takes.
+        """
+
+        def begin() -> Path:
+            expect_optimizer(optimizer, "save_optimizer")
+            path = save_target(checkpoint, shard=shard, prefix=prefix, size_per_shard=size_per_shard, suffix=None)
+            return self._ready_for(path, gather_dtensor)
+
+        path = self._checked(begin, checkpoint)
         scaler = getattr(optimizer, "scaler", None)
-        if scaler is not None:
-            metadata["loss_scaler"] = scaler.state_dict()
+        scale = {} if scaler is None else {"loss_scaler": scaler.state_dict()}
         states = self.optimizer_states(optimizer)
+        if not shard:
+            state = self._collect("optimizer", states, use_async)
+            content = {"state": state, "param_groups": self.optimizer_groups(optimizer), **scale}
+            self._write(lambda: sharded.write(path, content), use_async, path)
+            return
+        names, groups = index.optimizer_names(prefix), self.optimizer_groups(optimizer)
+        metadata = {"param_groups": index.group_name(prefix), **scale}
         if use_async:
             states = iter(self._collect("optimizer", states, True).items())
 
@@ -250,38 +261,44 @@ class GeneralCheckpointIO(CheckpointIO):
             sharded.write(directory / index.group_name(prefix), groups)
 
         shards = sharded.shards_of(self._to_host(states), size_per_shard)
-        self._write_shards(sharded.ShardWriter(checkpoint, names, (names,), False, metadata, finish), shards, use_async)
+        self._write_shards(sharded.ShardWriter(path, names, (names,), False, metadata, finish), shards, use_async)
 
-    def load_unsharded_optimizer(self, optimizer: Any, checkpoint: Path) -> None:
-        """Read one file; also one that torch.save wrote of a torch optimizer's state_dict."""
-
-        def load() -> None:
-            content = one_file.load(checkpoint)
-            if not (isinstance(content, dict) and {"param_groups", "state"} <= content.keys()):
-                raise ValueError(
-                    f"{checkpoint.absolute()} holds no state of an optimizer, which has 'param_groups' and 'state'; "
-                    "was it written by save_model, or by ColossalAI with use_async?"
-                )
-            self._load_optimizer(optimizer, content["param_groups"], [lambda: content["state"]])
-            _load_scaler(optimizer, content.get("loss_scaler"))
-
-        self._checked(load, checkpoint)
-
-    def load_sharded_optimizer(
-        self, optimizer: Any, index_file: Path, low_cpu_mem_mode: bool = True, num_threads: int = 1
+    def load_optimizer(
+        self,
+        optimizer: Any,
+        checkpoint: StrPath,
+        prefix: str | None = None,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
     ) -> None:
-        """Read the shards of an index."""
+        """Read an optimizer's state, also one that torch.save wrote of a torch optimizer's state_dict.
+
+        Options of the groups (lr, ...) become those that were saved.
+        """
+        path = self._find(checkpoint, optimizer=True, prefix=prefix)
 
         def load() -> None:
-            weight_map, metadata = index.read_index(index_file)
-            for file in dict.fromkeys(weight_map.values()):
-                refuse_safetensors(file)
-            groups = one_file.load(index.groups_of(index_file, metadata))
-            readers = index.readers(weight_map, metadata, low_cpu_mem_mode, num_threads, one_file.load)
+            if index.is_index(path):
+                weight_map, metadata = index.read_index(path)
+                for file in dict.fromkeys(weight_map.values()):
+                    refuse_safetensors(file)
+                groups, scale = one_file.load(index.groups_of(path, metadata)), metadata.get("loss_scaler")
+                readers = index.readers(weight_map, metadata, low_cpu_mem_mode, num_threads, one_file.load)
+            else:
+                content = one_file.load(path)
+                if not (isinstance(content, dict) and {"param_groups", "state"} <= content.keys()):
+                    raise ValueError(
+                        f"{path.absolute()} holds no state of an optimizer, which has 'param_groups' and 'state'; "
+                        "was it written by save_model, or by ColossalAI with use_async?"
+                    )
+                groups, scale = content["param_groups"], content.get("loss_scaler")
+                readers = [lambda: content["state"]]
             self._load_optimizer(optimizer, groups, readers)
-            _load_scaler(optimizer, metadata.get("loss_scaler"))
+            scaler = getattr(optimizer, "scaler", None)
+            if scaler is not None and scale is not None:
+                scaler.load_state_dict(scale)
 
-        self._checked(load, index_file)
+        self._checked(load, path)
 
     def _load_optimizer(
         self, optimizer: Any, groups: list[dict[str, Any]], readers: Iterable[Callable[[], Any]]
@@ -325,6 +342,20 @@ class GeneralCheckpointIO(CheckpointIO):
         )
 
     # -- writing --------------------------------------------------------------------------------------------------
+
+    def _ready_for(self, path: Path, gather_dtensor: bool) -> Path:
+        """The path of a save, when the one before has ended."""
+        self.check_gather(gather_dtensor)
+        self._writer.wait()
+        return path
+
+    def _find(self, checkpoint: StrPath, *, optimizer: bool, prefix: str | None) -> Path:
+        """The file or the index that a load means; an error on every rank where one has not got it."""
+        self.synchronize()
+        found: Path = self._checked(
+            lambda: index.find_checkpoint(checkpoint, optimizer=optimizer, prefix=prefix), checkpoint
+        )
+        return found
 
     def synchronize(self) -> None:
         """Return when all files are complete, on every rank. Raises on every rank if one could not be written."""
@@ -386,6 +417,9 @@ class GeneralCheckpointIO(CheckpointIO):
         return answer
 
 
+GeneralCheckpointIO = CheckpointIO  # ColossalAI's name of the one that plugins derive from
+
+
 def plain(model: nn.Module) -> nn.Module:
     """The user's own module."""
     return model.unwrap() if isinstance(model, ModelWrapper) else model
@@ -399,57 +433,6 @@ def save_config(model: nn.Module, directory: Path) -> None:
             config.save_pretrained(str(directory))
 
 
-def check_names(own: Mapping[str, Any], found: set[str], strict: bool) -> None:
-    """Refuse names that are on one side only, if strict. A tied weight may be there under any of its names."""
-    if not strict:
-        return
-    loaded = {id(own[name]) for name in found & own.keys() if isinstance(own[name], torch.Tensor)}
-    missing = [name for name in own if name not in found and id(own[name]) not in loaded]
-    unexpected = sorted(found - own.keys())
-    if missing or unexpected:
-        raise ValueError(
-            f"the checkpoint lacks {len(missing)} names that the model has {missing[:4]} and has {len(unexpected)} "
-            f"that the model lacks {unexpected[:4]}; load it into the same model, or with strict=False"
-        )
-
-
-def second_names(model: nn.Module) -> set[str]:
-    """Names of tied weights but for the first of each, as Hugging Face's files leave them out."""
-    first: dict[int, str] = {}
-    own = model.state_dict(keep_vars=True)
-    return {name for name, value in own.items() if first.setdefault(id(value), name) != name}
-
-
-def check_shapes(own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Refuse tensors of another shape, before anything is changed."""
-    for name, value in found.items():
-        mine, shape = own.get(name), getattr(value, "shape", None)
-        if shape is not None and isinstance(mine, torch.Tensor) and shape != mine.shape:
-            raise ValueError(f"{name!r} is {list(shape)} in the checkpoint and {list(mine.shape)} in the model")
-
-
-def match_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[int, int]:
-    """The number here of each saved parameter: by name where both sides have names, else by place."""
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"the saved optimizer has groups of {sizes[0]} parameters, and this one of {sizes[1]}; make it with the "
-            "same groups"
-        )
-    numbers: dict[int, int] = {}
-    for place, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
-        names = theirs.get("param_names"), mine.get("param_names")
-        if names[0] and names[1]:
-            here = dict(zip(names[1], mine["params"], strict=True))
-            unknown = [name for name in names[0] if name not in here]
-            if unknown:
-                raise ValueError(f"parameter {unknown[0]!r} of the saved group {place} is not in this optimizer's")
-            numbers |= {number: here[name] for number, name in zip(theirs["params"], names[0], strict=True)}
-        else:
-            numbers |= dict(zip(theirs["params"], mine["params"], strict=True))
-    return numbers
-
-
 def _adapted(module: nn.Module) -> Any:
     if not hasattr(module, "peft_config"):
         raise TypeError(f"save_lora_as_pretrained got a {type(module).__name__}; call booster.enable_lora first")
@@ -458,12 +441,6 @@ def _adapted(module: nn.Module) -> Any:
 
 def _torch_optimizer(optimizer: Any) -> Any:
     return optimizer.unwrap() if hasattr(optimizer, "unwrap") else optimizer
-
-
-def _load_scaler(optimizer: Any, state: Mapping[str, Any] | None) -> None:
-    scaler = getattr(optimizer, "scaler", None)
-    if scaler is not None and state is not None:
-        scaler.load_state_dict(state)
 
 
 def _on_host(value: Any) -> Any:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.booster.checkpoint_io.checkpoint_io_base import expect_model
-from core.booster.checkpoint_io.general_checkpoint_io import check_names, check_shapes
+from core.booster.checkpoint_io.checks import check_names, check_shapes, expect_model
 from core.booster.checkpoint_io.low_level_zero_checkpoint_io import LowLevelZeroCheckpointIO, values_of
 from core.booster.checkpoint_io.sharded_states import of_all_stages
 from core.checkpoint.weights.one_file import SAFE_SUFFIX, in_turn

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as tree
 
-from core.booster.checkpoint_io.general_checkpoint_io import match_groups
+from core.booster.checkpoint_io.checks import match_groups
 from core.distributed.wire.collectives import Collectives
 from core.groups import agree
 from core.optimizer.adopted_optimizer import AdoptedOptimizer

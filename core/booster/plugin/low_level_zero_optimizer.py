@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.booster.checkpoint_io.general_checkpoint_io import match_groups
+from core.booster.checkpoint_io.checks import match_groups
 from core.booster.checkpoint_io.sharded_states import (
     load_parts,
     of_all_stages,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.booster import Booster
-from core.booster.checkpoint_io.general_checkpoint_io import match_groups
+from core.booster.checkpoint_io.checks import match_groups
 from core.booster.mixed_precision import FP16TorchMixedPrecision
 from core.checkpoint.weights import sharded
 from tests.unit_tests.booster.booster_reference import (
