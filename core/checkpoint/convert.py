@@ -13,14 +13,15 @@ import argparse
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from core.checkpoint.directory import find_intact
@@ -30,9 +31,10 @@ from core.checkpoint.megatron_files import MegatronReader, is_megatrons, weights
 from core.checkpoint.pieces import MODEL, OPTIMIZER, Piece
 from core.checkpoint.plain_files import (
     PLAIN_SUFFIXES,
-    SafetensorsFiles,
-    StateDictFile,
+    Lazy,
     WholeTensors,
+    open_safetensors_files,
+    open_state_dict,
     write_safetensors,
     write_state_dict,
 )
@@ -45,8 +47,8 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class IndexedTensors:
-    """Tensors in an index of torch.distributed.checkpoint, each put together from its chunks when it is read."""
+class IndexedFiles:
+    """Files with an index of torch.distributed.checkpoint. records: the tensors by their names there."""
 
     def __init__(self, reader: StorageReader) -> None:
         self.reader = reader
@@ -54,121 +56,84 @@ class IndexedTensors:
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self.records = tensor_records(self.metadata)
 
-    def keys(self) -> Iterable[str]:
-        """The names."""
-        return self.records
-
-    def nbytes(self, key: str) -> int:
-        """The size of one tensor."""
-        record = self._record(key)[1]
-        return record.size.numel() * record.properties.dtype.itemsize
-
-    def read(self, key: str) -> Tensor:
-        """One whole tensor."""
-        stored, record = self._record(key)
-        whole = torch.zeros(record.size, dtype=record.properties.dtype, device="cpu")
-        self.fill(Piece(stored, tuple(record.size), (0,) * whole.dim(), whole))
-        return whole
-
-    def fill(self, piece: Piece) -> None:
-        """Read one box."""
-        planner = PieceLoadPlanner([piece], [])
-        planner.set_up_planner({}, self.metadata, is_coordinator=True)
-        self.reader.read_data(self.reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-
-    def _record(self, key: str) -> tuple[str, TensorStorageMetadata]:
-        """A tensor's name in the index, and its record."""
-        return key, self.records[key]
-
-
-class CheckpointTensors(IndexedTensors):
-    """A checkpoint's tensors. masters: give the master weights, where there are any, for the parameters."""
-
-    def __init__(self, root: Path, step: int | None = None, *, masters: bool = False) -> None:
-        self.directory = find_intact(root, step)
-        super().__init__(self.directory.reader())
-        self.masters = masters
-
-    def _record(self, key: str) -> tuple[str, TensorStorageMetadata]:
-        master = key.replace(f"{MODEL}.", f"{OPTIMIZER}.master.", 1) if key.startswith(f"{MODEL}.") else key
-        stored = master if self.masters and master in self.records else key
-        return stored, self.records[stored]
-
-
-class ForeignTensors(IndexedTensors):
-    """The weights of a directory that torch.distributed.checkpoint has written. Reading its index runs code from it."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            super().__init__(FileSystemReader(path))
-        except Exception as error:  # what a broken pickle raises is without end
-            raise CheckpointError(f"{path} has no index of torch.distributed.checkpoint: {error}") from None
-        inside = [key for key in self.records if key.startswith(f"{MODEL}.")]
-        self.names = {key if inside else f"{MODEL}.{key}": key for key in inside or self.records}
-
-    def keys(self) -> Iterable[str]:
-        """The names; a state_dict that is no part of a larger one counts as the model's."""
-        return self.names
-
-    def _record(self, key: str) -> tuple[str, TensorStorageMetadata]:
-        return self.names[key], self.records[self.names[key]]
-
-
-class MegatronTensors(IndexedTensors):
-    """The weights of a directory that Megatron has written, under our names. No code of its pickles runs."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(MegatronReader(str(path)))
-        self.parts = weights_in(self.records)
-
-    def keys(self) -> Iterable[str]:
-        """The names, layers numbered."""
-        return self.parts
-
-    def nbytes(self, key: str) -> int:
-        """The size of one tensor."""
-        sizes = [(self.records[stored], layer) for stored, layer in self.parts[key]]
-        return sum(
-            r.size.numel() * r.properties.dtype.itemsize // (1 if layer is None else r.size[0]) for r, layer in sizes
+    def tensors(self, parts: Mapping[str, Sequence[tuple[str, int | None]]]) -> WholeTensors:
+        """Name of a tensor -> names in the index of what it is put together from, and a layer of it, or None."""
+        return WholeTensors(
+            (k, Lazy(partial(self._nbytes, found), partial(self._read, found))) for k, found in parts.items()
         )
 
-    def read(self, key: str) -> Tensor:
-        """One whole tensor: a layer of stacked ones; a gate and its value in one."""
-        parts = []
-        for stored, layer in self.parts[key]:
+    def _nbytes(self, parts: Sequence[tuple[str, int | None]]) -> int:
+        records = [(self.records[stored], layer) for stored, layer in parts]
+        return sum(
+            r.size.numel() * r.properties.dtype.itemsize // (1 if layer is None else r.size[0]) for r, layer in records
+        )
+
+    def _read(self, parts: Sequence[tuple[str, int | None]]) -> Tensor:
+        """One whole tensor, put together from its chunks: a layer of stacked ones; a gate and its value in one."""
+        whole = []
+        for stored, layer in parts:
             record = self.records[stored]
             begin = [0] * len(record.size) if layer is None else [layer, *[0] * (len(record.size) - 1)]
             size = tuple(record.size) if layer is None else (1, *record.size[1:])
             box = torch.zeros(size, dtype=record.properties.dtype, device="cpu")
-            self.fill(Piece(stored, tuple(record.size), tuple(begin), box))
-            parts.append(box if layer is None else box[0])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            planner = PieceLoadPlanner([Piece(stored, tuple(record.size), tuple(begin), box)], [])
+            planner.set_up_planner({}, self.metadata, is_coordinator=True)
+            self.reader.read_data(self.reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+            whole.append(box if layer is None else box[0])
+        return whole[0] if len(whole) == 1 else torch.cat(whole)
 
 
-class Cast:
-    """Tensors in another floating point dtype."""
+def open_checkpoint(root: Path, step: int | None = None, *, masters: bool = False) -> WholeTensors:
+    """A checkpoint's tensors. masters: give the master weights, where there are any, for the parameters."""
+    directory = find_intact(root, step)
+    files = IndexedFiles(directory.reader())
+    stored = {key: key for key in files.records}
+    if masters:
+        of_masters = {k: k.replace(f"{MODEL}.", f"{OPTIMIZER}.master.", 1) for k in stored if k.startswith(f"{MODEL}.")}
+        stored |= {key: master for key, master in of_masters.items() if master in files.records}
+    found = files.tensors({key: [(name, None)] for key, name in stored.items()})
+    found.tied = directory.meta.get("tied", {})
+    return found
 
-    def __init__(self, source: WholeTensors, dtype: torch.dtype) -> None:
-        self.source = source
-        self.dtype = dtype
 
-    def keys(self) -> Iterable[str]:
-        """The names."""
-        return self.source.keys()
+def open_foreign(path: Path) -> WholeTensors:
+    """The weights of a directory that torch.distributed.checkpoint has written. Reading its index runs code from it.
 
-    def nbytes(self, key: str) -> int:
-        """The size of one tensor, at most: the source's or what it becomes."""
-        return self.read(key).nbytes
+    A state_dict that is no part of a larger one counts as the model's.
+    """
+    try:
+        files = IndexedFiles(FileSystemReader(path))
+    except Exception as error:  # what a broken pickle raises is without end
+        raise CheckpointError(f"{path} has no index of torch.distributed.checkpoint: {error}") from None
+    inside = [key for key in files.records if key.startswith(f"{MODEL}.")]
+    names = {key if inside else f"{MODEL}.{key}": key for key in inside or files.records}
+    return files.tensors({key: [(name, None)] for key, name in names.items()})
 
-    def read(self, key: str) -> Tensor:
-        """One tensor."""
-        tensor = self.source.read(key)
-        return tensor.to(self.dtype) if tensor.is_floating_point() and key.startswith(f"{MODEL}.") else tensor
+
+def open_megatrons(path: Path) -> WholeTensors:
+    """The weights of a directory that Megatron has written, under our names. No code of its pickles runs."""
+    files = IndexedFiles(MegatronReader(str(path)))
+    return files.tensors(weights_in(files.records))
+
+
+def in_dtype(source: WholeTensors, dtype: torch.dtype) -> WholeTensors:
+    """The weights in another floating point dtype."""
+
+    def read(lazy: Lazy) -> Tensor:
+        tensor = lazy.read()
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    cast = WholeTensors(source)
+    for key, lazy in source.items():
+        if key.startswith(f"{MODEL}."):
+            cast[key] = Lazy(partial(lambda lazy: read(lazy).nbytes, lazy), partial(read, lazy))
+    cast.tied = source.tied
+    return cast
 
 
 def write_checkpoint(root: Path, source: WholeTensors, *, step: int, origin: str) -> Path:
     """A committed checkpoint of whole tensors, which any layout loads. Holds all tensors at once."""
-    pieces = [Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key in source.keys() for t in [source.read(key)]]  # noqa: SIM118
+    pieces = [Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key, lazy in source.items() for t in [lazy.read()]]
     planner = PieceSavePlanner(pieces, {})
 
     def fill(writer: StorageWriter) -> None:
@@ -228,16 +193,16 @@ def open_source(
     if kind != "checkpoint" and (masters or step is not None):
         raise CheckpointError(f"{path} is a {kind} file; --step and --masters are for checkpoints")
     if kind == "state_dict":
-        return StateDictFile(path, trust=trust_foreign_files)
+        return open_state_dict(path, trust=trust_foreign_files)
     if kind == "foreign":
         if not trust_foreign_files:
             raise CheckpointError(
                 f"{path} is a directory of torch.distributed.checkpoint, whose index is a pickle and can run code; if "
                 "you trust those who made it, add --trust-foreign-files"
             )
-        return ForeignTensors(path)
+        return open_foreign(path)
     if kind in ("safetensors", "megatron"):
-        return SafetensorsFiles(path) if kind == "safetensors" else MegatronTensors(path)
+        return open_safetensors_files(path) if kind == "safetensors" else open_megatrons(path)
     if (path / "commit.json").exists():  # one step's directory
         number = re.fullmatch(r"step_(\d+)\..*", path.name)
         if number is None or (step is not None and step != int(number.group(1))):
@@ -246,7 +211,7 @@ def open_source(
         if newest and newest[-1].path.name != path.name:
             raise CheckpointError(f"{path} was replaced by {newest[-1].path.name}, a later commit of the same step")
         path, step = path.parent, int(number.group(1))
-    return CheckpointTensors(path, step, masters=masters)
+    return open_checkpoint(path, step, masters=masters)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -294,15 +259,14 @@ def convert(options: argparse.Namespace) -> str:
     source = open_source(
         source_path, options.step, masters=options.masters, trust_foreign_files=options.trust_foreign_files
     )
-    tied = source.directory.meta.get("tied", {}) if isinstance(source, CheckpointTensors) else {}
-    count = sum(key.startswith(f"{MODEL}.") for key in source.keys())  # noqa: SIM118
+    count = sum(key.startswith(f"{MODEL}.") for key in source)
     if not count:
         raise CheckpointError(f"{source_path} holds no weights")
     if options.dtype is not None:
-        source = Cast(source, DTYPES[options.dtype])
+        source = in_dtype(source, DTYPES[options.dtype])
     if kind == "state_dict":
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_state_dict(target, source, optimizer=options.optimizer, tied=tied)
+        write_state_dict(target, source, optimizer=options.optimizer)
         return f"{target}: {count} tensors"
     if kind == "safetensors":
         files = write_safetensors(target, source, max_shard_bytes=limit)

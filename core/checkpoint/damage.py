@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,20 +89,6 @@ def damage_of(directory: Path, record: FileRecord, manifest: Manifest) -> Damage
         return _damage(record, "is missing", record.names())
     except OSError as error:
         return _damage(record, f"cannot be read: {explain(error, path)}", record.names())
-
-
-def read_whole(directory: Path, name: str, manifest: Manifest) -> bytes | Damage:
-    """The bytes of a file, which are those that were saved; or what is wrong with it."""
-    record = manifest.file(name)
-    if record is None:
-        return Damage(MANIFEST_NAME, f"does not list {name}")
-    try:
-        data = read_bytes(directory / name)
-    except OSError:
-        data = b""
-    if (len(data), zlib.crc32(data)) == (record.size, record.crc32):
-        return data
-    return damage_of(directory, record, manifest) or _damage(record, "gives other bytes at every reading", ())
 
 
 def shares(files: Sequence[FileRecord], world: int) -> list[list[FileRecord]]:

@@ -1,6 +1,6 @@
 """Whole tensors by name in files that other programs read: torch.save of a state_dict, and safetensors with an index.
 
-A source gives names, and one tensor at a time; so neither reading nor writing safetensors holds a whole model.
+Tensors are read one at a time, so neither reading nor writing safetensors holds a whole model.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,49 +29,48 @@ SINGLE_NAME, INDEX_NAME = model_names(use_safetensors=True)
 PLAIN_SUFFIXES = (".pt", ".pth", ".bin")
 
 
-class WholeTensors(Protocol):
-    """Tensors by their names in a checkpoint: 'model.<name>', 'optimizer.<key>.<name>'."""
+@dataclass(frozen=True)
+class Lazy:
+    """A tensor of a file. nbytes: its size, without reading it.
 
-    def keys(self) -> Iterable[str]:
-        """The names."""
+    read: gives the whole tensor, contiguous, on the CPU, in memory that no other shares.
+    """
 
-    def nbytes(self, key: str) -> int:
-        """The size of one tensor, without reading it."""
+    nbytes: Callable[[], int]
+    read: Callable[[], Tensor]
 
-    def read(self, key: str) -> Tensor:
-        """One whole tensor, contiguous, on the CPU, that shares memory with no other."""
+    @classmethod
+    def of(cls, tensor: Tensor) -> Lazy:
+        """Of a tensor in memory, or in a file that is mapped: reading copies it."""
+        clone = partial(tensor.detach().clone, memory_format=torch.contiguous_format)
+        return cls(lambda: tensor.nbytes, clone)
 
 
-class StateDictFile:
+class WholeTensors(dict[str, Lazy]):
+    """Tensors by their names in a checkpoint: 'model.<name>', 'optimizer.<key>.<name>'.
+
+    tied: other names of shared parameters, which a module's own state_dict has too.
+    """
+
+    tied: Mapping[str, str] | None = None
+
+
+def open_state_dict(path: Path, *, trust: bool = False) -> WholeTensors:
     """A file of torch.save: a state_dict, or {'model': one, 'optimizer': {name: {key: tensor}}}.
 
     trust: also read a file that holds other things than tensors, which can run code while it is read.
     """
-
-    def __init__(self, path: Path, *, trust: bool = False) -> None:
-        try:
-            check(path)
-            found = torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{path} is no file of torch.save with tensors only ({code_in(error)}); if you trust those who made "
-                "it, add --trust-foreign-files, and code from it is run"
-            ) from None
-        except (RuntimeError, EOFError) as error:
-            raise CheckpointError(f"{path} is no file of torch.save: {error}") from None
-        self.tensors = dict(_flattened(path, found))
-
-    def keys(self) -> Iterable[str]:
-        """The names."""
-        return self.tensors
-
-    def nbytes(self, key: str) -> int:
-        """The size of one tensor."""
-        return self.tensors[key].nbytes
-
-    def read(self, key: str) -> Tensor:
-        """One tensor, copied out of the file."""
-        return self.tensors[key].detach().clone(memory_format=torch.contiguous_format)
+    try:
+        check(path)
+        found = torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is no file of torch.save with tensors only ({code_in(error)}); if you trust those who made "
+            "it, add --trust-foreign-files, and code from it is run"
+        ) from None
+    except (RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{path} is no file of torch.save: {error}") from None
+    return WholeTensors((name, Lazy.of(tensor)) for name, tensor in _flattened(path, found))
 
 
 def _flattened(path: Path, found: Any) -> Iterator[tuple[str, Tensor]]:
@@ -89,55 +90,43 @@ def _flattened(path: Path, found: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"{OPTIMIZER}.{key}.{name}", value
 
 
-class SafetensorsFiles:
+def open_safetensors_files(path: Path) -> WholeTensors:
     """A safetensors file, or a directory of them with an index, as `save_pretrained` of transformers writes it."""
+    if path.is_dir():
+        path = next((path / name for name in (INDEX_NAME, SINGLE_NAME) if (path / name).exists()), path)
+    if not path.is_file():
+        raise CheckpointError(f"{path} holds neither {INDEX_NAME} nor {SINGLE_NAME}")
+    try:
+        opened = open_files(path).values()
+    except FileNotFoundError as error:
+        raise CheckpointError(str(error)) from None
 
-    def __init__(self, path: Path) -> None:
-        if path.is_dir():
-            path = next((path / name for name in (INDEX_NAME, SINGLE_NAME) if (path / name).exists()), path)
-        if not path.is_file():
-            raise CheckpointError(f"{path} holds neither {INDEX_NAME} nor {SINGLE_NAME}")
-        try:
-            opened = open_files(path).values()
-        except FileNotFoundError as error:
-            raise CheckpointError(str(error)) from None
-        self.files = {f"{MODEL}.{name}": (file, name) for file in opened for name in file.keys()}  # noqa: SIM118
-
-    def keys(self) -> Iterable[str]:
-        """The names."""
-        return self.files
-
-    def nbytes(self, key: str) -> int:
-        """The size of one tensor."""
-        file, name = self.files[key]
+    def nbytes(file: Any, name: str) -> int:
         found = file.get_slice(name)
         bits = re.search(r"\d+", found.get_dtype())  # 'BF16', 'F8_E4M3', 'BOOL'
         return math.prod(found.get_shape()) * (int(bits.group()) // 8 if bits else 1)
 
-    def read(self, key: str) -> Tensor:
-        """One tensor."""
-        file, name = self.files[key]
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
+    return WholeTensors(
+        (f"{MODEL}.{name}", Lazy(partial(nbytes, file, name), partial(file.get_tensor, name)))
+        for file in opened
+        for name in file.keys()  # noqa: SIM118
+    )
 
 
-def write_state_dict(
-    path: Path, source: WholeTensors, *, optimizer: bool = False, tied: Mapping[str, str] | None = None
-) -> None:
+def write_state_dict(path: Path, source: WholeTensors, *, optimizer: bool = False) -> None:
     """torch.save of a state_dict; with `optimizer` of {'model': it, 'optimizer': {name: {key: tensor}}}.
 
-    tied: other names of shared parameters, which a module's own state_dict has too.
     The file appears complete or not at all. Holds all tensors at once.
     """
-    weights = {key.partition(".")[2]: source.read(key) for key in source.keys() if key.startswith(f"{MODEL}.")}  # noqa: SIM118
-    weights |= {name: weights[kept] for name, kept in (tied or {}).items() if kept in weights}
+    weights = {key.partition(".")[2]: lazy.read() for key, lazy in source.items() if key.startswith(f"{MODEL}.")}
+    weights |= {name: weights[kept] for name, kept in (source.tied or {}).items() if kept in weights}
     content: dict[str, Any] = dict(weights)
     if optimizer:
         state: dict[str, dict[str, Tensor]] = {}
-        for key in source.keys():  # noqa: SIM118
+        for key, lazy in source.items():
             if key.startswith(f"{OPTIMIZER}."):
                 _, state_key, name = key.split(".", 2)
-                state.setdefault(name, {})[state_key] = source.read(key)
+                state.setdefault(name, {})[state_key] = lazy.read()
         content = {MODEL: weights, OPTIMIZER: state}
     save_torch(path, content)
 
@@ -147,8 +136,8 @@ def write_safetensors(directory: Path, source: WholeTensors, *, max_shard_bytes:
 
     The directory appears complete or not at all. Holds one file's tensors at a time.
     """
-    keys = [key for key in source.keys() if key.startswith(f"{MODEL}.")]  # noqa: SIM118
-    sizes = {key: source.nbytes(key) for key in keys}
+    keys = [key for key in source if key.startswith(f"{MODEL}.")]
+    sizes = {key: source[key].nbytes() for key in keys}
     runs = list(runs_by_size(keys, sizes.__getitem__, max_shard_bytes)) or [[]]
     count = len(runs)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE_NAME]
@@ -156,7 +145,7 @@ def write_safetensors(directory: Path, source: WholeTensors, *, max_shard_bytes:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     shards: Iterator[tuple[dict[str, Tensor], int]] = (
-        ({key.partition(".")[2]: source.read(key) for key in run}, sum(map(sizes.__getitem__, run))) for run in runs
+        ({key.partition(".")[2]: source[key].read() for key in run}, sum(map(sizes.__getitem__, run))) for run in runs
     )
 
     def save(number: int, tensors: dict[str, Tensor]) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.pieces import MODEL
-from core.checkpoint.plain_files import SafetensorsFiles, write_safetensors
+from core.checkpoint.plain_files import Lazy, WholeTensors, open_safetensors_files, write_safetensors
 from core.checkpoint.tied_tensors import names_apart
 from core.models.transformers_layouts import (
     EMBEDDINGS,
@@ -42,25 +42,6 @@ def is_of_transformers(place: Path) -> bool:
     return isinstance(content, dict) and "model_type" in content
 
 
-class Weights:
-    """A state_dict as a source of whole tensors, for the writer of safetensors."""
-
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self.state = {f"{MODEL}.{name}": tensor for name, tensor in state.items()}
-
-    def keys(self) -> Iterable[str]:
-        """The names."""
-        return self.state
-
-    def nbytes(self, key: str) -> int:
-        """The size of one tensor."""
-        return self.state[key].nbytes
-
-    def read(self, key: str) -> Tensor:
-        """One tensor that shares memory with no other."""
-        return self.state[key].detach().clone()
-
-
 def write_transformers(
     target: Path,
     config: TransformerConfig,
@@ -75,7 +56,8 @@ def write_transformers(
     """
     entries = config_for_transformers(config) | dict(more or {})
     theirs = to_transformers(config, state)
-    files = write_safetensors(target, Weights(theirs), max_shard_bytes=shard_bytes)
+    weights = WholeTensors((f"{MODEL}.{name}", Lazy.of(tensor)) for name, tensor in theirs.items())
+    files = write_safetensors(target, weights, max_shard_bytes=shard_bytes)
     (target / CONFIG).write_text(json.dumps(entries, indent=2) + "\n")
     return len(theirs), len(files)
 
@@ -83,8 +65,7 @@ def write_transformers(
 def read_transformers(source: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
     """The configuration and the state_dict of our GPT. ValueError names what our GPT has no counterpart for."""
     config = config_from_transformers(json.loads((source / CONFIG).read_text()))
-    files = SafetensorsFiles(source)
-    given = {key.removeprefix(f"{MODEL}."): files.read(key) for key in files.keys()}  # noqa: SIM118
+    given = {key.removeprefix(f"{MODEL}."): lazy.read() for key, lazy in open_safetensors_files(source).items()}
     for name, tensor in given.items():
         if name.endswith(".weight") and not tensor.is_floating_point():  # a mask may be of whole numbers
             raise ValueError(

@@ -200,9 +200,9 @@ def test_one_step_of_a_checkpoint_can_be_named_by_its_directory(tmp_path: Path) 
         model.weight.data.fill_(step)
         save_checkpoint(tmp_path, step, [model])
     first = next(tmp_path.glob("step_00000001*"))
-    assert float(open_source(first).read("model.weight")) == 1.0
-    assert float(open_source(tmp_path).read("model.weight")) == 2.0
-    assert float(open_source(tmp_path, 1).read("model.weight")) == 1.0
+    assert float(open_source(first)["model.weight"].read()) == 1.0
+    assert float(open_source(tmp_path)["model.weight"].read()) == 2.0
+    assert float(open_source(tmp_path, 1)["model.weight"].read()) == 1.0
     with pytest.raises(CheckpointError, match="leave --step out"):
         open_source(first, 2)
 
