@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from core.checkpoint.errors import CheckpointError, explain
 from core.groups import agree
@@ -39,11 +43,26 @@ class Ranks:
         """True if any rank says True; one small maximum."""
         return agree.any(flag, self.group, "a checkpoint")
 
-    def planning(self, what: str) -> AbstractContextManager[None]:
+    def write(self, planner: SavePlanner, writer: StorageWriter) -> None:
+        """Save what the planners of all ranks have."""
+        with self._planning("a save"):
+            dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=not self.started)
+
+    def read(self, planner: LoadPlanner, reader: StorageReader) -> None:
+        """Load what the planners of all ranks ask for. CheckpointException where one cannot."""
+        with self._planning("a load"):
+            dcp.load({}, storage_reader=reader, planner=planner, process_group=self.group, no_dist=not self.started)
+
+    @contextmanager
+    def _planning(self, what: str) -> Iterator[None]:
         """Surrounds a call of torch.distributed.checkpoint, which plans by collectives of its own."""
-        if not self.started:
-            return nullcontext()
-        return waiting(f"the other ranks' part of {what}", self.group or dist.group.WORLD, computes=True)
+        with warnings.catch_warnings():  # torch's, that there is one process only
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            if not self.started:
+                yield
+                return
+            with waiting(f"the other ranks' part of {what}", self.group or dist.group.WORLD, computes=True):
+                yield
 
     def global_rank(self, rank: int) -> int:
         """The number by which the job knows a rank of this group."""

@@ -13,13 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError, explain
-from core.checkpoint.index import index_of
 from core.checkpoint.manifest import FileRecord, ItemBytes, Manifest
 
 
@@ -163,3 +170,29 @@ def _deliver(data: memoryview, items: list[ReadItem], planner: LoadPlanner) -> N
             )
         target.copy_(piece)
         planner.commit_tensor(item, target)
+
+
+def index_of(manifest: Manifest) -> Metadata:
+    """The index that torch.distributed.checkpoint loads by, from a manifest.
+
+    A checkpoint also has torch's own index, a pickle named .metadata, for torch's reader.
+    """
+    records: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for file in manifest.files:
+        for segment in file.segments:
+            index = MetadataIndex(segment.name)
+            if segment.box is None:
+                records[segment.name] = BytesStorageMetadata()
+            else:
+                tensor = manifest.tensors[segment.name]
+                record = records.get(segment.name)
+                if record is None:
+                    properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+                    record = TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
+                    records[segment.name] = record
+                offset, size = map(torch.Size, segment.box)
+                index = MetadataIndex(segment.name, offset)
+                record.chunks.append(ChunkStorageMetadata(offset, size))
+            places[index] = _StorageInfo(file.name, segment.offset, segment.length)
+    return Metadata(records, storage_data=places)

@@ -12,17 +12,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.storage import StorageReader
 
 from core.checkpoint.directory import find_intact
 from core.checkpoint.errors import CheckpointError
@@ -134,16 +132,9 @@ def in_dtype(source: WholeTensors, dtype: torch.dtype) -> WholeTensors:
 def write_checkpoint(root: Path, source: WholeTensors, *, step: int, origin: str) -> Path:
     """A committed checkpoint of whole tensors, which any layout loads. Holds all tensors at once."""
     pieces = [Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key, lazy in source.items() for t in [lazy.read()]]
-    planner = PieceSavePlanner(pieces, {})
-
-    def fill(writer: StorageWriter) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
-
     meta = {"content_format": CONTENT_FORMAT, "step": step, "layout": {}, "converted_from": origin} | versions()
     with CheckpointSaver(root) as saver:  # refuses a step that is there already
-        report = saver.save(step, fill, meta=meta)
+        report = saver.save(step, partial(saver.ranks.write, PieceSavePlanner(pieces, {})), meta=meta)
     assert report.directory is not None, "a synchronous save has ended, or raised"
     return report.directory
 

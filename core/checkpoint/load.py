@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -112,9 +110,7 @@ def load_checkpoint(
 
     planner = PieceLoadPlanner(plan.pieces, [] if random_name is None else [random_name])
     try:
-        with ranks.planning("a load"), warnings.catch_warnings():  # torch's, that there is one process only
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=not ranks.started)
+        ranks.read(planner, reader)
     except CheckpointException as failure:
         raise CheckpointError(f"cannot load {directory.path}: {_first_reason(failure)}") from None
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.storage import StorageWriter
 
 import core
 from core.checkpoint.agreement import Ranks
@@ -87,13 +85,7 @@ def save_checkpoint(
     everybody = ranks.gather((json.dumps(meta["extra"], sort_keys=True), tied_names(chunks), holds))
     ranks.agree(_differing([extra for extra, _, _ in everybody]) or given_by_some([given for *_, given in everybody]))
     meta["tied"] = {name: kept for _, names, _ in everybody for name, kept in names.items()}
-    planner = PieceSavePlanner(pieces, blobs)
-
-    def fill(writer: StorageWriter) -> None:
-        with ranks.planning("a save"), warnings.catch_warnings():  # torch's, that there is one process only
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not ranks.started)
-
+    fill = partial(ranks.write, PieceSavePlanner(pieces, blobs))
     if saver is not None:
         return saver.save(step, fill, meta=meta)
     with CheckpointSaver(root, group, keep_last=keep_last) as once:

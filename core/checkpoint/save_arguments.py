@@ -6,46 +6,29 @@ import json
 import operator
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 FILE_BYTES = 4 << 30  # a rank begins a new data file after so many bytes
 
 
-@dataclass(frozen=True)
-class SaverOptions:
-    """The arguments of a CheckpointSaver, as one rank was given them, unchecked."""
-
-    root: Any
-    keep_last: Any
-    asynchronous: Any
-    on_error: Any
-    timeout_s: Any
-    snapshot_limit_bytes: Any
-    file_bytes: Any
-
-    def wrong(self) -> str | None:
-        """The first argument that no saver can have, and what it may be."""
-        if not isinstance(self.root, (str, os.PathLike)):
-            return f"root={self.root!r}; it is the path of a directory."
-        if (text := wrong_keep_last(self.keep_last)) is not None:
-            return text
-        if not isinstance(self.asynchronous, bool):
-            return f"asynchronous={self.asynchronous!r}; it is True or False."
-        if self.on_error not in ("raise", "warn"):
-            return f"on_error={self.on_error!r}; it is 'raise' or 'warn'."
-        for name in ("timeout_s", "file_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                return f"{name}={value!r} must be a positive number."
-        limit = self.snapshot_limit_bytes
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit < 0):
-            return f"snapshot_limit_bytes={limit!r}; it is a number of bytes, or None for no limit."
-        return None
-
-    def alike(self) -> dict[str, Any]:
-        """Arguments that must be equal on every rank: each decides which collectives a rank calls, or who deletes."""
-        return {"keep_last": self.keep_last, "asynchronous": self.asynchronous, "on_error": self.on_error}
+def wrong_option(given: Mapping[str, Any]) -> str | None:
+    """The first of a CheckpointSaver's arguments that no saver can have, and what it may be."""
+    if not isinstance(given["root"], (str, os.PathLike)):
+        return f"root={given['root']!r}; it is the path of a directory."
+    if (text := wrong_keep_last(given["keep_last"])) is not None:
+        return text
+    if not isinstance(given["asynchronous"], bool):
+        return f"asynchronous={given['asynchronous']!r}; it is True or False."
+    if given["on_error"] not in ("raise", "warn"):
+        return f"on_error={given['on_error']!r}; it is 'raise' or 'warn'."
+    for name in ("timeout_s", "file_bytes"):
+        value = given[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            return f"{name}={value!r} must be a positive number."
+    limit = given["snapshot_limit_bytes"]
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit < 0):
+        return f"snapshot_limit_bytes={limit!r}; it is a number of bytes, or None for no limit."
+    return None
 
 
 def wrong_keep_last(keep_last: Any) -> str | None:

@@ -20,7 +20,7 @@ from core.checkpoint.commit import KnownIntact
 from core.checkpoint.errors import CheckpointError, amount, explain, free_bytes, warn_caller
 from core.checkpoint.pending_save import PendingSave
 from core.checkpoint.root_directory import TOKEN, RootDirectory, SharedHold, list_committed
-from core.checkpoint.save_arguments import FILE_BYTES, SaverOptions, checked_meta, checked_step
+from core.checkpoint.save_arguments import FILE_BYTES, checked_meta, checked_step, wrong_option
 from core.checkpoint.snapshot import SnapshotMemory
 from core.checkpoint.staging_writer import StagingWriter
 
@@ -75,9 +75,11 @@ class CheckpointSaver:
         snapshot_limit_bytes: int | None = None,
         file_bytes: int = FILE_BYTES,
     ) -> None:
+        given = locals()
         self.ranks = Ranks(group)
-        options = SaverOptions(root, keep_last, asynchronous, on_error, timeout_s, snapshot_limit_bytes, file_bytes)
-        self.ranks.agree_on_arguments(options.wrong(), options.alike())
+        # Each of these decides which collectives a rank calls, or who deletes.
+        alike = {"keep_last": keep_last, "asynchronous": asynchronous, "on_error": on_error}
+        self.ranks.agree_on_arguments(wrong_option(given), alike)
         self.root = RootDirectory(root)
         self.keep_last = keep_last
         self.asynchronous = asynchronous

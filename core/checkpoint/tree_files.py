@@ -7,23 +7,20 @@ also reads what Megatron's dist_checkpointing has written, optimizer states too;
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import itertools
 import logging
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.storage import StorageWriter
 
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.boxes import Box
@@ -137,25 +134,13 @@ def save_tree(
             blobs[f"{OBJECT}/{leaf.unique_key}"] = _bytes(leaf.data)
     for optimizer in _optimizers(leaves):
         save_checkpoint(root / OPTIMIZER, STEP, optimizer.model_chunks, optimizer, group=group)
-    planner = PieceSavePlanner(pieces, blobs)
-
-    def fill(writer: StorageWriter) -> None:
-        with ranks.planning("a save"), _quiet():
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not ranks.started)
-
+    fill = partial(ranks.write, PieceSavePlanner(pieces, blobs))
     try:
         with CheckpointSaver(root, group) as saver:
             saver.save(STEP, fill, meta={"dist_checkpointing": 1, "content_metadata": content_metadata})
     except CheckpointException as failure:  # what the tree lacks, the same on all ranks
         rank, (reason, _) = min(failure.failures.items())
         raise CheckpointError(f"cannot save {root}: rank {rank}: {reason}") from None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():  # torch's, that there is one process only
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _built(leaf: Any) -> Iterable[Any]:
@@ -279,8 +264,7 @@ def load_tree(
     ranks.agree(_refusal(lacked if refuse_lacking else [], unasked if refuse_unasked else [], root))
     ranks.agree(_shapes_differ(flat, files.records, root))
     planner = PieceLoadPlanner(flat, sorted({COMMON, *objects} & files.blobs))
-    with ranks.planning("a load"), _quiet():
-        dcp.load({}, storage_reader=files.reader, planner=planner, process_group=group, no_dist=not ranks.started)
+    ranks.read(planner, files.reader)
     for optimizer, plan in itertools.zip_longest(optimizers, plans):
         if plan is not None:
             put_in_place(optimizer.model_chunks, optimizer, plan)
