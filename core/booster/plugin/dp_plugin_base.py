@@ -117,10 +117,15 @@ class DPPluginBase(Plugin):
                 facts = self.facts_of(model, optimizer)
             except ValueError as refusal:
                 error = refusal
-        agree.same([("boost", dist.group.WORLD, facts)], error, kind=ValueError, advice=SAME_MODEL)
+        agree.refuse(error, None, "boost")
+        if facts:
+            agree.same([("the model", dist.group.WORLD, facts)], kind=ValueError, advice=SAME_MODEL)
 
     def facts_of(self, model: nn.Module, optimizer: Any) -> list[str]:
-        """Lines that must be equal on all ranks before `configure`. ValueError for what cannot be trained. Local."""
+        """Lines that must be equal on all ranks before `configure`, or none on any. ValueError for what cannot be trained.
+
+        Local.
+        """
         return []
 
     def prepare_dataloader(

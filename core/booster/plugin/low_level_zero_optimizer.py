@@ -66,7 +66,8 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self.param_names = {param: name for name, param in cut.parameters.items()}
         self.name_of_number = list(itertools.chain.from_iterable(whole_groups))
         number_of = {name: number for number, name in enumerate(self.name_of_number)}
-        self.numbers = [number_of[self.param_names[param]] for param in self.parameters]  # of each parameter here
+        mine = itertools.chain.from_iterable(engine.user_params)
+        self.numbers = [number_of[self.param_names[param]] for param in mine]  # of each parameter here
         self.place_here = {number: place for place, number in enumerate(self.numbers)}
         self.max_norm = max_norm
         self.verbose = verbose

@@ -250,9 +250,11 @@ class ZeroPluginBase(DPPluginBase):
         rank whole, on one rank. Adapters that the optimizer does not hold are added to it.
         """
         names = [] if optimizer is None else self._names_in(optimizer, model)
-        model = self._broadcast(model)
-        model = self._cast(model)
-        cut = self._cut(model)
+        model = self._cast(self._broadcast(model))
+        if self.cutting is None:
+            cut = CutModel(model, [model], {name: names for names in tied_names(model) for name in names})
+        else:
+            cut = cut_model(model, self.cutting, self.groups(), self.device())
         chunks = self._wrap(cut, optimizer, names)
         return *self._adopt(cut, chunks, optimizer, names), criterion, dataloader, lr_scheduler
 
@@ -317,13 +319,6 @@ class ZeroPluginBase(DPPluginBase):
         if self.use_fp8 and not use_fp8_linears(model):
             raise ValueError("use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16. Leave it out")
         return model
-
-    def _cut(self, model: nn.Module) -> CutModel:
-        """This rank's parts of a model; the model itself where nothing is cut."""
-        if self.cutting is not None:
-            return cut_model(model, self.cutting, self.groups(), self.device())
-        ties = {name: names for names in tied_names(model) for name in names}
-        return CutModel(model, [model], ties)
 
     def _wrap(self, cut: CutModel, optimizer: Any, names: Sequence[Sequence[str]]) -> list[Any]:
         """The parts in the engine's wrappers, and their parameters in the optimizer; the plain parts without one."""
