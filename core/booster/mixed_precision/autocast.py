@@ -18,22 +18,26 @@ from core.interface import ModelWrapper
 
 
 class AutocastModel(ModelWrapper):
-    """A model whose forward runs under autocast, on whichever device its parameters lie."""
+    """A model, or a criterion that is a module, whose forward runs under autocast.
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    device_type: of the autocast; None for that of the module's parameters, wherever they lie.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device_type: str | None = None) -> None:
         super().__init__(module)
         self.dtype = dtype
+        self._device_type = device_type
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward under autocast."""
-        with torch.autocast(_device_type(self), self.dtype):
+        with torch.autocast(self._device_type or _device_type(self), self.dtype):
             return self.module(*args, **kwargs)
 
 
 def under_autocast(criterion: Callable[..., Any], model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
     """A criterion, module or function, that runs under the model's autocast."""
     if isinstance(criterion, nn.Module):
-        return AutocastCriterion(criterion, model, dtype)
+        return AutocastModel(criterion, dtype, _device_type(model))
 
     @wraps(criterion)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -41,20 +45,6 @@ def under_autocast(criterion: Callable[..., Any], model: nn.Module, dtype: torch
             return criterion(*args, **kwargs)
 
     return run
-
-
-class AutocastCriterion(ModelWrapper):
-    """A criterion that is a module, under the model's autocast."""
-
-    def __init__(self, criterion: nn.Module, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__(criterion)
-        self.dtype = dtype
-        self._device_type = _device_type(model)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The criterion under autocast."""
-        with torch.autocast(self._device_type, self.dtype):
-            return self.module(*args, **kwargs)
 
 
 class BF16MixedPrecision(MixedPrecision):

@@ -122,10 +122,7 @@ class DPPluginBase(Plugin):
             agree.same([("the model", dist.group.WORLD, facts)], kind=ValueError, advice=SAME_MODEL)
 
     def facts_of(self, model: nn.Module, optimizer: Any) -> list[str]:
-        """Lines that must be equal on all ranks before `configure`, or none on any. ValueError for what cannot be trained.
-
-        Local.
-        """
+        """Lines that must be equal on all ranks, or none on any. ValueError for what cannot be trained. Local."""
         return []
 
     def prepare_dataloader(

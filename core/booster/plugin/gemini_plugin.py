@@ -121,7 +121,6 @@ class GeminiPlugin(ZeroPluginBase):
             norm_type=norm_type,
             master_weights=master_weights,
             verbose=verbose,
-            cast_inputs=True,
             fp8_communication=fp8_communication,
             use_fp8=use_fp8,
             extra_dp_size=extra_dp_size,

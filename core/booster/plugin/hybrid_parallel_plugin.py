@@ -122,13 +122,8 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
             precision,
             {name: given[name] for name in SCALER},
             max_norm=max_norm,
-            norm_type=2.0,
-            master_weights=True,
-            verbose=False,
-            cast_inputs=True,
             fp8_communication=fp8_communication,
             use_fp8=use_fp8,
-            extra_dp_size=1,
         )
         self.sequence_parallel, self.sp_size = resolve_sequence(
             enable_sequence_parallelism, sequence_parallelism_mode, tp_size, sp_size

@@ -74,13 +74,13 @@ class ZeroPluginBase(DPPluginBase):
         scaler: dict[str, Any],
         *,
         max_norm: float,
-        norm_type: float,
-        master_weights: bool,
-        verbose: bool,
-        cast_inputs: bool,
         fp8_communication: bool,
         use_fp8: bool,
-        extra_dp_size: int,
+        norm_type: float = 2.0,
+        master_weights: bool = True,
+        verbose: bool = False,
+        cast_inputs: bool = True,
+        extra_dp_size: int = 1,
     ) -> None:
         super().__init__()
         if precision not in DTYPES:
