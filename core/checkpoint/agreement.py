@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -116,10 +115,6 @@ class Ranks:
             if text is not None:
                 by_text.setdefault(text, []).append(self.global_rank(rank))
         return "; ".join(f"{_named(ranks)}: {text}" for text, ranks in by_text.items())
-
-    def hosts(self) -> list[str]:
-        """Every rank's machine."""
-        return self.gather(socket.gethostname())
 
 
 def _named(ranks: Sequence[int]) -> str:

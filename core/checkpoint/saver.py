@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -201,7 +202,7 @@ class CheckpointSaver:
         sees = self.ranks.gather(self.root.sees_token(name, text, SHARED_LIMIT_S))
         if self.ranks.rank == 0:
             (self.root.path / name).unlink(missing_ok=True)
-        hosts = self.ranks.hosts()
+        hosts = self.ranks.gather(socket.gethostname())
         blind = [rank for rank, seen in enumerate(sees) if not seen]
         if blind:
             named = ", ".join(f"{self.ranks.global_rank(rank)} ({hosts[rank]})" for rank in blind)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,20 @@ def check_shapes(own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         mine, shape = own.get(name), getattr(value, "shape", None)
         if shape is not None and isinstance(mine, torch.Tensor) and shape != mine.shape:
             raise ValueError(f"{name!r} is {list(shape)} in the checkpoint and {list(mine.shape)} in the model")
+
+
+def packed_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[Sequence[str | None]]) -> list[dict[str, Any]]:
+    """Groups as torch's state_dict has them: numbers for parameters, and here their names, if all of a group have one.
+
+    names: of each group's parameters.
+    """
+    number = itertools.count()
+    packed = [{key: v for key, v in group.items() if key not in ("params", "param_names")} for group in groups]
+    for group, of_group in zip(packed, names, strict=True):
+        group["params"] = [next(number) for _ in of_group]
+        if None not in of_group:
+            group["param_names"] = list(of_group)
+    return packed
 
 
 def match_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[int, int]:

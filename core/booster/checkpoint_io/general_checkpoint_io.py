@@ -10,8 +10,8 @@ A derived class says in five methods what is special; how files look is written 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from core.booster.checkpoint_io.checks import (
     expect_model,
     expect_optimizer,
     match_groups,
+    packed_groups,
     refuse_safetensors,
     save_target,
     second_names,
@@ -77,16 +78,8 @@ class CheckpointIO:
 
     def optimizer_groups(self, optimizer: Any) -> list[dict[str, Any]]:
         """Groups as torch's state_dict has them: numbers for parameters, and here their names too."""
-        names = getattr(optimizer, "param_names", {})
-        number = itertools.count()
-        groups = []
-        for group in _torch_optimizer(optimizer).param_groups:
-            packed = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            packed["params"] = [next(number) for _ in group["params"]]
-            if all(param in names for param in group["params"]):
-                packed["param_names"] = [names[param] for param in group["params"]]
-            groups.append(packed)
-        return groups
+        names, groups = getattr(optimizer, "param_names", {}), _torch_optimizer(optimizer).param_groups
+        return packed_groups(groups, [[names.get(param) for param in group["params"]] for group in groups])
 
     def optimizer_states(self, optimizer: Any) -> Iterator[tuple[int, dict[str, Any]]]:
         """The whole state of each parameter by its number, one after another. Collective."""
@@ -149,8 +142,8 @@ class CheckpointIO:
             save_config(self.whole_module(model), directory)
 
         shards = sharded.shards_of(self._to_host(tensors), size_per_shard)
-        writer = sharded.ShardWriter(path, names, both, use_safetensors, finish=finish)
-        self._write_shards(writer, shards, use_async)
+        write = partial(sharded.save_shards, path, names, both, use_safetensors=use_safetensors, finish=finish)
+        self._write_shards(write, shards, use_async, path)
 
     def load_model(
         self,
@@ -261,7 +254,8 @@ class CheckpointIO:
             sharded.write(directory / index.group_name(prefix), groups)
 
         shards = sharded.shards_of(self._to_host(states), size_per_shard)
-        self._write_shards(sharded.ShardWriter(path, names, (names,), False, metadata, finish), shards, use_async)
+        write = partial(sharded.save_shards, path, names, (names,), metadata=metadata, finish=finish)
+        self._write_shards(write, shards, use_async, path)
 
     def load_optimizer(
         self,
@@ -396,13 +390,12 @@ class CheckpointIO:
             job()
 
     def _write_shards(
-        self, writer: sharded.ShardWriter, shards: Iterator[tuple[dict[Any, Any], int]], use_async: bool
+        self, write: Callable[..., None], shards: Iterator[tuple[dict[Any, Any], int]], use_async: bool, where: Path
     ) -> None:
         if use_async:
-            everything = list(shards)
-            self._write(lambda: writer.all(everything), True, writer.directory)
+            self._write(partial(write, list(shards)), True, where)
         else:
-            self._checked(lambda: writer.all(shards) if self.writes() else _exhaust(shards), writer.directory, shards)
+            self._checked(lambda: write(shards) if self.writes() else _exhaust(shards), where, shards)
 
     def _checked(self, act: Callable[[], Any], where: StrPath, rest: Iterator[Any] | None = None) -> Any:
         """Act, and answer; but raise on every rank if it failed on one. `rest`: collectives that the others are in."""

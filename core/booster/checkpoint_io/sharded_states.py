@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as tree
 
-from core.booster.checkpoint_io.checks import match_groups
+from core.booster.checkpoint_io.checks import match_groups, packed_groups
 from core.distributed.wire.collectives import Collectives
 from core.groups import agree
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
@@ -121,19 +121,6 @@ def _has_moments(pieces: Sequence[StatePiece]) -> bool:
     return bool(pieces) and bool(pieces[0].values or set(pieces[0].dtypes) - {MASTER})
 
 
-def packed_groups(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
-    """The groups as torch's state_dict has them: numbers for parameters, and here their names too."""
-    number = itertools.count()
-    groups = []
-    for group, params in zip(engine.param_groups, engine.user_params, strict=True):
-        packed = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        packed["params"] = [next(number) for _ in params]
-        if all(param in names for param in params):
-            packed["param_names"] = [names[param] for param in params]
-        groups.append(packed)
-    return groups
-
-
 # -- in -------------------------------------------------------------------------------------------------------------
 
 
@@ -188,14 +175,18 @@ def whole_state_dict(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]
         number: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
         for number, found in whole_states(engine)
     }
-    return {"state": state, "param_groups": plain_numbers(packed_groups(engine, names))}
+    return {"state": state, "param_groups": plain_numbers(_groups(engine, names))}
+
+
+def _groups(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -> list[dict[str, Any]]:
+    return packed_groups(engine.param_groups, [[names.get(param) for param in params] for params in engine.user_params])
 
 
 def load_whole_state_dict(
     engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str], state_dict: Mapping[str, Any]
 ) -> None:
     """Continue from a whole state, of `whole_state_dict` or a torch optimizer's over the same parameters."""
-    numbers = match_groups(state_dict["param_groups"], packed_groups(engine, names))
+    numbers = match_groups(state_dict["param_groups"], _groups(engine, names))
     found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}
     load_parts(engine, {number: own_part(engine, number, state) for number, state in found.items()})
     update_groups(engine, state_dict["param_groups"])

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.booster.checkpoint_io.checks import match_groups
+from core.booster.checkpoint_io.checks import match_groups, packed_groups
 from core.booster.checkpoint_io.sharded_states import (
     load_parts,
     of_all_stages,
     on_host,
     own_part,
-    packed_groups,
     update_groups,
     whole_states,
 )
@@ -238,12 +237,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
     def packed_groups(self) -> list[dict[str, Any]]:
         """The groups with numbers and names of all of the whole model's parameters."""
-        number = itertools.count()
-        groups = packed_groups(self.engine, {})
-        for group, names in zip(groups, self.whole_groups, strict=True):
-            group["params"] = [next(number) for _ in names]
-            group["param_names"] = list(names)
-        return groups
+        return packed_groups(self.engine.param_groups, self.whole_groups)
 
     def whole_states(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """(number, state) of each parameter of the whole model. Collective: every rank exhausts it."""

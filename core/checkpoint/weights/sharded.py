@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,50 +25,40 @@ Item = TypeVar("Item")
 MIB = 1024 * 1024
 
 
-class ShardWriter:
-    """Writes shards one after another, then the index; all of them appear in one step."""
+def save_shards(
+    directory: Path,
+    names: Names,
+    replaced: tuple[Names, ...],
+    shards: Iterable[tuple[dict[Any, Any], int]],
+    *,
+    use_safetensors: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    finish: Callable[[Path], None] = lambda directory: None,
+) -> None:
+    """Write shards next to the old ones, then the index; all of them replace those of the kinds `replaced` in one step.
 
-    def __init__(
-        self,
-        directory: Path,
-        names: Names,
-        replaced: tuple[Names, ...],
-        use_safetensors: bool,
-        metadata: dict[str, Any] | None = None,
-        finish: Callable[[Path], None] = lambda directory: None,
-    ) -> None:
-        self.directory = directory
-        self.names = names
-        self.replaced = replaced
-        self.use_safetensors = use_safetensors
-        self.metadata = metadata
-        self.finish = finish
+    metadata: further entries of the index. finish: writes more files into the directory that it is given.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    journal = journal_of(directory, names)
 
-    def all(self, shards: Iterable[tuple[dict[Any, Any], int]]) -> None:
-        """Write all shards next to the old ones, then replace those."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        journal = journal_of(self.directory, self.names)
-        with contextlib.ExitStack() as stack:
-            for kind in self.replaced:
-                hidden = journal_of(self.directory, kind)
-                stack.enter_context(only_writer(hidden, lambda place: place.mkdir(exist_ok=True)))
-                stack.callback(hidden.rmdir)
-                install(self.directory, kind, self.replaced)  # of a save that was killed
-            try:
-                self._write(journal, shards)
-            finally:
-                install(self.directory, self.names, self.replaced)
+    def save(number: int, content: dict[Any, Any]) -> str:
+        name = names.shard(number)
+        write(journal / name, content, use_safetensors=use_safetensors)
+        return name
 
-    def _write(self, journal: Path, shards: Iterable[tuple[dict[Any, Any], int]]) -> None:
-        def save(number: int, content: dict[Any, Any]) -> str:
-            name = self.names.shard(number)
-            write(journal / name, content, use_safetensors=self.use_safetensors)
-            return name
-
-        weight_map, total_bytes = write_shards(shards, save)
-        self.finish(journal)
-        metadata = {"total_size": total_bytes, **(self.metadata or {})}
-        write_index(journal / self.names.index_file, weight_map, metadata)
+    with contextlib.ExitStack() as stack:
+        for kind in replaced:
+            hidden = journal_of(directory, kind)
+            stack.enter_context(only_writer(hidden, lambda place: place.mkdir(exist_ok=True)))
+            stack.callback(hidden.rmdir)
+            install(directory, kind, replaced)  # of a save that was killed
+        try:
+            weight_map, total_bytes = write_shards(shards, save)
+            finish(journal)
+            write_index(journal / names.index_file, weight_map, {"total_size": total_bytes, **(metadata or {})})
+        finally:
+            install(directory, names, replaced)
 
 
 def write_shards(

@@ -1,5 +1,7 @@
 """CutModel: names, slices and ties of a model that is cut, against slices by hand; and one `configure` for ZeRO."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ pytest.importorskip("transformers")
 
 from core import parallel_state
 from core.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, MoeHybridParallelPlugin
+from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.zero_plugin_base import ZeroPluginBase
 from core.hugging_face.cut_model import CutModel, Cutting, cut_model
 from tests.unit_tests.hugging_face.models import small
@@ -32,6 +35,30 @@ def test_every_zero_plugin_configures_by_the_same_calls() -> None:
     for plugin in (LowLevelZeroPlugin, GeminiPlugin, HybridParallelPlugin, MoeHybridParallelPlugin):
         for call in ("configure", "_broadcast", "_cast", "_wrap", "_adopt"):
             assert getattr(plugin, call) is getattr(ZeroPluginBase, call), (plugin, call)
+
+
+class Chunk:
+    entered = 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.entered += 1
+        yield
+
+
+class TwoChunks(LowLevelZeroModel):
+    wrapped = (Chunk(), Chunk())  # type: ignore[assignment]
+
+
+def test_contexts_of_all_chunks_decorate_functions_too() -> None:
+    linear = torch.nn.Linear(1, 1)
+    model = TwoChunks(CutModel(linear, [linear]), [linear], None, None, outputs_fp32=False)
+
+    @model.no_sync()
+    def entered() -> list[int]:
+        return [chunk.entered for chunk in model.wrapped]  # type: ignore[attr-defined]
+
+    assert (entered(), entered()) == ([1, 1], [2, 2])
 
 
 @ranks(2)
