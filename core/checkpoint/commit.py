@@ -1,36 +1,25 @@
-"""Turning the files that ranks have written into one checkpoint: parts, index, manifest, the name. Rank 0's work."""
+"""Parts of a save: which files each rank has written, where their items lie, and which checkpoints are known intact."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from core.checkpoint.directory import check_directory
-from core.checkpoint.durable_file import sync_directory, write_durably
-from core.checkpoint.errors import CheckpointError, explain, warn_caller
+from core.checkpoint.durable_file import write_durably
+from core.checkpoint.errors import CheckpointError
 from core.checkpoint.manifest import (
-    COMMIT_NAME,
-    MANIFEST_NAME,
-    METADATA_NAME,
-    CommitRecord,
     FileRecord,
-    Manifest,
     part_from_json,
     part_to_json,
 )
-from core.checkpoint.root_directory import TOKEN, Committed, RootDirectory
 from core.checkpoint.save_points import reach
-from core.checkpoint.staging_writer import tensor_records
 
 LONGEST_PAUSE_S = 0.5
 
@@ -63,55 +52,6 @@ def wait_for_parts(saving: Path, world: int, give_up: Callable[[], str | None]) 
             raise CheckpointError(f"the files of ranks {missing} are not there: {reason}")
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
-
-
-def commit_save(
-    root: RootDirectory,
-    saving: Path,
-    step: int,
-    parts: Sequence[Part],
-    metadata: Metadata,
-    results: Sequence[Sequence[WriteResult]],
-    meta: Mapping[str, Any],
-    keep_last: int | None,
-    known: KnownIntact,
-) -> Committed:
-    """Write the index, the manifest and the commit record, each durable before the next; then give the name.
-
-    What comes after the name (moving `latest`, deleting what is surplus) may fail without harm to this checkpoint: a
-    warning says so.
-    """
-    records = [record for part in parts for record in part]
-    for record in records:
-        _check_size(saving, record)
-    reach("before metadata", 0)
-    metadata.storage_data = places(parts, results)
-    index = write_durably(saving / METADATA_NAME, pickle.dumps(metadata), 0)
-    manifest = Manifest(step, len(parts), (*records, index), tensor_records(metadata), meta).to_json()
-    reach("before manifest", 0)
-    write_durably(saving / MANIFEST_NAME, manifest, 0, half_point="half a manifest")
-    target = root.next_commit(step)
-    saved_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    commit = CommitRecord(step, target.sequence, saved_at, len(manifest), zlib.crc32(manifest))
-    reach("before commit record", 0)
-    write_durably(saving / COMMIT_NAME, commit.to_json(), 0)
-    for rank in range(len(parts)):
-        part_path(saving, rank).unlink()
-    (saving / TOKEN).unlink()
-    sync_directory(saving)
-    root.commit(saving, target)
-    try:
-        root.move_latest(target)
-        if keep_last is not None:
-            known.add(target.path)
-            root.prune(keep_last, known.is_intact)
-    except OSError as error:
-        warn_caller(
-            f"Step {step} is saved, as {target.path}. What comes after a save has failed: {explain(error, root.path)}. "
-            "The next save tries again.",
-            RuntimeWarning,
-        )
-    return target
 
 
 class KnownIntact:
@@ -152,7 +92,8 @@ def places(parts: Sequence[Part], results: Sequence[Sequence[WriteResult]]) -> d
     return found
 
 
-def _check_size(saving: Path, record: FileRecord) -> None:
+def check_size(saving: Path, record: FileRecord) -> None:
+    """CheckpointError where rank 0 sees a file otherwise than the rank that wrote it."""
     try:
         size = os.stat(saving / record.name).st_size
     except FileNotFoundError:

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import threading
 import time
+import zlib
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from core.checkpoint.commit import KnownIntact, Part, commit_save, wait_for_parts, write_part
-from core.checkpoint.errors import explain
-from core.checkpoint.root_directory import Committed, RootDirectory, SharedHold
-from core.checkpoint.staging_writer import StagingWriter
+from core.checkpoint.commit import KnownIntact, Part, check_size, part_path, places, wait_for_parts, write_part
+from core.checkpoint.durable_file import sync_directory, write_durably
+from core.checkpoint.errors import explain, warn_caller
+from core.checkpoint.manifest import COMMIT_NAME, MANIFEST_NAME, METADATA_NAME, CommitRecord, Manifest
+from core.checkpoint.root_directory import TOKEN, Committed, RootDirectory, SharedHold
+from core.checkpoint.save_points import reach
+from core.checkpoint.staging_writer import StagingWriter, tensor_records
 
 AFTER_THE_END_S = 10.0  # once training has ended, rank 0 waits for parts while files grow at least so often
 
@@ -119,11 +125,44 @@ class PendingSave:
         return True
 
     def _commit(self, parts: list[Part]) -> Committed:
-        metadata, results = self.writer.metadata, self.writer.results
+        """Write the index, the manifest and the commit record, each durable before the next; then give the name.
+
+        What comes after the name (moving `latest`, deleting what is surplus) may fail without harm to this checkpoint:
+        a warning says so.
+        """
+        metadata, results, saving = self.writer.metadata, self.writer.results, self.saving
         assert metadata is not None, "dcp.save has called `finish` on rank 0"
-        return commit_save(
-            self.root, self.saving, self.step, parts, metadata, results, self.meta, self.keep_last, self.known
-        )
+        records = [record for part in parts for record in part]
+        for record in records:
+            check_size(saving, record)
+        reach("before metadata", 0)
+        metadata.storage_data = places(parts, results)
+        index = write_durably(saving / METADATA_NAME, pickle.dumps(metadata), 0)
+        manifest = Manifest(self.step, len(parts), (*records, index), tensor_records(metadata), self.meta).to_json()
+        reach("before manifest", 0)
+        write_durably(saving / MANIFEST_NAME, manifest, 0, half_point="half a manifest")
+        target = self.root.next_commit(self.step)
+        saved_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        commit = CommitRecord(self.step, target.sequence, saved_at, len(manifest), zlib.crc32(manifest))
+        reach("before commit record", 0)
+        write_durably(saving / COMMIT_NAME, commit.to_json(), 0)
+        for rank in range(len(parts)):
+            part_path(saving, rank).unlink()
+        (saving / TOKEN).unlink()
+        sync_directory(saving)
+        self.root.commit(saving, target)
+        try:
+            self.root.move_latest(target)
+            if self.keep_last is not None:
+                self.known.add(target.path)
+                self.root.prune(self.keep_last, self.known.is_intact)
+        except OSError as error:
+            warn_caller(
+                f"Step {self.step} is saved, as {target.path}. What comes after a save has failed: "
+                f"{explain(error, self.root.path)}. The next save tries again.",
+                RuntimeWarning,
+            )
+        return target
 
     def _why_wait_no_longer(self) -> str | None:
         if self.writer.cancelled.is_set():

@@ -79,6 +79,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
+        self.options = {name: value for name, value in locals().items() if name != "self"}
         try:
             from apex import amp
         except ImportError as error:
@@ -87,19 +88,6 @@ class FP16ApexMixedPrecision(MixedPrecision):
                 "finds is another one); build it from its source, or use 'fp16', which needs nothing and does the same"
             ) from error
         self.amp = amp
-        self.options = {
-            "opt_level": opt_level,
-            "cast_model_type": cast_model_type,
-            "patch_torch_functions": patch_torch_functions,
-            "keep_batchnorm_fp32": keep_batchnorm_fp32,
-            "master_weights": master_weights,
-            "loss_scale": loss_scale,
-            "cast_model_outputs": cast_model_outputs,
-            "num_losses": num_losses,
-            "verbosity": verbosity,
-            "min_loss_scale": min_loss_scale,
-            "max_loss_scale": max_loss_scale,
-        }
 
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None

@@ -23,6 +23,12 @@ TorchDDP = nn.parallel.DistributedDataParallel
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
+OPTIONS = (
+    *("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "check_reduction", "gradient_as_bucket_view"),
+    "static_graph",
+)
+
+
 class TorchDDPModel(ModelWrapper):
     """A model in torch's DistributedDataParallel, which is `module`."""
 
@@ -47,19 +53,13 @@ class TorchDDPPlugin(DPPluginBase):
         static_graph: bool = False,
         fp8_communication: bool = False,
     ) -> None:
+        given = locals()
         super().__init__()
         if bucket_cap_mb <= 0:
             raise ValueError(
                 f"bucket_cap_mb is {bucket_cap_mb}; a bucket needs a positive size (torch's default is 25)"
             )
-        self.ddp_kwargs = {
-            "broadcast_buffers": broadcast_buffers,
-            "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
-            "check_reduction": check_reduction,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
-        }
+        self.ddp_kwargs = {name: given[name] for name in OPTIONS}
         self.fp8_communication = fp8_communication
         self.backwards = 0
         self.in_backward = False
