@@ -21,8 +21,6 @@ from core.interface import ModelWrapper, OptimizerWrapper
 
 TorchDDP = nn.parallel.DistributedDataParallel
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
 OPTIONS = (
     *("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "check_reduction", "gradient_as_bucket_view"),
     "static_graph",
