@@ -111,10 +111,6 @@ class Manifest:
         """Bytes of all files listed."""
         return sum(file.size for file in self.files)
 
-    def file(self, name: str) -> FileRecord | None:
-        """The record of one file."""
-        return next((file for file in self.files if file.name == name), None)
-
     def to_json(self) -> bytes:
         """The bytes of manifest.json."""
         tree = {

@@ -143,7 +143,7 @@ class StagingWriter(StorageWriter):
                     file = None
                     reach("between files", self.rank)
                 if file is None:
-                    path = self.saving / data_file_name(self.rank, len(self.records))
+                    path = self.saving / f"rank_{self.rank:05d}_{len(self.records):03d}.distcp"
                     file = DurableFile(path, self.rank, expected_bytes=min(remaining, self._file_bytes))
                 with file.segment(name, box):
                     _write_item(file, data)
@@ -156,11 +156,6 @@ class StagingWriter(StorageWriter):
         finally:
             if file is not None:
                 file.abandon()
-
-
-def data_file_name(rank: int, number: int) -> str:
-    """The name of a rank's n-th data file."""
-    return f"rank_{rank:05d}_{number:03d}.distcp"
 
 
 def planned_bytes(items: Sequence[WriteItem]) -> int:

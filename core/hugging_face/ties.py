@@ -58,7 +58,8 @@ def untie_as_stored(model: Any, stored: Stored, where: object) -> list[str]:
     Returns the names. Every rank of a job that reads the same files gets the same names.
     """
     names = {name: key for (name, pattern), keys in stored.items() if pattern is None for key in keys}
-    found = {name: stored[name, None][key].get_slice(key) for name, key in names.items() if name in _all(model)}
+    in_ties = {name for pair in ties_of(model).items() for name in pair}
+    found = {name: stored[name, None][key].get_slice(key) for name, key in names.items() if name in in_ties}
     tied: dict[tuple[str, ...], Any] = {(s, n): model.get_parameter(s).dtype for n, s in ties_of(model).items()}
     pairs = names_apart(tied, found)
     for source, name in pairs:
@@ -84,7 +85,3 @@ def untie(model: Any, names: Iterable[str]) -> None:
 def ties_of(model: Any) -> Mapping[str, str]:
     """Name of a tied parameter -> the name that it is tied to, by transformers' account."""
     return getattr(model, "all_tied_weights_keys", None) or {}
-
-
-def _all(model: Any) -> set[str]:
-    return {name for pair in ties_of(model).items() for name in pair}

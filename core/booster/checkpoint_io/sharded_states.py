@@ -50,7 +50,8 @@ def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]
     group_of = {name: group for group, names in _names_by_group(engine) for name in names}
     for number, param in enumerate(itertools.chain.from_iterable(engine.user_params)):
         name = engine.names.get(id(param))
-        if name is None or not _has_moments(pieces[name]):
+        # torch's optimizers set up the state of a parameter where they find none at all.
+        if name is None or not pieces[name] or not (pieces[name][0].values or set(pieces[name][0].dtypes) - {MASTER}):
             continue
         state: dict[str, Any] = dict(pieces[name][0].values)
         for key, dtype in pieces[name][0].dtypes.items():
@@ -116,11 +117,6 @@ def _piece(rank: int, entry: Entry) -> StatePiece:
     return StatePiece(rank, entry["offset"], entry["offset"] + entry["numel"], dtypes, values)
 
 
-def _has_moments(pieces: Sequence[StatePiece]) -> bool:
-    """Has it been updated? torch's optimizers set up the state of a parameter where they find none at all."""
-    return bool(pieces) and bool(pieces[0].values or set(pieces[0].dtypes) - {MASTER})
-
-
 # -- in -------------------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +124,8 @@ def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) ->
     """This rank's elements of a whole state, copied. Not collective."""
     param = list(itertools.chain.from_iterable(engine.user_params))[number]
     name = engine.names.get(id(param), f"number {number}")
-    offset, numel = _owned(engine).get(id(param), (0, 0))
+    shards = (piece for masters in engine.masters for piece in masters.shards if piece.param is param)
+    offset, numel = next(((piece.offset, piece.numel) for piece in shards), (0, 0))
     entry: Entry = {"offset": offset, "numel": numel}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or key == "step" or (value.dim() == 0 and param.dim() > 0):
@@ -143,11 +140,6 @@ def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) ->
                 f"{list(param.shape)}; it is of another model, or of another algorithm"
             )
     return entry
-
-
-def _owned(engine: AdoptedOptimizer) -> dict[int, tuple[int, int]]:
-    """id(parameter) -> (first element, number of elements) of what this rank updates of it."""
-    return {id(piece.param): (piece.offset, piece.numel) for masters in engine.masters for piece in masters.shards}
 
 
 def load_parts(engine: AdoptedOptimizer, parts: Mapping[int, Entry]) -> None:

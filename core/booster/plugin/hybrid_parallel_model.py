@@ -107,7 +107,3 @@ class HybridParallelModel(LowLevelZeroModel):
     def cast(self, inputs: Any) -> Any:
         """Floating inputs in the plugin's precision."""
         return inputs if self.cast_to is None else tree.tree_map_only(torch.Tensor, self._cast, inputs)
-
-    def is_syncing(self) -> bool:
-        """True outside `no_sync`."""
-        return not any(chunk.reducer.no_sync_depth for chunk in self.wrapped)

@@ -92,7 +92,8 @@ def run_pipeline(
     runner.forward_step = forward_step
     with model.failures_reported():
         if trains:
-            outcome = runner.step(parts, finalize=model.is_syncing(), activations=shape)
+            is_syncing = not any(chunk.reducer.no_sync_depth for chunk in model.wrapped)
+            outcome = runner.step(parts, finalize=is_syncing, activations=shape)
         else:
             outcome = runner.evaluate(parts, activations=shape)
         loss = add_over_replicas(outcome.loss.clone(), groups) / replicas if trains else outcome.loss
