@@ -188,10 +188,8 @@ class ZeroPluginBase(DPPluginBase):
         """Options by which `boost` wraps this rank's part of a model, with its adapters, and keeps masters and
         moments. Local, also without torch.distributed (`planned_world`).
         """
-        ddp_config = self.ddp_config
-        if needs_shapes(optimizer) and ddp_config.sharded:
-            ddp_config = dataclasses.replace(ddp_config, keep_params_whole="all")
-        return ddp_config, self.optimizer_config
+        whole = dataclasses.replace(self.ddp_config, keep_params_whole="all") if needs_shapes(optimizer) else None
+        return whole or self.ddp_config, self.optimizer_config
 
     # -- what the Booster asks ----------------------------------------------------------------------------------------
 
