@@ -14,11 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from core.checkpoint.directory import check_directory
 from core.checkpoint.durable_file import write_durably
 from core.checkpoint.errors import CheckpointError
-from core.checkpoint.manifest import (
-    FileRecord,
-    part_from_json,
-    part_to_json,
-)
+from core.checkpoint.manifest import FileRecord, part_from_json, part_to_json
 from core.checkpoint.save_points import reach
 
 LONGEST_PAUSE_S = 0.5
