@@ -270,7 +270,8 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
             checkpoints.saw_validation(validation_loss)
         all_traces = gather_traces(trace) if config.logging.trace and trace is not None else []
         if reporter is not None:
-            reporter.show_end(validation_loss, all_traces, stopped=stopped)
+            metrics = trainer.validation_metrics
+            reporter.show_end(validation_loss, all_traces, stopped=stopped, metrics=metrics)
     return JobResult(losses, validation_loss, seconds, stopped)
 
 

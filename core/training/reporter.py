@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from core.training.config import RunConfig
 from core.training.mfu import peak_of
 from core.training.plan import BatchPlan
 from core.training.plots import draw_bucket_timeline, draw_loss_curve, draw_schedule
-from core.training.progress import make_progress
+from core.training.progress import in_words, make_progress
 from core.training.step_log import StepLog, StepRecord
 from core.training.step_trace import StepTrace
 from core.training.trackers import TRACKERS
@@ -51,6 +51,7 @@ class Reporter:
         self.disk = self.log.disk
         self.progress = make_progress(config.run.last_step, config.logging.print_every)
         self.validation_loss: float | None = None
+        self.validation_metrics: Mapping[str, float] = {}
         self.kept: Path | None = None  # where the run's last checkpoint is
         self.last_trace: StepTrace | None = None
         self.started_s = time.perf_counter()
@@ -88,6 +89,8 @@ class Reporter:
             windows=trainer.sampler.consumed,
             elapsed_s=ended_s - self.started_s,
             validation_loss=validation_loss,
+            metrics=result.metrics,
+            validation_metrics={} if validation_loss is None else trainer.validation_metrics,
             mfu=mfu,
             slow_ranks=() if watch is None else tuple(sorted(watch.stragglers.slow)),
         )
@@ -95,9 +98,11 @@ class Reporter:
         self.log.add(record)
         self.progress.show(record)
 
-    def show_end(self, validation_loss: float | None, traces: Sequence[StepTrace], *, stopped: bool) -> None:
-        """Show that the run has ended, or was stopped."""
-        self.validation_loss = validation_loss
+    def show_end(
+        self, validation_loss: float | None, traces: Sequence[StepTrace], *, stopped: bool, metrics: Mapping[str, float]
+    ) -> None:
+        """Show that the run has ended, or was stopped. metrics: of the validation, if there was one."""
+        self.validation_loss, self.validation_metrics = validation_loss, metrics
         if traces and self.config.logging.plots:
             with self.disk.forgiven():
                 draw_schedule(self.directory / "schedule.png", traces)
@@ -108,6 +113,7 @@ class Reporter:
             "first_loss": records[0].loss if records else None,
             "last_loss": records[-1].loss if records else None,
             "validation_loss": validation_loss,
+            **{f"validation_{name}": value for name, value in metrics.items() if validation_loss is not None},
             "seconds": self._seconds(),
         }
         with self.disk.forgiven():
@@ -146,7 +152,7 @@ class Reporter:
         done = last.step - self.after_step
         words = f"{done} steps in {self._seconds():.1f} s; training loss {last.loss:.4f} {self.unit}"
         if self.validation_loss is not None:
-            words += f", validation loss {self.validation_loss:.4f}"
+            words += f", validation loss {self.validation_loss:.4f}{in_words(self.validation_metrics)}"
         if ended_by is not None:
             words += f"; ended by {ended_by.__name__}"
         elif last.step < self.config.run.last_step:

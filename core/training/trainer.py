@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class StepResult:
     stop: bool  # some rank was asked to stop
     trace: StepTrace
     loss_scale: float = 1.0  # that the gradients were computed under
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means of what else the job counts
 
 
 class Trainer:
@@ -52,6 +53,7 @@ class Trainer:
     flops_per_token: float | None = None  # operations, forward and backward; None where they are not counted
     dtype = "float32"  # of the parameters
     tokens_per_unit = 1.0  # a loss that is shown is the mean of the tokens' losses over this
+    metric_names: tuple[str, ...] = ()  # of the sums that come after the sum of the losses, if any
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class Trainer:
         self.windows = windows
         self.sampler = GlobalBatchSampler(windows[0], config.run.global_batch_size, config.run.seed)
         self.step = 0  # steps done
+        self.validation_metrics: dict[str, float] = {}  # of the last validation
 
     def train_step(self, *, stop_requested: bool = False) -> StepResult:
         """One optimizer step over the next global batch."""
@@ -101,9 +104,9 @@ class Trainer:
         trace.gathers = [event for chunk in self.chunks for event in chunk.param_sync.events()]
         with trace.span("loss"):
             rank_tokens = sum(self.counted_tokens(batch) for batch in batches)
-            loss, stop = self._mean_over_ranks(total, rank_tokens, stop_requested)
+            loss, stop, metrics = self._mean_over_ranks(total, rank_tokens, stop_requested)
         self.step += 1
-        return StepResult(loss, grad_norm, lr, updated, stop, trace, scale)
+        return StepResult(loss, grad_norm, lr, updated, stop, trace, scale, metrics)
 
     def finalize_gradients(self) -> None:
         """Wait for the gradients of a step, and do what is left to do with them."""
@@ -118,12 +121,12 @@ class Trainer:
     ) -> torch.Tensor:
         """Forward and backward of this rank's microbatches; the sum of their tokens' losses.
 
-        indices: the windows of the whole global batch.
+        With `metric_names` it is [1 + metrics], with their sums. indices: the windows of the whole global batch.
         """
         raise NotImplementedError
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
-        """The sum of the tokens' losses, without gradients."""
+        """As `run_batches` of one microbatch, without gradients."""
         raise NotImplementedError
 
     def counted_tokens(self, batch: Batch) -> int:
@@ -143,7 +146,7 @@ class Trainer:
         indices = np.linspace(0, available - 1, count).astype(np.int64)
         mine = indices[self.groups.rank("dp") :: self.plan.dp]  # data ranks may have different numbers of them
         size = self.plan.micro_batch_size
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total: torch.Tensor | float = 0.0
         rank_tokens = 0
         loss: float | None = None
         for chunk in self.chunks:
@@ -156,25 +159,30 @@ class Trainer:
             batch = self.batch(self.tokens.validation, part if len(part) else indices[:1])
             losses = self.token_losses(batch)
             if len(part):
-                total += losses
+                total = total + losses
                 rank_tokens += self.counted_tokens(batch)
         else:
-            loss, _ = self._mean_over_ranks(total, rank_tokens, False)
+            total = torch.as_tensor(total, dtype=torch.float64, device=self.device).expand(1 + len(self.metric_names))
+            loss, _, self.validation_metrics = self._mean_over_ranks(total, rank_tokens, False)
         for chunk in self.chunks:
             chunk.train()
         return loss
 
-    def _mean_over_ranks(self, total: torch.Tensor, rank_tokens: int, stop: bool) -> tuple[float, bool]:
-        """(the loss in `unit` over all ranks' tokens, whether any rank wants to stop), in one all-reduce of the world.
+    def _mean_over_ranks(
+        self, total: torch.Tensor, rank_tokens: int, stop: bool
+    ) -> tuple[float, bool, dict[str, float]]:
+        """(the loss in `unit` over all ranks' tokens, whether any rank wants to stop, the means of the metrics).
 
+        One all-reduce of the world. total: the sum of the losses, or [1 + metrics] with those of the metrics.
         Tensor ranks bring the same sum and the same count, which leaves the ratio unchanged.
         """
-        sums = torch.stack([total, total.new_tensor(float(rank_tokens)), total.new_tensor(float(stop))])
+        sums = torch.cat([total.reshape(-1), total.new_tensor([float(rank_tokens), float(stop)])])
         with waiting("the mean loss", dist.group.WORLD):
             work = dist.all_reduce(sums, async_op=True)
             complete(work, None) if sums.is_cpu else work.wait()
-        token_loss = float(sums[0] / sums[1])
-        return token_loss / self.tokens_per_unit, bool(sums[2] > 0)
+        loss, *metrics = (sums[:-2] / sums[-2]).tolist()
+        named = dict(zip(self.metric_names, metrics, strict=True))
+        return loss / self.tokens_per_unit, bool(sums[-1] > 0), named
 
 
 class GptTrainer(Trainer):
