@@ -57,7 +57,6 @@ class ParallelCausalLoss:
         if self.own is not None and deferred is None:
             given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **unused}
             return self.own(logits, labels, vocab_size or self.vocab_size, shift_labels=shift_labels, **given)
-        sequence = self.cut_sequence
         if vocab_size not in (None, self.vocab_size):
             raise ValueError(f"vocab_size is {vocab_size}, and the output layer has {self.vocab_size} rows")
         if shift_labels is None and labels is None:
@@ -65,19 +64,27 @@ class ParallelCausalLoss:
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-        if sequence is not None:
-            shift_labels = sequence.part(shift_labels, -1)
+        sequence = self.cut_sequence
+        total = self.token_losses(logits, shift_labels, ignore_index).sum()
+        total = total if sequence is None else sequence.total(total)
+        return total / torch.as_tensor(count).to(total)
+
+    def token_losses(self, logits: Tensor, shift_labels: Tensor, ignore_index: int = -100) -> Tensor:
+        """The loss of each token of this rank's part of the sequence, 0 for one that does not count.
+
+        shift_labels: [..., tokens of the whole sequence], the token after each.
+        """
+        if self.cut_sequence is not None:
+            shift_labels = self.cut_sequence.part(shift_labels, -1)
         counted = shift_labels != ignore_index
         target = shift_labels.masked_fill(~counted, 0)
         groups = ProcessGroups(tp=self.group)
-        if deferred is not None:
-            losses = deferred.losses(target, self.vocab_size, self.multiple, groups)
+        if isinstance(logits, DeferredLogits) and logits.value is None:
+            losses = logits.losses(target, self.vocab_size, self.multiple, groups)
         else:
             sizes = {"vocab_size": self.vocab_size, "multiple": self.multiple}
             losses = vocab_parallel_cross_entropy(logits, target, pg_collection=groups, **sizes)
-        total = losses.masked_fill(~counted, 0.0).sum()
-        total = total if sequence is None else sequence.total(total)
-        return total / torch.as_tensor(count).to(total)
+        return losses.masked_fill(~counted, 0.0)
 
     @property
     def cut_sequence(self) -> SequenceParallel | None:
