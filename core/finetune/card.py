@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from core import __version__
-from core.finetune.config import TuneConfig
-from core.finetune.model_files import ADAPTER, CARD
+from core.finetune.config import SCORED, TuneConfig
+from core.finetune.model_files import ADAPTER, AUTO_CLASS, CARD
+from core.finetune.task_records import UNITS
 from core.finetune.windows import WindowsHeader
 from core.hugging_face.transformers_plans import transformers_package
 from core.training.hub import is_hub_name
@@ -19,15 +20,15 @@ from core.training.job import JobResult
 from core.training.step_log import read_records
 
 LOADS = {
-    "model": """from transformers import AutoModelForCausalLM, AutoTokenizer
+    "model": """from transformers import {auto}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained(".")
+model = {auto}.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
 """,
-    "adapter": """from peft import AutoPeftModelForCausalLM
+    "adapter": """from peft import {auto}
 from transformers import AutoTokenizer
 
-model = AutoPeftModelForCausalLM.from_pretrained(".")
+model = {auto}.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
 """,
 }
@@ -42,15 +43,18 @@ def write_card(config: TuneConfig, description: str, header: WindowsHeader, resu
     library = {"model": "transformers", "adapter": "peft"}[kind]
     base = config.model.path
     facts = [f"base_model: {base}"] if is_hub_name(base) else []
-    facts += [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- gradient-core"]
+    scored = config.data.task in SCORED
+    pipeline = "text-classification" if scored else "text-generation"
+    auto = AUTO_CLASS[scored] if kind == "model" else AUTO_CLASS[scored].replace("Auto", "AutoPeft", 1)
+    facts += [f"library_name: {library}", f"pipeline_tag: {pipeline}", "tags:", "- gradient-core"]
     facts += ["- lora"] if kind == "adapter" else []
     parts = [
         "---\n" + "\n".join(facts) + "\n---",
         f"# {directory.parent.name}\n\nThis {kind} was trained from `{base}` by `python -m core.finetune` of "
         f"gradient-core {__version__}, with torch {torch.__version__} and transformers "
         f"{transformers_package().__version__}. The code below is for this directory.",
-        f"```python\n{LOADS[kind]}```",
-        "## Losses\n\n" + _losses(directory.parent, result),
+        f"```python\n{LOADS[kind].format(auto=auto)}```",
+        "## Losses\n\n" + _losses(directory.parent, result, UNITS.get(config.data.task, "nats per learned token")),
         "## Data\n\n" + _data(header),
         f"## Options\n\n{description}.\n\nThe options that are not the defaults, as a file for "
         f"`python -m core.finetune --config`:\n\n```toml\n{options_as_toml(config)}```",
@@ -58,19 +62,21 @@ def write_card(config: TuneConfig, description: str, header: WindowsHeader, resu
     (directory / CARD).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _losses(run: Path, result: JobResult) -> str:
-    """A table, in nats per learned token."""
+def _losses(run: Path, result: JobResult, unit: str) -> str:
+    """A table."""
     records = read_records(run / "steps.jsonl")
     rows = [(f"training, step {record.step}", record.loss) for record in (*records[:1], *records[1:][-1:])]
     if result.validation_loss is not None:
         rows.append((f"validation, after step {records[-1].step}" if records else "validation", result.validation_loss))
     if result.best is not None:
         rows.append((f"validation, after step {result.best[0]}, whose weights these are", result.best[1]))
-    lines = ["| loss | nats per learned token |", "|---|---|", *(f"| {name} | {loss:.4f} |" for name, loss in rows)]
+    lines = [f"| loss | {unit} |", "|---|---|", *(f"| {name} | {loss:.4f} |" for name, loss in rows)]
     return "\n".join(lines)
 
 
 def _data(header: WindowsHeader) -> str:
+    if header.task != "causal":
+        return f"{header.describe().removeprefix('data: ')}. SHA-256 of the data and the tokenizer: `{header.digest}`."
     return (
         f"{header.text}: {header.documents:,} documents, {header.tokens:,} tokens, {header.learned:,} of them learned, "
         f"in {header.train_windows:,} windows of {header.length} tokens and {header.validation_windows:,} to validate "

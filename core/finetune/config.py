@@ -24,6 +24,7 @@ class TunedModel:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters; bfloat16 has fp32 masters in the optimizer
     sequence_length: int = 256  # tokens of one window
     gradient_checkpointing: bool = False  # compute each layer again in backward
+    beta: float = 0.1  # of --task dpo: the larger it is, the closer the model stays to the one it begins from
     # tokens whose logits are computed at a time, and again in backward; 0 for all; None: by the size of the logits.
     # torch_ddp and torch_fsdp compute all
     logits_chunk: int | None = None
@@ -40,10 +41,18 @@ class LoraOptions:
     merge: bool = False  # add the adapters to the weights at the end, and write a plain model
 
 
+Task = Literal["causal", "classification", "reward", "dpo"]
+SCORED: tuple[Task, ...] = ("classification", "reward")  # trained with a head of numbers in place of a vocabulary
+ROWS: dict[Task, int] = {"causal": 1, "classification": 1, "reward": 2, "dpo": 2}  # of tokens, a record
+
+
 @dataclass(frozen=True)
 class TunedData:
     """Records with "messages" (a chat), "prompt" and "completion", "text", or as Alpaca or ShareGPT has them."""
 
+    # causal: the answers of such records. classification: the "label" of a "text". reward and dpo: that
+    # "chosen" is better than "rejected" after a "prompt".
+    task: Task = "causal"
     # files of JSON or parquet, directories, or names in huggingface_hub's cache; none for Python's library, as text
     file: tuple[Path, ...] = ()
     weights: tuple[float, ...] = ()  # how often the documents of each file are trained on; none for once
@@ -89,6 +98,7 @@ class TuneConfig(RunConfig):
 
 SHORT_FLAGS = {
     **{"--model": "--model.path", "--data": "--data.file"},
+    **{"--task": "--data.task", "--beta": "--model.beta"},
     **{"--eval-data": "--data.eval-file", "--eval-every": "--run.validate-every"},
     **{"--keep-best": "--checkpoint.keep-best"},
     **{f"--{name}": f"--parallel.{name}" for name in ("plugin", "tp", "pp", "dp", "ep", "sp", "zero")},

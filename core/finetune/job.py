@@ -9,15 +9,28 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.finetune.card import write_card
-from core.finetune.config import TuneConfig
-from core.finetune.model import boosted, configuration_in, directory_of, load_tokenizer, rows_of, stop_marks
-from core.finetune.model_files import ADAPTER, drop_merged, write_what_stays
+from core.finetune.config import SCORED, TuneConfig
+from core.finetune.model import (
+    boosted,
+    configuration_in,
+    directory_of,
+    drawn_names,
+    known_classes,
+    load_tokenizer,
+    rows_of,
+    stop_marks,
+)
+from core.finetune.model_files import ADAPTER, AUTO_CLASS, add_heads, drop_merged, write_what_stays
 from core.finetune.plan import BY_TORCH, TunePlan
+from core.finetune.start import make_start, start_of, use_reference
+from core.finetune.task_trainer import TaskTrainer
 from core.finetune.torch_plugins import TorchModel
 from core.finetune.trained import ADAPTER_ALONE, MODEL, load_directory
 from core.finetune.trainer import TuneTrainer, tuning_step
 from core.finetune.windows import Windows, check_rows, open_windows, prepare_windows
 from core.hugging_face import save_split, stage_activations
+from core.hugging_face.lora import name_in_base
+from core.hugging_face.plan import without_adapters
 from core.hugging_face.split_report import REPORT
 from core.hugging_face.transformers_plans import transformers_package
 from core.pipeline_parallel import PipelineRunner
@@ -54,23 +67,30 @@ def tune(
     tokenizer = load_tokenizer(config)
 
     def prepare() -> str:
-        return prepare_windows(config.data, config.model.sequence_length, tokenizer, stop_marks(config, tokenizer))
+        length, stops = config.model.sequence_length, stop_marks(config, tokenizer)
+        name = prepare_windows(config.data, length, tokenizer, stops, known_classes(config))
+        make_start(config, tokenizer, open_windows(cache / name).header.classes)
+        return name
 
     cache = config.data.cache
     windows = open_windows(cache / prepared_by_one(prepare, prepares_data, cache))
     check_rows(windows.header, rows_of(config), tokenizer)
-    trainer = build_trainer(config, plan, windows, device)
+    start = start_of(config, windows.header.classes)
+    trainer = build_trainer(start, plan, windows, device)
     trainer.check_documents_are_apart()
+    if isinstance(trainer, TaskTrainer) and config.data.task == "dpo":
+        use_reference(config, trainer)
 
     def finish(run: Path, result: JobResult) -> None:
-        save_model(config, trainer, run / (ADAPTER_ALONE if config.lora.merge else MODEL))
+        save_model(start, trainer, run / (ADAPTER_ALONE if config.lora.merge else MODEL))
         if dist.get_rank() == 0:
             if config.lora.merge:
-                merge_adapter(config, run / ADAPTER_ALONE, run / MODEL)
+                merge_adapter(start, run / ADAPTER_ALONE, run / MODEL)
             for name in (MODEL, ADAPTER_ALONE) if config.lora.merge else (MODEL,):
                 write_card(config, plan.describe(config), windows.header, result, run / name)
             chat = " --chat --prompt Hello" if config.data.file and tokenizer.chat_template else ""
-            print(GENERATE.format(python=python_command(), directory=run) + chat, flush=True)
+            if config.data.task not in SCORED:
+                print(GENERATE.format(python=python_command(), directory=run) + chat, flush=True)
 
     keeps = keeps and config.parallel.plugin not in BY_TORCH
     return conduct(trainer, plan.describe(config), lambda path: None, keeps=keeps, hint="", finish=finish)
@@ -87,31 +107,36 @@ def build_trainer(config: TuneConfig, plan: TunePlan, windows: Windows, device: 
     if model.cut.layout is not None:
         shape = stage_activations(model.chunks[0], plan.micro_batch_size, config.model.sequence_length)
         runner = PipelineRunner(model.chunks, model.cut.layout, tuning_step, shape, pg_collection=groups)
-    return TuneTrainer(
+    kind = TuneTrainer if config.data.task == "causal" else TaskTrainer
+    return kind(
         *(config, plan, model.chunks, optimizer.engine, windows, groups, device),
         model=model,
         runner=runner,
         scheduler=make_scheduler(config, optimizer.engine),
         windows=(len(windows.train), len(windows.validation)),
-        packing=config.data.packing,
+        packing=config.data.packing and config.data.task == "causal",
     )
 
 
 def save_model(config: TuneConfig, trainer: TuneTrainer, directory: Path) -> None:
     """The trained model, or its adapters, as a plain directory, with the base's other files. Collective."""
     (part, *_) = trainer.model.parts()
+    scored = config.data.task in SCORED
     with trainer.model.gathered():
+        whole = trainer.model.whole_tensors() if isinstance(trainer.model, TorchModel) else None
         if getattr(part, REPORT, None) is not None:
             save_split(trainer.chunks, directory)
-        else:  # each rank has the model whole, or gets it
-            whole = trainer.model.whole_tensors() if isinstance(trainer.model, TorchModel) else None
-            if dist.get_rank() == 0:
-                part.save_pretrained(directory, state_dict=whole)
+        elif dist.get_rank() == 0:  # each rank has the model whole, or gets it
+            part.save_pretrained(directory, state_dict=whole)
+        names = drawn_names(without_adapters(part)) if scored else ()
+        tensors = dict(part.named_parameters()) if whole is None else whole
+        heads = {name_in_base(n): p.detach().cpu() for n, p in tensors.items() if name_in_base(n) in names}
     if dist.get_rank() == 0:
         if config.lora.r is not None:
             drop_merged(directory)
+            add_heads(directory, heads)
         write_what_stays(directory_of(config), directory, configuration_in if config.lora.r is None else None)
-        what, loads = "model", "AutoModelForCausalLM.from_pretrained"
+        what, loads = "model", f"{AUTO_CLASS[scored]}.from_pretrained"
         if config.lora.r is not None:
             what, loads = "adapter", "peft.PeftModel.from_pretrained, on the base model"
         print(f"the {what} is in {directory}/, for {loads}", flush=True)
@@ -127,4 +152,5 @@ def merge_adapter(config: TuneConfig, adapter: Path, directory: Path) -> None:
         file.unlink(missing_ok=True)  # of this run, from before it went on with another --lora.merge
     model.save_pretrained(directory)
     write_what_stays(directory_of(config), directory, configuration_in)
-    print(f"the model with the adapter merged is in {directory}/, for AutoModelForCausalLM.from_pretrained", flush=True)
+    loads = AUTO_CLASS[config.data.task in SCORED]
+    print(f"the model with the adapter merged is in {directory}/, for {loads}.from_pretrained", flush=True)

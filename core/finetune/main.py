@@ -32,22 +32,27 @@ def check_places(config: TuneConfig) -> None:
         return
     check_run_places(config, config.data.cache)
 
-    from core.finetune.model import check_model, load_tokenizer, rows_of, stop_marks
+    from core.finetune.model import check_model, known_classes, load_tokenizer, rows_of, stop_marks
     from core.finetune.records import check_record, check_tokenizer
-    from core.finetune.windows import check_rows, open_windows, prepare_windows, read_documents
+    from core.finetune.task_records import check_padding, checked_task, completions
+    from core.finetune.windows import check_rows, classes_of, open_windows, prepare_windows, read_documents
     from core.hugging_face.transformers_plans import transformers_package
 
     transformers_package().utils.logging.disable_progress_bar()
     check_model(config)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer)
-    if config.data.file or config.data.eval_file is not None:
+    task, known = config.data.task, known_classes(config)
+    check_padding(task, tokenizer)
+    classes_of(config.data, known)
+    if task != "classification" and (config.data.file or config.data.eval_file is not None):
         for where, record, _ in read_documents(config.data):
-            check_record(record, tokenizer, where)
+            for side in [record] if task == "causal" else completions(checked_task(task, record, where)):
+                check_record(side, tokenizer, where)
     rows, stops = rows_of(config), stop_marks(config, tokenizer)
     if max(tokenizer.get_vocab().values()) >= rows:  # the data may do without such tokens, so the windows decide
         length = config.model.sequence_length
-        windows = open_windows(config.data.cache / prepare_windows(config.data, length, tokenizer, stops))
+        windows = open_windows(config.data.cache / prepare_windows(config.data, length, tokenizer, stops, known))
         check_rows(windows.header, rows, tokenizer)
 
 
@@ -66,7 +71,7 @@ def _dry_run(config: TuneConfig, ranks: int, ranks_here: int, device: str | None
 
 def check_fit(config: TuneConfig, ranks: int, ranks_here: int) -> None:
     """Find out by the plan whether the job cannot fit. A job that is far from it is not planned."""
-    if not config.run.check_memory:
+    if not config.run.check_memory or config.data.task != "causal":
         return
     from core.finetune.planned import PlannedTuning, most_bytes
     from core.plan.dry_run import refuse_what_cannot_fit, this_machine

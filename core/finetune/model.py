@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,16 @@ from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.zero_plugin_base import ZeroPluginBase
 from core.checkpoint.weights.index import weight_files
-from core.finetune.config import TINY, TuneConfig
-from core.finetune.model_files import CONFIGURATION, GENERATION, check_weights, one_line, read_settings, refuse_missing
+from core.finetune.config import SCORED, TINY, Task, TuneConfig
+from core.finetune.model_files import (
+    CLASSIFIER,
+    CONFIGURATION,
+    GENERATION,
+    check_weights,
+    one_line,
+    read_settings,
+    refuse_missing,
+)
 from core.finetune.plan import sequence_mode, zero_stage
 from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
 from core.hugging_face import PlanError, read_plan, use_chunked_loss
@@ -34,6 +43,7 @@ from core.hugging_face.cut_places import find_cut
 from core.hugging_face.directory import check_files, read_configuration
 from core.hugging_face.experts import check_experts
 from core.hugging_face.layer_checkpointing import checkpoint_layers
+from core.hugging_face.lora import name_in_base
 from core.hugging_face.precision import cast_model
 from core.hugging_face.ties import untie_by_files
 from core.hugging_face.tiny import BYTE_MARKS, tiny_of_bytes
@@ -61,16 +71,34 @@ def directory_of(config: TuneConfig) -> Path:
     return Path(cached_model(path))
 
 
-def causal_class(config: Any, path: str) -> Any:
+def model_class(config: Any, path: str, task: Task = "causal") -> Any:
     """The class of models that are trained. ConfigError for a family without one."""
     transformers = transformers_package()
+    what, kinds = "causal language model", transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if task in SCORED:
+        what, kinds = "sequence classifier", transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     try:
-        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return kinds[type(config)]
     except KeyError:
         raise ConfigError(
-            f"--model.path {path}: model type {config.model_type!r} has no causal language model, which is what this "
-            "job trains"
+            f"--model.path {path}: model type {config.model_type!r} has no {what}, which is what --task {task} trains"
         ) from None
+
+
+def drawn_names(model: Any) -> set[str]:
+    """The names of the parameters of a classifier's head and pooler, which a directory may lack."""
+    below = f"{model.base_model_prefix}."
+    return {n for n, _ in model.named_parameters() if not n.startswith(below) or n.startswith(f"{below}pooler.")}
+
+
+def known_classes(config: TuneConfig) -> list[str]:
+    """Names of the classes of a directory whose model classifies already; none of another model."""
+    if config.data.task not in SCORED:
+        return []
+    configuration = read_configuration(directory_of(config))
+    if not (configuration.architectures or [""])[0].endswith(CLASSIFIER):
+        return []
+    return [name for _, name in sorted(configuration.id2label.items())]
 
 
 def check_model(config: TuneConfig) -> None:
@@ -90,14 +118,16 @@ def check_model(config: TuneConfig) -> None:
         raise ConfigError(f"--model.path {path}: {one_line(error)}") from error
     model = check_configuration(config, configuration)
     if not path.startswith(TINY):
-        check_weights(directory, model)
+        check_weights(directory, model, drawn_names(model) if config.data.task in SCORED else ())
+    if config.data.task == "reward" and len(known := known_classes(config)) > 1:
+        raise ConfigError(f"--model.path {path} has {len(known)} classes, and --task reward needs a model of one score")
 
 
 def check_configuration(config: TuneConfig, configuration: Any) -> Any:
     """The model without memory. ConfigError for one that cannot be made, or split or trained as asked."""
     path = config.model.path
     try:
-        kind = causal_class(configuration, path)
+        kind = model_class(configuration, path, config.data.task)
         with torch.device("meta"):
             model = kind(configuration)
     except ConfigError:
@@ -174,7 +204,7 @@ def make_tiny(config: TuneConfig) -> None:
         configuration = tiny_of_bytes(config.model.path.removeprefix(TINY), config.model.sequence_length)
     except LookupError as error:
         raise ConfigError(f"--model.path {config.model.path}: {error.args[0]}") from error
-    kind = causal_class(configuration, config.model.path)
+    kind = model_class(configuration, config.model.path)
     with torch.random.fork_rng():
         torch.manual_seed(config.run.seed)
         model = kind(configuration).float()
@@ -226,6 +256,7 @@ def plugin_of(config: TuneConfig, micro_batch_size: int) -> ZeroPluginBase:
             overlap_communication=True,
             overlap_allgather=zero in (1, 2),
             moe_dp_outside=False,
+            parallel_output=config.data.task not in SCORED,  # a head of numbers is whole
             make_vocab_size_divisible_by=1,  # no padding but what equal parts need
             logits_chunk=config.model.logits_chunk,
             **common,
@@ -246,7 +277,7 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
     in_slices = config.parallel.plugin == "hybrid" or config.parallel.tp > 1
     try:
         configuration = read_configuration(directory)
-        kind = causal_class(configuration, config.model.path)
+        kind = model_class(configuration, config.model.path, config.data.task)
         dtype = DTYPES[config.model.dtype]
         if in_slices:
             with torch.device("meta"):
@@ -266,7 +297,9 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
         if config.lora.r is not None:
             with torch.random.fork_rng():  # what is drawn for adapters without memory is lost, and drawn by boost
                 torch.manual_seed(config.run.seed)
-                model = booster.enable_lora(model, lora_config=lora_config_of(config))
+                heads = drawn_names(model) if config.data.task in SCORED else set()
+                model = booster.enable_lora(model, lora_config=lora_config_of(config, heads))
+                train_heads(model, heads)
         optimizer = torch_optimizer(config.optimizer, model)
         if isinstance(plugin, (TorchDDPPlugin, TorchFSDPPlugin)):
             return boosted_by_torch(plugin, model, optimizer, config.optimizer.clip_grad)
@@ -297,8 +330,8 @@ def torch_optimizer(options: OptimizerOptions, model: nn.Module) -> torch.optim.
     return torch.optim.AdamW(groups, betas=betas, eps=options.adam_eps, **common)
 
 
-def lora_config_of(config: TuneConfig) -> Any:
-    """A peft.LoraConfig."""
+def lora_config_of(config: TuneConfig, heads: Collection[str] = ()) -> Any:
+    """A peft.LoraConfig. heads: names of parameters that are trained whole, so that their layers get no adapters."""
     import peft
 
     options = config.lora
@@ -307,5 +340,13 @@ def lora_config_of(config: TuneConfig) -> Any:
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         target_modules=list(options.targets) or "all-linear",
-        task_type="CAUSAL_LM",
+        task_type=None if heads else "CAUSAL_LM",
+        exclude_modules=sorted({name.rpartition(".")[0] for name in heads}) or None,
     )
+
+
+def train_heads(adapted: Any, heads: Collection[str]) -> None:
+    """Train the parameters of these names, of a model with adapters, in addition to them."""
+    for name, param in adapted.named_parameters():
+        if name_in_base(name) in heads:
+            param.requires_grad_(True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.errors import CheckpointError
@@ -20,7 +22,14 @@ from core.training.errors import ConfigError
 
 CONFIGURATION, GENERATION = "config.json", "generation_config.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".ot", ".gguf", ".onnx", ".index.json")
+CLASSES = ("id2label", "label2id")  # tables of a configuration, which are written whole
 CARD, ADAPTER, STATE = "README.md", "adapter_config.json", "trainer_state.json"
+
+
+# Auto classes of a causal model, and of one with a head of classes or a score; the end of such a class's name.
+AUTO_CLASS = ("AutoModelForCausalLM", "AutoModelForSequenceClassification")
+CLASSIFIER = "ForSequenceClassification"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def one_line(error: BaseException) -> str:
@@ -28,9 +37,10 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or repr(error)
 
 
-def check_weights(directory: Path, model: Any) -> None:
+def check_weights(directory: Path, model: Any, drawn: Collection[str] = ()) -> None:
     """ConfigError where files are missing or broken, or hold another model. model: of the configuration, on `meta`.
 
+    drawn: names of parameters that may be missing.
     Transformers renames and fuses what some files hold. So a tensor is compared where it has a parameter's name, and
     one is missing for certain only where all names in the files are the model's.
     """
@@ -65,7 +75,7 @@ def check_weights(directory: Path, model: Any) -> None:
                 "are trained; give the model without its quantization"
             )
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    lacking = sorted(params.keys() - sizes.keys() - tied.keys() - set(tied.values()))
+    lacking = sorted(params.keys() - set(drawn) - sizes.keys() - tied.keys() - set(tied.values()))
     if lacking and sizes and sizes.keys() <= model.state_dict().keys():
         refuse_missing(directory, lacking)
 
@@ -90,6 +100,21 @@ def read_settings(directory: Path, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{file} is {type(found).__name__}; expected a JSON object")
     return found
+
+
+def add_heads(directory: Path, heads: Mapping[str, torch.Tensor]) -> None:
+    """Give an adapter's directory the head that was trained whole, as peft writes `modules_to_save`."""
+    if not heads:
+        return
+    import safetensors.torch
+
+    file = directory / ADAPTER_WEIGHTS
+    whole = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in heads.items()}
+    safetensors.torch.save_file({**safetensors.torch.load_file(file), **whole}, file, metadata={"format": "pt"})
+    settings = read_settings(directory, ADAPTER)
+    settings |= {"task_type": "SEQ_CLS", "exclude_modules": None}
+    settings["modules_to_save"] = sorted({"pooler" if ".pooler." in name else name.split(".")[0] for name in heads})
+    (directory / ADAPTER).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def drop_merged(directory: Path) -> None:
@@ -126,7 +151,7 @@ def merged(written: Mapping[str, Any], before: Mapping[str, Any], after: Mapping
     for name, value in after.items():
         if name.startswith("_") or name == "transformers_version" or value == before.get(name):
             continue
-        nested = isinstance(value, Mapping) and isinstance(before.get(name), Mapping)
+        nested = isinstance(value, Mapping) and isinstance(before.get(name), Mapping) and name not in CLASSES
         kept[name] = merged(written.get(name) or {}, before[name], value) if nested else value
     if "dtype" in kept:
         kept.pop("torch_dtype", None)  # its older name

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from core.booster.plugin.hybrid_parallel_options import resolve_sequence
-from core.finetune.config import TuneConfig
+from core.finetune.config import ROWS, TuneConfig, TunedModel
 from core.number_ranges import Range, whole
 from core.pipeline_parallel.schedules import plan_pipeline
 from core.training.config import ParallelOptions
@@ -19,7 +19,11 @@ from core.training.sizes import check_divides, check_ranks, either
 
 TUNE_RANGES: dict[str, dict[str, Range]] = {
     **{section: RANGES[section] for section in ("optimizer", "run", "checkpoint", "logging")},
-    "model": {"sequence_length": whole(2, SIZE.high), "logits_chunk": RANGES["model"]["logits_chunk"]},
+    "model": {
+        "sequence_length": whole(2, SIZE.high),
+        "logits_chunk": RANGES["model"]["logits_chunk"],
+        "beta": Range(Real, 0, 1000, open_low=True),
+    },
     "lora": {"r": SIZE, "alpha": SIZE, "dropout": Range(Real, 0, 1, open_high=True)},
     "data": {"limit": SIZE, "validation_fraction": Range(Real, 0, 0.5, open_high=True)},
     "parallel": {
@@ -110,6 +114,22 @@ def check_weights(config: TuneConfig) -> None:
             raise ConfigError(f"--data.weights {weight:g}: expected numbers above 0, and at most {MOST_TIMES}")
 
 
+def check_task(config: TuneConfig) -> None:
+    """ConfigError for an option that the task does not have."""
+    task, sizes = config.data.task, config.parallel
+    if task != "dpo" and config.model.beta != TunedModel.beta:
+        raise ConfigError(f"--model.beta is of --task dpo, and --task is {task}; leave --model.beta out")
+    if task == "causal":
+        return
+    if not config.data.file:
+        raise ConfigError(f"--task {task} needs records of its own; give --data FILE")
+    asked = {"pp": sizes.pp > 1, "sp": sizes.sp > 1, "sp-mode": sizes.sp_mode is not None}
+    for name in (name for name, is_asked in asked.items() if is_asked):
+        raise ConfigError(
+            f"--parallel.{name}: --task {task} trains over dp, tp, ep and --zero; leave --parallel.{name} out"
+        )
+
+
 def sequence_mode(config: TuneConfig) -> str | None:
     """The mode that splits the sequence over ranks; None if it is not split."""
     return config.parallel.sp_mode or ("ring_attn" if config.parallel.sp > 1 else None)
@@ -131,6 +151,7 @@ def plan_tuning(config: TuneConfig, world_size: int) -> TunePlan:
         raise ConfigError("--optimizer.loss-scale is for float16; float32 and bfloat16 need no factor, so leave it out")
     check_plugin(config)
     check_weights(config)
+    check_task(config)
     sizes = config.parallel
     parallel = ParallelOptions(tp=sizes.tp, pp=sizes.pp, dp=sizes.dp, ep=sizes.ep, cp=sizes.sp)
     grid = check_ranks(parallel, world_size, "sp")
@@ -156,5 +177,5 @@ def plan_tuning(config: TuneConfig, world_size: int) -> TunePlan:
         schedule_numbers(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    tokens = run.global_batch_size * config.model.sequence_length
+    tokens = run.global_batch_size * config.model.sequence_length * ROWS[config.data.task]
     return TunePlan(world_size, grid.dp, micro, share // micro, tokens)

@@ -13,7 +13,7 @@ from torch import nn
 from core.booster.plugin import HybridParallelPlugin
 from core.booster.plugin.dp_plugin_base import planned_world
 from core.finetune.config import TINY, TuneConfig
-from core.finetune.model import causal_class, check_configuration, lora_config_of, plugin_of, torch_optimizer
+from core.finetune.model import check_configuration, lora_config_of, model_class, plugin_of, torch_optimizer
 from core.finetune.plan import BY_TORCH, SERVED, TunePlan, plan_tuning, sequence_mode, zero_stage
 from core.finetune.trainer import loss_of_whole_logits
 from core.pipeline_parallel import PipelineLayout
@@ -51,7 +51,7 @@ class PlannedTuning:
         require_installed("transformers", "fine-tuning", "transformers")
         found = self._model.configuration
         if self.config.model.path.startswith(TINY):
-            causal_class(found, self.config.model.path)
+            model_class(found, self.config.model.path)
         else:
             check_configuration(self.config, found)
         return found
@@ -62,6 +62,8 @@ class PlannedTuning:
         Wrapper, optimizer and stages are those that the plugin of the job would give its own rank 0.
         """
         config = self.config
+        if config.data.task != "causal":
+            raise ConfigError(f"--task {config.data.task} is not planned; leave --dry-run out")
         plan = plan_tuning(config, ranks)
         if config.lora.r is not None:
             require_installed("peft", "--lora.r", "peft")

@@ -7,7 +7,7 @@ role `assistant`. A token is learned if any character of it is.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,20 @@ class Example:
     learned: np.ndarray
     is_text: bool
     ends: bool = True
+    label: int | None = None  # of a text that is classified
+    is_cut: bool = False  # True if the tokenizer has left the end of the text out
 
 
 def read_records(
-    file: Path | None, limit: int | None, flag: str = "--data.file", part: Part = "train"
+    file: Path | None,
+    limit: int | None,
+    flag: str = "--data.file",
+    part: Part = "train",
+    check: Callable[[Mapping[str, Any], str], object] = checked,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it stands, record) of each record of a source; of files of the standard library where there is none.
 
-    flag: the option that names the source, for errors. part: as in `read_source`.
+    flag: the option that names the source, for errors. part: as in `read_source`. check: of the fields of a record.
     ConfigError, with the line's number, for one that is no JSON object or has fields that cannot be obeyed.
     """
     if file is None:
@@ -50,7 +56,7 @@ def read_records(
             yield str(path), {"text": path.read_text(encoding="utf-8", errors="replace")}
         return
     for where, record in itertools.islice(read_source(file, part, flag), limit):
-        checked(record, where)
+        check(record, where)
         yield where, record
 
 

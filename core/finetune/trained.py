@@ -14,9 +14,9 @@ import torch
 
 from core.checkpoint import find_intact, load_checkpoint
 from core.checkpoint.transformers_files import is_of_transformers
-from core.finetune.config import LoraOptions, TuneConfig, TunedModel
-from core.finetune.model import causal_class, directory_of, lora_config_of
-from core.finetune.model_files import ADAPTER
+from core.finetune.config import SCORED, LoraOptions, TuneConfig, TunedData, TunedModel
+from core.finetune.model import directory_of, drawn_names, lora_config_of, model_class, train_heads
+from core.finetune.model_files import ADAPTER, AUTO_CLASS, CLASSIFIER
 from core.hugging_face.directory import check_files, look_at, read_configuration
 from core.hugging_face.transformers_plans import transformers_package
 from core.training.config import RunOptions
@@ -83,7 +83,8 @@ def _loaded(directory: Path, dtype: torch.dtype | str) -> Any:
     """The whole model of a directory, whose files are those that were saved."""
     look_at(directory)
     check_files(directory)
-    kind = transformers_package().AutoModelForCausalLM
+    name = (read_configuration(directory).architectures or [""])[0]
+    kind = getattr(transformers_package(), AUTO_CLASS[name.endswith(CLASSIFIER)])
     return kind.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
 
 
@@ -99,6 +100,7 @@ def load_tuned_checkpoint(root: Path, step: int | None = None) -> Tuned:
         run=saved_options(RunOptions, {**saved["run"], "directory": Path(saved["run"]["directory"])}),
         model=saved_options(TunedModel, saved["model"]),
         lora=saved_options(LoraOptions, saved["lora"]),
+        data=TunedData(task=saved["data"]["task"]),
     )
     base = directory_of(config)
     if not is_of_transformers(base):
@@ -106,11 +108,14 @@ def load_tuned_checkpoint(root: Path, step: int | None = None) -> Tuned:
     dtype = DTYPES[config.model.dtype]
     if config.lora.r is None:
         configuration = read_configuration(base)
-        model = causal_class(configuration, str(base))(configuration).to(dtype)
+        model = model_class(configuration, str(base), config.data.task)(configuration).to(dtype)
     else:
         require_installed("peft", "an adapter", "peft")
         import peft
 
-        model = peft.get_peft_model(_loaded(base, dtype), lora_config_of(config))
+        model = _loaded(base, dtype)
+        heads = drawn_names(model) if config.data.task in SCORED else set()
+        model = peft.get_peft_model(model, lora_config_of(config, heads))
+        train_heads(model, heads)
     load_checkpoint(root, [model], step=found.step)
     return Tuned(model.eval(), transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False))

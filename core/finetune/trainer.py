@@ -106,6 +106,10 @@ class TuneTrainer(Trainer):
         """Number of tokens that are learned."""
         return int((batch[1] != UNLEARNED).sum())
 
+    def learned(self, indices: np.ndarray) -> int:
+        """Number of tokens of a global batch that are learned."""
+        return int((self.tokens.train[indices, LABELS] != UNLEARNED).sum())
+
     def run_batches(
         self, batches: Sequence[Batch], indices: np.ndarray, loss_scale: float, trace: StepTrace
     ) -> torch.Tensor:
@@ -114,8 +118,7 @@ class TuneTrainer(Trainer):
         The gradient is that of the mean over all learned tokens of the global batch, which ranks have unequally many
         of. The wrapper takes the mean over data ranks, so each weighs its sum by their number.
         """
-        learned = int((self.tokens.train[indices, LABELS] != UNLEARNED).sum())
-        weight = loss_scale * self.plan.dp / learned
+        weight = loss_scale * self.plan.dp / self.learned(indices)
         if self.runner is not None:
             # The runner takes the mean over microbatches.
             parts = [self.microbatch(batch, weight * len(batches)) for batch in batches]
@@ -125,18 +128,18 @@ class TuneTrainer(Trainer):
             trace.spans.extend(Span(event.work, event.start_s, event.end_s) for event in self.runner.events)
             return outcome.loss / weight
         (model,) = self.chunks
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total: Any = 0.0
         for number, batch in enumerate(batches, start=1):
             with nullcontext() if number == len(batches) else model.no_sync():
                 with trace.span("forward"):
-                    loss = self.summed_loss(batch)
-                    total += loss.detach().double()
+                    sums = self.summed_loss(batch).reshape(-1)
+                    total = total + sums.detach().double()
                 with trace.span("backward"):
-                    (loss * weight).backward()
-        return total
+                    (sums[0] * weight).backward()
+        return torch.as_tensor(total)
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
-        """The sum of the tokens' losses, without gradients."""
+        """As `summed_loss`, without gradients."""
         if self.runner is not None:
             return self._evaluated(batch, reports=False).loss
         return self.summed_loss(batch).double()

@@ -1,7 +1,8 @@
 """Windows: documents packed into sequences of one length, made once, memory mapped by every rank.
 
 A window holds token ids, labels (-100 where nothing is learned) and positions. Positions begin at 0 in each document:
-so the model sees where one ends, and no document sees another.
+so the model sees where one ends, and no document sees another. Rows of the other tasks are not packed: a window holds
+one or two, each with its ids, its labels and 1 at each token that is no padding.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from core.checkpoint.bounded_read import CHUNK_BYTES, open_regular, parse_json, read_bytes
-from core.finetune.config import TunedData
-from core.finetune.fields import unread
+from core.finetune.config import Task, TunedData
+from core.finetune.fields import checked, unread
 from core.finetune.records import Example, encode, marked, read_records
+from core.finetune.task_records import checked_task, class_names, encode_task, fit_rows, unread_of
 from core.training.errors import ConfigError
 
 FORMAT = 4  # changes whenever the same data would give other windows
 MOST_NAMES = 8  # of fields, on one line
 UNLEARNED = -100  # the label of a token that has no loss
 IDS, LABELS, POSITIONS = range(3)
+MASK = POSITIONS  # in a row of a task that is not packed
 HEADER, PARTS = "header.json", ("train", "validation")
 
 
@@ -51,18 +55,30 @@ class WindowsHeader:
     largest_in: str  # where in the data it stands
     sample: str  # the first document, with what is learned marked
     digest: str
+    task: Task = "causal"
+    classes: Sequence[str] = ()  # names of the classes of a classifier, in the order of their numbers
 
     def describe(self) -> str:
         """One line for the log."""
         windows = self.train_windows + self.validation_windows
         share = 100 * self.tokens / max(1, windows * self.length)
-        rest = [f"{self.cut} cut at {self.length} tokens"] if self.cut else []
-        rest += [f"{self.dropped} left out (nothing to learn in the first {self.length})"] if self.dropped else []
+        rest = [f"the classes {', '.join(map(repr, self.classes))}"] if self.classes else []
+        rest += [f"{self.cut} cut at {self.length} tokens"] if self.cut else []
+        why = "longer than" if self.task == "reward" else "nothing to learn in the first"
+        rest += [f"{self.dropped} left out ({why} {self.length})"] if self.dropped else []
         if self.unended:
             rest.append(f"in {self.unended} no mark ends an answer, so the model does not learn to stop there")
         names = ", ".join(map(repr, self.unread[:MOST_NAMES])) + (", ..." if len(self.unread) > MOST_NAMES else "")
         rest += [f"fields that are not used: {names}"] if names else []
-        rest += [f"the first, learned in [[ ]]: {self.sample}"] if self.sample else []
+        marks = "" if self.classes else ", learned in [[ ]]"
+        rest += [f"the first{marks}: {self.sample}"] if self.sample else []
+        if self.task != "causal":
+            kind = "texts" if self.classes else "pairs"
+            return (
+                f"data: {self.text}, {self.documents:,} {kind}, {self.tokens:,} tokens; "
+                f"{self.train_windows:,} to train on and {self.validation_windows:,} to validate on"
+                + "".join(f"; {words}" for words in rest)
+            )
         return (
             f"data: {self.text}, {self.documents:,} documents, {self.tokens:,} tokens, {self.learned:,} of them "
             f"learned; {self.train_windows:,} windows and {self.validation_windows:,} to validate on, {share:.0f}% full"
@@ -130,17 +146,31 @@ def pack(examples: Iterable[Example], length: int, padding: int, *, packing: boo
     return arrays
 
 
+def stack(records: Sequence[Sequence[Example]], length: int, padding: int) -> np.ndarray:
+    """[records, 3 * rows, length] of int32: the rows of each record, padded; of a text the first label is its class."""
+    arrays = np.zeros((len(records), 3 * (len(records[0]) if records else 1), length), dtype=np.int32)
+    for array, rows in zip(arrays, records, strict=True):
+        for row, into in zip(rows, array.reshape(len(rows), 3, length), strict=True):
+            padded = (0, length - len(row.ids))
+            into[IDS] = np.pad(row.ids, padded, constant_values=padding)
+            into[LABELS] = np.pad(np.where(row.learned, row.ids, UNLEARNED), padded, constant_values=UNLEARNED)
+            into[LABELS, 0] = UNLEARNED if row.label is None else row.label
+            into[MASK, : len(row.ids)] = 1
+    return arrays
+
+
 def read_documents(options: TunedData) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """(where it stands, record, True if it is validated on and not trained on) of each document.
 
     A document that is trained on comes as often as the weight of its file says; one of half a weight every second time.
     """
     own, fraction = options.eval_file, options.validation_fraction
+    check = checked if options.task == "causal" else partial(checked_task, options.task)
     every = round(1 / fraction) if fraction and own is None else 0
     number = 0
     for file, weight in zip(options.file or (None,), options.weights or itertools.repeat(1.0), strict=False):
         share, due = Fraction(repr(weight)), Fraction(0)
-        for where, record in read_records(file, options.limit):
+        for where, record in read_records(file, options.limit, check=check):
             number += 1
             if every > 0 and number % every == 0:
                 yield where, record, True
@@ -150,7 +180,7 @@ def read_documents(options: TunedData) -> Iterator[tuple[str, dict[str, Any], bo
                 due -= 1
                 yield where, record, False
     if own is not None:
-        for where, record in read_records(own, None, "--data.eval-file", "validation"):
+        for where, record in read_records(own, None, "--data.eval-file", "validation", check):
             yield where, record, True
 
 
@@ -164,7 +194,23 @@ def _sources(options: TunedData) -> str:
     return (", ".join(names) or "Python standard library") + with_own
 
 
-def digest_of(options: TunedData, length: int, tokenizer: Any, stops: Sequence[str]) -> str:
+def classes_of(options: TunedData, known: Sequence[str]) -> list[str]:
+    """Names of the classes of records of classification; none of another task. ConfigError as `class_names` raises it.
+
+    Of the data those with the labels of `--data` alone are classes. known: of a model that classifies already.
+    """
+    if options.task != "classification":
+        return []
+    return class_names(
+        [
+            (where, record["label"], not (held_out and options.eval_file is not None))
+            for where, record, held_out in read_documents(options)
+        ],
+        known,
+    )
+
+
+def digest_of(options: TunedData, length: int, tokenizer: Any, stops: Sequence[str], known: Sequence[str] = ()) -> str:
     """The name of the windows of this data. All that encoding and packing read decides it.
 
     That is the data, how it is packed, and of the tokenizer its words, its marks and its chat template.
@@ -180,7 +226,7 @@ def digest_of(options: TunedData, length: int, tokenizer: Any, stops: Sequence[s
         "stops": list(stops),
         "template": tokenizer.chat_template,
     }
-    packed = (FORMAT, length, options.packing)
+    packed = (FORMAT, length, options.packing, options.task, list(known))
     digest = hashlib.sha256(json.dumps([packed, marks], sort_keys=True, default=str).encode())
     digest.update(backend.to_str().encode())
     for _, record, held_out in read_documents(options):
@@ -189,12 +235,15 @@ def digest_of(options: TunedData, length: int, tokenizer: Any, stops: Sequence[s
     return digest.hexdigest()
 
 
-def prepare_windows(options: TunedData, length: int, tokenizer: Any, stops: Sequence[str] = ()) -> str:
+def prepare_windows(
+    options: TunedData, length: int, tokenizer: Any, stops: Sequence[str] = (), known: Sequence[str] = ()
+) -> str:
     """Make the windows unless they are there, whole; the name of their folder in the cache.
 
-    Safe from several processes. stops: marks at which the model stops, besides the tokenizer's end mark.
+    Safe from several processes. stops: marks at which the model stops, besides the tokenizer's end mark. known: as in
+    `classes_of`.
     """
-    digest = digest_of(options, length, tokenizer, stops)
+    digest = digest_of(options, length, tokenizer, stops, known)
     folder = options.cache / f"windows-{digest[:16]}"
     if os.path.lexists(folder):
         damage = damage_of(folder)
@@ -202,19 +251,29 @@ def prepare_windows(options: TunedData, length: int, tokenizer: Any, stops: Sequ
             return folder.name
         print(f"{folder} is damaged ({damage}), so its windows are made again", flush=True)
     template = str(tokenizer.chat_template or "")
-    examples, places, held_out, unused = [], [], [], set()
+    classes, task = classes_of(options, known), options.task
+    records: list[list[Example]] = []
+    places, held_out, unused = [], [], set()
     for where, record, is_held_out in read_documents(options):
-        examples.append(encode(record, tokenizer, where, stops))
+        if task == "causal":
+            records.append([encode(record, tokenizer, where, stops)])
+            unused |= unread(record, template)
+        else:
+            records.append(encode_task(task, record, tokenizer, where, stops, length, classes))
+            unused |= unread_of(task, record)
         places.append(where)
         held_out.append(is_held_out)
-        unused |= unread(record, template)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     parts, left_out = {}, {"cut": 0, "dropped": 0}
     for name, wanted in zip(PARTS, (False, True), strict=True):
-        chosen = (example for example, held in zip(examples, held_out, strict=True) if held == wanted)
-        fitting, cut, dropped = fit(chosen, length)
+        chosen = [rows for rows, held in zip(records, held_out, strict=True) if held == wanted]
+        if task == "causal":
+            fitting, cut, dropped = fit(itertools.chain(*chosen), length)
+            parts[name] = fitting, pack(fitting, length, padding, packing=options.packing)
+        else:
+            kept, cut, dropped = fit_rows(task, chosen, length)
+            parts[name] = list(itertools.chain(*kept)), stack(kept, length, padding)
         left_out = {"cut": left_out["cut"] + cut, "dropped": left_out["dropped"] + dropped}
-        parts[name] = fitting, pack(fitting, length, padding, packing=options.packing)
     own = options.eval_file
     if own is not None and len(parts["validation"][1]) == 0:
         raise ConfigError(
@@ -222,23 +281,29 @@ def prepare_windows(options: TunedData, length: int, tokenizer: Any, stops: Sequ
             f"first {length} tokens; use a larger --model.sequence-length"
         )
     documents = [example for fitting, _ in parts.values() for example in fitting]
-    largest = max((int(windows[:, IDS].max()) for _, windows in parts.values() if len(windows)), default=0)
+    largest = max((int(windows[:, IDS::3].max()) for _, windows in parts.values() if len(windows)), default=0)
+    sample = marked(documents[0], tokenizer) if documents else ""
+    if classes and documents and documents[0].label is not None:
+        sample += f" -> {classes[documents[0].label]!r}"
     header = WindowsHeader(
         text=_sources(options),
-        documents=len(examples) - left_out["dropped"],
+        documents=len(records) - left_out["dropped"],
         tokens=sum(len(example.ids) for example in documents),
         learned=sum(int(example.learned[1:].sum()) for example in documents),
         length=length,
         train_windows=len(parts["train"][1]),
         validation_windows=len(parts["validation"][1]),
-        unended=sum(not example.ends for example in examples),
+        unended=sum(not example.ends for example in itertools.chain(*records)),
         unread=sorted(unused),
         largest_id=largest,
         largest_in=next(
-            (where for where, example in zip(places, examples, strict=True) if largest in example.ids), "the padding"
+            (where for where, rows in zip(places, records, strict=True) if any(largest in row.ids for row in rows)),
+            "the padding",
         ),
-        sample=marked(documents[0], tokenizer) if documents else "",
+        sample=sample,
         digest=digest,
+        task=task,
+        classes=classes,
         **left_out,
     )
     _write_whole(folder, header, {name: windows for name, (_, windows) in parts.items()})

@@ -19,6 +19,7 @@ from core.checkpoint import CheckpointError, save_checkpoint
 from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.convert import parse_size
 from core.checkpoint.transformers_files import CONFIG, is_of_transformers, read_transformers, write_transformers
+from core.finetune.model_files import AUTO_CLASS, CLASSIFIER
 from core.finetune.trained import Tuned
 from core.hugging_face.directory import look_at
 from core.jobs.generate import UNKNOWN, load_trained, load_tuned, words_of
@@ -56,7 +57,8 @@ def export_tuned(tuned: Tuned, target: Path, *, shard_bytes: int) -> str:
     model = tuned.merged()
     model.save_pretrained(target, max_shard_size=shard_bytes)
     tuned.tokenizer.save_pretrained(target)
-    return f"{target}: {model.config.model_type}, for AutoModelForCausalLM.from_pretrained"
+    loads = AUTO_CLASS[type(model).__name__.endswith(CLASSIFIER)]
+    return f"{target}: {model.config.model_type}, for {loads}.from_pretrained"
 
 
 def bring_in(place: Path, target: Path) -> str:

@@ -243,6 +243,11 @@ def print_theirs(tuned: Tuned, options: argparse.Namespace, shows: bool = True) 
     model, tokenizer = tuned
     if options.tokenizer is not None:
         raise ConfigError("--tokenizer is for a GPT of ours; a model of transformers has its own in its directory")
+    if not model.can_generate():
+        raise ConfigError(
+            f"{options.place} holds a {type(model).__name__}, which continues no text; give it texts by "
+            'transformers.pipeline("text-classification", model=DIRECTORY)'
+        )
     if options.chat:
         if tokenizer.chat_template is None:
             raise ConfigError(f"--chat: the tokenizer of {options.place} has no chat template; leave --chat out")

@@ -29,6 +29,10 @@ SHORT = ["--run.steps", "3", "--model.sequence-length", "64", "--data.limit", "2
 def test_a_command_that_is_shown_trains_and_leaves_a_model(command: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "source" / "finetune.md").read_text(), re.DOTALL)
     (tmp_path / "chats.jsonl").write_text(blocks[0] * 7)
+    texts = [{"text": f"text {n}", "label": ("yes", "no")[n % 2]} for n in range(20)]
+    pairs = [{"prompt": f"{n} + 1 =", "chosen": f" {n + 1}", "rejected": " 0"} for n in range(20)]
+    for name, records in (("texts", texts), ("held", texts), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     if "parquet" in command:
         parquet = pytest.importorskip("pyarrow.parquet")
         table = pytest.importorskip("pyarrow").Table.from_pylist([{"text": "print(2 + 2)"}] * 9)
@@ -57,5 +61,5 @@ def test_a_command_that_is_shown_trains_and_leaves_a_model(command: str, tmp_pat
 
 
 def test_readme_and_page_show_the_job_whole_and_with_adapters() -> None:
-    assert len(README) == 1 and len(PAGE) == 8
+    assert len(README) == 1 and len(PAGE) == 11
     assert any("--lora.r" in command for command in PAGE) and any("--zero 3" in command for command in PAGE)
