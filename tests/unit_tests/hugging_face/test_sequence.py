@@ -263,8 +263,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @ranks(2, timeout_s=120.0)
-def test_every_reduction_that_is_dropped_or_rescaled_is_seen(rank: int, world: int) -> None:
+@pytest.mark.parametrize("halved", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_every_reduction_that_is_dropped_or_rescaled_is_seen(rank: int, world: int, halved: bool) -> None:
     for what, (sp, _, owner, name, wrong) in MUTATIONS.items():
+        if what.endswith("times 0.5") != halved:
+            continue
         with replaced(owner, name, wrong):
             verdict = verdict_on("llama", 1 if sp in OVER_CONTEXT else 2, sp=sp, num_hidden_layers=2)
         assert verdict.answer in ("wrong", "refused"), (what, verdict)

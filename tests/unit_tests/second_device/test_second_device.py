@@ -175,7 +175,7 @@ ON_HOST: dict[str, Case] = {
 
 
 def trained(case: Case, device: torch.device) -> tuple[list[Any], dict[str, torch.Tensor], Any]:
-    """Losses and norms of three steps of two microbatches, the weights, and the state of the optimizer."""
+    """Losses and norms of two steps of two microbatches, the weights, and the state of the optimizer."""
     options, of_optimizer, dtype, offloaded = case
     placement = Placement(**offloaded) if offloaded and device != CPU else None
     config = DistributedDataParallelConfig(**options, placement=placement)
@@ -184,7 +184,7 @@ def trained(case: Case, device: torch.device) -> tuple[list[Any], dict[str, torc
         OptimizerConfig(**{"lr": 0.05, "bf16": dtype == torch.bfloat16, **of_optimizer}), [model]
     )
     told: list[Any] = []
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         for number in range(2):
             x = batch(2 * step + number, device)
@@ -398,7 +398,8 @@ def placed(device: torch.device, precision: str, fractions: tuple[float, ...]) -
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
 @pytest.mark.in_suite(2)
 def test_a_placement_changes_no_bit_and_takes_bytes_from_the_device(run: Runner, precision: str, world: int) -> None:
-    found = run(placed, world, precision, (0.0, 0.25, 0.5, 0.75, 1.0))
+    fractions = (0.0, 0.25, 0.5, 0.75, 1.0) if precision == "bf16" else (0.0, 0.5, 1.0)
+    found = run(placed, world, precision, fractions)
     losses, most, chunks = found[0.0, 0.0]
     assert len(set(losses)) == len(losses)
     for (param, optim), (others, held, _) in found.items():
@@ -409,7 +410,7 @@ def test_a_placement_changes_no_bit_and_takes_bytes_from_the_device(run: Runner,
         asked = param * of_params + optim * 6 * of_params  # masters and two moments in fp32 beside 16-bit parameters
         assert abs(most - held - asked) <= 7 * max(chunks), (param, optim, most - held, asked)
     if precision == "bf16":
-        for first, second_ in itertools.pairwise((0.0, 0.25, 0.5, 0.75, 1.0)):
+        for first, second_ in itertools.pairwise(fractions):
             assert found[first, 0.5][1] > found[second_, 0.5][1] and found[0.5, first][1] > found[0.5, second_][1]
 
 
