@@ -36,6 +36,20 @@ def mean_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.to(targets.dtype) - 3 * targets).square().mean()
 
 
+def own_loss(outputs: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = outputs.loss
+    return loss
+
+
+def one_backward(booster: Booster, model: Any, optimizer: Any, rank: int, microbatch: int = 0) -> None:
+    inputs, targets = batch(rank, microbatch, torch.float32)
+    booster.backward(mean_loss(model(inputs), targets), optimizer)
+
+
+def sequence(mode: str, **options: Any) -> dict[str, Any]:
+    return {"enable_sequence_parallelism": True, "sequence_parallelism_mode": mode, **options}
+
+
 def trained_on_one_process(
     world: int, accumulate: int, clip: bool, start: nn.Module | None = None
 ) -> tuple[nn.Module, list[float]]:

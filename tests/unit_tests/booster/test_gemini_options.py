@@ -17,7 +17,7 @@ from core.booster.mixed_precision.fp8 import why_not
 from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from core.booster.plugin.chunk_search import search_chunk_size
 from core.distributed import MemStats
-from tests.unit_tests.booster.booster_reference import mean_loss, new_model, new_optimizer, whole_weights
+from tests.unit_tests.booster.booster_reference import mean_loss, new_model, new_optimizer, one_backward, whole_weights
 from tests.unit_tests.booster.test_gemini import SCALE, TINY_CHUNKS, check
 from tests.unit_tests.booster.test_low_level_zero_options import over_sockets
 from tests.unit_tests.ranks import ranks
@@ -31,11 +31,6 @@ def boosted(precision: str = "fp32", **options: Any) -> tuple[Booster, Any, Any]
     model = new_model()
     model, optimizer, *_ = booster.boost(model, new_optimizer(model), mean_loss)
     return booster, model, optimizer
-
-
-def one_backward(booster: Booster, model: Any, optimizer: Any, rank: int, microbatch: int = 0) -> None:
-    inputs, targets = batch(rank, microbatch, torch.float32)
-    booster.backward(mean_loss(model(inputs), targets), optimizer)
 
 
 def buckets_of(model: Any) -> list[Any]:

@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin, MoeHybridParallelPlugin
-from tests.unit_tests.booster.test_hybrid_parallel import LAYERS, NIGHTLY, batch_of, sequence, steps_of
+from tests.unit_tests.booster.booster_reference import sequence
+from tests.unit_tests.booster.test_hybrid_parallel import LAYERS, NIGHTLY, batch_of, steps_of
 from tests.unit_tests.hugging_face.models import small
 from tests.unit_tests.ranks import ranks
 

@@ -14,6 +14,7 @@ from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin, MoeHybridParallelPlugin
 from core.verify.in_double import InDouble
+from tests.unit_tests.booster.booster_reference import own_loss, sequence
 from tests.unit_tests.hugging_face.models import VOCABULARY, small, tokens
 from tests.unit_tests.ranks import ranks
 
@@ -159,15 +160,6 @@ def one_batch(booster: Booster, model: Any, optimizer: Any, pp: int, batch: dict
     loss = model(**batch).loss
     booster.backward(loss, optimizer)
     return float(loss.detach())
-
-
-def own_loss(outputs: Any, batch: Any) -> torch.Tensor:
-    loss: torch.Tensor = outputs.loss
-    return loss
-
-
-def sequence(mode: str, **options: Any) -> dict[str, Any]:
-    return {"enable_sequence_parallelism": True, "sequence_parallelism_mode": mode, **options}
 
 
 HEADS = [

@@ -20,6 +20,7 @@ from core.booster.plugin.microbatches import microbatches_of
 from core.groups import agree
 from core.hugging_face import PlanError, gather_logits
 from core.verify.in_double import InDouble
+from tests.unit_tests.booster.booster_reference import own_loss, sequence
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 
@@ -50,11 +51,6 @@ def trained_alone(model: Any, data_ranks: int, max_norm: float, steps: int = STE
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, norms
-
-
-def own_loss(outputs: Any, batch: Any) -> torch.Tensor:
-    loss: torch.Tensor = outputs.loss
-    return loss
 
 
 def steps_of(
@@ -120,10 +116,6 @@ def check(
         wanted = reference.get_parameter(name)
         assert float((value - wanted).abs().max()) < 2e-4, name
         assert float((wanted - start.get(name, wanted)).abs().max()) > 1e-3 or name not in start
-
-
-def sequence(mode: str, **options: Any) -> dict[str, Any]:
-    return {"enable_sequence_parallelism": True, "sequence_parallelism_mode": mode, **options}
 
 
 LAYOUTS = [

@@ -17,12 +17,7 @@ from core.booster import Booster
 from core.booster.mixed_precision import fp8 as fp8_file
 from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed.wire.shared_memory import HostMemory
-from tests.unit_tests.booster.booster_reference import (
-    mean_loss,
-    new_model,
-    new_optimizer,
-    whole_weights,
-)
+from tests.unit_tests.booster.booster_reference import mean_loss, new_model, new_optimizer, one_backward, whole_weights
 from tests.unit_tests.booster.test_low_level_zero import SCALE, TINY_BUCKETS, booster_buckets, check
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import batch, mean_over_ranks
@@ -36,11 +31,6 @@ def boosted(precision: str = "fp32", **options: Any) -> tuple[Booster, Any, Any]
     model = new_model()
     model, optimizer, *_ = booster.boost(model, new_optimizer(model), mean_loss)
     return booster, model, optimizer
-
-
-def one_backward(booster: Booster, model: Any, optimizer: Any, rank: int, microbatch: int = 0) -> None:
-    inputs, targets = batch(rank, microbatch, torch.float32)
-    booster.backward(mean_loss(model(inputs), targets), optimizer)
 
 
 def elements(model: Any) -> tuple[int, int]:

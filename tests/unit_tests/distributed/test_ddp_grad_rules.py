@@ -215,13 +215,9 @@ def to_zeros(model: nn.Module) -> None:
     model.zero_grad(set_to_none=False)
 
 
-def one_by_hand(model: nn.Module) -> None:
-    model.second.weight.grad = None
-
-
 @ranks(2)
 @pytest.mark.parametrize(
-    ("drop", "dropped_on"), [(by_torch, (0, 1)), (by_torch, (1,)), (to_zeros, (0, 1)), (one_by_hand, (1,))]
+    ("drop", "dropped_on"), [(by_torch, (0, 1)), (by_torch, (1,)), (to_zeros, (0, 1)), (drop_one, (1,))]
 )
 @pytest.mark.parametrize(
     "options",

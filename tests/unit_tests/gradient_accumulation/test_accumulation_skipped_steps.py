@@ -17,15 +17,12 @@ from core.booster.plugin import LowLevelZeroPlugin
 from core.gradient_accumulation import GradAccumLrSchedulerByStep, GradAccumOptimizer, accumulate_gradient
 from core.optimizer import ChainedOptimizer, OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
 from core.optimizer.loss_scaler import DynamicLossScaler
+from tests.unit_tests.gradient_accumulation.test_gradient_accumulation import halving
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
 
 INF, NAN = float("inf"), float("nan")
 CYCLES = [[1.0, INF], [NAN, 1.0], [1.0, 1.0], [1.0, 1.0]]  # factors of the loss; the first two cycles overflow
-
-
-def halving(optimizer: Any) -> torch.optim.lr_scheduler.StepLR:
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
 
 def rates_of(model: nn.Module, optimizer: Any, scheduler: Any, groups: Any, *, alone: bool, **step: Any) -> list[float]:

@@ -18,7 +18,6 @@ from tests.unit_tests.training.training_reference import (
     TINY,
     losses_of_a_plain_loop,
     losses_on_ranks,
-    text_flags_in,
 )
 
 STEPS = 4
@@ -26,11 +25,6 @@ FEW_STEPS = [*TINY, "--run.steps", str(STEPS), "--optimizer.warmup-steps", "2"]
 # A large coefficient, so that a wrong scale of the auxiliary loss is seen; four layers, so that they can be cut.
 EXPERTS = ["--model.num-experts", "4", "--model.moe-aux-loss-coeff", "0.5", "--model.num-layers", "4"]
 SHARED = ["--model.moe-shared-expert-intermediate-size", "16", "--model.moe-z-loss-coeff", "1e-2"]
-
-
-@pytest.fixture(scope="module")
-def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return text_flags_in(tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.mark.parametrize(

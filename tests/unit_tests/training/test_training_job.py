@@ -34,15 +34,8 @@ from tests.unit_tests.training.training_reference import (
     losses_of_a_plain_loop,
     losses_on_ranks,
     read_losses,
-    text_flags_in,
     train_on_ranks,
 )
-
-
-@pytest.fixture(scope="session")
-def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags for a small text: this repository's own source."""
-    return text_flags_in(tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.mark.parametrize(

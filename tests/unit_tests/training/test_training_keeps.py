@@ -27,7 +27,7 @@ from core.training.plan import plan_job
 from core.training.run_directory import RunDirectory, check_run_name
 from core.training.token_file import num_windows, open_token_file, prepare_token_file, window
 from tests.unit_tests.ranks import run_on_ranks
-from tests.unit_tests.training.training_reference import CPU, ROOT, TINY, text_flags_in
+from tests.unit_tests.training.training_reference import CPU, ROOT, TINY, records_of, text_flags_in
 
 SMALL = [*TINY, "--run.global-batch-size", "4", "--run.validation-windows", "6", "--logging.no-plots"]
 SMALL += ["--optimizer.warmup-steps", "1", "--optimizer.lr", "1e-2"]
@@ -45,10 +45,6 @@ def run(world: int, flags: list[str], directory: Path) -> Path:
     where = ["--run.directory", str(directory), *text_flags_in(directory.parent / "tokens")]
     run_on_ranks(train_and_keep, world, {"world": world, "flags": [*SMALL, *flags, *where]})
     return directory / "tiny"
-
-
-def records_of(directory: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(

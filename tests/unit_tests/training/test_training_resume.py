@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import signal
 import subprocess
@@ -31,16 +30,18 @@ from core.training.main import check_places
 from core.training.plan import plan_job
 from core.training.trainer import GptTrainer, Trainer
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.training.training_reference import CPU, ROOT, TINY, losses_on_ranks, read_losses, text_flags_in
+from tests.unit_tests.training.training_reference import (
+    CPU,
+    ROOT,
+    TINY,
+    losses_on_ranks,
+    read_losses,
+    records_of,
+)
 
 STEPS = 6
 SHORT = [*TINY, "--run.steps", str(STEPS), "--optimizer.warmup-steps", "2", "--run.validation-windows", "4"]
 EXPERTS = ["--model.num-experts", "4"]
-
-
-@pytest.fixture(scope="module")
-def text_flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return text_flags_in(tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_run_in_two_parts_has_the_losses_of_one_run_bit_for_bit(
     assert list_steps(tmp_path / "checkpoints") == [2, 3]
     losses = losses_on_ranks(world, [*flags, *saved, "--checkpoint.resume"], tmp_path / "parts", timeout_s=120.0)
     assert first == whole[:3]
-    updated = [record["updated"] for record in read_run(tmp_path / "whole" / "run")]
+    updated = [record["updated"] for record in records_of(tmp_path / "whole" / "run")]
     assert any(updated[3:]) and (all(updated) or "float16" in flags), "only fp16 skips, while its loss scale comes down"
     assert losses == whole, "the records before the stop are kept, those after it are the same numbers"
     assert list_steps(tmp_path / "checkpoints") == [4, 6]
@@ -144,10 +145,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_says_which_and_why(
     assert len(told) == 1
     assert told[0].startswith(f"Checkpoint of step 2 in {newest} is damaged: rank_00000_000.distcp (")
     assert ". going on after step 1 from " in told[0] and told[0].count("damaged:") == 1
-
-
-def read_run(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
 
 
 def run_command(flags: list[str], program: Sequence[str] = (str(ROOT / "pretrain_gpt.py"),)) -> subprocess.Popen[str]:
@@ -263,7 +260,7 @@ def test_sigterm_to_one_rank_saves_on_all_ranks_and_the_command_ends_well(
     rest, _ = process.communicate(timeout=120)
     output = "".join(seen) + rest
     assert process.returncode == 0, output
-    assert list_steps(tmp_path / "checkpoints") == [read_run(tmp_path / "tiny")[-1]["step"]]
+    assert list_steps(tmp_path / "checkpoints") == [records_of(tmp_path / "tiny")[-1]["step"]]
     assert "stopped before step" in output
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +33,12 @@ def text_flags_in(cache: Path) -> list[str]:
     return ["--data.text", str(ROOT / "core" / "training"), "--data.cache", str(cache)]
 
 
+def records_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
+
+
 def read_losses(directory: Path) -> list[float]:
-    return [json.loads(text)["loss"] for text in (directory / "steps.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records_of(directory)]
 
 
 def train_on_ranks(rank: int, world: int, flags: list[str]) -> None:

@@ -29,6 +29,7 @@ from core.transformer import (
 )
 from core.transformer.dropout import hidden_dropout
 from tests.unit_tests.ranks import ranks
+from tests.unit_tests.tensor_parallel.test_tensor_parallel_layers import normal
 
 ALONE = ProcessGroups()
 
@@ -39,10 +40,6 @@ def config(**changes: Any) -> TransformerConfig:
         params_dtype=torch.float64,
     )  # fmt: skip
     return TransformerConfig(**{**settings, **changes})
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_layer_norm_and_rms_norm_are_their_formulas() -> None:
