@@ -16,7 +16,8 @@ from core.distributed import Placement, SyncError, finalize_model_grads
 from core.distributed.sharded.eviction import WINDOW, Budget, Window
 from core.distributed.sharded.param_unit import ParamUnit
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit_tests.distributed.sharded.test_sharded_parameters import SGD, Tower, sharded, unsharder_of
+from tests.unit_tests.distributed.sharded.test_hidden_parameters import Tower
+from tests.unit_tests.distributed.sharded.test_sharded_parameters import SGD, sharded, unsharder_of
 from tests.unit_tests.ranks import ranks
 
 
