@@ -30,7 +30,7 @@ class Layout:
     Axes: sp: sequence parallelism. schedule: of the pipeline, by its name in core.pipeline_parallel; vpp: chunks a
     rank; uneven: the first stage gives a layer to the second. cp_comm: 'p2p' (a ring), 'all_gather' or 'a2a'. experts:
     the dispatcher, 'alltoall' or 'allgather', and every second layer has experts; aux: over what their balance is
-    measured, with a z-loss beside it; expert_bias: routers with a bias, moved by the counts of each step; shared: an
+    measured, with a z-loss next to it; expert_bias: routers with a bias, moved by the counts of each step; shared: an
     expert for all tokens, with a gate.
 
     Steps: microbatches: backwards a step. per_token: the loss is a sum, with another number of tokens on every rank

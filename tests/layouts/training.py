@@ -1,4 +1,4 @@
-"""train_gpt: some steps of training in a layout, beside the same steps on one process with torch's own optimizer.
+"""train_gpt: some steps of training in a layout, next to the same steps on one process with torch's own optimizer.
 
 Gradients that are right in one step can still train another model: a norm that counts a copy twice clips harder, a
 shard that is not gathered stays behind, a bias that drifts chooses other experts. After many steps all of it shows.

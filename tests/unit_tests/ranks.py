@@ -45,7 +45,7 @@ import pytest
 
 MAX_WORLD = 8
 START_LIMIT_S = 180.0  # starting a worker on a busy machine; not counted as the test's time
-GRACE_S = 1.0  # after the first failure, how long the other ranks may take to tell theirs
+GRACE_S = 1.0  # after the first failure, how long the other ranks may take to report theirs
 SEED = 1234
 PRELOADED = ("core.training.job", "core.booster.plugin", "core.gradient_accumulation", "tests.layouts.gpt")
 LIBRARIES = ("transformers.models.llama.modeling_llama", "safetensors.torch", "peft")
@@ -204,7 +204,7 @@ class Pool:
             self.context.set_forkserver_preload(
                 ["torch", "torch.distributed", "torch._dynamo", "einops", "pytest", *PRELOADED, *own]
             )
-        # On IPv4, as torch asks for the name of whoever connects: a name server may take 5 s for ::ffff:127.0.0.1.
+        # On IPv4, as torch asks for the name of each client: a name server may take 5 s for ::ffff:127.0.0.1.
         self.store = local_store()
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.numbers = itertools.count()
@@ -241,7 +241,7 @@ class Pool:
         _judge(function.__qualname__, outcomes, world)
 
     def _gather(self, workers: Sequence[Worker], timeout_s: float) -> list[Outcome]:
-        """One outcome a rank; after a failure or at the limit, whatever is known by then."""
+        """One outcome a rank; after a failure or at the limit, what is known by then."""
         waiting = dict(enumerate(workers))
         outcomes: list[Outcome] = []
         limit = time.monotonic() + timeout_s
@@ -472,7 +472,7 @@ def _seed_what_is_there_only() -> None:
 def _rewrite_asserts(folder: Path) -> None:
     """Make a failing assert show its values here as it does in the pytest process.
 
-    pytest keeps what it rewrote next to the tests, unless Python is told to write no bytecode. Then the first worker
+    pytest keeps what it rewrote next to the tests, unless Python writes no bytecode. Then the first worker
     that rewrites a file leaves it for the others: in the pool's folder, or in that of a whole run.
     """
     from _pytest.assertion import install_importhook

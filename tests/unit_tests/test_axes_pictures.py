@@ -71,7 +71,7 @@ def test_another_table_of_rules_draws_another_picture_or_none() -> None:
 
 def test_the_page_names_every_rule_of_the_table() -> None:
     text = PAGE.read_text()
-    means = {"tensor-parallel mean", "expert tensor-parallel mean"}  # told in words
+    means = {"tensor-parallel mean", "expert tensor-parallel mean"}  # named in words
     missing = [rule.name for rule in DEFAULT_RULES if rule.name not in text and rule.name not in means]
     assert not missing
 

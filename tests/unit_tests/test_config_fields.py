@@ -83,7 +83,7 @@ def test_every_option_is_read_somewhere(kind: type) -> None:
     assert set(unread) == known, "obey an option, or refuse it by name"
 
 
-def test_a_field_that_nobody_reads_is_found() -> None:
+def test_a_field_that_no_one_reads_is_found() -> None:
     @dataclasses.dataclass(frozen=True)
     class Widened(OptimizerConfig):
         colour_of_the_bicycle_shed: str = "red"

@@ -53,7 +53,7 @@ def test_without_torch_every_line_is_printed_and_the_status_is_1(tmp_path: Path)
     assert done.stdout.splitlines()[-1].startswith("Mend first: torch")
 
 
-def test_an_answer_that_fails_is_told_in_its_line(
+def test_an_answer_that_fails_is_reported_in_its_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> doctor.Line:
@@ -95,7 +95,7 @@ def test_versions_and_extras_are_those_of_the_package(monkeypatch: pytest.Monkey
         assert f"transformers>={oldest},<{untried}" in extras[name]
 
 
-def test_a_transformers_whose_plans_were_never_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_whose_plans_were_never_read_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     assert doctor.extra("transformers")().verdict == "ok"
     monkeypatch.setattr(importlib.metadata, "version", lambda package: {"transformers": "6.1.0"}[package])

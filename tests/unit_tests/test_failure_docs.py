@@ -42,7 +42,7 @@ def test_every_message_on_the_page_is_one_of_the_code() -> None:
 
 
 # The calls whose texts a user meets when something fails, by file.
-TOLD = {
+PRINTING = {
     "checkpoint/damage.py": ("_damage", "Damage"),
     "checkpoint/manifest.py": ("ManifestError",),
     "training/checkpoints.py": ("ConfigError",),
@@ -53,7 +53,7 @@ TOLD = {
 }
 
 
-def texts_told(name: str, calls: tuple[str, ...]) -> Iterator[str]:
+def texts_of(name: str, calls: tuple[str, ...]) -> Iterator[str]:
     """The longest fixed piece of each text that the calls of a file are given."""
     for node in ast.walk(ast.parse((ROOT / "core" / name).read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in calls:
@@ -70,8 +70,8 @@ def texts_told(name: str, calls: tuple[str, ...]) -> Iterator[str]:
 
 def test_every_text_of_these_failures_is_on_the_page() -> None:
     page = " ".join(PAGE.read_text().split())
-    told = [(name, text) for name, calls in TOLD.items() for text in texts_told(name, calls)]
-    assert len(told) > 20
+    said = [(name, text) for name, calls in PRINTING.items() for text in texts_of(name, calls)]
+    assert len(said) > 20
     # A quotation may end early, or fill in names: the first words of a piece are what a user searches for.
-    missing = [(name, text) for name, text in told if text[:30] not in page]
+    missing = [(name, text) for name, text in said if text[:30] not in page]
     assert not missing, f"docs/source/when_something_fails.md does not have {missing}"

@@ -336,7 +336,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def times(request: pytest.FixtureRequest) -> Iterator[dict[str, list[float | None]]]:
-    """Of each fault, the seconds of each survivor, None for one that named nobody. Printed when all is done."""
+    """Of each fault, the seconds of each survivor, None for one that named no one. Printed when all is done."""
     of_fault: dict[str, list[float | None]] = {}
     yield of_fault
     capture = request.config.pluginmanager.getplugin("capturemanager")

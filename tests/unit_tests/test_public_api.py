@@ -1,6 +1,6 @@
 """The public names of core, and what they can be called with, are those of public_api.txt.
 
-    python -m tests.unit_tests.test_public_api      writes the list anew
+    python -m tests.unit_tests.test_public_api      writes the list again
 
 A name that is new is added by that command. A name or an argument that goes needs a new version first: raise
 `__version__` in core/__init__.py, and say in CHANGELOG.md what to write instead.
@@ -136,7 +136,7 @@ def test_new_public_names_are_in_the_list() -> None:
     assert not new, "\n".join([*new, "run python -m tests.unit_tests.test_public_api, and read what it adds"])
 
 
-def test_a_change_that_breaks_a_callers_line_is_told_from_one_that_does_not() -> None:
+def test_a_change_that_breaks_a_callers_line_is_distinguished_from_one_that_does_not() -> None:
     def changed(before: str, now: str) -> bool:
         return bool(broken([f"core.f({before})"], [f"core.f({now})", "core.g()"]))
 
@@ -155,7 +155,7 @@ def test_the_change_log_and_the_citation_know_the_version() -> None:
 
 
 def write() -> int:
-    """Write the list anew; refuse where something has gone and the version has not changed."""
+    """Write the list again; refuse where something has gone and the version has not changed."""
     version, before = recorded() if LIST.exists() else (core.__version__, [])
     wrong = broken(before, current()) if minor(version) == minor(core.__version__) else []
     if wrong:

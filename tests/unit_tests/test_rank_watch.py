@@ -97,7 +97,7 @@ def lose_one(folder: Path, how: str, where: str) -> None:
                 dist.barrier()
             wait_for(heard.lines, limit)
     (folder / f"{rank}.json").write_text(json.dumps([(when - begun - 1.0, line) for when, line in heard.lines]))
-    if how in ("stop", "silent") and rank == 0:  # nobody else ends it
+    if how in ("stop", "silent") and rank == 0:  # no other ends it
         while not (folder / "2.json").exists() and time.monotonic() < limit + SLACK_S:
             time.sleep(0.05)
         os.kill(victim, signal.SIGKILL)
@@ -215,7 +215,7 @@ time.sleep(4)
     assert "rank 2: rank 0" not in said[2]
 
 
-# --- jobs of processes that nobody looks after ------------------------------------------------------------------------
+# --- jobs of processes that no one looks after ------------------------------------------------------------------------
 
 
 def run_plain(act: Callable[[int], object], folder: Path, world: int, port: int) -> list[int]:
@@ -394,7 +394,7 @@ def ask_where_the_other_is(rank: int) -> None:
     assert unfinished_collective() == ""
 
 
-def test_a_rank_that_is_stuck_tells_the_collective_that_has_not_ended(tmp_path: Path, store: dist.TCPStore) -> None:
+def test_a_rank_that_is_stuck_names_the_collective_that_has_not_ended(tmp_path: Path, store: dist.TCPStore) -> None:
     assert run_plain(ask_where_the_other_is, tmp_path, 2, store.port) == [0, 0]
     (place,) = said_by(tmp_path, 1)
     where, _, unfinished = place.partition(" (not ended: ")

@@ -19,7 +19,7 @@ def test_an_arm_with_other_losses_is_named() -> None:
         hugging_face.refuse_other_losses({hugging_face.REFERENCE: [6.0, 6.0001]})
 
 
-def test_the_table_sets_the_split_llama_beside_our_own_gpt() -> None:
+def test_the_table_sets_the_split_llama_next_to_our_own_gpt() -> None:
     rows = [
         {"arm": arm, "step_ms": ms, "processor_ms": ms / 2, "ratio": ms / 100, "least": 0.5, "most": 2.0}
         for arm, ms in ((hugging_face.REFERENCE, 100.0), ("ours, tp 2", 84.0), (hugging_face.BY_GPT, 80.0))

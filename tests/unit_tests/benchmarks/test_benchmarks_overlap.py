@@ -98,7 +98,7 @@ def test_losses_that_are_not_the_references_or_not_equal_are_refused() -> None:
         check_losses({"a": [1.0, 1.0]}, [1.0, 1.0])
 
 
-def test_a_wrongly_scaled_step_has_losses_that_the_check_tells_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrongly_scaled_step_has_losses_that_the_check_distinguishes(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = reference_losses(3)
     monkeypatch.setattr(overlap, "LEARNING_RATE", 2 * overlap.LEARNING_RATE)  # a sum where a mean belongs
     with pytest.raises(RuntimeError, match="away from one process"):

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import same_bits
 
 
-def test_recorded_layouts_are_trained_again_and_a_changed_digest_is_told(
+def test_recorded_layouts_are_trained_again_and_a_changed_digest_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "bits.json"

@@ -117,7 +117,7 @@ def test_figures_are_medians_over_starts_and_ratios_are_within_a_start_and_batch
         over_starts([])
 
 
-def test_the_formula_adds_what_a_loop_that_keeps_its_gradients_holds_beside_its_states() -> None:
+def test_the_formula_adds_what_a_loop_that_keeps_its_gradients_holds_next_to_its_states() -> None:
     floor = row("no communication", [[1.0]], peak=5.0, stage="none", kind="floor")
     result = result_of(floor, row("core optim", [[1.0]], peak=5.6, stage="optim", kind="ours"))
 
@@ -125,7 +125,7 @@ def test_the_formula_adds_what_a_loop_that_keeps_its_gradients_holds_beside_its_
         return next(line.split()[-4:-2] for line in table(result, ABOUT) if line.startswith("core optim"))
 
     assert peak_and_formula() == ["5.60", "3.00"]
-    result["rows"].append(row(KEPT, [[1.0]], peak=6.5, stage="none", kind="floor"))  # 2.5 beside its states
+    result["rows"].append(row(KEPT, [[1.0]], peak=6.5, stage="none", kind="floor"))  # 2.5 next to its states
     assert peak_and_formula() == ["5.60", "5.50"]
     assert KEPT in all_arms(MODULES)[0]
 
@@ -145,7 +145,7 @@ def test_the_table_fits_a_terminal_and_says_what_was_not_measured() -> None:
     assert command in shown
 
 
-def test_an_aim_is_judged_by_the_better_setting_and_beside_the_best_peer_of_the_stage() -> None:
+def test_an_aim_is_judged_by_the_better_setting_and_next_to_the_best_peer_of_the_stage() -> None:
     ours = {"stage": "optim", "kind": "ours"}
     rows = [
         row(KEPT, [[1.0]], peak=6.0, stage="none", kind="floor"),  # the formula of optim is 5
@@ -172,7 +172,7 @@ def test_an_aim_is_judged_by_the_better_setting_and_beside_the_best_peer_of_the_
     assert [aim.what for aim in aims_of(failed)] == ["memory"]  # there is nothing that times are a ratio to
 
 
-def test_sharded_parameters_are_judged_as_mapped_as_over_gloo_and_beside_sharded_optimizers() -> None:
+def test_sharded_parameters_are_judged_as_mapped_as_over_gloo_and_next_to_sharded_optimizers() -> None:
     params = {"stage": "optim_grads_params"}
     rows = [
         row("core optim", [[0.9]], peak=4.0, stage="optim", kind="ours"),
@@ -296,7 +296,7 @@ def test_an_arm_that_hangs_or_dies_is_named_and_the_others_go_on() -> None:
     assert rows["torch ddp views"]["outcome"] == "measured"
 
 
-def test_a_start_is_a_process_of_its_own_and_what_fails_in_it_is_told() -> None:
+def test_a_start_is_a_process_of_its_own_and_what_fails_in_it_is_reported() -> None:
     assert in_new_process(os.getpid) not in (os.getpid(), in_new_process(os.getpid))
     with pytest.raises(RuntimeError, match="No such file or directory: '/no/such'"):
         in_new_process(os.listdir, "/no/such")
@@ -329,7 +329,7 @@ def peaks(name: str, ranks: int) -> dict[str, float]:
 def test_the_peak_with_sharded_parameters_is_the_formulas_and_little_over_half_of_a_sharded_optimizers(
     name: str, ranks: int
 ) -> None:
-    """Of 51 M parameters on 4 ranks the share was 0.53 to 0.56, beside other work; and the aim is PARAMS_OVER_OPTIM."""
+    """Of 51 M parameters on 4 ranks the share was 0.53 to 0.56 on a busy machine; the aim is PARAMS_OVER_OPTIM."""
     found, workload = peaks(name, ranks), WORKLOADS[name]
     passing = workload.passing_numel(ranks) / workload.numel()
     bytes_without_states = found[KEPT] - formula_ratio("none", 1)

@@ -1,4 +1,4 @@
-"""Plans lie where the page says beside the figures that others have published."""
+"""Plans lie where the page says next to the figures that others have published."""
 
 from pathlib import Path
 

@@ -44,7 +44,7 @@ def test_a_wire_that_cannot_be_is_refused(latency_s: float, bytes_per_s: float, 
         Wire(latency_s, bytes_per_s)
 
 
-def test_transfers_follow_one_another_on_one_wire_and_a_free_wire_waits_for_nobody() -> None:
+def test_transfers_follow_one_another_on_one_wire_and_a_free_wire_waits_for_no_one() -> None:
     time = FakeTime()
     queue = WireQueue(Wire(1.0, 10.0), time.clock, time.sleep)
     first, second = queue.send(20), queue.send(50)  # launched together: 1 + 2 s, then 1 + 5 s behind it

@@ -107,7 +107,7 @@ def test_without_a_plugin_the_device_and_the_precision_are_applied() -> None:
         booster.no_sync()
 
 
-def test_arguments_in_a_wrong_order_are_told_apart() -> None:
+def test_arguments_in_a_wrong_order_are_distinguished() -> None:
     booster, model = Booster(device="cpu"), new_model()
     optimizer, loader = new_optimizer(model), DataLoader(TensorDataset(torch.ones(2)))
     for arguments, words in (

@@ -346,7 +346,7 @@ def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
     assert not (tmp_path / "it ran").exists()
 
 
-def test_the_kind_of_a_file_is_told_by_its_content_and_not_by_its_name(tmp_path: Path) -> None:
+def test_the_kind_of_a_file_is_read_from_its_content_and_not_by_its_name(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     booster = Booster(device="cpu")
     plain = new_model()
@@ -421,7 +421,7 @@ def test_an_argument_that_is_wrong_on_one_rank_alone_is_refused_on_all(
 
 
 @ranks(2, timeout_s=20)
-def test_an_asynchronous_save_that_failed_is_told_on_all_ranks_by_the_next_save(
+def test_an_asynchronous_save_that_failed_is_reported_on_all_ranks_by_the_next_save(
     rank: int, world: int, tmp_path: Path
 ) -> None:
     """Under FSDP the others are in the next tensor's gather otherwise."""

@@ -56,7 +56,7 @@ def test_bucket_cap_mb_is_the_size_of_a_bucket(rank: int, world: int, cap_mib: i
         return done
 
     model.module.register_comm_hook(None, count)
-    for _ in range(2):  # buckets are made anew after the first backward
+    for _ in range(2):  # buckets are made again after the first backward
         sizes.clear()
         booster.backward(model(torch.ones(2, 512)).sum(), optimizer)
     assert len(sizes) == buckets

@@ -296,7 +296,7 @@ def test_a_model_on_the_meta_device_is_given_values(rank: int, world: int, own: 
 
 
 @ranks(1)
-def test_a_meta_module_that_nobody_can_fill_is_refused_by_name(rank: int, world: int) -> None:
+def test_a_meta_module_that_no_one_can_fill_is_refused_by_name(rank: int, world: int) -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -361,7 +361,7 @@ def test_fp8_communication_rounds_parameters_and_gradients_within_bounds(rank: i
 
 @ranks(2)
 def test_groups_state_and_scheduler_of_an_optimizer_survive_sharding(rank: int, world: int) -> None:
-    """ColossalAI makes the optimizer anew from its defaults, and drops all three."""
+    """ColossalAI makes the optimizer again from its defaults, and drops all three."""
     model = new_model()
     reference = copy.deepcopy(model).double()
     optimizers = [new_optimizer(model), new_optimizer(reference)]
@@ -417,7 +417,7 @@ def test_a_tied_weight_stays_one_and_is_refused_in_two_units(rank: int, world: i
 
 
 @ranks(3)
-def test_ranks_with_different_models_are_told_before_anything_is_cut(rank: int, world: int) -> None:
+def test_ranks_with_different_models_are_reported_before_anything_is_cut(rank: int, world: int) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4 if rank == 1 else 3))
     with pytest.raises(ValueError, match=r"rank 1 has '1.weight' \[4, 2\].*rank 0 has '1.weight' \[3, 2\]"):
         boosted(model)

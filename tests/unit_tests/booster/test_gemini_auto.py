@@ -101,8 +101,8 @@ def check_budgets(rank: int, folder: Path, precision: str) -> None:
                 assert (first, watch.count) == (counts[-1] // 3, counts[-1]), "no warm-up with an earlier run's numbers"
             ours = whole_weights(model)
             assert all(torch.equal(ours[name], weight) for name, weight in weights.items())
-    told = f"budget of {grads + stats.non_model_bytes + whole} bytes: {grads} of gradients, {stats.non_model_bytes} of"
-    assert told in model.module.describe() and f"{whole} for whole buckets" in model.module.describe()
+    said = f"budget of {grads + stats.non_model_bytes + whole} bytes: {grads} of gradients, {stats.non_model_bytes} of"
+    assert said in model.module.describe() and f"{whole} for whole buckets" in model.module.describe()
     units = len(model.module.engine.params.units)
     assert counts[0] > counts[1] > counts[2] > counts[3] == 3 * units
 
@@ -129,7 +129,7 @@ def one_backward(model: Any, optimizer: Any, rank: int, rows: int, forwards: int
 
 
 @ranks(2)
-def test_a_step_that_keeps_more_than_the_first_one_is_told_and_counted_from_then_on(
+def test_a_step_that_keeps_more_than_the_first_one_is_reported_and_counted_from_then_on(
     rank: int, world: int, tmp_path: Path
 ) -> None:
     folder = shared(tmp_path)
@@ -142,8 +142,8 @@ def test_a_step_that_keeps_more_than_the_first_one_is_told_and_counted_from_then
     watch, budget = Watch(model), model.module.engine.params.eviction
     counted = []
     for turn, loss in zip(turns, wanted, strict=True):
-        told = pytest.warns(UserWarning, match=r"has kept \d+ bytes .* the budget of \d+ bytes counts on \d+")
-        with told if len(counted) in (2, 4) else contextlib.nullcontext():
+        said = pytest.warns(UserWarning, match=r"has kept \d+ bytes .* the budget of \d+ bytes counts on \d+")
+        with said if len(counted) in (2, 4) else contextlib.nullcontext():
             assert one_backward(model, optimizer, rank, *turn) == loss
         counted.append(model.memstats.non_model_bytes // row)
         assert budget.limit == whole + (4 - counted[-1]) * row

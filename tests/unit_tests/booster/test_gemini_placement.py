@@ -371,7 +371,7 @@ def fill_a_disk_in_a_namespace(folder: Path) -> None:
     os._exit(1 if failed else 0)
 
 
-def test_a_disk_that_is_really_full_is_told_on_all_ranks(tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full_is_reported_on_all_ranks(tmp_path: Path) -> None:
     """The disk is a file system in a namespace of its own, which ends with the ranks."""
     (tmp_path / "disk").mkdir()
     process = pool._the_pool().context.Process(target=fill_a_disk_in_a_namespace, args=(tmp_path,))

@@ -139,11 +139,11 @@ def check(
             optimizer.zero_grad()
             batch: dict[str, Any] = dict(batch_of(kind, step, data_rank))
             halves = [{k: v[part] for k, v in batch.items()} for part in (slice(0, 2), slice(2, 4))]
-            told = count_of(kind, [batch_of(kind, step, rank) for rank in range(data_ranks)])
+            said = count_of(kind, [batch_of(kind, step, rank) for rank in range(data_ranks)])
             total = 0.0
             for number, part in enumerate(halves if accumulate else [batch]):
                 if num_items:
-                    part["num_items_in_batch"] = torch.tensor(told) if number else told
+                    part["num_items_in_batch"] = torch.tensor(said) if number else said
                 if accumulate and number == 0:
                     with booster.no_sync(model, optimizer):
                         total += one_batch(booster, model, optimizer, pp, part, criterion)

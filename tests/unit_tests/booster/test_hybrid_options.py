@@ -148,7 +148,7 @@ def whole_parameters(**options: Any) -> int:
     return len(boosted(**options)[0].unwrap().split_report.plan.whole)
 
 
-# Parameter: (what it needs beside it, another value than the default, what is looked at, without it and with it).
+# Parameter: (what it needs next to it, another value than the default, what is looked at, without it and with it).
 EFFECTS: dict[str, tuple[Options, Any, Callable[..., Any], Any, Any]] = {
     "tp_size": ({}, 2, size_of("tp"), 1, 2),
     "pp_size": ({"num_microbatches": 2}, 2, size_of("pp"), 1, 2),
@@ -220,10 +220,10 @@ def seen(look: Callable[..., Any], options: Options) -> Any:
 @ranks(4)
 @pytest.mark.parametrize("third", range(3))
 def test_every_parameter_has_the_effect_that_the_table_says(rank: int, world: int, third: int) -> None:
-    for name, (beside, value, look, before, after) in list(EFFECTS.items())[third::3]:
+    for name, (needed, value, look, before, after) in list(EFFECTS.items())[third::3]:
         if before is not None:
-            assert seen(look, {"tp_size": 1, **beside}) == before, name
-        found = seen(look, {**beside, name: value})
+            assert seen(look, {"tp_size": 1, **needed}) == before, name
+        found = seen(look, {**needed, name: value})
         assert found == {"rank": float(rank), "1 or 3": [1, 3][rank % 2]}.get(str(after), after), name
 
 

@@ -313,8 +313,8 @@ def test_training_goes_on_in_another_layout(
             assert loaded.config.num_hidden_layers == LAYERS
         parallel_state.destroy_model_parallel()
     assert results[0] == pytest.approx(results[1], abs=1e-5)
-    told = agree.gather(results[0], None, "the losses")
-    assert all(theirs == pytest.approx(results[0], abs=1e-5) for theirs in told.values())
+    said = agree.gather(results[0], None, "the losses")
+    assert all(theirs == pytest.approx(results[0], abs=1e-5) for theirs in said.values())
 
 
 # -- precisions and options -----------------------------------------------------------------------------------------

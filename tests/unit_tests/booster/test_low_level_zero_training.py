@@ -183,7 +183,7 @@ def test_state_of_before_is_taken_over(rank: int, world: int) -> None:
 
 
 class Branches(nn.Module):
-    """A tied weight, a branch that only some ranks use in some steps, one that nobody uses, a frozen one."""
+    """A tied weight, a branch that only some ranks use in some steps, one that no one uses, a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -202,7 +202,7 @@ def test_options_that_decide_what_ranks_do_together_are_the_same_on_every_rank(
 
 
 @ranks(2, timeout_s=20)
-def test_whatever_a_scheduler_raises_on_one_rank_is_told_to_all_and_both_are_as_before(
+def test_what_a_scheduler_raises_on_one_rank_is_reported_to_all_and_both_are_as_before(
     rank: int, world: int, tmp_path: Path
 ) -> None:
     class Odd:

@@ -124,7 +124,7 @@ def test_what_is_not_there_is_an_error_in_one_line(
         raise AssertionError(error)
 
 
-def test_the_command_runs_as_a_module_and_its_status_tells(root: Path) -> None:
+def test_the_command_runs_as_a_module_and_its_status_says(root: Path) -> None:
     flip_weight(list_committed(root)[-1].path)
     done = run_python("-m", "core.checkpoint", "verify", root, folder=root.parent)
     assert done.returncode == DAMAGED and "DAMAGED" in done.stdout, done.stderr

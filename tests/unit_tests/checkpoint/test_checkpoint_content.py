@@ -347,7 +347,7 @@ def test_a_parameter_that_was_frozen_when_saved_starts_fresh_and_is_named(
     assert all(count == (1 if n.startswith("second") else 3) for n, count in steps.items())
 
 
-def test_what_modules_keep_beside_tensors_is_not_saved_and_said(tmp_path: Path) -> None:
+def test_what_modules_keep_next_to_tensors_is_not_saved_and_said(tmp_path: Path) -> None:
     class Scaled(nn.Linear):
         def get_extra_state(self) -> dict[str, int]:
             return {"amax": 3}

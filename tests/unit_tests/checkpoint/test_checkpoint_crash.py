@@ -100,7 +100,7 @@ def test_training_goes_on_bit_for_bit_after_any_rank_was_killed_at_any_point(
 
 
 def test_points_are_inert_unless_a_test_asks_and_a_wrong_name_is_an_error() -> None:
-    reach("no such point", 0)  # nobody listens: one comparison
+    reach("no such point", 0)  # no one listens: one comparison
     reached = []
     set_hook(lambda point, rank: reached.append((point, rank)))
     try:

@@ -23,7 +23,7 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 class Hollow(nn.Module):
-    """A layer without features beside one with, a table without rows that is frozen, and a count of none."""
+    """A layer without features next to one with, a table without rows that is frozen, and a count of none."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ def a_part_of_a_tebibyte(directory: Path) -> None:
     edit(directory, change)
 
 
-def a_part_beside_its_tensor(directory: Path) -> None:
+def a_part_next_to_its_tensor(directory: Path) -> None:
     def change(tree: dict[str, Any]) -> None:
         file, number = segment_of(tree, "rank0.weight")
         file["boxes"][number][0][0] += 1
@@ -268,7 +268,7 @@ CASES |= {
     for case in (
         nested_json, a_number_of_5000_digits, a_number_of_1000_digits, a_number_below_zero, a_fraction,
         an_endless_number, a_name_with_nul, a_name_outside, a_dtype_that_is_a_function, a_tensor_of_a_tebibyte,
-        a_part_of_a_tebibyte, a_part_beside_its_tensor, an_item_beyond_its_file, meta_that_is_a_list,
+        a_part_of_a_tebibyte, a_part_next_to_its_tensor, an_item_beyond_its_file, meta_that_is_a_list,
         an_item_that_inflates, another_shape, another_dtype, a_dictionary_for_a_tensor, no_zip_at_all,
         a_pickle_that_runs_code, a_pickle_that_allocates_16_gib, a_pickle_with_a_far_memo, a_long_pickle,
         two_entries_of_one_name, a_tebibyte_of_holes, a_zip_directory_of_many_gib,

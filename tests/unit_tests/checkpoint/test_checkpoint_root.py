@@ -295,7 +295,7 @@ def test_a_root_that_cannot_be_written_is_refused_before_training_starts(place: 
         CheckpointSaver(root)
 
 
-def test_a_reader_beside_a_saver_that_deletes_always_finds_an_intact_checkpoint(tmp_path: Path) -> None:
+def test_a_reader_next_to_a_saver_that_deletes_always_finds_an_intact_checkpoint(tmp_path: Path) -> None:
     save_alone(tmp_path, 0)
     failures: list[BaseException] = []
     found: list[int] = []

@@ -194,7 +194,7 @@ IN_A_THREAD = [
 
 @ranks(2, timeout_s=120)
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_a_full_disk_at_any_point_is_told_to_all_ranks_and_the_next_save_works(
+def test_a_full_disk_at_any_point_is_reported_on_all_ranks_and_the_next_save_works(
     rank: int, world: int, asynchronous: bool, tmp_path: Path
 ) -> None:
     cases = IN_A_THREAD if asynchronous else [(point, failing) for point in save_points.POINTS for failing in (0, 1)]
@@ -214,8 +214,8 @@ def test_a_full_disk_at_any_point_is_told_to_all_ranks_and_the_next_save_works(
                 last = step
             elif point in AFTER_COMMIT:
                 assert report.committed and report.error is None, "a warning, and no failed save"
-                told = [warning for warning in heard if "What comes after a save has failed" in str(warning.message)]
-                assert len(told) == (1 if rank == 0 else 0), point
+                late = [warning for warning in heard if "What comes after a save has failed" in str(warning.message)]
+                assert len(late) == (1 if rank == 0 else 0), point
                 last = step
             else:
                 failures += 1
@@ -546,7 +546,7 @@ def test_the_root_lock_is_for_one_job_only_and_the_kernel_frees_it(tmp_path: Pat
 
 
 @ranks(2)
-def test_a_rank_that_does_not_see_the_checkpoints_is_told_so_when_loading(
+def test_a_rank_that_does_not_see_the_checkpoints_is_refused_when_loading(
     rank: int, world: int, tmp_path: Path
 ) -> None:
     root = tmp_path / "machine0"

@@ -206,7 +206,7 @@ def test_an_expert_is_replicated_over_its_own_groups() -> None:
     assert (bias.shape, bias.replica_axes, bias.replica, bias.replicas) == ((4, 3), ("expt_tp", "expt_dp"), 6, 8)
 
 
-def test_experts_that_nobody_counts_are_refused_and_those_with_names_of_their_own_are_not() -> None:
+def test_experts_that_no_one_counts_are_refused_and_those_with_names_of_their_own_are_not() -> None:
     model = nn.Module()
     model.experts = nn.ModuleList([nn.Linear(3, 3, bias=False)])
     tagged(model.experts[0].weight, allreduce=False)

@@ -82,7 +82,7 @@ def test_a_file_that_inflates_and_one_that_is_no_file_are_refused(tmp_path: Path
             check(path)
 
 
-def test_two_writers_of_one_file_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_of_one_file_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core.checkpoint.weights.one_file.LOCK_LIMIT_S", 0.1)
     refused = pytest.raises(CheckpointError, match=r"another process is writing .*\.model\.tmp")
     with only_writer(tmp_path / ".model.tmp", Path.touch), refused:

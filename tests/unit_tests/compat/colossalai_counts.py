@@ -4,7 +4,7 @@
 
 What is counted is a pair of a file and a group of names that it imports: nine groups, with the number of the 151 files
 of ColossalAI's examples and applications that import each of them. How many files find ALL of their names cannot be
-counted from this: the list does not say which names stand in one file, nor what a file imports beside them.
+counted from this: the list does not say which names stand in one file, nor what a file imports next to them.
 """
 
 from __future__ import annotations

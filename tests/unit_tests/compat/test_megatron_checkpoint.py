@@ -157,7 +157,7 @@ def test_a_tree_of_every_kind_of_leaf_comes_back(rank: int, world: int, tmp_path
     other = {"columns": ShardedTensor.from_rank_offsets("columns", torch.zeros(4, 5), (1, rank, 2))}
     with pytest.raises(CheckpointError, match=r"'columns' is \[4, 6\] in it and \[4, 10\] here"):
         mcore.dist_checkpointing.load(other, tmp_path / "tree")
-    with pytest.raises(CheckpointError, match="'half' has 12 elements"):  # rank 1's part is nobody's
+    with pytest.raises(CheckpointError, match="'half' has 12 elements"):  # rank 1's part is no one's
         half = ShardedTensor.from_rank_offsets("half", torch.zeros(6), (0, 0, 2), replica_id=rank)
         (tmp_path / "half").mkdir(exist_ok=True)
         mcore.dist_checkpointing.save({"half": half}, tmp_path / "half")

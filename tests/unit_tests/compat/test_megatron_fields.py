@@ -24,7 +24,7 @@ NAMES = megatrons_fields()
 FIELDS = [(kind, name) for kind in KINDS for name in NAMES[kind.__name__]]
 UNOBEYED = [(kind, name) for kind, name in FIELDS if name in kind.rules]
 OBEYED = [(kind, name) for kind, name in FIELDS if name not in kind.rules]
-# What a field is set to where another number, name or truth would not do, with what it needs beside it.
+# What a field is set to where another number, name or truth would not do, with what it needs next to it.
 OTHERS: dict[str, dict[str, Any]] = {
     "optimizer": {"optimizer": "sgd"},
     "overlap_param_gather": {"overlap_param_gather": True, "use_distributed_optimizer": True},
@@ -83,7 +83,7 @@ def read_by_code() -> set[str]:
 
 READ = read_by_code()
 # Not in ours, and read of Megatron's own configuration.
-BESIDE = {field.name for field in dataclasses.fields(configs.ModelParallelConfig)} | {
+ELSEWHERE = {field.name for field in dataclasses.fields(configs.ModelParallelConfig)} | {
     "use_megatron_fsdp",
     "overlap_param_gather",
 }
@@ -97,10 +97,10 @@ def test_what_is_obeyed_changes_what_the_engine_is_given(kind: Any, name: str) -
     if kind is configs.ModelParallelConfig:
         assert name in READ | {"expert_tensor_parallel_size"}, "the engine reads Megatron's configuration itself"
         return
-    beside = {key: value for key, value in given.items() if key != name}
+    others = {key: value for key, value in given.items() if key != name}
     try:
-        without = kind(**beside).ours()
-    except ValueError:  # what stands beside it needs it
+        without = kind(**others).ours()
+    except ValueError:  # what stands next to it needs it
         without = None
     try:
         found = kind(**given).ours()
@@ -108,7 +108,7 @@ def test_what_is_obeyed_changes_what_the_engine_is_given(kind: Any, name: str) -
         assert name in str(error) or name in ("use_megatron_fsdp", "fp16", "bf16"), error
         return
     if found == without:
-        assert name in BESIDE, f"{name} has no effect"
+        assert name in ELSEWHERE, f"{name} has no effect"
         assert name in READ or name == "use_megatron_fsdp"  # which has a test of its own
 
 

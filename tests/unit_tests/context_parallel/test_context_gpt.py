@@ -147,7 +147,7 @@ def test_three_context_ranks_are_one_process(rank: int, world: int, comm_type: s
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
 @pytest.mark.parametrize("layout", ["cp4, rotary", "cp2 dp2", "cp2 tp2 sp", "cp2 tp2 sp, rotary"])
 @pytest.mark.in_suite()
-def test_context_ranks_beside_other_axes_are_one_process(rank: int, world: int, layout: str, comm_type: str) -> None:
+def test_context_ranks_next_to_other_axes_are_one_process(rank: int, world: int, layout: str, comm_type: str) -> None:
     check_against_one_process(layout, layout in ("cp2 dp2", "cp2 tp2 sp, rotary"), comm_type)
 
 

@@ -125,7 +125,7 @@ class Tied(nn.Module):
 
 
 class Branches(nn.Module):
-    """A branch that some ranks use, one that all use but in every third step, one that nobody uses."""
+    """A branch that some ranks use, one that all use but in every third step, one that no one uses."""
 
     def __init__(self, odd: int) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ PARTS: dict[str, type[nn.Module]] = {
 
 
 class Net(nn.Module):
-    """Parts one after another, and a head with two outputs: the answer [BATCH, 3] and a number beside it.
+    """Parts one after another, and a head with two outputs: the answer [BATCH, 3] and a number next to it.
 
     recompute: None, or `use_reentrant` of torch's checkpoint, by which each part is run.
     """

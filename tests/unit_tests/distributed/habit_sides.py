@@ -403,15 +403,15 @@ def outcomes(rank: int, world: int, seeds: Sequence[int], folder: str) -> Iterat
                 found.append(store.get(f"{number}/{other}").decode())
             except RuntimeError:  # DistStoreError, or what a FileStore raises in its place
                 found.append(f"wrong: had not ended {CASE_LIMIT_S:g} s after rank {rank}")
-        assert not any("had not ended" in text for text in found), told(case, found)
+        assert not any("had not ended" in text for text in found), said(case, found)
         kinds = {text.split(":")[0] for text in found}
         if kinds != {"equal"}:  # ranks may be at different collectives
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel()
         bad = kinds not in ({"equal"}, {"refused"})
-        yield found[rank], told(case, found) if bad else ""
+        yield found[rank], said(case, found) if bad else ""
 
 
-def told(case: Case, found: Sequence[str]) -> str:
+def said(case: Case, found: Sequence[str]) -> str:
     """A case, and what became of it on each rank."""
     return "\n".join([str(case), *(f"rank {rank}: {text}" for rank, text in enumerate(found))])

@@ -73,7 +73,7 @@ def test_adding_to_gradients_that_are_scaled_in_the_optimizer_is_exact(rank: int
 
 
 @ranks(2)
-def test_gradients_dropped_in_part_between_two_finalizes_begin_anew_there(rank: int, world: int) -> None:
+def test_gradients_dropped_in_part_between_two_finalizes_begin_again_there(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     for strategy in STRATEGIES:
         for zero in (False, True):

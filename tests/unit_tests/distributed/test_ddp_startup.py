@@ -315,7 +315,7 @@ def test_the_garbage_collector_is_left_as_it_was(rank: int, world: int) -> None:
 
 @ranks(1)
 def test_what_a_user_dropped_before_a_wrap_is_collected_without_being_asked_for(rank: int, world: int) -> None:
-    """Garbage in a cycle is found by a young collection: a wrap may not move it to where nobody looks."""
+    """Garbage in a cycle is found by a young collection: a wrap may not move it to where no one looks."""
     parallel_state.initialize_model_parallel()
     dropped = nn.Linear(2, 2)
     dropped.itself = [dropped]
@@ -328,7 +328,7 @@ def test_what_a_user_dropped_before_a_wrap_is_collected_without_being_asked_for(
 
 
 @ranks(2)
-def test_hooks_of_the_user_stay_beside_ours(rank: int, world: int) -> None:
+def test_hooks_of_the_user_stay_next_to_ours(rank: int, world: int) -> None:
     """Registered before the wrap and after it, and on a model that is wrapped a second time; one may be removed."""
     parallel_state.initialize_model_parallel()
     model = make_net()

@@ -179,7 +179,7 @@ def resident_bytes() -> int:
 
 
 def assert_no_rank_holds_the_model(layers: int, width: int, world: int) -> None:
-    """Looks at the memory while each module is whole, and at the end, beside what the process had before."""
+    """Looks at the memory while each module is whole, and at the end, next to what the process had before."""
     parallel_state.initialize_model_parallel()
     gc.collect()
     before, peaks = resident_bytes(), [0]

@@ -1,6 +1,6 @@
 """Random modules, trained in random ways: ours is plain torch on one process, or is refused by name on all ranks.
 
-A failing case is told in words with its seed. To run it again:
+A failing case is described with its seed. To run it again:
 
     python -m tests.unit_tests.distributed.test_training_habits WORLD SEED [SEED ...]
 """

@@ -98,7 +98,7 @@ def test_where_follows_a_gradient_through_a_step(rank: int, world: int, options:
 
 @ranks(2)
 @pytest.mark.parametrize("options", STRATEGIES)
-def test_where_tells_why_a_gradient_is_none(rank: int, world: int, options: dict[str, Any]) -> None:
+def test_where_says_why_a_gradient_is_none(rank: int, world: int, options: dict[str, Any]) -> None:
     parallel_state.initialize_model_parallel()
     ddp = wrap(Layers(), bucket_size=1, **options)
     weight = ddp.module.layers[1].weight

@@ -287,7 +287,7 @@ def evaluated(local: Local, step: int) -> Program:
         with local.no_sync() if microbatch == 0 else nullcontext():
             local.backward(loss(local, step, microbatch))
     local.module.eval()
-    loss(local, step, 6)  # with grad mode on, and nobody calls backward
+    loss(local, step, 6)  # with grad mode on, and no one calls backward
     local.module.train()
     yield from ()
 

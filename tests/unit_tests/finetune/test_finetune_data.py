@@ -175,8 +175,8 @@ def test_tools_and_options_reach_the_chat_template_or_are_refused() -> None:
         encode(record, tokenizer, "line 1")
     tokenizer.chat_template = "{{ tools | tojson }}{{ mood }}" + plain
     example = encode(record, tokenizer, "line 1")
-    told = tokenizer.decode(example.ids)
-    assert json.loads(told.partition("calm")[0]) == [tool] and "calm<|im_start|>user" in told
+    said = tokenizer.decode(example.ids)
+    assert json.loads(said.partition("calm")[0]) == [tool] and "calm<|im_start|>user" in said
     assert learned_text(example, tokenizer) == "4<|im_end|>\n"
     called = {"role": "assistant", "content": None, "tool_calls": [tool]}
     with pytest.raises(ConfigError, match="line 2 has 'tool_calls', which the model's chat template does not read"):
@@ -287,8 +287,8 @@ def test_a_damaged_cache_is_made_again_with_a_line(
     expected, header = before.train.copy(), before.header
     break_it(folder)
     assert prepare_windows(options, 20, tokenizer) == folder.name
-    told = capsys.readouterr().out
-    assert told.startswith(f"{folder} is damaged (") and message in told and told.count("\n") == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"{folder} is damaged (") and message in said and said.count("\n") == 1
     again = open_windows(folder)
     assert np.array_equal(again.train, expected) and again.header == header
     assert [path.name for path in options.cache.iterdir() if path.is_dir()] == [folder.name]

@@ -445,8 +445,8 @@ def test_what_cannot_be_is_refused_in_one_line_before_ranks_start(
         tokenizer.save_pretrained("plain")
     capsys.readouterr()
     assert main([*flags, "--logging.no-plots"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1 and message in told, told
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and message in said, said
 
 
 def cut(file: Path, size: int) -> None:
@@ -518,8 +518,8 @@ def test_a_broken_directory_is_refused_in_one_line_before_ranks_start(
     break_it(model)
     capsys.readouterr()
     assert main(["--model", "model", "--logging.no-plots"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1 and message in told, told
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and message in said, said
 
 
 def test_tokens_without_a_row_are_refused_before_ranks_start_if_the_data_has_them(
@@ -542,9 +542,9 @@ def test_tokens_without_a_row_are_refused_before_ranks_start_if_the_data_has_the
     Path("data.jsonl").write_text('{"text": "plain"}\n' * 3 + '{"text": "a zebra"}\n')
     capsys.readouterr()
     assert main(flags) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1
-    assert "data.jsonl, line 4: the token 'zebra' has the id 259, and the model's embedding has 259 rows" in told
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert "data.jsonl, line 4: the token 'zebra' has the id 259, and the model's embedding has 259 rows" in said
 
 
 def test_marks_at_which_a_model_stops_are_those_of_its_files(tmp_path: Path) -> None:

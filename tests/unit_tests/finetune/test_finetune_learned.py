@@ -145,8 +145,8 @@ def test_the_data_line_shows_what_is_learned(template: str, unended: int, tmp_pa
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     options = TunedData(file=(file,), cache=tmp_path / "cache", validation_fraction=0)
     header = open_windows(options.cache / prepare_windows(options, 60, tokenizer)).header
-    told = header.describe()
-    assert "the first, learned in [[ ]]: 2 + 2 =[[ 4</s>]]" in told and "\n" not in told
-    assert "fields that are not used: '.mood', 'id', 'prompt'" in told and "score" not in told
+    said = header.describe()
+    assert "the first, learned in [[ ]]: 2 + 2 =[[ 4</s>]]" in said and "\n" not in said
+    assert "fields that are not used: '.mood', 'id', 'prompt'" in said and "score" not in said
     assert header.unended == unended
-    assert ("in 1 no mark ends an answer, so the model does not learn to stop there" in told) == bool(unended)
+    assert ("in 1 no mark ends an answer, so the model does not learn to stop there" in said) == bool(unended)

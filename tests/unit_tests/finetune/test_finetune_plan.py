@@ -1,4 +1,4 @@
-"""The plan of a fine-tuning job beside the job itself: its wrapper and optimizer to the byte, and what is refused."""
+"""The plan of a fine-tuning job next to the job itself: its wrapper and optimizer to the byte, and what is refused."""
 
 import copy
 from pathlib import Path
@@ -59,13 +59,13 @@ def test_what_a_job_holds_is_planned_to_the_byte(rank: int, world: int, flags: s
     pytest.importorskip("peft")
     built: list[Any] = []
     build = job.build_trainer
-    told = flags.removeprefix("uneven ").split()
-    if told != flags.split():
+    said = flags.removeprefix("uneven ").split()
+    if said != flags.split():
         if rank == 0:
             uneven_model(tmp_path)
         job.dist.barrier()
-        told = [*uneven_model(tmp_path), *told]
-    config = config_in(tmp_path, *SHORT, *told)
+        said = [*uneven_model(tmp_path), *said]
+    config = config_in(tmp_path, *SHORT, *said)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "build_trainer", lambda *given: built.append(build(*given)) or built[0])
         tuned(config, rank, world)
@@ -89,8 +89,8 @@ def test_a_dry_run_writes_nothing_and_a_job_that_cannot_fit_is_refused(
 
     monkeypatch.chdir(tmp_path)
     assert main(["--pp", "2", "--run.device", "cpu", "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert "rank 0 (stage 0)  rank 1 (stage 1)" in told and "fits: rank 0 holds most" in told
+    said = capsys.readouterr().out
+    assert "rank 0 (stage 0)  rank 1 (stage 1)" in said and "fits: rank 0 holds most" in said
     monkeypatch.setattr(dry_run, "host_memory_bytes", lambda: 1 << 30)
     assert main([*BATCH, "--dry-run"]) == 1
     changes = capsys.readouterr().out.partition("it would fit with one of these:\n")[2].splitlines()
@@ -98,9 +98,9 @@ def test_a_dry_run_writes_nothing_and_a_job_that_cannot_fit_is_refused(
     started: list[int] = []
     monkeypatch.setattr(command, "start_ranks", lambda ranks: started.append(ranks) or 0)
     assert main(BATCH) == 2
-    told = capsys.readouterr().err
-    assert "2 ranks of this machine would hold" in told and len(told.splitlines()) == 1
-    assert "it would fit with --model.gradient-checkpointing or --run.micro-batch-size" in told
+    said = capsys.readouterr().err
+    assert "2 ranks of this machine would hold" in said and len(said.splitlines()) == 1
+    assert "it would fit with --model.gradient-checkpointing or --run.micro-batch-size" in said
     assert not list(tmp_path.iterdir()) and not started
     for flags in ([*BATCH, "--run.no-check-memory"], [*BATCH, "--run.micro-batch-size", "2"]):
         assert main(flags) == 0
@@ -110,12 +110,12 @@ def test_a_dry_run_writes_nothing_and_a_job_that_cannot_fit_is_refused(
 def test_a_dry_run_prints_time_and_traffic_for_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--tp", "2", "--zero", "2", "--run.ranks", "4"]
     assert main([*flags, "--dry-run", "--device", "a100"]) == 0
-    told = capsys.readouterr().out
-    assert told == plan_run(PlannedTuning(load_config(flags)), 4, "a100").describe() + "\n"
-    assert "a step takes" in told and "dp_cp   reduce_scatter" in told
+    said = capsys.readouterr().out
+    assert said == plan_run(PlannedTuning(load_config(flags)), 4, "a100").describe() + "\n"
+    assert "a step takes" in said and "dp_cp   reduce_scatter" in said
 
 
-def test_a_dry_run_needs_no_weights_and_is_told_what_the_file_says_wrongly(
+def test_a_dry_run_needs_no_weights_and_reports_what_the_file_says_wrongly(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A config.json, and a directory that holds nothing else, give the plan of a whole checkpoint."""
@@ -149,8 +149,8 @@ def test_a_dry_run_refuses_what_cannot_be_built(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*flags, "--dry-run"]) == 2
-    told = capsys.readouterr().err
-    assert words in told and len(told.splitlines()) == 1
+    said = capsys.readouterr().err
+    assert words in said and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

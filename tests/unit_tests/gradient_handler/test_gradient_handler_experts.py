@@ -157,7 +157,7 @@ def test_an_expert_is_refused_by_the_handler_of_dense_models(rank: int, world: i
 
 
 @ranks(4)
-def test_what_is_wrong_with_an_expert_is_told_to_all_ranks(rank: int, world: int) -> None:
+def test_what_is_wrong_with_an_expert_is_reported_on_all_ranks(rank: int, world: int) -> None:
     """Ranks 1 and 3 hold the expert with the sparse gradient; 0 and 2 must not wait for them."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     bag = coded(rank, dense=ODD, expert=(5, 2)).tag("expert", allreduce=False)

@@ -25,7 +25,7 @@ from tests.unit_tests.rank_codes import ODD, Bag
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import loss_of, make_net, mean_over_ranks, wrap
 
-# -- beside wrappers ------------------------------------------------------------------------------------------------
+# -- next to wrappers ------------------------------------------------------------------------------------------------
 
 
 @ranks(4)
@@ -87,7 +87,7 @@ def test_a_wrapper_over_fewer_ranks_than_the_handler_is_refused(rank: int, world
 
 
 @ranks(2)
-def test_plain_parameters_beside_a_wrapped_part_are_reduced(rank: int, world: int) -> None:
+def test_plain_parameters_next_to_a_wrapped_part_are_reduced(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     model = nn.Module()
     model.wrapped = wrap(Bag(w=ODD))

@@ -51,7 +51,7 @@ def assert_same_gradients(got: Any, expected: Any, rtol: float = 1e-11) -> None:
     for name, param in got.named_parameters():
         if wanted[name].grad is not None:
             torch.testing.assert_close(
-                param.grad, wanted[name].grad, rtol=rtol, atol=rtol / 100, msg=lambda told, name=name: f"{name}: {told}"
+                param.grad, wanted[name].grad, rtol=rtol, atol=rtol / 100, msg=lambda said, name=name: f"{name}: {said}"
             )
 
 
@@ -100,7 +100,7 @@ def test_16_bit_gradients_are_as_near_as_those_of_whole_logits() -> None:
     assert 0 < off(chunked) < 1.2 * off(whole)
 
 
-def test_whoever_reads_logits_has_them_with_their_gradient() -> None:
+def test_a_reader_of_logits_has_them_with_their_gradient() -> None:
     model = small("gemma2", final_logit_softcapping=0.7)
     chunked = use_chunked_loss(copy.deepcopy(model), 5)
     ids = tokens()

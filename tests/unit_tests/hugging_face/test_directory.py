@@ -115,7 +115,7 @@ def test_what_is_no_configuration_is_refused_in_a_line_by_each_command(
             load_split(tmp_path)
 
 
-def test_code_in_a_directory_is_not_run_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_a_directory_is_not_run_and_no_one_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers would ask on the terminal, on every rank."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')")

@@ -127,7 +127,7 @@ def with_loss_of_logits(model: Any) -> Any:
 
 
 @ranks(2)
-def test_logits_stay_whole_where_a_loss_is_computed_of_them_beside_the_causal_one(rank: int, world: int) -> None:
+def test_logits_stay_whole_where_a_loss_is_computed_of_them_next_to_the_causal_one(rank: int, world: int) -> None:
     model = with_loss_of_logits(small("llama"))
     reference = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="logits stay whole .* adds something to its loss"):

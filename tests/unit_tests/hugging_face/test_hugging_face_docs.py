@@ -17,8 +17,8 @@ def test_the_page_on_hugging_face_models_does_what_it_says(rank: int, world: int
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("builtins.print", lambda text: lines.extend(text.splitlines()))
         names = run_page(PAGE, monkeypatch)
-    told = PAGE.read_text().split("```text\n")[1].split("```")[0].splitlines()
-    assert [line for line in told if line not in lines] == []
+    said = PAGE.read_text().split("```text\n")[1].split("```")[0].splitlines()
+    assert [line for line in said if line not in lines] == []
     losses = names["losses"]
     assert losses[0] - losses[-1] > 0.05
     assert len(names["report"].partial) == 4

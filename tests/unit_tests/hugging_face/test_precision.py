@@ -1,4 +1,4 @@
-"""16-bit models beside transformers' own in that dtype: to the bit where nothing is split."""
+"""16-bit models next to transformers' own in that dtype: to the bit where nothing is split."""
 
 import copy
 from pathlib import Path

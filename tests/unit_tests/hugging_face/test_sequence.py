@@ -131,11 +131,11 @@ def packed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q"])
+@pytest.mark.parametrize("said", ["position_ids", "cu_seq_lens_q"])
 @pytest.mark.parametrize("sp", OVER_CONTEXT)
 @in_double
 @pytest.mark.in_suite()
-def test_packed_documents_are_those_of_the_block_diagonal_mask(rank: int, world: int, sp: str, told: str) -> None:
+def test_packed_documents_are_those_of_the_block_diagonal_mask(rank: int, world: int, sp: str, said: str) -> None:
     model, reference, compare = split_over(1, world, sp, "mistral", sliding_window=4)  # shorter than documents
     ids = tokens(1, LENGTH)
     positions, ends, mask = packed()
@@ -144,7 +144,7 @@ def test_packed_documents_are_those_of_the_block_diagonal_mask(rank: int, world:
     plain = reference(input_ids=ids, labels=ids).loss
     assert abs(float((expected.loss - plain).detach())) > 1e-3  # documents matter
     expected.loss.backward()
-    given = {"position_ids": positions} if told == "position_ids" else {"cu_seq_lens_q": ends}
+    given = {"position_ids": positions} if said == "position_ids" else {"cu_seq_lens_q": ends}
     found = model(input_ids=ids, labels=ids, **given)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-12, atol=1e-12)
     found.loss.backward()

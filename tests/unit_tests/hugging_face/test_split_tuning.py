@@ -193,7 +193,7 @@ def test_compiled_layers_are_those_of_one_process(rank: int, world: int, sp: str
 
 
 def compare_two_steps(world: int, sp: str | None, change: Callable[[Any], None]) -> None:
-    """Losses and gradients of a split llama whose layers a function has changed, beside those of one process."""
+    """Losses and gradients of a split llama whose layers a function has changed, next to those of one process."""
     model = small("llama", num_hidden_layers=1)
     reference = copy.deepcopy(model)
     tp, cp = (1, world) if sp in OVER_CONTEXT else (world, 1)

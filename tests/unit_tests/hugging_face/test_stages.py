@@ -88,8 +88,8 @@ def _compare(
             found = whole(stage, name, parameter.grad)
             assert float((found - wanted).abs().max()) < tolerance * largest, name
             seen.add(name)
-    told = set().union(*agree.gather(seen, groups.pp, "the parameters of stages").values())
-    assert {name for name, _ in reference.named_parameters()} <= told
+    said = set().union(*agree.gather(seen, groups.pp, "the parameters of stages").values())
+    assert {name for name, _ in reference.named_parameters()} <= said
 
 
 def compare_with_one_process(

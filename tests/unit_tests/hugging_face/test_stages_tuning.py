@@ -106,7 +106,7 @@ def test_adapters_of_stages_over_tp_train_as_on_one_process(rank: int, world: in
 
 @ranks(2)
 @pytest.mark.parametrize(("layers", "chunks"), [([2, 3], 1), ([0], 1), ([1], 2)])
-def test_stages_without_an_adapter_train_beside_those_that_have_one(
+def test_stages_without_an_adapter_train_next_to_those_that_have_one(
     rank: int, world: int, layers: list[int], chunks: int, tmp_path: Path
 ) -> None:
     train(small("llama", num_hidden_layers=LAYERS), 1, 2, chunks, ["q_proj", "v_proj"], tmp_path, layers)

@@ -247,7 +247,7 @@ def test_another_name_is_refused_with_those_that_there_are() -> None:
 def test_batchnorm_evaluates_alike_on_all_ranks_as_with_accelerate_alone(
     rank: int, world: int, says: bool | None
 ) -> None:
-    """Rank 0's statistics count, where nobody asks for anything; `broadcast_buffers=False` of its handler is obeyed."""
+    """Rank 0's statistics count, where no one asks for anything; `broadcast_buffers=False` of its handler is obeyed."""
     from accelerate import Accelerator as Alone
     from accelerate.utils import DistributedDataParallelKwargs
 

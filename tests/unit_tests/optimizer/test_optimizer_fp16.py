@@ -229,7 +229,7 @@ def test_what_was_skipped_and_why_is_logged(rank: int, world: int) -> None:
 
 @ranks(1)
 @pytest.mark.parametrize("chained", [False, True])
-def test_the_steps_that_only_look_for_a_loss_scale_are_told_in_two_lines(rank: int, world: int, chained: bool) -> None:
+def test_steps_that_only_look_for_a_loss_scale_are_reported_in_two_lines(rank: int, world: int, chained: bool) -> None:
     """The first with its reason, the others counted; later overflows each have their line."""
     parallel_state.initialize_model_parallel()
     ddp = wrap(make_net(torch.float16))
@@ -256,7 +256,7 @@ def test_the_steps_that_only_look_for_a_loss_scale_are_told_in_two_lines(rank: i
 
 
 @ranks(1)
-def test_a_loss_scale_that_has_nowhere_to_go_is_told_in_every_step(rank: int, world: int) -> None:
+def test_a_loss_scale_that_has_nowhere_to_go_is_reported_in_every_step(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = wrap(make_net(torch.float16))
     config = OptimizerConfig(lr=0.1, fp16=True, initial_loss_scale=4.0, min_loss_scale=1.0, hysteresis=1)
@@ -276,7 +276,7 @@ def test_a_loss_scale_that_has_nowhere_to_go_is_told_in_every_step(rank: int, wo
 
 
 @ranks(1)
-def test_a_guard_that_raises_on_overflow_is_refused_beside_a_dynamic_scale(rank: int, world: int) -> None:
+def test_a_guard_that_raises_on_overflow_is_refused_next_to_a_dynamic_scale(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = wrap(make_net(torch.float16), check_for_nan_in_grad=True)
     with pytest.raises(ValueError, match="record_nan_in_grad=True instead"):

@@ -97,7 +97,7 @@ def test_four_stages(rank: int, world: int, schedule: str, count: int) -> None:
 
 
 # By day each schedule meets either strategy, with and without overlap in turn; by night all of them.
-BY_DAY = {("1F1B", False), ("Interleaved1F1B", True), ("ZBVZeroBubble", False)}  # overlap beside no_shard
+BY_DAY = {("1F1B", False), ("Interleaved1F1B", True), ("ZBVZeroBubble", False)}  # overlap next to no_shard
 TWO_BY_TWO = [
     pytest.param(
         *case,
@@ -120,7 +120,7 @@ def test_two_stages_of_two_data_ranks(rank: int, world: int, schedule: str, stra
 
 @ranks(8)
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
-def test_pipeline_beside_sequence_and_data_parallelism(rank: int, world: int, schedule: str) -> None:
+def test_pipeline_next_to_sequence_and_data_parallelism(rank: int, world: int, schedule: str) -> None:
     runner = start_pipeline(
         plan_pipeline(4, 2, schedule=schedule, chunks=2),
         schedule,

@@ -104,13 +104,13 @@ def test_so_it_is_at_the_end_of_a_pipeline(rank: int, world: int, per_token: boo
 @pytest.mark.parametrize(
     ("schedule", "layout", "changes"),
     [
-        ("1F1B", PipelineLayout((2, 2), 2), {}),  # beside two data ranks
+        ("1F1B", PipelineLayout((2, 2), 2), {}),  # next to two data ranks
         ("Interleaved1F1B", PipelineLayout((1, 1, 1, 1), 2), {}),
         ("ZBVZeroBubble", PipelineLayout((1, 1, 1, 1), 2, "v"), {}),
-        ("1F1B", PipelineLayout((2, 2), 2), {"sequence_parallel": True}),  # beside two tensor ranks
+        ("1F1B", PipelineLayout((2, 2), 2), {"sequence_parallel": True}),  # next to two tensor ranks
     ],
 )
-def test_so_it_is_beside_every_other_axis(
+def test_so_it_is_next_to_every_other_axis(
     rank: int, world: int, per_token: bool, schedule: str, layout: PipelineLayout, changes: dict[str, Any]
 ) -> None:
     config = {"context_parallel_size": 2, "calculate_per_token_loss": per_token, **changes}

@@ -63,7 +63,7 @@ def test_more_microbatches_need_no_more_memory(rank: int, world: int, schedule: 
     assert late - few > SENT, "gradients that were sent are kept until the step ends"
 
 
-def test_activations_tell_which_gradients_have_been_used() -> None:
+def test_activations_say_which_gradients_have_been_used() -> None:
     """Rank 0 has stages 0 and 2: F00 F01 F20 F21 F02 B20 F03 B21 F22 B00 F23 ...; rank 1: F10 F11 ... F12 B10 F13."""
     rows = actions_of_ranks("Interleaved1F1B", plan_pipeline(4, 2, schedule="Interleaved1F1B", chunks=2), 4)
     known = arrivals(rows)
@@ -73,7 +73,7 @@ def test_activations_tell_which_gradients_have_been_used() -> None:
 
 
 def peak_of_step(runner: PipelineRunner, count: int) -> int:
-    """Bytes at the highest point of a step, beside parameters and their gradients."""
+    """Bytes at the highest point of a step, next to parameters and their gradients."""
     runner.step(list(range(count)))  # builds the schedule
     known = [tensor for chunk in runner.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
     known += [buffer.grad_data for chunk in runner.chunks for buffer in chunk.grad_buffers]

@@ -77,7 +77,7 @@ def test_a_mutated_rule_is_caught(rank: int, world: int, mutation: str | None) -
     )
     red = False
     with change():
-        # Built anew, so that what is decided when a runner is made is mutated too.
+        # Built again, so that what is decided when a runner is made is mutated too.
         pipeline = runner.PipelineRunner(
             pipeline.chunks, pipeline.layout, pipeline.forward_step, pipeline.activations, schedule=schedule
         )

@@ -68,8 +68,8 @@ def test_a_machine_is_measured_on_two_ranks_and_planned_with(tmp_path: Path) -> 
 )
 def test_what_cannot_be_measured_is_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", *flags]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and words in told
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and words in said
 
 
 def test_a_rate_lies_between_those_of_the_sizes_around_it() -> None:
@@ -222,5 +222,5 @@ def test_a_file_that_is_no_device_is_refused_by_the_name_of_what_is_wrong(
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(table))
     assert main(["--model", str(TINY), "--ranks", "1", "--device", str(file)]) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"error: --device {file}: the file is no device: ") and words in told
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: --device {file}: the file is no device: ") and words in said

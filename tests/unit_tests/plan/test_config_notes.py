@@ -19,7 +19,7 @@ LLAMA = {
 }
 
 
-def told_of(content: dict[str, Any], folder: Path) -> list[str]:
+def notes_of(content: dict[str, Any], folder: Path) -> list[str]:
     (folder / "config.json").write_text(json.dumps(content))
     return list(ModelRun(str(folder)).notes)
 
@@ -29,27 +29,27 @@ def renamed(old: str, new: str) -> dict[str, Any]:
 
 
 def test_a_misspelt_key_is_named_with_the_one_that_is_meant_and_what_is_taken(tmp_path: Path) -> None:
-    assert told_of(LLAMA, tmp_path) == []
-    assert told_of(renamed("num_hidden_layers", "num_hidden_layer"), tmp_path) == [
+    assert notes_of(LLAMA, tmp_path) == []
+    assert notes_of(renamed("num_hidden_layers", "num_hidden_layer"), tmp_path) == [
         "config.json has keys that LlamaConfig does not know, which are not counted: num_hidden_layer (is it "
         "num_hidden_layers?)",
         "config.json does not say num_hidden_layers (32); this is what LlamaConfig has by default",
     ]
-    assert told_of(renamed("num_key_value_heads", "kv_groups") | {"kv_groups": 3}, tmp_path) == [
+    assert notes_of(renamed("num_key_value_heads", "kv_groups") | {"kv_groups": 3}, tmp_path) == [
         "config.json has keys that LlamaConfig does not know, which are not counted: kv_groups",
     ]
 
 
 def test_keys_of_a_model_inside_a_model_are_looked_at(tmp_path: Path) -> None:
     content = {"model_type": "gemma3", "text_config": json.loads(tiny_of_bytes("gemma3", 64).to_json_string())}
-    assert told_of(content, tmp_path) == []
+    assert notes_of(content, tmp_path) == []
     content["text_config"]["intermediate_sise"] = content["text_config"].pop("intermediate_size")
-    (note,) = told_of(content, tmp_path)
+    (note,) = notes_of(content, tmp_path)
     assert note.endswith("not counted: text_config.intermediate_sise (is it intermediate_size?)")
 
 
 def test_quantization_is_not_planned_and_said_so(tmp_path: Path) -> None:
-    (note,) = told_of({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}, tmp_path)
+    (note,) = notes_of({**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}, tmp_path)
     assert note.startswith("quantization_config is not planned")
 
 
@@ -70,15 +70,14 @@ def test_keys_that_real_files_carry_are_no_alarm(family: str, strays: dict[str, 
     configuration = tiny_of_bytes(family, 64)
     content = json.loads(configuration.to_json_string())
     same = content.get("sliding_window") or content.get("n_positions")
-    assert (
-        told_of({**content, **{key: same if value == "as" else value for key, value in strays.items()}}, tmp_path) == []
-    )
+    given = {key: same if value == "as" else value for key, value in strays.items()}
+    assert notes_of({**content, **given}, tmp_path) == []
 
 
 def test_plans_and_advice_begin_with_what_they_do_not_follow(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told_of({**LLAMA, "intermediate_sise": 500}, tmp_path)
+    notes_of({**LLAMA, "intermediate_sise": 500}, tmp_path)
     flags = ["--model", str(tmp_path), "--ranks", "1", "--global-batch", "1", "--seq", "64"]
     for more in ([], ["--advise"]):
         assert main([*flags, *more]) == 0

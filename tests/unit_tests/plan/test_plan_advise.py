@@ -45,15 +45,15 @@ def test_estimates_of_hugging_face_models_are_near_their_plans(
     compare(ModelRun(f"tiny:{family}", sequence_length=64), ranks, step, fixed)
 
 
-def compare(told: JobConfig | ModelRun, ranks: int, step: int, fixed: dict[str, int]) -> None:
+def compare(said: JobConfig | ModelRun, ranks: int, step: int, fixed: dict[str, int]) -> None:
     """Time and memory of some of all estimates against plans of the same layouts."""
     device = replace(read_device("h100"), ranks_per_machine=2)
-    found = Search(told, device, fixed).estimates(ranks)
+    found = Search(said, device, fixed).estimates(ranks)
     assert len({estimate.choice for estimate in found}) == len(found)
     assert {estimate.choice.zero for estimate in found} == {0, 1, 2, 3}
     assert {getattr(estimate.choice, name) for estimate in found for name in fixed} <= {*fixed.values()}
     for estimate in found[::step]:
-        plan = plan_run(with_choice(told, estimate.choice), ranks, device)
+        plan = plan_run(with_choice(said, estimate.choice), ranks, device)
         assert plan.time.seconds / SURE <= estimate.seconds <= SURE * plan.time.seconds, estimate.choice
         assert estimate.peak == pytest.approx(plan.fullest.peak, rel=0.1), estimate.choice
 
@@ -135,7 +135,7 @@ def test_the_fewest_ranks_are_those_of_all_plans() -> None:
     assert Search(config, replace(device, memory_bytes=1), {}).fewest(2) is None
 
 
-def test_where_nothing_fits_the_fewest_ranks_are_told() -> None:
+def test_where_nothing_fits_the_fewest_ranks_are_reported() -> None:
     config = small(batch=4)
     device = replace(read_device("h100"), headroom=0.0)
     least = min(
@@ -204,9 +204,9 @@ def test_what_some_layouts_refuse_leaves_the_others(capsys: pytest.CaptureFixtur
     assert "  1. tp 1  pp 2" in shown
     assert "zero 2" not in shown and "zero 3" not in shown
     assert main([*interleaved, "--tp", "1", "--ddp.data-parallel-sharding-strategy", "optim_grads_params"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: reduce_microbatches='every'")
-    assert len(told.splitlines()) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: reduce_microbatches='every'")
+    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_options_added_to_a_command_come_to_the_layout(given: str) -> None:
 def test_options_take_a_mode_of_a_hugging_face_model_back(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "tiny:llama", "--seq", "64", "--global-batch", "4", "--ranks", "2", "--micro-batch", "1"]
     flags += ["--sequence-parallel", "split_gather"]
-    told = ModelRun("tiny:llama", sequence_length=64, sequence_parallel="split_gather")
-    assert "--sequence-parallel split_gather" in flags_of(told, Choice(2, 1))
-    options = flags_of(told, Choice(1, 1))
+    said = ModelRun("tiny:llama", sequence_length=64, sequence_parallel="split_gather")
+    assert "--sequence-parallel split_gather" in flags_of(said, Choice(2, 1))
+    options = flags_of(said, Choice(1, 1))
     assert "--sequence-parallel none" in options
     assert main([*flags, *options.split()]) == 0
     capsys.readouterr()

@@ -52,10 +52,10 @@ def test_what_would_fit_is_looked_for_on_all_axes() -> None:
     found = [words for words, _ in suggestions_that_fit(experts, 4, replace(device, memory_bytes=least), most=99)]
     assert "--ep 4" in found
     tuned = tune_config(["--model", "tiny:qwen3_moe", "--run.global-batch-size", "4"])
-    told = [words for words, _, _ in PlannedTuning(tuned).smaller(4)]
-    assert {"--ep 4", "--sp 4"} <= {*told}
-    told = [words for words, _, _ in single_model_suggestions(replace(experts, sequence_length=4096), 4)]
-    assert "--cp 4 --sequence-parallel all_to_all" in told
+    reported = [words for words, _, _ in PlannedTuning(tuned).smaller(4)]
+    assert {"--ep 4", "--sp 4"} <= {*reported}
+    reported = [words for words, _, _ in single_model_suggestions(replace(experts, sequence_length=4096), 4)]
+    assert "--cp 4 --sequence-parallel all_to_all" in reported
     for batch, more in ((4, False), (64, True)):
         job = load_config(["--config", TINY[1], "--tp", "1", "--run.global-batch-size", str(batch)])
         assert {"--cp 4", "--pp 4"} <= {words for words, _, _ in single_suggestions(job, 4)}
@@ -101,14 +101,14 @@ def test_a_device_is_of_a_dry_run_alone_and_other_arguments_stay_in_order(capsys
     words = ["--data.text", "a", "b", "--run.seed", "-5", "--logging.no-plots"]
     assert command._take_dry_run([*words[:3], "--device", "h100", "--dry-run", *words[3:]]) == (True, "h100", words)
     assert command._take_dry_run(words) == (False, None, words)
-    for flags, told in (
+    for flags, reported in (
         (["--device", "h100"], "--device h100 is of a plan; add --dry-run"),
         (["--dry-run", "--device"], "--device: expected one argument"),
         (["--dry-run", "--device", "b900"], "--device b900 is not known; known are a100"),
     ):
         assert command.main(["--config", TINY[1], *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert told in line
+        assert reported in line
 
 
 def test_what_cannot_fit_is_refused_before_anything_starts(
@@ -134,10 +134,10 @@ def test_what_cannot_fit_is_refused_before_anything_starts(
     assert command.main([*flags, "--run.no-check-memory"]) == 0
     assert started == [2, 2]
     assert command.main(flags) == 2
-    told = capsys.readouterr().err
-    assert "2 ranks of this machine would hold" in told
-    assert "it would fit with --" in told
-    assert len(told.splitlines()) == 1
+    reported = capsys.readouterr().err
+    assert "2 ranks of this machine would hold" in reported
+    assert "it would fit with --" in reported
+    assert len(reported.splitlines()) == 1
     with pytest.raises(ConfigError, match="no-check-memory starts the job"):
         command.check_fit(config, 2, 2)
 
@@ -218,10 +218,10 @@ def test_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 )
 def test_what_cannot_be_built_is_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, *flags]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    assert words in told
-    assert len(told.splitlines()) == 1
+    reported = capsys.readouterr().err
+    assert reported.startswith("error: ")
+    assert words in reported
+    assert len(reported.splitlines()) == 1
 
 
 @pytest.mark.parametrize("more", [[], ["--advise"]])
@@ -351,14 +351,18 @@ def test_a_plan_as_json_has_the_numbers_of_the_plan_in_words(capsys: pytest.Capt
     assert main(layout) == 0
     words = capsys.readouterr().out
     assert main([*layout, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["fits"] and told["ranks"] == 4 and [position["rank"] for position in told["positions"]] == [0, 2]
-    for position in told["positions"]:
+    reported = json.loads(capsys.readouterr().out)
+    assert (
+        reported["fits"]
+        and reported["ranks"] == 4
+        and [position["rank"] for position in reported["positions"]] == [0, 2]
+    )
+    for position in reported["positions"]:
         assert sum(position["bytes"].values()) == position["peak_bytes"]
-    assert told["peak_bytes"] == max(position["peak_bytes"] for position in told["positions"])
+    assert reported["peak_bytes"] == max(position["peak_bytes"] for position in reported["positions"])
     kinds = ("compute", "exchanges", "bubble", "gradients", "optimizer")
-    assert sum(told["step"][kind] for kind in kinds) == pytest.approx(told["step"]["seconds"])
-    assert f"a step takes {told['step']['seconds']:.3g} s: {told['step']['tokens_per_s']:,.0f} tokens" in words
+    assert sum(reported["step"][kind] for kind in kinds) == pytest.approx(reported["step"]["seconds"])
+    assert f"a step takes {reported['step']['seconds']:.3g} s: {reported['step']['tokens_per_s']:,.0f} tokens" in words
     assert main([*layout, "--json", "--advise"]) == 2
     assert "--json is of one layout" in capsys.readouterr().err
 
@@ -387,6 +391,6 @@ def test_what_an_allocator_adds_is_kept_free(capsys: pytest.CaptureFixture[str])
 def test_an_empty_file_is_no_model(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / name).write_text("# nothing\n" if name == "comment.toml" else "")
     assert main(["--model", str(tmp_path / name), "--ranks", "1"]) == 2
-    told = capsys.readouterr().err
-    assert str(tmp_path / name) in told and ("is empty, so it is no model" in told) == name.endswith("toml")
-    assert len(told.splitlines()) == 1
+    reported = capsys.readouterr().err
+    assert str(tmp_path / name) in reported and ("is empty, so it is no model" in reported) == name.endswith("toml")
+    assert len(reported.splitlines()) == 1

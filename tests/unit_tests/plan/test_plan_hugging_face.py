@@ -25,7 +25,7 @@ from tests.unit_tests.ranks import ranks
 
 STATE = (PARAMETERS, GRADIENTS, POOL, MASTERS, MOMENTS)
 SHAPE = {"sequence_length": 64, "global_batch_size": 4}
-# Nobody looked at these while the plan was written; that they are right says that it copies nothing of a family.
+# No one looked at these while the plan was written; that they are right says that it copies nothing of a family.
 NEVER_TUNED = ("olmo2", "phi3", "starcoder2")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -53,23 +53,23 @@ OF_ONE = [name for name in LAYOUTS if " " not in name or name.endswith("fp8")]
 def compare(name: str, rank: int, world: int) -> None:
     """State to the byte, activations within 5 percent."""
     layout = {**SHAPE, **LAYOUTS[name]}
-    told = ModelRun(f"tiny:{name.split()[0]}", **layout)
-    run = run_of_model(told, world, on_cpu=True)
+    said = ModelRun(f"tiny:{name.split()[0]}", **layout)
+    run = run_of_model(said, world, on_cpu=True)
     (planned,) = plan_memory(run, [rank])
-    job = ModelJob(told, run)
+    job = ModelJob(said, run)
     job.step()
     held = job.held()
     assert {kind: planned.state.get(kind, 0) for kind in STATE} == {kind: held[kind] for kind in STATE}
-    if told.zero == 3:  # what is whole for a moment is of the wrapper, which other tests compare
+    if said.zero == 3:  # what is whole for a moment is of the wrapper, which other tests compare
         return
     job.clear()
     measured = peak_of(job.compute, job.known(), alone=world == 1)
     in_step = sum(planned.highest.held.values())
-    if told.ep > 1:  # the plan gives all experts as many tokens, which holds for the ranks together
+    if said.ep > 1:  # the plan gives all experts as many tokens, which holds for the ranks together
         both = torch.tensor([float(measured)])
         torch.distributed.all_reduce(both)
         measured = int(both) // world
-    if told.sequence_parallel in OVER_TENSOR:  # gloo's thread may hold both tensors of an exchange for a moment
+    if said.sequence_parallel in OVER_TENSOR:  # gloo's thread may hold both tensors of an exchange for a moment
         measured -= min(max(0, measured - in_step), 2 * run.source.sent_bytes())
         assert in_step == pytest.approx(measured, rel=0.002), (in_step / measured, planned.highest)
     assert in_step == pytest.approx(measured, rel=0.05), (in_step / measured, planned.highest)
@@ -99,9 +99,9 @@ LLAMA = {
 def refusal(model: str, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     """The one line that says why a model is not planned."""
     assert main(["--model", model, "--ranks", "1", "--seq", "32", *flags]) == 2
-    told = capsys.readouterr()
-    (line,) = (line for line in told.err.splitlines() if line.startswith("error: "))  # transformers may warn before it
-    assert told.err.splitlines()[-1] == line and not told.out
+    said = capsys.readouterr()
+    (line,) = (line for line in said.err.splitlines() if line.startswith("error: "))  # transformers may warn before it
+    assert said.err.splitlines()[-1] == line and not said.out
     return line
 
 
@@ -132,8 +132,8 @@ def test_a_configuration_that_makes_no_model_is_refused_in_a_line(
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**LLAMA, **content} if isinstance(content, dict) else content))
     for flags in ([], ["--advise"]):
-        told = refusal(str(file), capsys, *flags)
-        assert str(file) in told and words in told
+        said = refusal(str(file), capsys, *flags)
+        assert str(file) in said and words in said
 
 
 @pytest.mark.parametrize(
@@ -172,17 +172,17 @@ def test_layers_that_run_again_are_planned_without_a_warning(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    "told",
+    "said",
     [
         ModelRun("tiny:llama", tp=2, pp=2, recompute=True, **SHAPE),
         ModelRun("tiny:qwen3_moe", ep=2, cp=2, pp=2, sequence_parallel="ring_attn", **SHAPE),
     ],
 )
-def test_figures_of_several_sizes_are_those_of_each(told: ModelRun) -> None:
+def test_figures_of_several_sizes_are_those_of_each(said: ModelRun) -> None:
     """Though one model runs for all of them."""
     found = []
     for sizes in ([1, 3], [1], [3]):
-        run = run_of_model(replace(told), told.tp * told.pp * told.cp * told.ep)
+        run = run_of_model(replace(said), said.tp * said.pp * said.cp * said.ep)
         parts = [part for stage in (0, 1) for part in run.source.parts_of_stage(run.layout, stage)]
         found += run.source.figures(parts, run.groups_of(0), sizes)
     assert found[:2] == found[2:]

@@ -88,19 +88,19 @@ def test_what_lies_in_files_is_planned_to_the_byte(
     assert files[MOMENTS] > 0 and (files[PARAMETERS] > 0) == (name != "optim")
 
 
-def test_a_placement_is_told_or_refused_by_name() -> None:
-    told = load_config([*MODEL, *strategy("optim_grads_params"), "--tp", "1"])
+def test_a_placement_is_used_or_refused_by_name() -> None:
+    said = load_config([*MODEL, *strategy("optim_grads_params"), "--tp", "1"])
 
     def planned(device: str, **options: Any) -> RunPlan:
         placement = Placement(**options)
-        return plan_run(replace(told, ddp=replace(told.ddp, placement=placement)), 2, device)
+        return plan_run(replace(said, ddp=replace(said.ddp, placement=placement)), 2, device)
 
-    plain, offloaded = plan_run(told, 2, "laptop"), planned("laptop", offload_optim_frac=1.0, directory="/tmp")
+    plain, offloaded = plan_run(said, 2, "laptop"), planned("laptop", offload_optim_frac=1.0, directory="/tmp")
     words = offloaded.describe()
     assert "in files: moments" in words and "no speed of a disk" in words
     assert +Counter(offloaded.fullest.files) == {MOMENTS: plain.fullest.state[MOMENTS]}
     assert offloaded.fullest.peak == plain.fullest.peak - plain.fullest.state[MOMENTS]
-    of_gpu = plan_run(told, 2, "h100").fullest
+    of_gpu = plan_run(said, 2, "h100").fullest
     on_host = planned("h100", offload_optim_frac=1.0)
     assert "on the host: moments" in on_host.describe() and "in files" not in on_host.describe()
     assert on_host.fullest.host[MOMENTS] == of_gpu.state[MOMENTS] and not on_host.fullest.state[MOMENTS]
@@ -116,15 +116,15 @@ def test_a_placement_is_told_or_refused_by_name() -> None:
 
 def test_buckets_that_stay_whole_are_counted() -> None:
     """Of 8 GPUs: two of a window and one ahead, or all; and without the one ahead, two."""
-    told = load_config([*MODEL, *strategy("optim_grads_params"), "--tp", "1"])
+    said = load_config([*MODEL, *strategy("optim_grads_params"), "--tp", "1"])
     buckets = [
         bucket.numel * 4
-        for layout in plan_run(told, 8, "h100").fullest.plans[0].layout.buffers
+        for layout in plan_run(said, 8, "h100").fullest.plans[0].layout.buffers
         for bucket in layout.buckets
     ][::-1]  # the layout begins with the last parameters
 
     def gathered(**options: object) -> int:
-        return plan_run(replace(told, ddp=replace(told.ddp, **options)), 8, "h100").fullest.state[GATHERED]
+        return plan_run(replace(said, ddp=replace(said.ddp, **options)), 8, "h100").fullest.state[GATHERED]
 
     assert gathered() == max(sum(buckets[at : at + 3]) for at in range(len(buckets)))
     assert gathered(placement=Placement(prefetch=0)) == max(sum(buckets[at : at + 2]) for at in range(len(buckets)))

@@ -79,8 +79,8 @@ THEIRS: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {
 def test_parts_of_a_hugging_face_model_come_to_the_total(layout: str) -> None:
     pytest.importorskip("transformers")
     options, expected = THEIRS[layout]
-    told = ModelRun(f"tiny:{layout.split()[0]}", sequence_length=64, global_batch_size=4, **options)
-    plan = plan_run(told, 2, "h100")
+    said = ModelRun(f"tiny:{layout.split()[0]}", sequence_length=64, global_batch_size=4, **options)
+    plan = plan_run(said, 2, "h100")
     assert [counts_of(memory) for memory in plan.memories] == expected
 
 
@@ -103,9 +103,9 @@ def test_parts_come_to_what_a_forward_leaves(rank: int, world: int, family: str,
         run = run_of_job(config, world, on_cpu=True)
         job = GptJob(config, world)
     else:
-        told = ModelRun(f"tiny:{family}", sequence_length=64, global_batch_size=4, **options)
-        run = run_of_model(told, world, on_cpu=True)
-        job = ModelJob(told, run)
+        said = ModelRun(f"tiny:{family}", sequence_length=64, global_batch_size=4, **options)
+        run = run_of_model(said, world, on_cpu=True)
+        job = ModelJob(said, run)
     (planned,) = plan_memory(run)
     job.step()
     job.clear()
@@ -136,8 +136,8 @@ def test_a_hugging_face_layer_that_is_computed_again_keeps_its_input_alone(
     dtype: Literal["float32", "bfloat16"],
 ) -> None:
     pytest.importorskip("transformers")
-    told = ModelRun("tiny:llama", recompute=True, dtype=dtype, sequence_length=64, global_batch_size=4)
-    (again,) = (saved.each for saved in plan_run(told, 2, "h100").fullest.activations if saved.part == AGAIN)
+    said = ModelRun("tiny:llama", recompute=True, dtype=dtype, sequence_length=64, global_batch_size=4)
+    (again,) = (saved.each for saved in plan_run(said, 2, "h100").fullest.activations if saved.part == AGAIN)
     assert again == 2 * 64 * 64 * {"float32": 4, "bfloat16": 2}[dtype]
 
 
@@ -174,9 +174,9 @@ def test_state_of_experts_is_that_of_a_wrapped_model(rank: int, world: int, fami
         run = run_of_job(config, world, on_cpu=True)
         job = GptJob(config, world)
     else:
-        told = ModelRun("tiny:mixtral", ep=2, dtype=dtype, sequence_length=64, global_batch_size=4)
-        run = run_of_model(told, world, on_cpu=True)
-        job = ModelJob(told, run)
+        said = ModelRun("tiny:mixtral", ep=2, dtype=dtype, sequence_length=64, global_batch_size=4)
+        run = run_of_model(said, world, on_cpu=True)
+        job = ModelJob(said, run)
     (planned,) = plan_memory(run, [rank])
     job.step()
     held: Counter[str] = Counter()
@@ -198,11 +198,11 @@ def test_state_of_experts_is_that_of_a_wrapped_model(rank: int, world: int, fami
 def test_shards_of_experts_on_all_ranks_come_to_the_whole(zero: int) -> None:
     """Experts that every rank has lie in buckets with other parameters. Four layers of four experts of 3 matrices."""
     pytest.importorskip("transformers")
-    told = ModelRun("tiny:qwen3_moe", zero=zero, sequence_length=64, global_batch_size=4)
-    text = told.configuration
+    said = ModelRun("tiny:qwen3_moe", zero=zero, sequence_length=64, global_batch_size=4)
+    text = said.configuration
     assert (text.num_hidden_layers, text.num_experts) == (4, 4)
     whole = 4 * 4 * 4 * 3 * text.hidden_size * text.moe_intermediate_size
-    memories = plan_memory(run_of_model(told, 2), [0, 1])
+    memories = plan_memory(run_of_model(said, 2), [0, 1])
     found = {kind: sum(memory.experts.get(kind, 0) for memory in memories) for kind in KINDS}
     copies = {PARAMETERS: 1 if zero == 3 else 2, GRADIENTS: 1 if zero > 1 else 2, MOMENTS: 2 if zero else 4, MASTERS: 0}
     assert found == {kind: count * whole for kind, count in copies.items()}

@@ -79,7 +79,7 @@ def lab(color: str, eyes: str) -> list[float]:
 
 
 @pytest.mark.parametrize("eyes", SEEN)
-def test_what_a_picture_shows_next_to_each_other_can_be_told_apart(eyes: str) -> None:
+def test_what_a_picture_shows_next_to_each_other_can_be_distinguished(eyes: str) -> None:
     colors = {name: lab(color, eyes) for name, color in SPAN_COLORS.items() if name != "loss"}
     colors |= {"in flight": lab(IN_FLIGHT, eyes), "exposed": lab(EXPOSED, eyes)}
     apart = {
@@ -96,7 +96,7 @@ def test_what_a_picture_shows_next_to_each_other_can_be_told_apart(eyes: str) ->
 
 
 @pytest.mark.parametrize("eyes", SEEN)
-def test_kinds_of_memory_can_be_told_apart(eyes: str) -> None:
+def test_kinds_of_memory_can_be_distinguished(eyes: str) -> None:
     seen = [lab(color, eyes) for color in COLORS]
     assert min(math.dist(one, other) for one, other in itertools.combinations(seen, 2)) > 15
     assert min(map(math.dist, seen, seen[1:])) > 45  # neighbours in a stack

@@ -54,7 +54,7 @@ def test_a_rank_with_several_stages_waits_less() -> None:
 
 
 def test_positions_that_wait_leave_their_cores_to_others() -> None:
-    """Two stages, one microbatch and one core: nobody works at once, so sharing costs nothing."""
+    """Two stages, one microbatch and one core: no one works at once, so sharing costs nothing."""
     orders = actions_of_ranks("GPipe", PipelineLayout.even(2, 2), 1)
     seconds = {(kind, stage): {"F": 1.0, "B": 2.0}[kind] for kind in "FB" for stage in range(2)}
     spans = shared_spans(orders, seconds, 0.5, 2, float)

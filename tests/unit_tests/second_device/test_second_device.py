@@ -183,7 +183,7 @@ def trained(case: Case, device: torch.device) -> tuple[list[Any], dict[str, torc
     optimizer = get_megatron_optimizer(
         OptimizerConfig(**{"lr": 0.05, "bf16": dtype == torch.bfloat16, **of_optimizer}), [model]
     )
-    told: list[Any] = []
+    reported: list[Any] = []
     for step in range(2):
         optimizer.zero_grad()
         for number in range(2):
@@ -195,9 +195,9 @@ def trained(case: Case, device: torch.device) -> tuple[list[Any], dict[str, torc
             else:
                 optimizer.scale_loss(loss).backward()
         finalize_model_grads([model])
-        told.append((float(loss.detach()), *optimizer.step()))
+        reported.append((float(loss.detach()), *optimizer.step()))
     weights = {name: value.cpu() for name, value in model.state_dict().items()}
-    return told, weights, optimizer.state_dict()["state"]
+    return reported, weights, optimizer.state_dict()["state"]
 
 
 def bytes_held(device: torch.device, name: str, dtype: torch.dtype) -> None:
@@ -235,9 +235,9 @@ def bytes_held(device: torch.device, name: str, dtype: torch.dtype) -> None:
     planned = state_bytes(
         [(model.module, model.engine.plan)], config, of_optimizer, model.groups, on_cpu=False, one_host=True
     )
-    for found, told in ((held, planned.device), (below, planned.offloaded)):
+    for found, reported in ((held, planned.device), (below, planned.offloaded)):
         kinds = (PARAMETERS, GRADIENTS, MASTERS, MOMENTS)
-        assert {kind: found[kind] for kind in kinds} == {kind: told[kind] for kind in kinds}
+        assert {kind: found[kind] for kind in kinds} == {kind: reported[kind] for kind in kinds}
     assert below[MOMENTS] > 0 and (below[PARAMETERS] > 0) == (name == "optim_grads_params")
     parallel_state.destroy_model_parallel()
 
@@ -254,9 +254,9 @@ def equal_to_the_cpu(device: torch.device, cases: dict[str, Case], is_default: b
     different = []
     for name, case in cases.items():
         with device if is_default else nullcontext():
-            told, weights, state = trained(case, device)
-        cpu_told, cpu_weights, cpu_state = trained(case, CPU)
-        same = told == cpu_told and all(torch.equal(cpu_weights[key], value) for key, value in weights.items())
+            reported, weights, state = trained(case, device)
+        cpu_said, cpu_weights, cpu_state = trained(case, CPU)
+        same = reported == cpu_said and all(torch.equal(cpu_weights[key], value) for key, value in weights.items())
         assert state.keys() == cpu_state.keys()
         if not same:
             different.append(name)
@@ -407,7 +407,7 @@ def test_a_placement_changes_no_bit_and_takes_bytes_from_the_device(run: Runner,
         if precision != "bf16":
             continue
         of_params = 2 * sum(chunks) // 2
-        asked = param * of_params + optim * 6 * of_params  # masters and two moments in fp32 beside 16-bit parameters
+        asked = param * of_params + optim * 6 * of_params  # masters and two moments in fp32 next to 16-bit parameters
         assert abs(most - held - asked) <= 7 * max(chunks), (param, optim, most - held, asked)
     if precision == "bf16":
         for first, second_ in itertools.pairwise(fractions):
@@ -436,7 +436,7 @@ def budgeted(device: torch.device) -> dict[Any, Any]:
     return found
 
 
-def test_a_budget_is_what_the_device_has_or_what_is_told(run: Runner) -> None:
+def test_a_budget_is_what_the_device_has_or_what_is_configured(run: Runner) -> None:
     found = run(budgeted, 2)
     losses, transfers, most, _ = found[None]
     for one, (same, more, less, _) in found.items():

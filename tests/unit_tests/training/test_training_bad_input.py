@@ -81,8 +81,8 @@ def test_it_is_refused_in_one_line_before_ranks_start(
     begun = time.monotonic()
     assert main(flags) == 2
     assert time.monotonic() - begun < SECONDS
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") == 1 and len(told) < 8000
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 8000
     assert sorted(here.iterdir()) == before, "nothing was left"
 
 

@@ -50,7 +50,7 @@ def test_byte_tokens_are_the_bytes_of_the_documents_and_an_end_mark(tmp_path: Pa
     assert "7 bytes -> 8 tokens" in file.header.describe()
 
 
-def test_a_token_file_is_made_once_and_anew_when_the_text_changes(tmp_path: Path) -> None:
+def test_a_token_file_is_made_once_and_again_when_the_text_changes(tmp_path: Path) -> None:
     source = tmp_path / "a.txt"
     source.write_text("one")
     options = DataOptions(text=(source,), cache=tmp_path / "cache")
@@ -131,7 +131,7 @@ def test_bpe_tokens_decode_to_the_text_and_are_fewer(tmp_path: Path) -> None:
     assert prepare_token_file(again) == prepare_token_file(options), "the same tokenizer from its file"
 
 
-def test_damaged_tokens_and_a_damaged_tokenizer_are_made_anew(tmp_path: Path) -> None:
+def test_damaged_tokens_and_a_damaged_tokenizer_are_made_again(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     (tmp_path / "a.txt").write_text("a text that is long enough, a text that is long enough " * 20)
     options = DataOptions(text=(tmp_path / "a.txt",), tokenizer="bpe", bpe_vocab_size=300, cache=tmp_path / "cache")
@@ -273,7 +273,7 @@ def test_machines_with_different_texts_are_refused_on_all_ranks(rank: int, world
 
 
 @ranks(2)
-def test_a_text_that_cannot_be_prepared_is_told_on_all_ranks(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_text_that_cannot_be_prepared_is_reported_on_all_ranks(rank: int, world: int, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     config = load_config([*TINY, "--data.text", str(tmp_path / "a.txt"), "--data.cache", str(tmp_path / "cache")])
     with pytest.raises(ConfigError, match="rank 0 could not prepare the text: the text .* is empty"):

@@ -52,7 +52,7 @@ MEANT: dict[str, set[str]] = {
     "data.tokenizer": {"nan", "inf", "-inf", "-1", "0", "2.5", "True", "../x", LARGE_FLOAT},  # a file, looked for later
     "run.name": {"nan", "inf", "-inf", "-1", "0", "2.5", "True", LARGE_FLOAT},
 }
-BESIDE = {"checkpoint.step": ["--checkpoint.dir", "somewhere"]}
+NEEDED = {"checkpoint.step": ["--checkpoint.dir", "somewhere"]}
 
 
 def options() -> list[tuple[str, Any]]:
@@ -94,12 +94,12 @@ def test_every_odd_value_of_a_flag_is_refused_in_one_line_by_name_or_means_somet
         for value in ODD:
             tried += 1
             words = flag(at, name)
-            told = outcome([f"{words}={value}", *BESIDE.get(option, [])])
+            said = outcome([f"{words}={value}", *NEEDED.get(option, [])])
             if value in MEANT.get(option, set()):
-                if told != "taken":
-                    wrong.append(f"{words} {value} means something, and: {told}")
-            elif words not in told and f"({words.rpartition('.')[0]}" not in told or "\n" in told:
-                wrong.append(f"{words} {value} is not refused by name in one line: {told}")
+                if said != "taken":
+                    wrong.append(f"{words} {value} means something, and: {said}")
+            elif words not in said and f"({words.rpartition('.')[0]}" not in said or "\n" in said:
+                wrong.append(f"{words} {value} is not refused by name in one line: {said}")
     assert not wrong, "\n".join(wrong)
     assert tried >= 20
 
@@ -119,32 +119,32 @@ def test_every_odd_value_in_a_file_is_refused_by_name_or_means_something() -> No
     for option, hint in options():
         section, _, name = option.partition(".")
         numbers = bool({int, float} & {hint, *typing.get_args(hint)})
-        others = {"checkpoint": {"dir": "somewhere"}} if option in BESIDE else {}
+        others = {"checkpoint": {"dir": "somewhere"}} if option in NEEDED else {}
         for text in ODD:
             value = {"True": True, "": "", "../x": "../x"}.get(text)
             if value is None:
                 value = text if not numbers else int(text) if text.lstrip("-").isdigit() else float(text)
-            told = outcome_of_table(section, name, value, **others)
+            said = outcome_of_table(section, name, value, **others)
             meant = text in MEANT.get(option, set()) and (
                 value is not True or str not in {hint, *typing.get_args(hint)}
             )
-            named = name in told or flag(section, name) in told or f"(--{section}" in told
-            if (told != "taken") if meant else (not named or told == "taken" or "\n" in told):
-                wrong.append(f"{option} = {value!r}: {told}")
+            named = name in said or flag(section, name) in said or f"(--{section}" in said
+            if (said != "taken") if meant else (not named or said == "taken" or "\n" in said):
+                wrong.append(f"{option} = {value!r}: {said}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_file_and_a_flag_are_refused_in_the_same_words(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("[optimizer]\nclip_grad = nan\n")
-    told = outcome(["--config", str(tmp_path / "job.toml")])
-    assert told == outcome(["--optimizer.clip-grad", "nan"])
-    assert told == "--optimizer.clip-grad must be a number of at least 0, got nan"
+    said = outcome(["--config", str(tmp_path / "job.toml")])
+    assert said == outcome(["--optimizer.clip-grad", "nan"])
+    assert said == "--optimizer.clip-grad must be a number of at least 0, got nan"
 
 
 def test_the_largest_size_of_every_option_is_planned_or_refused_within_a_moment() -> None:
     for option, hint in options():
         section, _, name = option.partition(".")
-        others: dict[str, dict[str, Any]] = {"checkpoint": {"dir": "somewhere"}} if option in BESIDE else {}
+        others: dict[str, dict[str, Any]] = {"checkpoint": {"dir": "somewhere"}} if option in NEEDED else {}
         for more in ({}, {"parallel": {"pp": 2}}, {"model": {"num_experts": 4}}):
             if int in {hint, *typing.get_args(hint)}:
                 assert len(outcome_of_table(section, name, LARGE, **{**others, **more})) < 1000
@@ -179,8 +179,8 @@ def test_a_refused_flag_ends_the_command_with_status_2_before_ranks_start(
         (["--ddp.bucket-size", "0"], "--ddp.bucket-size must be a whole number of at least 1, or None, got 0"),
     ):
         assert main(flags) == 2
-        told = capsys.readouterr().err
-        assert told.startswith(f"error: {message}") and told.count("\n") == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {message}") and said.count("\n") == 1
 
 
 def test_help_names_every_option_and_ends_with_status_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,8 +260,8 @@ def test_sharding_is_what_a_file_says_and_a_flag_wins(tmp_path: Path) -> None:
     [[STRATEGY, "no_shard", SHARDED], [STRATEGY, "optim", REPLICATED], [REPLICATED, f"{STRATEGY}=optim_grads"]],
 )
 def test_flags_that_contradict_each_other_are_refused_by_both_names(flags: list[str]) -> None:
-    told = outcome(flags)
-    assert "contradict each other" in told and STRATEGY in told and (SHARDED in told or REPLICATED in told)
+    said = outcome(flags)
+    assert "contradict each other" in said and STRATEGY in said and (SHARDED in said or REPLICATED in said)
     assert re.search(
         "--ddp.overlap-param-gather .*nothing is sharded", outcome([REPLICATED, "--ddp.overlap-param-gather"])
     )
@@ -270,5 +270,5 @@ def test_flags_that_contradict_each_other_are_refused_by_both_names(flags: list[
 def test_a_number_of_buckets_wins_over_the_default_size_and_not_over_a_given_one() -> None:
     config = load_config(["--ddp.num-buckets", "3"])
     assert (config.ddp.num_buckets, config.ddp.bucket_size) == (3, None)
-    told = outcome(["--ddp.num-buckets", "3", "--ddp.bucket-size", "100"])
-    assert "--ddp.bucket-size (100) and --ddp.num-buckets (3) exclude each other" in told
+    said = outcome(["--ddp.num-buckets", "3", "--ddp.bucket-size", "100"])
+    assert "--ddp.bucket-size (100) and --ddp.num-buckets (3) exclude each other" in said

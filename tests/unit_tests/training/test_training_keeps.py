@@ -102,8 +102,8 @@ def test_the_last_lines_of_the_command_are_commands_that_continue_a_text_and_the
     words = re.fullmatch(r"continue a text: \S*python\S* -m core\.generate (\S+)", last)
     assert words is not None, done.stdout
     assert generate.main([words[1], "--prompt", "import ", "--tokens", "9", "--temperature", "0"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("import ") and len(told) > len("import \n")
+    said = capsys.readouterr().out
+    assert said.startswith("import ") and len(said) > len("import \n")
 
     more = re.fullmatch(r"kept in \S+/; to train on, add: (.*)", kept)
     assert more is not None, done.stdout
@@ -112,7 +112,7 @@ def test_the_last_lines_of_the_command_are_commands_that_continue_a_text_and_the
     assert [record["step"] for record in records_of(tmp_path / "runs" / "tiny")] == [1, 2, 3]
 
 
-def test_a_run_that_is_told_to_keep_nothing_keeps_nothing(tmp_path: Path) -> None:
+def test_a_run_that_is_configured_to_keep_nothing_keeps_nothing(tmp_path: Path) -> None:
     directory = run(1, ["--tp", "1", "--run.steps", "1", "--checkpoint.no-at-end"], tmp_path / "runs")
     assert not (directory / "checkpoints").exists()
     with pytest.raises(ConfigError, match="left no checkpoint"):

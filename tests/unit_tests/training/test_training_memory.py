@@ -76,7 +76,7 @@ def test_a_model_must_fit_into_the_gpus_that_ranks_take(devices: int, refused: s
         check_room(load_config([*flags, "--run.device", "cpu"]), 2)
 
 
-def test_a_job_whose_parameters_alone_are_too_large_is_told_what_would_fit(
+def test_a_job_whose_parameters_alone_are_too_large_is_refused_with_what_would_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The plan speaks before the sizes do, the flag lifts both, and a plan of many layers is not waited for."""
@@ -90,8 +90,8 @@ def test_a_job_whose_parameters_alone_are_too_large_is_told_what_would_fit(
     with pytest.raises(ConfigError, match="with their gradients 4 ranks on this machine would hold"):
         check_room(load_config(large), 4)
     assert command.main(large) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert "at the highest point of a step" in told and "it would fit with --" in told
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "at the highest point of a step" in said and "it would fit with --" in said
     assert command.main([*large, "--run.no-check-memory"]) == 0
     assert started == [4]
     monkeypatch.setattr(dry_run, "plan_run", None)

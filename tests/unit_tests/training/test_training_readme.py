@@ -85,7 +85,7 @@ def write_run(directory: Path, losses: list[tuple[int, float]]) -> str:
     return str(directory)
 
 
-def test_compare_tells_how_far_runs_are_apart_and_fails_above_the_bound(
+def test_compare_says_how_far_runs_are_apart_and_fails_above_the_bound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(name: str, losses: list[float]) -> str:
@@ -106,9 +106,9 @@ def test_compare_matches_the_losses_of_a_resumed_run_by_the_number_of_the_step(
     whole = write_run(tmp_path / "whole", [(1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0), (5, 1.0)])
     resumed = write_run(tmp_path / "resumed", [(3, 3.00001), (4, 2.5), (5, 9.0), (4, 2.0), (5, 1.0)])
     assert compare.main([whole, resumed]) == 0
-    told = capsys.readouterr().out
-    assert f"{resumed}: steps 4 to 5 written again; the last line of a step counts" in told
-    assert f"resumed: in 3 common steps at most 1.0e-05 away (step 3); only {whole} has steps 1 to 2" in told
+    said = capsys.readouterr().out
+    assert f"{resumed}: steps 4 to 5 written again; the last line of a step counts" in said
+    assert f"resumed: in 3 common steps at most 1.0e-05 away (step 3); only {whole} has steps 1 to 2" in said
     later = write_run(tmp_path / "later", [(7, 3.0), (9, 2.0)])
     assert compare.main([whole, later]) == 2
     assert "no step in common: steps 1 to 5 and steps 7, 9" in capsys.readouterr().err

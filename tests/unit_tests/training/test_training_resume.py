@@ -141,10 +141,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_says_which_and_why(
     run("--run.stop-after", "2")
     newest = list_committed(tmp_path / "checkpoints")[-1].path
     (newest / "rank_00000_000.distcp").unlink()
-    told = [line for line in run("--checkpoint.resume", "--run.stop-after", "3").splitlines() if "going on" in line]
-    assert len(told) == 1
-    assert told[0].startswith(f"Checkpoint of step 2 in {newest} is damaged: rank_00000_000.distcp (")
-    assert ". going on after step 1 from " in told[0] and told[0].count("damaged:") == 1
+    said = [line for line in run("--checkpoint.resume", "--run.stop-after", "3").splitlines() if "going on" in line]
+    assert len(said) == 1
+    assert said[0].startswith(f"Checkpoint of step 2 in {newest} is damaged: rank_00000_000.distcp (")
+    assert ". going on after step 1 from " in said[0] and said[0].count("damaged:") == 1
 
 
 def run_command(flags: list[str], program: Sequence[str] = (str(ROOT / "pretrain_gpt.py"),)) -> subprocess.Popen[str]:
@@ -299,7 +299,7 @@ def changed(**sections: dict[str, object]) -> dict[str, Any]:
     return as_json(merge(JobConfig(), sections, "test"))
 
 
-def test_another_model_is_refused_and_other_options_are_told() -> None:
+def test_another_model_is_refused_and_other_options_are_reported() -> None:
     saved = as_json(JobConfig())
     with pytest.raises(ConfigError, match=r"saved with --model\.activation gelu, and this run has swiglu"):
         compare_configurations(saved, changed(model={"activation": "swiglu"}))

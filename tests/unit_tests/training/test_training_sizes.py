@@ -267,7 +267,7 @@ def test_the_default_configuration_fits_its_ranks() -> None:
     assert (plan.dp, plan.num_microbatches) == (2, 1)
 
 
-def test_a_model_that_no_machine_holds_is_told_from_its_sizes() -> None:
+def test_a_model_that_no_machine_holds_is_refused_by_its_sizes() -> None:
     flags = ["--model.num-layers", "100", "--model.hidden-size", "16384", "--model.num-attention-heads", "128"]
     refused = r"about 322,122,547,200 parameters; .* 4 ranks on this machine would hold 4,800 GiB and may use 16 GiB"
     with pytest.raises(ConfigError, match=refused):

@@ -83,7 +83,7 @@ def test_the_output_of_a_norm_and_of_an_activation_is_not_kept() -> None:
     plain = step(config_of(None), ProcessGroups())[2]
     norms, act = (step(config_of((part,)), ProcessGroups())[2] for part in ("layernorm", "mlp_act"))
     both = step(config_of(("layernorm", "mlp_act")), ProcessGroups())[2]
-    # A norm that is not run again keeps a mean and a deviation of each token beside its input.
+    # A norm that is not run again keeps a mean and a deviation of each token next to its input.
     assert plain - norms == LAYERS * 2 * (S * B * H + 2 * S * B) * 4
     assert plain - act == LAYERS * S * B * FFN * 4
     assert plain - both == (plain - norms) + (plain - act)

@@ -19,7 +19,7 @@ from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.verify import GradientReport, WrongGradientError, verify_with
 from tests.layouts.gpt import check_gpt
-from tests.unit_tests.distributed.guard.loops import told_by
+from tests.unit_tests.distributed.guard.loops import report_of
 from tests.unit_tests.distributed.guard.test_first_steps import OVER_DATA, OVER_TENSOR
 from tests.unit_tests.distributed.guard.test_shared_mistakes import WRONG as SHARED
 from tests.unit_tests.ranks import ranks
@@ -67,21 +67,21 @@ def of_a_copy(model: nn.Module) -> Any:
     return torch.optim.SGD(copy.deepcopy(model.module).parameters(), lr=0.1)  # type: ignore[operator,union-attr]
 
 
-def told_of(split: Split, dtype: torch.dtype = torch.float32) -> Any:
+def report_on(split: Split, dtype: torch.dtype = torch.float32) -> Any:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=split.tp,
         context_parallel_size=split.cp,
         pipeline_model_parallel_size=split.pp,
     )
-    return told_by(train(split, dtype, **({"optimizer_of": of_a_copy} if "copy" in split.bug else {})), steps=3)
+    return report_of(train(split, dtype, **({"optimizer_of": of_a_copy} if "copy" in split.bug else {})), steps=3)
 
 
 def check(row: Row) -> None:
-    told: list[Any] = [None] * row.split.world
-    dist.all_gather_object(told, told_of(row.split))
-    found = [each for each in told if each is not None]
-    assert bool(found) == bool(row.step), told
-    assert all(each.step == row.step and row.words in each.text for each in found), told
+    said: list[Any] = [None] * row.split.world
+    dist.all_gather_object(said, report_on(row.split))
+    found = [each for each in said if each is not None]
+    assert bool(found) == bool(row.step), said
+    assert all(each.step == row.step and row.words in each.text for each in found), said
 
 
 def identity(row: Row) -> str:
@@ -151,8 +151,8 @@ def test_a_bug_of_traincheck_is_found_by_the_second_step(rank: int, world: int, 
     program, step = TRAINCHECK[name]
     over_tensor = program in [about[0] for about in OVER_TENSOR.values()]
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2 if over_tensor else 1)
-    told = told_by(program())
-    assert (told is not None and told.step == step) or rank > 0, told
+    said = report_of(program())
+    assert (said is not None and said.step == step) or rank > 0, said
 
 
 # -- loops -------------------------------------------------------------------------------------------------------------
@@ -244,8 +244,8 @@ def right_program(split: Split, dtype: torch.dtype) -> None:
     report = check_gradients_of(split, dtype)
     assert report.ok and report.where is None, f"{dtype}: {report}"
     assert report.share < 0.6, f"{dtype}: {report.share}"
-    told = told_of(split, dtype)
-    assert told is None, told
+    said = report_on(split, dtype)
+    assert said is None, said
 
 
 def line_of(split: Split) -> str:

@@ -364,13 +364,13 @@ def batch_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_parts_of_a_sequence_are_put_together() -> None:
     """A mask of ones is cut like the tokens; what the first stage lacks the last one has; numbers stay."""
     tokens, mask = torch.arange(16).view(2, 8), torch.ones(2, 8)
-    told: dict[int, Given] = {}
+    said: dict[int, Given] = {}
     for rank, (cp, stage) in enumerate([(0, 0), (1, 0), (0, -1), (1, -1)]):
         chosen = [0, 1, 6, 7] if cp == 0 else [2, 3, 4, 5]
         part = {"tokens": tokens[:, chosen] if stage == 0 else None, "mask": mask[:, chosen], "scale": torch.tensor(3)}
         labels = None if stage == 0 else 100 + tokens[:, chosen]
-        told[rank] = Given(0, cp, 0, stage, [], [((part,), {"labels": labels})])
-    ((whole, rest),) = whole_batch(told, None)[0]
+        said[rank] = Given(0, cp, 0, stage, [], [((part,), {"labels": labels})])
+    ((whole, rest),) = whole_batch(said, None)[0]
     assert torch.equal(whole[0]["tokens"], tokens) and torch.equal(whole[0]["mask"], mask)
     assert torch.equal(rest["labels"], 100 + tokens) and whole[0]["scale"] == 3
 

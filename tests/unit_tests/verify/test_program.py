@@ -486,7 +486,7 @@ def test_a_loop_of_megatrons_schedule_is_checked(rank: int, world: int, layout: 
         assert "microbatch" in report.cause, report
 
 
-def test_ranks_that_train_alone_are_told_so(
+def test_ranks_that_train_alone_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program that imports what could start ranks, and starts none, is no exception."""

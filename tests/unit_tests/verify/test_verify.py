@@ -243,7 +243,7 @@ def test_oracle_names_optimizer_instances_that_were_not_added(rank: int, world: 
 
 
 @ranks(8, timeout_s=120)
-def test_oracle_tells_axes_of_different_size_apart(rank: int, world: int) -> None:
+def test_oracle_distinguishes_axes_of_different_size(rank: int, world: int) -> None:
     layout = Layout(dp=4, tp=2, sp=True, strategy="optim", overlap=True, bucket_size=2000)
     with only_gradients("tp", "double"):
         red(check_gpt(layout), "tp times too large (tp is 2)")
@@ -360,7 +360,7 @@ class Crooked(Net):
 
 
 @ranks(2)
-def test_a_wrong_backward_of_a_layer_is_told_apart_from_wrong_reductions(rank: int, world: int) -> None:
+def test_a_wrong_backward_of_a_layer_is_distinguished_from_wrong_reductions(rank: int, world: int) -> None:
     torch.manual_seed(8)
     red(check_gradients(Crooked, mean_loss, samples()), "backward is wrong before any reduction")
 
@@ -461,7 +461,7 @@ def test_a_model_that_differs_from_its_reference_is_named(rank: int, world: int)
 
 
 @ranks(2)
-def test_a_layout_whose_forward_differs_is_told_apart_from_wrong_reductions(rank: int, world: int) -> None:
+def test_a_layout_whose_forward_differs_is_distinguished_from_wrong_reductions(rank: int, world: int) -> None:
     torch.manual_seed(8)
 
     def loss_with_the_rank_in_it(model: nn.Module, batch: Any) -> Tensor:

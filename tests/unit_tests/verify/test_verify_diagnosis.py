@@ -150,7 +150,7 @@ def test_names_of_factors(factor: float, suspects: list[str], words: str) -> Non
         (7.0, "auxiliary losses have 7 times their due weight relative to the loss"),
     ],
 )
-def test_auxiliary_losses_with_another_weight_are_told_from_wrong_reductions(weight: float, words: str) -> None:
+def test_auxiliary_losses_with_another_weight_are_no_wrong_reductions(weight: float, words: str) -> None:
     own = own_gradients()
     auxiliary = own[3].roll(7)
     parts = []

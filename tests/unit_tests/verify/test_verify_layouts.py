@@ -50,7 +50,7 @@ from tests.layouts.tables import AXES, DENSE, FULL_HOUSE, HOUSES, MAX_RANKS, QUI
     ],
     ids=str,
 )
-def test_what_cannot_run_is_told_from_what_can(layout: Layout, words: str | None) -> None:
+def test_what_cannot_run_is_distinguished_from_what_can(layout: Layout, words: str | None) -> None:
     if words is None:
         assert layout.problem is None
     else:

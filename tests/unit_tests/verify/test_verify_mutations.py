@@ -153,7 +153,7 @@ def tokens_of(group: str) -> Callable[[torch.Tensor, Any], torch.Tensor]:
 
 
 def weight_of_auxiliary(change: Callable[[float], float], *, where: str) -> Spoilt:
-    """Auxiliary losses weigh otherwise beside the loss of a microbatch. where: the module that says how much."""
+    """Auxiliary losses weigh otherwise next to the loss of a microbatch. where: the module that says how much."""
     import core.moe
 
     return lambda: mock.patch(

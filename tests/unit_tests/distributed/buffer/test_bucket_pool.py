@@ -55,7 +55,7 @@ def test_one_at_a_time_they_all_lie_at_the_beginning() -> None:
         pool.release(memory)
 
 
-def test_a_bucket_that_does_not_fit_beside_the_other_gets_memory_of_its_own() -> None:
+def test_a_bucket_that_does_not_fit_next_to_the_other_gets_memory_of_its_own() -> None:
     pool = BucketPool(torch.zeros(11))
     first = pool.acquire(8)
     assert pool.has_room(3) and not pool.has_room(4)

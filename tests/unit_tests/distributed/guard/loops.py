@@ -19,7 +19,7 @@ from core import parallel_state
 WIDTH, CLASSES = 8, 5
 
 
-class Told(NamedTuple):
+class Report(NamedTuple):
     """The first thing that a program was told: 'error' or 'warning', in which step (from 1), and the text."""
 
     kind: str
@@ -27,20 +27,20 @@ class Told(NamedTuple):
     text: str
 
 
-def told_by(running: Iterator[None], steps: int = 4) -> Told | None:
+def report_of(running: Iterator[None], steps: int = 4) -> Report | None:
     """Run a program for some steps; None if nothing was said. Only texts of the watch count as warnings."""
-    first: Told | None = None
+    first: Report | None = None
     for step in range(1, steps + 1):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 next(running)
             except RuntimeError as error:
-                return first or Told("error", step, str(error))
+                return first or Report("error", step, str(error))
         said = [str(each.message) for each in caught if each.category is UserWarning]
         said = [text for text in said if "first two steps" in text or "inputs differ" in text]
         if said and first is None:
-            first = Told("warning", step, " | ".join(said))
+            first = Report("warning", step, " | ".join(said))
     return first
 
 

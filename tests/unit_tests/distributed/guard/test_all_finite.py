@@ -23,7 +23,7 @@ def test_one_value_that_is_not_finite_is_seen_wherever_it_is(dtype: torch.dtype,
     values[place] = bad
     assert not all_finite(values)
     assert not all_finite(values.view(16, 16))
-    values[255 - place] = -bad  # the other infinity beside it
+    values[255 - place] = -bad  # the other infinity next to it
     assert not all_finite(values)
 
 
@@ -36,7 +36,7 @@ def test_the_largest_and_the_smallest_finite_values_are_finite(dtype: torch.dtyp
     assert all_finite(torch.empty(0, dtype=dtype))
 
 
-def test_the_first_microbatch_is_told_of_gradients_that_some_backwards_leave_out() -> None:
+def test_the_first_microbatch_is_warned_of_gradients_that_some_backwards_leave_out() -> None:
     params = [SimpleNamespace(grad=torch.zeros(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
     names = [SimpleNamespace(name=name) for name in ("always", "sometimes")]
     bucket: Any = SimpleNamespace(params=params, contracts=names, device=torch.device("cpu"))

@@ -93,9 +93,9 @@ def test_the_first_difference_is_named_on_every_rank_within_seconds(rank: int, w
         text = str(caught.value)
         for word in (*words, f"rank {ODD} has", "rank 0 has", "dp_cp"):
             assert word in text, f"{build.__name__}: {word} is not in: {text}"
-        told: list[str] = [""] * world
-        dist.all_gather_object(told, text)
-        assert told == [text] * world
+        said: list[str] = [""] * world
+        dist.all_gather_object(said, text)
+        assert said == [text] * world
     # Nothing of it is left on the wire: the next wrap and step are right.
     model = make_net()
     expected = mean_over_ranks(model, world)

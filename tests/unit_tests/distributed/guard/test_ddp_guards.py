@@ -208,7 +208,7 @@ def twice_over_tp() -> GradSyncRule:
 
 
 @ranks(4)
-def test_describe_tells_every_buffer_bucket_parameter_divisor_and_reduction(rank: int, world: int) -> None:
+def test_describe_names_every_buffer_bucket_parameter_divisor_and_reduction(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     for strategy, overlap in SETTINGS:
         model = make_net()

@@ -261,7 +261,7 @@ def test_a_module_in_the_memory_of_the_one_it_replaces_is_noticed(rank: int, wor
     ddp = wrap(model)
     loss_of(ddp, rank, 0).backward()
     finalize_model_grads([ddp])
-    del model.third  # nobody holds it any more, and Python gives its place to the next module
+    del model.third  # no one holds it any more, and Python gives its place to the next module
     model.third = nn.Linear(11, 3).double()
     ddp.zero_grad_buffer()
     loss_of(ddp, rank, 1).backward()

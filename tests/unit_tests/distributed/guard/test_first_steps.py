@@ -19,7 +19,7 @@ from core.model_parallel_config import ModelParallelConfig
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner
 from core.pipeline_parallel.layout import PipelineLayout
-from tests.unit_tests.distributed.guard.loops import CLASSES, WIDTH, Net, SplitNet, Told, samples, tokens, told_by
+from tests.unit_tests.distributed.guard.loops import CLASSES, WIDTH, Net, Report, SplitNet, report_of, samples, tokens
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
 
@@ -155,16 +155,16 @@ OVER_TENSOR: dict[str, tuple[Callable[[], Steps], str, int, str]] = {
 }
 
 
-def check(told: Told | None, kind: str, step: int, text: str, *, alike: bool) -> None:
+def check(reported: Report | None, kind: str, step: int, text: str, *, alike: bool) -> None:
     """All ranks hear the same error; the first one hears of a warning."""
-    assert told is not None or (kind == "warning" and dist.get_rank() > 0), f"nothing was said; expected {text}"
-    if told is not None:
-        assert (told.kind, told.step) == (kind, step), told
-        assert re.search(text, told.text), told.text
+    assert reported is not None or (kind == "warning" and dist.get_rank() > 0), f"nothing was said; expected {text}"
+    if reported is not None:
+        assert (reported.kind, reported.step) == (kind, step), reported
+        assert re.search(text, reported.text), reported.text
     if alike:
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, told)
-        assert everyone == [told] * len(everyone), everyone
+        dist.all_gather_object(everyone, reported)
+        assert everyone == [reported] * len(everyone), everyone
 
 
 @ranks(2)
@@ -172,7 +172,7 @@ def check(told: Told | None, kind: str, step: int, text: str, *, alike: bool) ->
 def test_a_mistake_over_tensor_parallelism_is_found(rank: int, world: int, name: str) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     program, kind, step, text = OVER_TENSOR[name]
-    check(told_by(program()), kind, step, text, alike=True)
+    check(report_of(program()), kind, step, text, alike=True)
 
 
 @ranks(4)
@@ -180,7 +180,7 @@ def test_a_sum_over_another_group_is_found(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     data_rank = parallel_state.get_data_parallel_rank()
     program = split_program("sum over another group", batch=lambda step: tokens(step, data_rank))
-    check(told_by(program), "error", 1, r"gradient of 'head.bias' differs between ranks .* of group 'tp'", alike=True)
+    check(report_of(program), "error", 1, r"gradient of 'head.bias' differs between ranks .* of group 'tp'", alike=True)
 
 
 # -- mistakes over data parallelism ------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ OVER_DATA: dict[str, tuple[Callable[[], Steps], str, int, str]] = {
 def test_a_mistake_over_data_parallelism_is_found(rank: int, world: int, name: str) -> None:
     parallel_state.initialize_model_parallel()
     program, kind, step, text = OVER_DATA[name]
-    check(told_by(program()), kind, step, text, alike=kind == "error")
+    check(report_of(program()), kind, step, text, alike=kind == "error")
 
 
 # -- mistakes over other axes ------------------------------------------------------------------------------------------
@@ -355,11 +355,11 @@ def test_parts_of_two_batches_in_one_context_parallel_group_are_found(rank: int,
         batch = get_batch_on_this_cp_rank({"tokens": tokens(step, rank if wrong else 0)[0]})
         return model(batch["tokens"]).pow(2).mean()
 
-    told = told_by(train(model, sgd(model), loss))
+    reported = report_of(train(model, sgd(model), loss))
     if wrong:
-        check(told, "error", 1, r"inputs differ .* group 'cp' \[0, 1\].*parts of one batch", alike=True)
+        check(reported, "error", 1, r"inputs differ .* group 'cp' \[0, 1\].*parts of one batch", alike=True)
     else:
-        assert told is None, told
+        assert reported is None, reported
 
 
 @ranks(2)
@@ -386,10 +386,9 @@ def test_other_labels_on_the_last_stage_are_found(rank: int, world: int, wrong: 
             runner.step([{"tokens": x, "labels": y} for x, y in pairs])
             yield
 
-    told = told_by(steps(), steps=3)
+    reported = report_of(steps(), steps=3)
     if wrong:
-        check(
-            told, "error", 1, r"first stage \(rank 0\) and the last one \(rank 1\).*different microbatches", alike=True
-        )
+        text = r"first stage \(rank 0\) and the last one \(rank 1\).*different microbatches"
+        check(reported, "error", 1, text, alike=True)
     else:
-        assert told is None, told
+        assert reported is None, reported

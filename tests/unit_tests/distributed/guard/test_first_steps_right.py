@@ -14,7 +14,7 @@ from torch import nn
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit_tests.distributed.guard.loops import CLASSES, WIDTH, Net, SplitNet, samples, tokens, told_by
+from tests.unit_tests.distributed.guard.loops import CLASSES, WIDTH, Net, SplitNet, report_of, samples, tokens
 from tests.unit_tests.distributed.guard.test_first_steps import Steps, net_program, ours, sgd, split_program, train
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
@@ -270,8 +270,8 @@ RIGHT: dict[str, Callable[[], Steps]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_over_data_parallelism_hears_nothing(rank: int, world: int, name: str) -> None:
     parallel_state.initialize_model_parallel()
-    told = told_by(RIGHT[name](), steps=8)
-    assert told is None, told
+    said = report_of(RIGHT[name](), steps=8)
+    assert said is None, said
 
 
 def clips_by_the_whole_norm() -> Steps:
@@ -311,8 +311,8 @@ RIGHT_OVER_TENSOR: dict[str, Callable[[], Steps]] = {
 @pytest.mark.parametrize("name", RIGHT_OVER_TENSOR)
 def test_a_right_program_over_tensor_parallelism_hears_nothing(rank: int, world: int, name: str) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    told = told_by(RIGHT_OVER_TENSOR[name](), steps=4)
-    assert told is None, told
+    said = report_of(RIGHT_OVER_TENSOR[name](), steps=4)
+    assert said is None, said
 
 
 @ranks(2)
@@ -321,8 +321,8 @@ def test_warn_does_not_raise_and_ignore_says_nothing(rank: int, world: int) -> N
     for option, kind in (("warn", "warning"), ("ignore", None)):
         model = wrap(SplitNet("no sum in backward"), first_steps=option)
         program = train(model, sgd(model), lambda step, model=model: model(*tokens(step)))
-        told = told_by(program, steps=1)
-        assert (told.kind if told else None) == (kind if rank == 0 else None), told
+        said = report_of(program, steps=1)
+        assert (said.kind if said else None) == (kind if rank == 0 else None), said
         assert model.engine.first_steps.active == (option == "warn")
     with pytest.raises(ValueError, match="first_steps 'no' is not one of check, warn, ignore"):
         DistributedDataParallelConfig(first_steps="no")
@@ -332,7 +332,7 @@ def test_warn_does_not_raise_and_ignore_says_nothing(rank: int, world: int) -> N
 def test_one_rank_is_not_watched(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     model = wrap(Net())
-    assert told_by(train(model, sgd(model), lambda step: model(samples(step)).pow(2).mean())) is None
+    assert report_of(train(model, sgd(model), lambda step: model(samples(step)).pow(2).mean())) is None
     assert not model.engine.first_steps.active
 
 

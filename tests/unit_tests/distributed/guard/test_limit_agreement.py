@@ -28,7 +28,7 @@ CALLS = {"max_norm": "clip_grad_by_norm", "clip_value": "clip_grad_by_value"}
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.in_suite()
-def test_ranks_that_would_clip_differently_are_told_so(rank: int, world: int, plugin: str, name: str) -> None:
+def test_ranks_that_would_clip_differently_are_refused(rank: int, world: int, plugin: str, name: str) -> None:
     booster = Booster(plugin=PLUGINS[plugin]())
     model = new_model()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))

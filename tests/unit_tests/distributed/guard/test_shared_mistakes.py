@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from core import parallel_state
-from tests.unit_tests.distributed.guard.loops import WIDTH, Net, _Sum, samples, told_by
+from tests.unit_tests.distributed.guard.loops import WIDTH, Net, _Sum, report_of, samples
 from tests.unit_tests.distributed.guard.test_first_steps import Steps, check, sgd, train
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[Callable[[], Steps], str]] = {
 def test_a_mistake_that_all_ranks_share_is_found(rank: int, world: int, name: str) -> None:
     parallel_state.initialize_model_parallel()
     program, text = WRONG[name]
-    check(told_by(program()), "warning", 2, text, alike=False)
+    check(report_of(program()), "warning", 2, text, alike=False)
 
 
 def gan_of_squares(out: torch.Tensor, step: int) -> torch.Tensor:
@@ -134,8 +134,8 @@ RIGHT: dict[str, Callable[[], Steps]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_with_such_outputs_hears_nothing(rank: int, world: int, name: str) -> None:
     parallel_state.initialize_model_parallel()
-    told = told_by(RIGHT[name](), steps=4)
-    assert told is None, told
+    reported = report_of(RIGHT[name](), steps=4)
+    assert reported is None, reported
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -203,11 +203,11 @@ def words_at_the_seam(step: int, data_rank: int) -> torch.Tensor:
 @ranks(4)
 def test_a_table_of_words_without_a_mask_is_found(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    told = told_by(words_program(some_words, masks=False))
-    check(told, "warning", 1, r"rows \[(31|0)\] of 'weight' \[32, 8\] have a gradient, and no token", alike=False)
+    reported = report_of(words_program(some_words, masks=False))
+    check(reported, "warning", 1, r"rows \[(31|0)\] of 'weight' \[32, 8\] have a gradient, and no token", alike=False)
     for words in (some_words, words_at_the_seam):
-        assert told_by(words_program(words, masks=True)) is None
-    every_word = told_by(words_program(lambda step, data_rank: torch.arange(64), masks=True))
+        assert report_of(words_program(words, masks=True)) is None
+    every_word = report_of(words_program(lambda step, data_rank: torch.arange(64), masks=True))
     assert every_word is None
 
 
@@ -226,24 +226,24 @@ class Stage(nn.Module):
         return self.layer(x) * self.word
 
 
-def told_of_stages(*names: dict[str, str], tied: bool = False) -> Any:
+def report_of_stages(*names: dict[str, str], tied: bool = False) -> Any:
     def steps() -> Iterator[None]:
         model = wrap(Stage(names[dist.get_rank()], tied=tied))
         yield from train(model, sgd(model), lambda step: model(samples(step, rank=0)).pow(2).mean())
 
-    return told_by(steps())
+    return report_of(steps())
 
 
 @ranks(2)
 def test_a_parameter_of_two_stages_that_nothing_ties_is_found(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    told = told_of_stages({"layer": "layers.0", "word": "table"}, {"layer": "layers.1", "word": "table"})
-    check(told, "error", 1, r"'table' .* on ranks 0 and 1 of pipeline \[0, 1\].*shared_embedding", alike=True)
-    told = told_of_stages({"layer": "layers.0", "word": "a"}, {"layer": "layers.0", "word": "b"})
-    check(told, "error", 1, "'layers.0.weight' .* held by two stages", alike=True)
-    assert told_of_stages({}, {}) is None, "stages number their own layers"
+    reported = report_of_stages({"layer": "layers.0", "word": "table"}, {"layer": "layers.1", "word": "table"})
+    check(reported, "error", 1, r"'table' .* on ranks 0 and 1 of pipeline \[0, 1\].*shared_embedding", alike=True)
+    reported = report_of_stages({"layer": "layers.0", "word": "a"}, {"layer": "layers.0", "word": "b"})
+    check(reported, "error", 1, "'layers.0.weight' .* held by two stages", alike=True)
+    assert report_of_stages({}, {}) is None, "stages number their own layers"
     names = {"layer": "layers.0", "word": "table"}, {"layer": "layers.1", "word": "table"}
-    assert told_of_stages(*names, tied=True) is None
+    assert report_of_stages(*names, tied=True) is None
 
 
 @ranks(2)

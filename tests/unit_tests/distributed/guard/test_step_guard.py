@@ -27,7 +27,7 @@ def test_a_step_without_finalize_is_refused_and_with_it_allowed(rank: int, world
 
 
 @ranks(2)
-def test_other_optimizers_may_step_meanwhile(rank: int, world: int) -> None:
+def test_other_optimizers_may_step_in_between(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     model = make_net()
     expected = mean_over_ranks(model, world)
@@ -136,7 +136,7 @@ def test_a_model_can_be_wrapped_while_anothers_step_is_under_way(rank: int, worl
 
 
 @ranks(3)
-def test_ranks_that_are_at_different_steps_are_told_so(rank: int, world: int) -> None:
+def test_ranks_that_are_at_different_steps_are_refused(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = wrap(make_net())
     if rank == 1:

@@ -91,7 +91,7 @@ def test_a_copy_of_an_expert_is_compared_over_the_experts_tensor_parallelism(ran
 
 
 @ranks(4)
-def test_a_difference_in_one_data_group_is_told_to_the_others_of_the_stage(rank: int, world: int) -> None:
+def test_a_difference_in_one_data_group_is_reported_to_the_others_of_the_stage(rank: int, world: int) -> None:
     config = start(tensor_model_parallel_size=2)  # data groups [0, 2] and [1, 3]
     bag = Bag(split=(3, 4)).tag("split", tensor_model_parallel=True, partition_dim=0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Layouts against hand-made numbers and against rules stated anew."""
+"""Layouts against hand-made numbers and against rules stated again."""
 
 import math
 import random

@@ -96,7 +96,7 @@ def test_batchnorm_evaluates_as_with_torch_ddp(rank: int, world: int, strategy: 
 
 
 @ranks(2)
-def test_buffers_stay_each_ranks_own_where_nobody_asks(rank: int, world: int) -> None:
+def test_buffers_stay_each_ranks_own_where_no_one_asks(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ours = wrap(Normed())
     for number in range(3):

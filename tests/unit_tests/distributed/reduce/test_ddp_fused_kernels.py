@@ -84,7 +84,7 @@ def run_step(ddp: DistributedDataParallel, rank: int, numbers: range) -> None:
 
 
 @ranks(2)
-def test_a_dummy_gradient_beside_a_fused_one_is_ignored(rank: int, world: int) -> None:
+def test_a_dummy_gradient_next_to_a_fused_one_is_ignored(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     for strategy, overlap in SETTINGS:
         ddp = wrap(Kernels(), data_parallel_sharding_strategy=strategy, overlap_grad_reduce=overlap, bucket_size=1)

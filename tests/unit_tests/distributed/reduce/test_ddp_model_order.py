@@ -83,7 +83,7 @@ def test_a_group_without_a_gloo_twin_knows_the_order_too(rank: int, world: int) 
 
 
 @ranks(2)
-def test_reductions_that_were_launched_crosswise_are_told_by_the_agreement(rank: int, world: int) -> None:
+def test_reductions_that_were_launched_crosswise_are_reported_by_the_agreement(rank: int, world: int) -> None:
     """Where ranks cannot ask each other beforehand: no gloo at all."""
     parallel_state.initialize_model_parallel()
     policy, critic = (wrap(Pair(name, 6), share_host_memory=False) for name in ("policy", "critic"))

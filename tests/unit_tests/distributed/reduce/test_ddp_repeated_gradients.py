@@ -1,4 +1,4 @@
-"""Gradients that arrive more than once, late, or in an order nobody expected."""
+"""Gradients that arrive more than once, late, or in an order no one expected."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Parameters that some rank, every rank or some batch does not use contribute zeros, and nobody waits for them."""
+"""Parameters that some rank, every rank or some batch does not use contribute zeros, and no one waits for them."""
 
 import copy
 

@@ -64,7 +64,7 @@ def test_context_parallel_ranks_are_part_of_the_mean(rank: int, world: int, stra
 
 @ranks(4)
 @both_strategies
-def test_context_parallelism_beside_tensor_parallelism(rank: int, world: int, strategy: str) -> None:
+def test_context_parallelism_next_to_tensor_parallelism(rank: int, world: int, strategy: str) -> None:
     # tp groups [0, 1] [2, 3]; data-and-context groups [0, 2] [1, 3]
     config = start(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
     bag = Bag(split=ODD, norm=ODD).tag("split", tensor_model_parallel=True, partition_dim=0)
@@ -305,7 +305,7 @@ def test_expert_gradients_are_divided_by_the_whole_data_group(
 @ranks(4)
 @both_strategies
 def test_experts_split_over_tensor_parallelism(rank: int, world: int, strategy: str) -> None:
-    # dense: tp [0, 1] [2, 3], data [0, 2] [1, 3]. experts: tp 2 x ep 2 fill the world, so nobody shares one.
+    # dense: tp [0, 1] [2, 3], data [0, 2] [1, 3]. experts: tp 2 x ep 2 fill the world, so no one shares one.
     config = start(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
     bag = Bag(dense=ODD, norm=ODD, expert=ODD)
     bag.tag("dense", tensor_model_parallel=True).tag("norm", sequence_parallel=True)
@@ -316,7 +316,7 @@ def test_experts_split_over_tensor_parallelism(rank: int, world: int, strategy: 
 
 @ranks(4)
 @both_strategies
-def test_whole_experts_beside_split_dense_layers(rank: int, world: int, strategy: str) -> None:
+def test_whole_experts_next_to_split_dense_layers(rank: int, world: int, strategy: str) -> None:
     # dense as above; experts with expert tp 1 x ep 2: expert data groups [0, 2] [1, 3], divided by the data size 2
     config = start(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     bag = Bag(dense=ODD, expert=ODD).tag("dense", tensor_model_parallel=True).tag("expert", allreduce=False)

@@ -91,7 +91,7 @@ def expert(rank: int, strategy: str) -> Scenario:
 
 
 def expert_sequence_parallel(rank: int, strategy: str) -> Scenario:
-    # expert tp [0, 1] [2, 3] x ep 2 fill the world: the data size is 2, and nobody shares an expert
+    # expert tp [0, 1] [2, 3] x ep 2 fill the world: the data size is 2, and no one shares an expert
     config = start(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
     bag = Bag(w=ODD).tag("w", allreduce=False, sequence_parallel=True)
     return one(bag, config, {"w": (digits(0, 1) if rank < 2 else digits(2, 3)) / 2}, strategy)

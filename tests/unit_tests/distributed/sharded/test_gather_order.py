@@ -35,14 +35,14 @@ class TwoOrders(nn.Module):
 
 
 @ranks(2)
-def test_ranks_that_use_parameters_in_other_orders_are_told_the_first_that_differs(rank: int, world: int) -> None:
+def test_ranks_that_use_parameters_in_other_orders_are_shown_the_first_that_differs(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = sharded(TwoOrders(), bucket_size=1, share_host_memory=False)
     ddp.module.turned = rank == 1
     ddp(torch.ones(2, 8)).sum().backward()
     with pytest.raises(SyncError, match="gathered sharded parameters in different orders.*for 'two.weight'"):
         finalize_model_grads([ddp])
-    ddp = sharded(TwoOrders(), bucket_size=1)  # with mapped memory nobody waits for anybody
+    ddp = sharded(TwoOrders(), bucket_size=1)  # with mapped memory no one waits for anybody
     ddp.module.turned = rank == 1
     ddp(torch.ones(2, 8)).sum().backward()
     finalize_model_grads([ddp])

@@ -103,7 +103,7 @@ def test_unequal_lengths_inside_gathered_and_a_rank_that_sleeps_are_right(rank: 
         waiting.PATIENCE_S, waiting.LOOK_S = patience, look
 
 
-def told(what: str, ranks: list[int], seconds: float = 9.0) -> dict[str, Any]:
+def waits(what: str, ranks: list[int], seconds: float = 9.0) -> dict[str, Any]:
     return {"waits": True, "for": what, "ranks": ranks, "seconds": seconds}
 
 
@@ -113,16 +113,16 @@ COMPUTES = {"waits": False, "for": "", "ranks": [], "seconds": 99.0}
 @pytest.mark.parametrize(
     ("places", "expected"),
     [
-        ([told("a", [0, 1]), told("b", [0, 1])], [0, 1]),
-        ([told("a", [0, 1]), told("", [])], [0, 1]),  # a barrier of the program
-        ([told("a", [0, 1]), told("a", [0, 1])], []),  # a slow network
-        ([told("a", [0, 1]), COMPUTES], []),
-        ([told("a", [0, 1]), told("b", [0, 1], 4.0)], []),
-        ([told("a", [0, 1]), told("b", [1, 2]), COMPUTES], []),  # rank 0 waits for one that waits for a slow one
-        ([told("a", [0, 1]), told("b", [1, 2]), told("b", [1, 2])], []),
-        ([told("a", [0, 1]), told("b", [1, 2]), told("c", [0, 2])], [0, 1, 2]),
-        ([told("a", [0, 1]), told("b", [0, 1]), COMPUTES], [0, 1]),
-        ([told("a", [0, 1]), {}], []),  # nothing is known of it
+        ([waits("a", [0, 1]), waits("b", [0, 1])], [0, 1]),
+        ([waits("a", [0, 1]), waits("", [])], [0, 1]),  # a barrier of the program
+        ([waits("a", [0, 1]), waits("a", [0, 1])], []),  # a slow network
+        ([waits("a", [0, 1]), COMPUTES], []),
+        ([waits("a", [0, 1]), waits("b", [0, 1], 4.0)], []),
+        ([waits("a", [0, 1]), waits("b", [1, 2]), COMPUTES], []),  # rank 0 waits for one that waits for a slow one
+        ([waits("a", [0, 1]), waits("b", [1, 2]), waits("b", [1, 2])], []),
+        ([waits("a", [0, 1]), waits("b", [1, 2]), waits("c", [0, 2])], [0, 1, 2]),
+        ([waits("a", [0, 1]), waits("b", [0, 1]), COMPUTES], [0, 1]),
+        ([waits("a", [0, 1]), {}], []),  # nothing is known of it
     ],
 )
 def test_only_ranks_that_wait_for_each_other_wait_in_vain(places: list[dict[str, Any]], expected: list[int]) -> None:

@@ -161,7 +161,7 @@ def test_a_bucket_of_nothing_is_gathered(rank: int, world: int) -> None:
 
 
 @ranks(2)
-def test_a_bucket_of_nothing_lies_beside_others_in_mapped_memory(rank: int, world: int) -> None:
+def test_a_bucket_of_nothing_lies_next_to_others_in_mapped_memory(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     model = nn.Linear(24, 24)
     model.nothing, model.more = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.zeros(0), requires_grad=False)
@@ -211,12 +211,12 @@ def test_writes_of_some_ranks_alone_leave_gathered_on_all(rank: int, world: int)
 
 @ranks(2)
 @pytest.mark.parametrize("share", [True, False])
-def test_an_error_inside_gathered_on_one_rank_is_told_to_all(rank: int, world: int, share: bool) -> None:
+def test_an_error_inside_gathered_on_one_rank_is_reported_to_all(rank: int, world: int, share: bool) -> None:
     parallel_state.initialize_model_parallel()
     alone = Tower()
     ddp = sharded(copy.deepcopy(alone), share_host_memory=share)
-    told = "rank 1 failed: KeyError: 'no such file'" if rank == 0 else "no such file"
-    with pytest.raises(SyncError if rank == 0 else KeyError, match=told), ddp.gathered(), torch.no_grad():
+    said = "rank 1 failed: KeyError: 'no such file'" if rank == 0 else "no such file"
+    with pytest.raises(SyncError if rank == 0 else KeyError, match=said), ddp.gathered(), torch.no_grad():
         ddp.module.layers[0].weight.zero_()
         if rank == 1:
             raise KeyError("no such file")

@@ -29,7 +29,7 @@ from tests.unit_tests.reference import wrap
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and beside it a trained detour of rank 8, or its input."""
+    """A frozen layer, and next to it a trained detour of rank 8, or its input."""
 
     def __init__(self, width: int, trained: bool) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def held_between_steps(ddp: DistributedDataParallel, before: Collection[int]) ->
     """Bytes of all tensors that were not there before.
 
     What other ranks hold, and this one maps, is not counted; of memory that holds the shards of all, a rank's part is.
-    All ranks have made such memory, and use the first one's: nobody has touched the pages of the others.
+    All ranks have made such memory, and use the first one's: no one has touched the pages of the others.
     """
     gc.collect()
     with attributes_alone():  # a look at a sharded parameter gathers nothing

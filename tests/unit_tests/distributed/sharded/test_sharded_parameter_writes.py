@@ -80,14 +80,14 @@ def test_a_write_through_data_in_a_backward_is_refused(rank: int, world: int) ->
 
 @ranks(2)
 @pytest.mark.parametrize("share", [True, False])
-def test_ranks_that_load_different_values_are_told(rank: int, world: int, share: bool) -> None:
+def test_ranks_that_load_different_values_are_reported(rank: int, world: int, share: bool) -> None:
     parallel_state.initialize_model_parallel()
     ddp = sharded(Model(), share_host_memory=share)
-    told = r"rank 1 has parameter 'places' with checksum .*; rank 0 has parameter 'places' .* load the same files"
-    with pytest.raises(SyncError, match=told), unsharder_of(ddp).loading(), torch.no_grad():
+    said = r"rank 1 has parameter 'places' with checksum .*; rank 0 has parameter 'places' .* load the same files"
+    with pytest.raises(SyncError, match=said), unsharder_of(ddp).loading(), torch.no_grad():
         ddp.module.words.weight.copy_(torch.full((11, 12), 2.0))
         ddp.module.places.copy_(torch.full((6, 12), 1.0 + rank))
-    other = {0: SyncError, 1: KeyError}[rank]  # each has an error, and waits for nobody
+    other = {0: SyncError, 1: KeyError}[rank]  # each has an error, and waits for no one
     with pytest.raises(other, match="nothing there"), unsharder_of(ddp).loading():
         if rank == 1:
             raise KeyError("nothing there")
@@ -98,7 +98,7 @@ def test_ranks_that_load_different_values_are_told(rank: int, world: int, share:
 
 
 @ranks(2)
-def test_booster_files_that_differ_between_ranks_are_told(rank: int, world: int, tmp_path: Path) -> None:
+def test_booster_files_that_differ_between_ranks_are_reported(rank: int, world: int, tmp_path: Path) -> None:
     folder = shared(tmp_path)
     for number in range(2):
         torch.manual_seed(number)
@@ -113,7 +113,7 @@ def test_booster_files_that_differ_between_ranks_are_told(rank: int, world: int,
 
 @ranks(2)
 @pytest.mark.parametrize("share", [True, False])
-def test_a_state_that_one_rank_cannot_use_is_told_on_all_before_anything_is_changed(
+def test_a_state_that_one_rank_cannot_use_is_reported_on_all_before_anything_is_changed(
     rank: int, world: int, share: bool
 ) -> None:
     parallel_state.initialize_model_parallel()

@@ -455,7 +455,7 @@ def test_no_rank_computes_with_values_that_another_one_writes(rank: int, world: 
 
 
 @ranks(2)
-def test_a_load_of_the_optimizer_waits_for_ranks_that_compute_and_for_nobody_afterwards(rank: int, world: int) -> None:
+def test_a_load_of_the_optimizer_waits_for_ranks_that_compute_and_for_no_one_afterwards(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = sharded(Model(torch.bfloat16), grad_reduce_in_fp32=True)
     remainders = {"use_precision_aware_optimizer": True, "store_param_remainders": True}

@@ -199,7 +199,7 @@ def in_backward(strategy: str) -> dict[str, Any]:
 
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_a_model_that_was_dropped_in_a_step_which_some_ranks_have_begun_is_told_at_the_next_wrap(
+def test_a_model_that_was_dropped_in_a_step_which_some_ranks_have_begun_is_reported_at_the_next_wrap(
     rank: int, world: int, strategy: str
 ) -> None:
     parallel_state.initialize_model_parallel()

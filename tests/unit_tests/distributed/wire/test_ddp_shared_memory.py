@@ -123,7 +123,7 @@ def test_parameters_cut_from_one_tensor_keep_their_values_and_train(rank: int, w
 
 
 @ranks(1)
-def test_a_weight_that_torch_makes_anew_in_each_forward_is_no_kept_view(rank: int, world: int) -> None:
+def test_a_weight_that_torch_makes_again_in_each_forward_is_no_kept_view(rank: int, world: int) -> None:
     """torch's spectral_norm leaves a view under the old name until the first forward."""
     parallel_state.initialize_model_parallel()
     for strategy in STRATEGIES:

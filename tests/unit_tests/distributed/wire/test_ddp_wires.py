@@ -1,4 +1,4 @@
-"""Gradients beside other traffic: exchanges in backward, groups that a user assembled, several control groups."""
+"""Gradients next to other traffic: exchanges in backward, groups that a user assembled, several control groups."""
 
 from types import SimpleNamespace
 from typing import Any

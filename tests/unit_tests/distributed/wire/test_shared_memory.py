@@ -169,7 +169,7 @@ def test_hundreds_of_buckets_are_launched_without_waiting_for_another_rank() -> 
     assert len(handles) == 900 and not any(handle.is_done() for handle in handles)
 
 
-def test_ranks_at_different_buckets_are_told_so() -> None:
+def test_ranks_at_different_buckets_are_refused() -> None:
     channels, tensors = channels_of(2, 64)
     sizes = [32, 64]
     found: list[str] = []

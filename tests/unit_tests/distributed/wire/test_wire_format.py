@@ -69,7 +69,7 @@ def test_inf_and_nan_arrive(rank: int, world: int) -> None:
             assert not tensor[1].isfinite()
     tensor = torch.full((4,), 1e6)
     gradient_collectives(torch.float16, Collectives()).all_reduce(tensor, dist.group.WORLD, "test").wait()
-    assert not tensor.isfinite().any(), "beyond fp16's range is told, not clipped"
+    assert not tensor.isfinite().any(), "beyond fp16's range is an error, not clipped"
 
 
 def test_a_dtype_that_cannot_travel_is_refused() -> None:

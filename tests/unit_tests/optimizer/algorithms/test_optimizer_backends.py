@@ -182,7 +182,7 @@ def test_a_backend_that_was_named_and_cannot_be_used_is_an_error(monkeypatch: py
 
 
 @ranks(2)
-def test_an_optimizer_tells_its_backend(rank: int, world: int) -> None:
+def test_an_optimizer_names_its_backend(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = wrap(make_net(), use_distributed_optimizer=True)
     for wanted, expected in (("auto", "adam on cpu: fused"), ("single", "adam on cpu: single")):

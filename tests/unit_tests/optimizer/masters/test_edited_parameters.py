@@ -87,7 +87,7 @@ def scaled_under_no_grad(module: Any) -> None:
         module.bias[5:9] = -1.25
 
 
-def initialized_anew(module: Any) -> None:
+def initialized_again(module: Any) -> None:
     torch.manual_seed(52)
     nn.init.uniform_(module.bias)
     nn.init.zeros_(module.kernel)
@@ -103,7 +103,7 @@ EDITS = (
     copied_through_data,
     pruned_through_data,
     scaled_under_no_grad,
-    initialized_anew,
+    initialized_again,
     frozen_and_changed,
 )
 

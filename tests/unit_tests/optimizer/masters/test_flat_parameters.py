@@ -1,4 +1,4 @@
-"""Replicated parameters are moved into one tensor a bucket, and nobody notices but the clock."""
+"""Replicated parameters are moved into one tensor a bucket, and no one notices but the clock."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_one_long_run_makes_the_steps_of_torch(rank: int, world: int) -> None:
 
 
 @ranks(1)
-def test_memory_that_somebody_else_uses_stays_where_it_is(rank: int, world: int) -> None:
+def test_memory_that_another_program_uses_stays_where_it_is(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     start = make_net(torch.float32)
     for what in ("two of one tensor", "not contiguous", "shared between processes"):
@@ -103,7 +103,7 @@ def test_a_parameter_that_was_given_other_memory_is_stepped_from_its_values(
     twin.second.weight.data.add_(1)
     for each in (optimizer, twin_optimizer):
         each.reload_model_params()
-    model.third.weight.data = model.third.weight.data.clone()  # and one that nobody reloads
+    model.third.weight.data = model.third.weight.data.clone()  # and one that no one reloads
     train(ddp, optimizer, rank, *range(1, 3))
     train(twin_ddp, twin_optimizer, rank, *range(1, 3))
     assert model.second.weight.data_ptr() == home

@@ -62,7 +62,7 @@ def test_a_bf16_parameter_and_its_remainder_are_the_fp32_master_bit_for_bit() ->
     assert bool(nearest.all())
 
 
-def test_remainders_lie_beside_several_parameters_with_padding_between_them() -> None:
+def test_remainders_lie_next_to_several_parameters_with_padding_between_them() -> None:
     params = [nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (3, 5, 2)]
     shards = shards_of(*params, gap=4)
     numel = shards[-1].end

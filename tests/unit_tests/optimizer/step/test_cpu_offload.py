@@ -1,6 +1,6 @@
 """A part of the optimizer's state on the host: which buckets, and that a model on the CPU trains as without it.
 
-Bits beside a device are tested in tests/unit_tests/second_device.
+Bits next to a device are tested in tests/unit_tests/second_device.
 """
 
 from typing import Any
