@@ -103,6 +103,7 @@ def test_a_model_on_a_gpu_is_refused_because_its_streams_would_go_on() -> None:
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 @pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.in_suite()
 def test_gradients_and_parameters_are_the_same_under_a_wire_and_no_step_is_faster_than_it(
     rank: int, world: int, strategy: str, dtype: torch.dtype | None
 ) -> None:

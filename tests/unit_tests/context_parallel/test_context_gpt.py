@@ -133,6 +133,7 @@ def check_against_one_process(layout: str, packed: bool, comm_type: str) -> None
 @ranks(2)
 @pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.in_suite()
 def test_two_context_ranks_are_one_process(rank: int, world: int, comm_type: str, packed: bool) -> None:
     check_against_one_process("cp2", packed, comm_type)
 

@@ -36,6 +36,7 @@ def test_gradients_are_the_mean_over_ranks_in_every_step(rank: int, world: int, 
 @ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.in_suite()
 def test_microbatches_are_added(rank: int, world: int, strategy: str, overlap: bool) -> None:
     parallel_state.initialize_model_parallel()
     model = make_net()

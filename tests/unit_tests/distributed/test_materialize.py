@@ -95,6 +95,7 @@ def test_a_move_or_a_cast_before_the_wrap_takes_no_memory(move: str) -> None:
 @ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("init", [None, drawn])
+@pytest.mark.in_suite()
 def test_weights_and_a_step_are_those_of_a_model_built_whole(rank: int, world: int, strategy: str, init: Any) -> None:
     parallel_state.initialize_model_parallel()
     found = []

@@ -62,6 +62,7 @@ def test_handlers_and_finalize_model_grads_give_the_same_bits(rank: int, world: 
 @ranks(2)
 @pytest.mark.parametrize("handler", [DataParallelGradientHandler, SequenceParallelGradientHandler, MoeGradientHandler])
 @pytest.mark.parametrize("wrapper", ["ours", "torch"])
+@pytest.mark.in_suite()
 def test_what_a_wrapper_averages_is_not_reduced_again(rank: int, world: int, handler: Any, wrapper: str) -> None:
     parallel_state.initialize_model_parallel()
     bag = Bag(w=ODD)

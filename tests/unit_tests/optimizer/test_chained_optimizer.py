@@ -168,6 +168,7 @@ def test_tied_weights_of_two_models_with_one_name_both_count_in_the_norm(rank: i
 @ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("together", [False, True])
+@pytest.mark.in_suite()
 def test_tied_weights_of_two_models_in_one_optimizer_are_two_weights(
     rank: int, world: int, strategy: str, together: bool
 ) -> None:

@@ -163,6 +163,7 @@ def test_clipping_can_be_left_out_or_called_apart(rank: int, world: int, strateg
 @ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.in_suite()
 def test_gradients_make_one_step_and_their_norm_is_known_until_the_next(
     rank: int, world: int, strategy: str, chained: bool
 ) -> None:

@@ -185,6 +185,7 @@ def test_a_device_mesh_has_the_groups_of_parallel_state(rank: int, world: int) -
     ("names", "shape"),
     [(("dp", "tp"), (-1, 2)), (("tp", "dp"), (2, -1)), (("pp", "dp", "cp", "tp"), (2, -1, 1, 2)), (("dp",), (-1,))],
 )
+@pytest.mark.in_suite()
 def test_groups_come_from_a_device_mesh_with_its_ranks(
     rank: int, world: int, names: tuple[str, ...], shape: tuple[int, ...]
 ) -> None:

@@ -44,6 +44,7 @@ def runner_of(schedule: str, pp: int, chunks: int) -> PipelineRunner:
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("1F1B", 1), ("Interleaved1F1B", 2), ("InterleavedZeroBubble", 2), ("ZBVZeroBubble", 2)]
 )
+@pytest.mark.in_suite()
 def test_more_microbatches_need_no_more_memory(rank: int, world: int, schedule: str, chunks: int) -> None:
     """64 as much as 8 of 1F1B, and as 16 where up to 8 stages hold more of them at once."""
     runner = runner_of(schedule, world, chunks)

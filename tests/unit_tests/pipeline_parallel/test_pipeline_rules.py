@@ -56,6 +56,7 @@ def numbers_of(name: str, rules: str) -> tuple[float, float]:
 @ranks(2)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("rules", list(RULES))
+@pytest.mark.in_suite()
 def test_a_rule_names_the_same_layers_however_the_model_is_cut(rank: int, world: int, chunks: int, rules: str) -> None:
     layout = PipelineLayout.even(4, pp=2, chunks=chunks)
     runner = start_pipeline(layout, "1F1B" if chunks == 1 else "Interleaved1F1B")

@@ -30,9 +30,10 @@ def expected(logits: Tensor, target: Tensor, weights: Tensor, smoothing: float) 
     return loss.detach(), leaf.grad
 
 
-@ranks(1, 2, 4)
+@ranks(2, 4, nightly=(1,))
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("vocab", [12, 13, 5], ids=["even", "padded", "a rank of padding only"])
+@pytest.mark.in_suite()
 def test_loss_and_gradient_are_those_of_torch(rank: int, world: int, smoothing: float, vocab: int) -> None:
     logits, target, weights = make(vocab)
     part = tensor_parallel_slice(logits, 2, world, rank).requires_grad_()
@@ -113,9 +114,10 @@ def soft_cap(logits: Tensor) -> Tensor:
     return 2.0 * torch.tanh(0.7 * logits / 2.0)
 
 
-@ranks(1, 2, 4)
+@ranks(2, 4, nightly=(1,))
 @pytest.mark.parametrize("vocab", [13, 5], ids=["padded", "a rank of padding only"])
 @pytest.mark.parametrize("capped", [False, True], ids=["", "soft cap"])
+@pytest.mark.in_suite()
 def test_loss_in_chunks_and_its_gradients_are_those_of_torch(rank: int, world: int, vocab: int, capped: bool) -> None:
     _, target, weights = make(vocab)
     generator = torch.Generator().manual_seed(7)

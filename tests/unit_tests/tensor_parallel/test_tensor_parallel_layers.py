@@ -66,6 +66,7 @@ def set_bias(layer: nn.Module, whole: Tensor) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("skip_bias_add", [False, True], ids=["", "skip"])
 @pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.in_suite()
 def test_column_parallel_linear(
     rank: int, world: int, sequence_parallel: bool, skip_bias_add: bool, stride: int
 ) -> None:
@@ -114,6 +115,7 @@ def test_column_parallel_linear_gathers_its_output(rank: int, world: int, size: 
     ids=["whole", "parallel", "sp"],
 )
 @pytest.mark.parametrize("skip_bias_add", [False, True], ids=["", "skip"])
+@pytest.mark.in_suite()
 def test_row_parallel_linear(
     rank: int, world: int, sequence_parallel: bool, input_is_parallel: bool, skip_bias_add: bool
 ) -> None:

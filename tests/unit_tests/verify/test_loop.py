@@ -106,6 +106,7 @@ def build_whole() -> nn.Module:
 @ranks(2)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.in_suite()
 def test_a_right_loop_is_right_and_goes_on(rank: int, world: int, tp: int, strategy: str) -> None:
     with wrapped(tp, strategy) as model:
         torch.manual_seed(7)

@@ -94,6 +94,7 @@ def first_step(wrapper: str, fault: bool, gated: bool = False) -> GradientReport
 
 @ranks(2, 4)
 @pytest.mark.parametrize("wrapper", ["theirs", "theirs, with their optimizer", "ours"])
+@pytest.mark.in_suite()
 def test_a_model_of_megatron_core_is_compared_in_both_wrappers(rank: int, world: int, wrapper: str) -> None:
     with on_this_device():
         stock(".parallel_state").initialize_model_parallel(2)

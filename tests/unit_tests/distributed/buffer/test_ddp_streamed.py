@@ -115,6 +115,7 @@ def backwards(ddp: DistributedDataParallel, rank: int, count: int) -> None:
 @ranks(2, timeout_s=20)
 @pytest.mark.parametrize("twin", [True, False], ids=["gloo twin", "one group"])
 @pytest.mark.parametrize("counts", [(0, 1), (1, 3), (2, 1)], ids=str)
+@pytest.mark.in_suite()
 def test_unequal_numbers_of_backwards_add_up(rank: int, world: int, counts: tuple[int, int], twin: bool) -> None:
     """A rank that has fewer adds zeros, also where parameters are sharded and no gather needs the other ranks."""
     parallel_state.initialize_model_parallel(create_gloo_process_groups=twin)

@@ -283,6 +283,7 @@ def test_every_parameter_of_a_random_job_gets_what_it_must(rank: int, world: int
 @ranks(4)
 @pytest.mark.parametrize("group_name", ["dp_cp", "tp", "pp", "expt_dp", "embd"])
 @pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.in_suite()
 def test_random_jobs_turn_red_when_a_reduction_is_spoilt(rank: int, world: int, group_name: str, mutation: str) -> None:
     sizes = {"dp_cp": "dp", "tp": "tp", "pp": "pp", "expt_dp": "expt_dp", "embd": "pp"}
     seed = next(n for n in range(100) if getattr(draw(n, world), sizes[group_name]) > 1)

@@ -331,6 +331,7 @@ REST = ParamKey(predicate=ParamPredicate("all but the replicated matrix", lambda
 @ranks(2)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("algorithm", ["Adafactor", "Muon", WritesItsShape])
+@pytest.mark.in_suite()
 def test_an_algorithm_that_needs_whole_parameters_is_refused_where_tensor_parallelism_splits_one(
     rank: int, world: int, sharded: bool, algorithm: Any
 ) -> None:
