@@ -234,15 +234,9 @@ def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
 
 
 def algorithm_of(config: OptimizerConfig, name: str, param: nn.Parameter) -> Algorithm:
-    """The algorithm of a parameter: under Muon matrices and the rest have different ones."""
-    if config.optimizer != "muon" or is_muon_matrix(name, param):
-        return config.optimizer
-    return config.muon_scalar_optimizer
-
-
-def is_muon_matrix(name: str, param: nn.Parameter) -> bool:
-    """True for a hidden layer's matrix and a stack of them (experts'); not for biases, norms, embeddings, outputs."""
-    return decays_by_default(name, param) and param.dim() in (2, 3) and not is_embedding_or_output(name, param)
+    """The algorithm of a parameter. Under Muon only hidden layers' matrices, and stacks of them (experts'), have it."""
+    is_matrix = decays_by_default(name, param) and param.dim() in (2, 3) and not is_embedding_or_output(name, param)
+    return config.optimizer if config.optimizer != "muon" or is_matrix else config.muon_scalar_optimizer
 
 
 def _may_match_nothing(config: OptimizerConfig) -> set[ParamKey]:

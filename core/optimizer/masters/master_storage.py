@@ -19,8 +19,9 @@ import torch
 
 from core.optimizer.masters.param_shards import ParamShard
 
-CPU_NUMEL = 2**18  # elements compared at a time: 1 MiB of an fp32 master stays in a core's cache
-DEVICE_NUMEL = 2**24
+# Elements that are compared, or stepped through scratch, at a time.
+CPU_NUMEL = 2**18  # 1 MiB of an fp32 tensor: four of them stay in a core's cache
+DEVICE_NUMEL = 2**24  # 64 MiB: long enough to hide the launch of a dozen kernels
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 HALF_OF_A_REMAINDER = 0x8000
 

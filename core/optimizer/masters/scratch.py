@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.optimizer.masters.master_storage import CopyStorage, RemainderStorage
+from core.optimizer.masters.master_storage import CPU_NUMEL, DEVICE_NUMEL, CopyStorage, RemainderStorage
 from core.optimizer.masters.master_weights import BucketMasters, Segment, is_per_element
 from core.optimizer.optimizer_config import OptimizerConfig
 
-CPU_NUMEL = 2**18  # 1 MiB a tensor: four of them stay in a core's cache
-DEVICE_NUMEL = 2**24  # 64 MiB a tensor: long enough to hide the launch of a dozen kernels
 ALIGNMENT = 64  # elements, so that kernels see every segment from a vector's first element on
 
 OPTION_OF_STATE = {  # what an inner optimizer calls its moments -> the option that says what they are kept in
