@@ -76,6 +76,7 @@ class Engine:
         places = Places() if placement is None else places_of(plan, ddp_config)
         units = units_of(plan, ddp_config, groups, self.tier, places) if ddp_config.shards_parameters else []
         shards = [[unit.shard for unit in of_buffer] for of_buffer in units[: len(plan.layout.buffers)]]
+        grads = [] if self.tier is None else _place_grads(plan, places, groups, self.tier)
         self.buffers = [
             GradBuffer(
                 layout,
@@ -84,11 +85,9 @@ class Engine:
                 groups_of(layout.key.data_group, ddp_config, groups),
                 divisor_of(groups, config),
                 param_shards or (),
-                offloaded,
+                offloaded or {},
             )
-            for layout, param_shards, offloaded in itertools.zip_longest(
-                plan.layout.buffers, shards, _place_grads(plan, places, groups, self.tier)
-            )
+            for layout, param_shards, offloaded in itertools.zip_longest(plan.layout.buffers, shards, grads)
         ]
         plain.channels += [channel for buffer in self.buffers for channel in buffer.channels]
         self.buckets = [self.buffers[buffer].buckets[bucket] for buffer, bucket in plan.buckets]  # in launch order
@@ -202,19 +201,18 @@ def _tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> Memor
 
 
 def _place_grads(
-    plan: ModelPlan, places: Places, groups: ProcessGroups, tier: MemoryTier | None
+    plan: ModelPlan, places: Places, groups: ProcessGroups, tier: MemoryTier
 ) -> list[dict[int, torch.Tensor]]:
     """The memory of offloaded shards of gradients: for each buffer by index of a bucket. Collective.
 
     Raises OSError on a rank whose directory has no room, and RuntimeError on the others.
     """
     offloaded: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
-    if tier is not None:
-        with agree.together(_data_groups(groups), "the memory of offloaded gradients"):
-            for number, index in sorted(places.grads):
-                layout = plan.layout.buffers[number]
-                numel = layout.buckets[index].numel // layout.shards
-                offloaded[number][index] = tier.zeros(numel, dtype_named(layout.key.grad_dtype))
+    with agree.together(_data_groups(groups), "the memory of offloaded gradients"):
+        for number, index in sorted(places.grads):
+            layout = plan.layout.buffers[number]
+            numel = layout.buckets[index].numel // layout.shards
+            offloaded[number][index] = tier.zeros(numel, dtype_named(layout.key.grad_dtype))
     return offloaded
 
 
