@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from core.finetune.config import ROWS, SCORED, TuneConfig
 from core.finetune.task_records import UNITS
-from core.finetune.trainer import TuneTrainer
+from core.finetune.trainer import TuneTrainer, tokens_loss
 from core.finetune.windows import IDS, LABELS, MASK, UNLEARNED
 from core.hugging_face.deferred_logits import loss_follows
 from core.hugging_face.parallel_loss import ParallelCausalLoss
@@ -109,7 +109,7 @@ class TaskTrainer(TuneTrainer):
         return sums_of_margins(scores[:, 0] - scores[:, 1])
 
     def loss_of_whole(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(the summed loss, the number of texts or pairs) of a whole model."""
+        """(the summed loss, the number of texts or pairs) of a whole model, or of one that is split."""
         logits = model(**self.arguments(batch)).logits
         own = torch.promote_types(logits.dtype, torch.float32)
-        return self.sums(logits.to(own), batch, None)[0], self.counted_tokens(batch)
+        return self.sums(logits.to(own), batch, tokens_loss(model))[0], self.counted_tokens(batch)

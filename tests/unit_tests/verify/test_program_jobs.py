@@ -15,8 +15,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from core import parallel_state
+from core.finetune.config import TuneConfig
 from core.finetune.trainer import TuneTrainer
 from tests.unit_tests.finetune.test_finetune_job import config_in, tuned
+from tests.unit_tests.finetune.test_finetune_tasks import config_of
 from tests.unit_tests.integrations.loops import launched
 from tests.unit_tests.integrations.test_trainer import trainer_of
 from tests.unit_tests.ranks import ranks
@@ -41,9 +43,7 @@ LAYOUTS = [
 ]
 
 
-@ranks(2, timeout_s=120.0)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fine_tuning_is_checked(rank: int, world: int, layout: str, tmp_path: Path) -> None:
+def check_job(config_of_run: Callable[[], TuneConfig], rank: int, world: int) -> None:
     """The right job is right. One whose losses weigh twice is found."""
     run = TuneTrainer.run_batches
 
@@ -52,11 +52,25 @@ def test_fine_tuning_is_checked(rank: int, world: int, layout: str, tmp_path: Pa
 
     for fault in (False, True):
         with mock.patch.object(TuneTrainer, "run_batches", twice) if fault else nullcontext():
-            config = config_in(tmp_path, "--run.steps", "3", *layout.split())
+            config = config_of_run()
             report = report_of(lambda config=config: tuned(config, rank, world))
             assert report.ok != fault, str(report)
             assert not fault or abs(report.wrong[0].ratio - 2.0) < 0.02, str(report)
         parallel_state.destroy_model_parallel()
+
+
+@ranks(2, timeout_s=120.0)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fine_tuning_is_checked(rank: int, world: int, layout: str, tmp_path: Path) -> None:
+    check_job(lambda: config_in(tmp_path, "--run.steps", "3", *layout.split()), rank, world)
+
+
+@pytest.mark.nightly
+@ranks(2, timeout_s=120.0)
+@pytest.mark.parametrize("task", ["classification", "dpo"])
+def test_a_task_of_fine_tuning_is_checked(rank: int, world: int, task: str, tmp_path: Path) -> None:
+    """Over tensor parallelism, where the logits of words are split and those of classes are not."""
+    check_job(lambda: config_of(tmp_path, task, "--tp", "2", "--run.steps", "3"), rank, world)
 
 
 def with_accelerate(mixed_precision: str, fault: bool) -> None:
