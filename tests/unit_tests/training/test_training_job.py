@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from tests.unit_tests.ranks import as_torchrun_starts, ranks, run_on_ranks
 from tests.unit_tests.training.training_reference import (
     CPU,
     REPLICATED,
-    ROOT,
     TINY,
     losses_of_a_plain_loop,
     losses_on_ranks,
@@ -166,27 +166,29 @@ def test_no_thread_of_a_group_outlives_the_job(rank: int, world: int, tmp_path: 
         assert len(os.listdir("/proc/self/task")) <= before
 
 
-def test_an_interrupt_ends_the_command_cleanly_with_everything_written(tmp_path: Path, text_flags: list[str]) -> None:
-    unwanted = {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
-    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY, *text_flags, "--run.directory", str(tmp_path)]
-    command += ["--run.ranks", "2", "--run.steps", "100000", "--logging.print-every", "1"]
-    command += ["--run.validation-windows", "4", "--checkpoint.dir", str(tmp_path / "checkpoints")]
-    process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    seen: list[str] = []
-    for line in process.stdout:
-        seen.append(line)
-        if line.startswith("step 2/"):
-            break
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
-    output = "".join(seen) + rest
-    assert process.returncode == 0, output
-    assert "2 ranks = tp 2 with sequence parallelism x dp 1" in output
-    assert "exposed" in output and "left" in output
-    assert "stopped before step" in output
-    assert json.loads((tmp_path / "tiny" / "summary.json").read_text())["stopped"]
-    records = (tmp_path / "tiny" / "steps.jsonl").read_text().splitlines()
-    assert list_steps(tmp_path / "checkpoints") == [json.loads(records[-1])["step"]]
-    assert_picture_shows_something(tmp_path / "tiny" / "loss.png")
+@ranks(2)
+def test_an_interrupt_ends_the_command_cleanly_with_everything_written(
+    rank: int, world: int, tmp_path: Path, text_flags: list[str]
+) -> None:
+    """The ranks' part of the command. That a plain start passes the signal on is a test of test_training_launch.py."""
+    flags = [*TINY, *text_flags, "--run.directory", str(tmp_path), "--run.steps", "100000"]
+    flags += ["--logging.print-every", "1", "--run.validation-windows", "4"]
+    flags += ["--checkpoint.dir", str(tmp_path / "checkpoints")]
+    records = tmp_path / "tiny" / "steps.jsonl"
+
+    def interrupt_after_step_2() -> None:
+        while not records.exists() or len(records.read_text().splitlines()) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_after_step_2, daemon=True).start()
+    with as_torchrun_starts(rank, world), contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(flags) == 0
+    if rank == 0:
+        output = printed.getvalue()
+        assert "2 ranks = tp 2 with sequence parallelism x dp 1" in output
+        assert "exposed" in output and "left" in output
+        assert "stopped before step" in output
+        assert json.loads((tmp_path / "tiny" / "summary.json").read_text())["stopped"]
+        assert list_steps(tmp_path / "checkpoints") == [json.loads(records.read_text().splitlines()[-1])["step"]]
+        assert_picture_shows_something(tmp_path / "tiny" / "loss.png")
