@@ -194,6 +194,21 @@ def add_prefix_for_sharding(sharded_state_dict: StateDict, prefix: str) -> None:
     replace_prefix_for_sharding(sharded_state_dict, "", prefix)
 
 
+def with_saved(tree: Any, saved: Any) -> Any:
+    """A tree with the saved plain values in place of its own. What only one of the two has stays."""
+    if isinstance(tree, Mapping) and isinstance(saved, Mapping):
+        return {
+            **saved,
+            **{key: with_saved(value, saved[key]) if key in saved else value for key, value in tree.items()},
+        }
+    if not any(isinstance(leaf, SHARDED) for leaf in leaves_of(tree)):
+        return saved
+    if isinstance(tree, list) and isinstance(saved, list):
+        rest = iter(saved)  # a list is saved without its sharded leaves
+        return [each if isinstance(each, SHARDED) else with_saved(each, next(rest, each)) for each in tree]
+    return tree
+
+
 def merge(x1: Any, x2: Any) -> Any:
     """Two trees in one; where both have a leaf, the second's."""
     if isinstance(x1, dict) and isinstance(x2, dict):

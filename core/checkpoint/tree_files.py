@@ -54,7 +54,7 @@ from core.checkpoint.tree import (
     is_main_replica,
     leaves_of,
     map_leaves,
-    merge,
+    with_saved,
 )
 from core.distributed.sharded.sharded_parameter import ShardedParameter
 
@@ -231,7 +231,7 @@ def load_tree(
     refuse_unasked: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedTree:
-    """A tree with the values of a checkpoint in the places of the leaves, and its plain values. Collective.
+    """A tree with the values of a checkpoint in the places of the leaves, and its plain values, which win. Collective.
 
     Tensors are new ones: nothing of the model changes until it loads them. An optimizer's state is put in place here.
     Raises CheckpointError on all ranks, before anything is changed, for a file that is damaged, whose tensors have
@@ -285,7 +285,7 @@ def load_tree(
             return OptimizerState(leaf.optimizer, loaded=True)
         return leaf.unwrap() if isinstance(leaf, LocalNonpersistentObject) else leaf
 
-    whole = merge(files.common(planner.blobs), map_leaves(tree, found))
+    whole = map_leaves(with_saved(tree, files.common(planner.blobs)), found)
     return LoadedTree(whole, tuple(unasked), tuple(lacked))
 
 

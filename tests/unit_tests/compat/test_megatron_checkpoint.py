@@ -163,6 +163,21 @@ def test_a_tree_of_every_kind_of_leaf_comes_back(rank: int, world: int, tmp_path
         mcore.dist_checkpointing.save({"half": half}, tmp_path / "half")
 
 
+def test_saved_plain_values_win_over_those_of_the_tree(tmp_path: Path) -> None:
+    """As Megatron Core 0.16.1 gives them, and values that only the tree has stay."""
+
+    def tree(value: float, **more: Any) -> dict[str, Any]:
+        whole = ShardedTensor.from_rank_offsets("x", torch.full((2,), value))
+        groups = [{"lr": value, "exp": ShardedObject("exp", value, (1,), (0,))}, value]
+        return {"x": whole, "iteration": int(value), "args": {"lr": value}, "l": [value] * 2, "groups": groups} | more
+
+    mcore.dist_checkpointing.save(tree(20.0, saved={"a": [1]}), tmp_path)
+    found = mcore.dist_checkpointing.load(tree(0.0, given=3, here=LocalNonpersistentObject(4)), tmp_path)
+    assert found.pop("x").tolist() == [20.0, 20.0]
+    expected = {"iteration": 20, "args": {"lr": 20.0}, "l": [20.0, 20.0], "saved": {"a": [1]}, "given": 3, "here": 4}
+    assert found == {**expected, "groups": [{"lr": 20.0, "exp": 20.0}, 20.0]}
+
+
 def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no directory"):
         mcore.dist_checkpointing.save({}, tmp_path / "nowhere")
