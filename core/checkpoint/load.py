@@ -189,9 +189,10 @@ def _refuse_together(
     found = problems + odd
     if found:
         more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+        where = " (its configuration is in the manifest)" if directory.meta.get("configuration") else ""
         raise CheckpointError(
             f"cannot load {directory.path}: {'; '.join(found[:3])}{more}. Nothing was changed. Build the model that "
-            "was saved (its configuration is in the manifest), or load what fits with strict=False"
+            f"was saved{where}, or load what fits with strict=False"
         )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from core.finetune.config import TuneConfig, load_config
+from core.finetune.config import SCORED, TuneConfig, load_config
 from core.finetune.plan import TunePlan, plan_tuning
+from core.training.checkpoint_options import check_saved_model
 from core.training.extras import require_installed
 from core.training.launch import Launch
 from core.training.main import Command, check_logging, check_run_places, run_command
@@ -31,6 +32,7 @@ def check_places(config: TuneConfig) -> None:
     if STARTED_BY_US in os.environ:  # who started this rank has checked
         return
     check_run_places(config, config.data.cache)
+    check_saved_model(config, but=("path",) if config.data.task in SCORED else ())  # which begins from `start_of`'s
 
     from core.finetune.model import check_model, known_classes, load_tokenizer, rows_of, stop_marks
     from core.finetune.records import check_record, check_tokenizer

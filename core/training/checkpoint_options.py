@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from core.training.config import CheckpointOptions, RunConfig
+from core.training.config_file import to_json
 from core.training.errors import ConfigError
 
 Config = TypeVar("Config", bound=RunConfig)
 BEST = "best"  # the folder, among a run's checkpoints, of the one with the lowest validation loss
+
+# Options of the model that change how it is computed, not what it is.
+FREE_MODEL_OPTIONS = frozenset(
+    (
+        *("recompute_granularity", "gradient_accumulation_fusion", "dtype", "hidden_dropout", "attention_dropout"),
+        *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        *("moe_router_load_balancing_type", "moe_expert_capacity_factor"),
+        *("logits_chunk", "recompute_modules", "recompute_num_layers"),
+        *("gradient_checkpointing", "merge"),  # of the fine-tuning job
+    )
+)
 
 
 def check_root(options: CheckpointOptions) -> None:
@@ -30,6 +44,32 @@ def check_root(options: CheckpointOptions) -> None:
         )
 
 
+def check_saved_model(config: RunConfig, but: Collection[str] = ()) -> None:
+    """ConfigError where a run would resume a checkpoint of another model. Nothing is verified: loading does that.
+
+    but: options of the model that the job itself sets after its start.
+    """
+    options = config.checkpoint
+    if options.dir is None or not (options.resume or options.step is not None) or not options.dir.exists():
+        return
+    from core.checkpoint import CheckpointError
+    from core.checkpoint.damage import Damage, open_manifest
+    from core.checkpoint.root_directory import list_committed
+
+    try:
+        found = [each for each in list_committed(options.dir) if options.step in (None, each.step)]
+        opened = open_manifest(found[-1].path) if found else None
+    except CheckpointError as error:
+        raise ConfigError(f"--checkpoint.dir {options.dir}: {error}") from error
+    if opened is None or isinstance(opened, Damage):
+        return
+    saved = opened[1].meta.get("configuration")
+    if isinstance(saved, Mapping):
+        now = as_json(config)
+        now["model"] = {name: value for name, value in now["model"].items() if name not in but}
+        compare_configurations(saved, now)
+
+
 def after_restart(config: Config) -> Config:
     """Configuration of a job that its launcher has started again: it resumes from its newest checkpoint.
 
@@ -39,3 +79,35 @@ def after_restart(config: Config) -> Config:
     if options.dir is None or options.step is not None:
         return config
     return replace(config, checkpoint=replace(options, resume=True))
+
+
+def as_json(config: RunConfig) -> dict[str, Any]:
+    """The configuration as JSON knows it."""
+    values: dict[str, Any] = json.loads(to_json(config))
+    return values
+
+
+def compare_configurations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return in words what a resumed run does differently; ConfigError if it would be another model.
+
+    An option that either side does not know is left out: it has come or gone with a version.
+    """
+    differences = {
+        f"{section}.{name}": (value, now[section][name])
+        for section, options in saved.items()
+        if isinstance(options, Mapping) and section in now
+        for name, value in options.items()
+        if name in now[section] and now[section][name] != value
+    }
+    for option, (before, after) in differences.items():
+        section, _, name = option.partition(".")
+        if section in ("model", "lora") and name not in FREE_MODEL_OPTIONS:
+            raise ConfigError(
+                f"the checkpoint was saved with --{option.replace('_', '-')} {before}, and this run has {after}; "
+                "resume with the same model, or begin another run in another --checkpoint.dir"
+            )
+    quiet = ("checkpoint.", "logging.")
+    changed = [
+        f"{name} {before} -> {after}" for name, (before, after) in differences.items() if not name.startswith(quiet)
+    ]
+    return [f"other options: {', '.join(changed)}"] if changed else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import warnings
 from collections.abc import Mapping
@@ -22,25 +21,12 @@ from core.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from core.training.checkpoint_options import BEST
+from core.training.checkpoint_options import BEST, as_json, compare_configurations
 from core.training.config import RunConfig
-from core.training.config_file import to_json
 from core.training.errors import ConfigError
 from core.training.trainer import Trainer
 
 Config = TypeVar("Config", bound=RunConfig)
-
-# Options of the model that change how it is computed, not what it is.
-FREE_MODEL_OPTIONS = frozenset(
-    (
-        *("recompute_granularity", "gradient_accumulation_fusion", "dtype", "hidden_dropout", "attention_dropout"),
-        *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-        *("moe_router_load_balancing_type", "moe_expert_capacity_factor"),
-        *("logits_chunk", "recompute_modules", "recompute_num_layers"),
-        *("gradient_checkpointing", "merge"),  # of the fine-tuning job
-    )
-)
-
 
 class JobCheckpoints:
     """The checkpoints of one run. Every rank makes one and calls its methods together; a context manager.
@@ -194,38 +180,6 @@ class BestCheckpoint:
             return False
         load_checkpoint(self.root, self.job.trainer.chunks, group=self.job.group)
         return True
-
-
-def as_json(config: RunConfig) -> dict[str, Any]:
-    """The configuration as JSON knows it."""
-    values: dict[str, Any] = json.loads(to_json(config))
-    return values
-
-
-def compare_configurations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return in words what a resumed run does differently; ConfigError if it would be another model.
-
-    An option that either side does not know is left out: it has come or gone with a version.
-    """
-    differences = {
-        f"{section}.{name}": (value, now[section][name])
-        for section, options in saved.items()
-        if isinstance(options, Mapping) and section in now
-        for name, value in options.items()
-        if name in now[section] and now[section][name] != value
-    }
-    for option, (before, after) in differences.items():
-        section, _, name = option.partition(".")
-        if section in ("model", "lora") and name not in FREE_MODEL_OPTIONS:
-            raise ConfigError(
-                f"the checkpoint was saved with --{option.replace('_', '-')} {before}, and this run has {after}; "
-                "resume with the same model, or begin another run in another --checkpoint.dir"
-            )
-    quiet = ("checkpoint.", "logging.")
-    changed = [
-        f"{name} {before} -> {after}" for name, (before, after) in differences.items() if not name.startswith(quiet)
-    ]
-    return [f"other options: {', '.join(changed)}"] if changed else []
 
 
 def check_text(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

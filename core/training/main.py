@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from core.training.checkpoint_options import after_restart, check_root
+from core.training.checkpoint_options import after_restart, check_root, check_saved_model
 from core.training.config import DataOptions, JobConfig, RunConfig
 from core.training.config_file import load_config
 from core.training.dataset_text import FILE_KINDS, open_dataset
@@ -222,6 +222,7 @@ def check_run_places(config: RunConfig, cache: Path) -> None:
 def check_places(config: JobConfig) -> None:
     """Find out before ranks start whether what is to be read is there, and what is to be written is free."""
     check_run_places(config, config.data.cache)
+    check_saved_model(config)
     if config.data.tokenizer not in ("bytes", "bpe"):
         try:
             read_tokenizer(Path(config.data.tokenizer))

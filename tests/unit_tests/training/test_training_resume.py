@@ -22,7 +22,8 @@ pytest.importorskip("tyro")
 from core import parallel_state
 from core.checkpoint import list_steps
 from core.checkpoint.root_directory import list_committed
-from core.training.checkpoints import as_json, check_text, compare_configurations
+from core.training.checkpoint_options import as_json, compare_configurations
+from core.training.checkpoints import check_text
 from core.training.config import JobConfig
 from core.training.config_file import ConfigError, load_config, merge
 from core.training.job import JobResult, train
@@ -120,6 +121,10 @@ def test_what_does_not_fit_the_checkpoint_is_refused_on_every_rank_and_a_longer_
     ):
         with pytest.raises(ConfigError, match=message):
             run("--checkpoint.resume", *more)
+    other = ["--checkpoint.resume", "--model.hidden-size", "48"]
+    with pytest.raises(ConfigError, match=r"saved with --model\.hidden-size 32, and this run has 48; resume with"):
+        check_places(load_config([*flags, *other]))  # before ranks start
+    check_places(load_config([*flags, "--checkpoint.resume"]))
     assert len(run("--checkpoint.resume", "--run.steps", "8", "--checkpoint.schedule", "given").losses) == 6
 
 
