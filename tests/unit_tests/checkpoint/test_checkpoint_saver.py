@@ -5,7 +5,6 @@ import errno
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -36,6 +35,7 @@ from tests.unit_tests.checkpoint.checkpoint_saves import (
     save_step,
     state_of,
 )
+from tests.unit_tests.forked_python import run_python
 from tests.unit_tests.ranks import ranks
 
 
@@ -433,21 +433,20 @@ def test_an_exception_in_training_does_not_wait_long_for_a_rank_that_is_gone(
 
 def test_a_process_that_ends_without_closing_still_commits(tmp_path: Path) -> None:
     program = f"""
-import sys
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 from tests.unit_tests.checkpoint.checkpoint_saves import save_step
 from core.checkpoint.saver import CheckpointSaver
 from core.checkpoint import save_points
 import time
 save_points.set_hook(lambda point, rank: time.sleep(0.3) if point == "before data" else None)
-saver = CheckpointSaver(Path({str(tmp_path)!r}), asynchronous=True)
+saver = CheckpointSaver(Path({str(tmp_path / "checkpoints")!r}), asynchronous=True)
 save_step(saver, 1)
 raise SystemExit(3)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
+    (tmp_path / "program.py").write_text(program)
+    done = run_python(tmp_path / "program.py", folder=tmp_path)
     assert done.returncode == 3, done.stderr
-    assert list_steps(tmp_path) == [1]
+    assert list_steps(tmp_path / "checkpoints") == [1]
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="a small file system needs root")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -161,8 +159,7 @@ def test_the_status_says_whether_a_program_can_run(
 
 def test_the_command_is_what_the_page_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "core.compat", "check", str(tmp_path / "train.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_python("-m", "core.compat", "check", tmp_path / "train.py", folder=tmp_path)
     assert done.returncode == 1 and done.stdout.endswith("served\n"), done.stderr
     for wrong in (["chekc", "x"], ["check"], []):
         assert command_of(wrong) == 2

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from core.plan.job_run import run_of_job
 from core.plan.model_run import known_models
 from core.plan.suggestions import advice, single_model_suggestions, single_suggestions, suggestions_that_fit
 from core.training.config_file import load_config
+from tests.unit_tests.forked_python import run_python
 
 ROOT = Path(__file__).parents[3]
 TINY = ["--model", str(ROOT / "configs" / "tiny.toml")]
@@ -255,17 +254,17 @@ def test_sixteen_thousand_ranks() -> None:
     assert plan.fits
 
 
-def test_a_plan_of_sixteen_thousand_ranks_takes_seconds_and_little_memory() -> None:
-    """By a process of its own, which tells its processor time and its peak in KiB."""
+def test_a_plan_of_sixteen_thousand_ranks_takes_seconds_and_little_memory(tmp_path: Path) -> None:
+    """By a process of its own, which prints its processor time and its peak in KiB."""
     program = (
         "import resource, sys, torch; torch.set_num_threads(1); from core.plan.command import main; "
         "status = main(sys.argv[1:]); used = resource.getrusage(resource.RUSAGE_SELF); "
         "print(status, used.ru_utime + used.ru_stime, used.ru_maxrss)"
     )
+    (tmp_path / "program.py").write_text(program)
     flags = [*SIXTEEN_THOUSAND.split(), "--ranks", "16384", "--device", "h200"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *flags], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_python(tmp_path / "program.py", *flags, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     status, seconds, peak_kib = done.stdout.splitlines()[-1].split()
     assert status == "0"
     assert float(seconds) < 30
