@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -33,10 +34,12 @@ class AcceleratorParts(Base):
 
     def __init__(self, *args: Any, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        config = config_or_default(ddp_config)
+        _check_plugins(given)
         _check_parallelism(given.get("parallelism_config"))
         super().__init__(*args, **kwargs)
         _check_parallelism(self.parallelism_config)  # which environment variables may have made
-        self.ddp_config = config_or_default(ddp_config)
+        self.ddp_config = config
         if str(self.distributed_type.value) not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise ValueError(
                 f"accelerate is set up for {self.distributed_type.value}, which wraps models itself; leave its plugin "
@@ -244,6 +247,28 @@ def _check_parallelism(config: Any) -> None:
     for name, ours in instead.items():
         if config is not None and getattr(config, name, 1) > 1:
             raise ValueError(f"ParallelismConfig({name}={getattr(config, name)}) is accelerate's own wrapping; {ours}")
+
+
+def _check_plugins(given: dict[str, Any]) -> None:
+    """Refuse plugins that shard or split, which accelerate takes without a word on a CPU; its environment's too."""
+    shard = (
+        'shard by ddp_config=DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params"), or '
+        '"optim_grads", or "optim"'
+    )
+    split = "split a model by HybridParallelPlugin of core.booster, in Trainer(plugin=...) too"
+    refused = {
+        "fsdp_plugin": ("FSDP; in a Trainer it is TrainingArguments(fsdp=...)", shard),
+        "deepspeed_plugin": ("DeepSpeed; in a Trainer it is TrainingArguments(deepspeed=...)", shard),
+        "deepspeed_plugins": ("DeepSpeed", shard),
+        "megatron_lm_plugin": ("Megatron-LM", split),
+        "torch_tp_plugin": ("torch's tensor parallelism", split),
+    }
+    for name, (library, ours) in refused.items():
+        variable = f"ACCELERATE_USE_{name.rpartition('_')[0].upper()}"
+        if given.get(name) is not None:
+            raise ValueError(f"{name} is for {library}. Leave it out, and {ours}")
+        if os.environ.get(variable, "false").lower() == "true":
+            raise ValueError(f"{variable}=true is for {library}. Unset it, and {ours}")
 
 
 def _check_handler(handler: Any) -> None:

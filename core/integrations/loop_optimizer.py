@@ -125,8 +125,13 @@ def _check_parameters(model: DistributedDataParallel, user: torch.optim.Optimize
 
 def config_or_default(given: DistributedDataParallelConfig | None) -> DistributedDataParallelConfig:
     """As torch's DDP does, where it is not given: whole gradients on every rank, reduced during backward; the weights
-    of rank 0. Its buffers in any case, unless the config says False.
+    of rank 0. Its buffers in any case, unless the config says False. Raises TypeError for another kind of object.
     """
+    if given is not None and not isinstance(given, DistributedDataParallelConfig):
+        raise TypeError(
+            f"ddp_config is {given!r}; expected a core.distributed.DistributedDataParallelConfig, such as "
+            'DistributedDataParallelConfig(data_parallel_sharding_strategy="optim")'
+        )
     config = given or DistributedDataParallelConfig(overlap_grad_reduce=True, initial_weights="broadcast")
     return replace(config, broadcast_buffers=True) if config.broadcast_buffers is None else config
 

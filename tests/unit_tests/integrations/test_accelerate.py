@@ -216,6 +216,31 @@ def test_what_cannot_be_obeyed_is_refused_by_name(rank: int, world: int) -> None
                 prepared("no_shard", parallelism_config=ParallelismConfig(**{name: 2}))
 
 
+def test_a_plugin_that_shards_or_splits_is_refused_with_what_to_write_instead() -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from core.integrations import Accelerator
+
+    full = r'data_parallel_sharding_strategy="optim_grads_params"'
+    with pytest.raises(ValueError, match=rf"fsdp_plugin .*FSDP.*{full}"):
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    for name, instead in {
+        "deepspeed_plugin": full,
+        "deepspeed_plugins": full,
+        "megatron_lm_plugin": "HybridParallelPlugin",
+        "torch_tp_plugin": "HybridParallelPlugin",
+    }.items():
+        with pytest.raises(ValueError, match=f"{name} .*{instead}"):
+            Accelerator(cpu=True, **{name: object()})
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(f"ACCELERATE_USE_{name}", "true")
+            with pytest.raises(ValueError, match=f"ACCELERATE_USE_{name}=true"):
+                Accelerator(cpu=True)
+    with pytest.raises(TypeError, match=r"ddp_config is 'optim'; expected a core.distributed.Dist"):
+        Accelerator(cpu=True, ddp_config="optim")
+
+
 @ranks(2)
 def test_a_split_model_is_refused_because_batches_are_dealt_out_by_rank(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

@@ -171,3 +171,10 @@ def test_evaluation_and_prediction_before_training_change_nothing(
         with trainer.model_wrapped.gathered():
             kept = dict(trainer.model.state_dict())
             assert (kept["lm_head.weight"] - expected.lm_head.weight).abs().max() > 1e-3
+
+
+def test_fsdp_of_the_arguments_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+    with launched(0, 1):
+        trainer = r"TrainingArguments\(fsdp=\.\.\.\).*data_parallel_sharding_strategy=\"optim_grads_params\""
+        with pytest.raises(ValueError, match=trainer):
+            trainer_of(tmp_path, "optim", fsdp="full_shard")
