@@ -107,8 +107,8 @@ def test_experts_with_two_optimizer_instances(rank: int, world: int) -> None:
             bucket_size=60,
         )
         (dense,), (expert,) = ddp.grad_buffers, ddp.expert_parallel_buffers
-        assert dist.get_world_size(dense.groups.shard) == 4
-        assert dist.get_world_size(expert.groups.shard) == 2
+        assert dist.get_world_size(dense.buckets[0].groups.shard) == 4
+        assert dist.get_world_size(expert.buckets[0].groups.shard) == 2
 
         def skipped(r: int, s: int) -> int:
             return (r + s) % 6
