@@ -235,8 +235,10 @@ def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
 
 def algorithm_of(config: OptimizerConfig, name: str, param: nn.Parameter) -> Algorithm:
     """The algorithm of a parameter. Under Muon only hidden layers' matrices, and stacks of them (experts'), have it."""
+    if config.optimizer != "muon":
+        return config.optimizer
     is_matrix = decays_by_default(name, param) and param.dim() in (2, 3) and not is_embedding_or_output(name, param)
-    return config.optimizer if config.optimizer != "muon" or is_matrix else config.muon_scalar_optimizer
+    return "muon" if is_matrix else config.muon_scalar_optimizer
 
 
 def _may_match_nothing(config: OptimizerConfig) -> set[ParamKey]:
