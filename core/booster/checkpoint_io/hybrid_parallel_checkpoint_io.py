@@ -89,7 +89,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
             if isinstance(content, SlicedFile) and (content.path.parent / "config.json").is_file():
                 known = names <= whole.keys()
                 if not known or any(value.shape != whole[name].shape for name, value in content.items()):
-                    self._read_converted(model, content.path.parent)
+                    self._read_converted(model, content.path.parent, strict)
                     return
             check_names(whole, names, strict)
             check_shapes(whole, content)
@@ -106,8 +106,11 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
         )
         model.bytes_read = sum(read)
 
-    def _read_converted(self, model: HybridParallelModel, directory: Path) -> None:
-        """Read a directory that names or stacks its tensors in another way than the model does."""
+    def _read_converted(self, model: HybridParallelModel, directory: Path, strict: bool) -> None:
+        """Read a directory that names or stacks its tensors in another way than the model does.
+
+        Its config.json may be of a larger or smaller model, whose names are compared here; stages refuse its layers.
+        """
         cut = model.cut
         base = without_adapters(cut.shell)
         stages = [None] if cut.layout is None else cut.layout.stages_of(cut.groups.rank("pp"))
@@ -120,10 +123,13 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
                 vocabulary_multiple=multiple,
                 dtype=base.dtype,
             )
-            for name, own in part.state_dict(keep_vars=True).items():
-                plain_name = name_in_base(name) if cut.adapters is not None else name
-                if plain_name in found:
-                    own.copy_(found[plain_name])
+            held = part.state_dict(keep_vars=True)
+            if cut.adapters is not None:
+                held = {name_in_base(name): value for name, value in held.items() if MARK not in name}
+            if cut.layout is None:
+                check_names(held, set(found), strict)
+            for name in held.keys() & found.keys():
+                held[name].copy_(found[name])
             model.bytes_read += count
         cut.unread.clear()
 
