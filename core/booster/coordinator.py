@@ -62,12 +62,8 @@ class DistCoordinator:
             agree.refuse(None, process_group, what)
             yield
             return
-        error: Exception | None = None
-        try:
+        with agree.together(process_group, what):
             yield
-        except Exception as caught:
-            error = caught
-        agree.refuse(error, process_group, what)
 
     def destroy(self, process_group: Group = None) -> None:
         """Destroy a group; None destroys all."""

@@ -145,13 +145,8 @@ class WrappedModel:
         everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         with waiting("the weights of all ranks", dist.group.WORLD):
             dist.gather_object(mine, everyone, dst=0)
-        weights, failure = {}, None
-        try:
-            weights = {} if everyone is None else _assembled(everyone)
-        except ValueError as error:
-            failure = error
-        agree.refuse(failure, None, "the weights of the whole model", ValueError)
-        return weights
+        with agree.together(None, "the weights of the whole model", ValueError):
+            return {} if everyone is None else _assembled(everyone)
 
 
 def _assembled(everyone: Iterable[Iterable[tuple[GlobalSlice, Tensor]]]) -> dict[str, Tensor]:

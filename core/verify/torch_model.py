@@ -267,14 +267,11 @@ def _places(outer: nn.Module, placed: Mapping[str, DTensor], mesh: DeviceMesh | 
     meshes = [param.device_mesh for param in placed.values()]
     mesh = mesh or max(meshes, key=lambda each: each.ndim, default=None)
     world, rank = list(range(dist.get_world_size())), dist.get_rank()
-    data, model, failure = world, [rank], None
+    data, model = world, [rank]
     if mesh is not None:
         shards = any(isinstance(part, FSDPModule) for part in outer.modules())
-        try:
+        with agree.together(None, "the mesh of the model", ValueError):
             model = _model_ranks(mesh, all_data=shards)
-        except ValueError as error:
-            failure = error
-        agree.refuse(failure, None, "the mesh of the model", ValueError)
         place = model.index(rank)
         answers = agree.gather(place, None, "the places in the mesh")
         data = [other for other in world if answers[other] == place]
