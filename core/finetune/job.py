@@ -128,7 +128,7 @@ def save_model(config: TuneConfig, trainer: TuneTrainer, directory: Path) -> Non
             save_split(trainer.chunks, directory)
         elif dist.get_rank() == 0:  # each rank has the model whole, or gets it
             part.save_pretrained(directory, state_dict=whole)
-        names = drawn_names(without_adapters(part)) if scored else ()
+        names = drawn_names(config.data.task, without_adapters(part))
         tensors = dict(part.named_parameters()) if whole is None else whole
         heads = {name_in_base(n): p.detach().cpu() for n, p in tensors.items() if name_in_base(n) in names}
     if dist.get_rank() == 0:

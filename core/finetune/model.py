@@ -28,10 +28,10 @@ from core.booster.plugin.zero_plugin_base import ZeroPluginBase
 from core.checkpoint.weights.index import weight_files
 from core.finetune.config import SCORED, TINY, Task, TuneConfig
 from core.finetune.model_files import (
-    CLASSIFIER,
     CONFIGURATION,
     GENERATION,
     check_weights,
+    classifies,
     one_line,
     read_settings,
     refuse_missing,
@@ -85,8 +85,10 @@ def model_class(config: Any, path: str, task: Task = "causal") -> Any:
         ) from None
 
 
-def drawn_names(model: Any) -> set[str]:
-    """The names of the parameters of a classifier's head and pooler, which a directory may lack."""
+def drawn_names(task: Task, model: Any) -> set[str]:
+    """The parameters of a classifier's head and pooler, which a directory may lack; none of a task without a head."""
+    if task not in SCORED:
+        return set()
     below = f"{model.base_model_prefix}."
     return {n for n, _ in model.named_parameters() if not n.startswith(below) or n.startswith(f"{below}pooler.")}
 
@@ -96,7 +98,7 @@ def known_classes(config: TuneConfig) -> list[str]:
     if config.data.task not in SCORED:
         return []
     configuration = read_configuration(directory_of(config))
-    if not (configuration.architectures or [""])[0].endswith(CLASSIFIER):
+    if not classifies(configuration):
         return []
     return [name for _, name in sorted(configuration.id2label.items())]
 
@@ -118,7 +120,7 @@ def check_model(config: TuneConfig) -> None:
         raise ConfigError(f"--model.path {path}: {one_line(error)}") from error
     model = check_configuration(config, configuration)
     if not path.startswith(TINY):
-        check_weights(directory, model, drawn_names(model) if config.data.task in SCORED else ())
+        check_weights(directory, model, drawn_names(config.data.task, model))
     if config.data.task == "reward" and len(known := known_classes(config)) > 1:
         raise ConfigError(f"--model.path {path} has {len(known)} classes, and --task reward needs a model of one score")
 
@@ -297,7 +299,7 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
         if config.lora.r is not None:
             with torch.random.fork_rng():  # what is drawn for adapters without memory is lost, and drawn by boost
                 torch.manual_seed(config.run.seed)
-                heads = drawn_names(model) if config.data.task in SCORED else set()
+                heads = drawn_names(config.data.task, model)
                 model = booster.enable_lora(model, lora_config=lora_config_of(config, heads))
                 train_heads(model, heads)
         optimizer = torch_optimizer(config.optimizer, model)

@@ -32,6 +32,11 @@ CLASSIFIER = "ForSequenceClassification"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
+def classifies(configuration: Any) -> bool:
+    """True for the configuration of a directory whose model has a head of classes or a score."""
+    return (configuration.architectures or [""])[0].endswith(CLASSIFIER)
+
+
 def one_line(error: BaseException) -> str:
     """An error of another package in one line of at most 300 characters."""
     return " ".join(str(error).split())[:300] or repr(error)

@@ -63,7 +63,7 @@ def make_start(config: TuneConfig, tokenizer: Any, classes: Sequence[str]) -> No
             base, config=configuration, dtype=DTYPES[config.model.dtype], output_loading_info=True
         )
     log.set_verbosity(said)
-    lacking = sorted(set(loading["missing_keys"]) - drawn_names(model))
+    lacking = sorted(set(loading["missing_keys"]) - drawn_names(config.data.task, model))
     if lacking:
         refuse_missing(base, lacking)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")

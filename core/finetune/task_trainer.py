@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from core.finetune.config import ROWS, SCORED, TuneConfig
 from core.finetune.task_records import UNITS
-from core.finetune.trainer import TuneTrainer, tokens_loss
+from core.finetune.trainer import TuneTrainer, following, tokens_loss
 from core.finetune.windows import IDS, LABELS, MASK, UNLEARNED
 from core.hugging_face.deferred_logits import loss_follows
 from core.hugging_face.parallel_loss import ParallelCausalLoss
@@ -34,11 +34,11 @@ def sums_of_margins(margins: Tensor) -> Tensor:
 
 def log_probabilities_of(logits: Tensor, labels: Tensor, loss: Any) -> Tensor:
     """[rows]: the sum over the learned tokens of each row. loss: a ParallelCausalLoss; another one for whole logits."""
-    following = F.pad(labels, (0, 1), value=UNLEARNED)[..., 1:]
+    target = following(labels)
     if isinstance(loss, ParallelCausalLoss):
-        return -loss.token_losses(logits, following).sum(-1)
-    losses = F.cross_entropy(logits.flatten(0, -2), following.flatten(), ignore_index=UNLEARNED, reduction="none")
-    return -losses.view_as(following).sum(-1)
+        return -loss.token_losses(logits, target).sum(-1)
+    losses = F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=UNLEARNED, reduction="none")
+    return -losses.view_as(target).sum(-1)
 
 
 class TaskTrainer(TuneTrainer):

@@ -14,9 +14,9 @@ import torch
 
 from core.checkpoint import find_intact, load_checkpoint
 from core.checkpoint.transformers_files import is_of_transformers
-from core.finetune.config import SCORED, LoraOptions, TuneConfig, TunedData, TunedModel
+from core.finetune.config import LoraOptions, TuneConfig, TunedData, TunedModel
 from core.finetune.model import directory_of, drawn_names, lora_config_of, model_class, train_heads
-from core.finetune.model_files import ADAPTER, AUTO_CLASS, CLASSIFIER
+from core.finetune.model_files import ADAPTER, AUTO_CLASS, classifies
 from core.hugging_face.directory import check_files, look_at, read_configuration
 from core.hugging_face.transformers_plans import transformers_package
 from core.training.config import RunOptions
@@ -83,8 +83,7 @@ def _loaded(directory: Path, dtype: torch.dtype | str) -> Any:
     """The whole model of a directory, whose files are those that were saved."""
     look_at(directory)
     check_files(directory)
-    name = (read_configuration(directory).architectures or [""])[0]
-    kind = getattr(transformers_package(), AUTO_CLASS[name.endswith(CLASSIFIER)])
+    kind = getattr(transformers_package(), AUTO_CLASS[classifies(read_configuration(directory))])
     return kind.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
 
 
@@ -114,7 +113,7 @@ def load_tuned_checkpoint(root: Path, step: int | None = None) -> Tuned:
         import peft
 
         model = _loaded(base, dtype)
-        heads = drawn_names(model) if config.data.task in SCORED else set()
+        heads = drawn_names(config.data.task, model)
         model = peft.get_peft_model(model, lora_config_of(config, heads))
         train_heads(model, heads)
     load_checkpoint(root, [model], step=found.step)

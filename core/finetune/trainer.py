@@ -30,10 +30,15 @@ from core.training.trainer import Batch, Trainer
 TokensLoss = Callable[..., torch.Tensor]
 
 
+def following(labels: torch.Tensor) -> torch.Tensor:
+    """For each token the label of the next one; the last has none."""
+    return F.pad(labels, (0, 1), value=UNLEARNED)[..., 1:]
+
+
 def loss_of_whole_logits(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: float) -> torch.Tensor:
     """The sum of the losses of learned tokens / num_items_in_batch. logits: [..., tokens, vocabulary]."""
-    following = F.pad(labels, (0, 1), value=UNLEARNED)[..., 1:]
-    total = F.cross_entropy(logits.flatten(0, -2), following.flatten(), ignore_index=UNLEARNED, reduction="sum")
+    target = following(labels).flatten()
+    total = F.cross_entropy(logits.flatten(0, -2), target, ignore_index=UNLEARNED, reduction="sum")
     return total / num_items_in_batch
 
 
@@ -128,15 +133,15 @@ class TuneTrainer(Trainer):
             trace.spans.extend(Span(event.work, event.start_s, event.end_s) for event in self.runner.events)
             return outcome.loss / weight
         (model,) = self.chunks
-        total: Any = 0.0
+        total = torch.zeros(1 + len(self.metric_names), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches, start=1):
             with nullcontext() if number == len(batches) else model.no_sync():
                 with trace.span("forward"):
                     sums = self.summed_loss(batch).reshape(-1)
-                    total = total + sums.detach().double()
+                    total += sums.detach()
                 with trace.span("backward"):
                     (sums[0] * weight).backward()
-        return torch.as_tensor(total)
+        return total
 
     def token_losses(self, batch: Batch) -> torch.Tensor:
         """As `summed_loss`, without gradients."""

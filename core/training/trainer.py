@@ -146,7 +146,7 @@ class Trainer:
         indices = np.linspace(0, available - 1, count).astype(np.int64)
         mine = indices[self.groups.rank("dp") :: self.plan.dp]  # data ranks may have different numbers of them
         size = self.plan.micro_batch_size
-        total: torch.Tensor | float = 0.0
+        total = torch.zeros(1 + len(self.metric_names), dtype=torch.float64, device=self.device)
         rank_tokens = 0
         loss: float | None = None
         for chunk in self.chunks:
@@ -159,10 +159,9 @@ class Trainer:
             batch = self.batch(self.tokens.validation, part if len(part) else indices[:1])
             losses = self.token_losses(batch)
             if len(part):
-                total = total + losses
+                total += losses
                 rank_tokens += self.counted_tokens(batch)
         else:
-            total = torch.as_tensor(total, dtype=torch.float64, device=self.device).expand(1 + len(self.metric_names))
             loss, _, self.validation_metrics = self._mean_over_ranks(total, rank_tokens, False)
         for chunk in self.chunks:
             chunk.train()

@@ -1,4 +1,4 @@
-"""Dataflow: what one forward shows of whole parameters next to split ones. One process; the seams are told by hand."""
+"""Dataflow: what one forward shows of whole parameters next to split ones. One process; the seams are given by hand."""
 
 from collections.abc import Callable
 from typing import Any

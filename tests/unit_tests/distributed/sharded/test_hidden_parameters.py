@@ -1,4 +1,4 @@
-"""What a parameter shows whose values are not gathered, and what may be done with it."""
+"""A parameter without gathered values: its attributes, and uses of it."""
 
 from __future__ import annotations
 
