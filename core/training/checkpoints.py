@@ -28,6 +28,7 @@ from core.training.trainer import Trainer
 
 Config = TypeVar("Config", bound=RunConfig)
 
+
 class JobCheckpoints:
     """The checkpoints of one run. Every rank makes one and calls its methods together; a context manager.
 
