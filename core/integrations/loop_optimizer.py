@@ -42,12 +42,6 @@ class LoopOptimizer(AdoptedOptimizer):
         _check_parameters(model, user)
         self._collected: dict[str, Any] | None = None
         super().__init__(OptimizerConfig(clip_grad=0.0), model, user)
-        config = model.ddp_config
-        if self.shaped and config.sharded and config.keep_params_whole != "all":
-            raise ValueError(
-                f"{type(user).__name__} looks at whole parameters, and shards may cut them; wrap the model with "
-                "DistributedDataParallelConfig(keep_params_whole='all')"
-            )
         self.param_names = {param: contract.name for _, param, contract in params_of([model])}
 
     # -- one step, in order -----------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from torch import nn
 
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.wire.collectives import Collectives
-from core.optimizer.algorithms.names import algorithm_needs_shapes, resolve
-from core.optimizer.groups.model_check import all_rank_groups, check_model, split_parameter
+from core.optimizer.algorithms.names import KNOWN, algorithm_needs_shapes, resolve
+from core.optimizer.groups.model_check import all_rank_groups, check_model, cut_by_shards, split_parameter
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.masters.master_weights import Segment
 from core.optimizer.optimizer import DistributedOptimizer
@@ -47,7 +47,8 @@ class AdoptedOptimizer(DistributedOptimizer):
     """Steps `user`, a torch optimizer over parameters of the wrapped model (or its chunks), as a sharded optimizer.
 
     State that the user's optimizer has already is taken over. Every trainable parameter of the model is in `user`.
-    Collective: every rank of the job makes it, and calls `prepare_grads` and `apply`, together.
+    Collective: every rank of the job makes it, and calls `prepare_grads` and `apply`, together. ValueError where `user`
+    must see parameters whole, or does not say, and shards or an axis may cut one.
     """
 
     def __init__(
@@ -59,10 +60,13 @@ class AdoptedOptimizer(DistributedOptimizer):
         chunks = [model] if isinstance(model, DistributedDataParallel) else list(model)
         check_model(config, chunks)
         self.user = user
-        self.shaped = needs_shapes(user)
-        problem = split_parameter(chunks, lambda param: type(user).__name__) if self.shaped else None
-        if problem is not None:
-            raise ValueError(problem)
+        declared = needs_shapes(user)
+        self.shaped = declared is not False
+        if self.shaped:
+            cut = (find(chunks, lambda param: type(user).__name__) for find in (split_parameter, cut_by_shards))
+            problem = next(filter(None, cut), None)
+            if problem is not None:
+                raise ValueError(problem if declared else f"{unknown_update(user)}. If True, {problem}")
         groups = AdoptedGroups(user)
         self.user_params = groups.params
         before = dict(user.state)
@@ -134,27 +138,33 @@ class AdoptedOptimizer(DistributedOptimizer):
         raise ValueError(f"a parameter of shape {list(param.shape)} was asked for that this optimizer does not train")
 
 
-def needs_shapes(optimizer: torch.optim.Optimizer) -> bool:
+def needs_shapes(optimizer: torch.optim.Optimizer) -> bool | None:
     """True if the optimizer must see whole parameters in their shape; False if it updates each element alone.
 
-    Known of torch's classes, and of classes derived from them with the same `step`. Another class says it with
-    `needs_shapes = True` or False; ValueError where it does not, because a wrong guess would train wrongly.
+    Known of torch's classes and transformers' Adafactor, and of classes derived from them with the same `step`. Another
+    class says it with `needs_shapes = True` or False; None where it does not: whole parameters are right in any case.
     """
     cls = type(optimizer)
     resolve(cls)  # refuses those that need a closure or sparse gradients
     if getattr(cls, "needs_shapes", None) is not None:
         return bool(cls.needs_shapes)
     for base in cls.__mro__:
-        if base.__module__.startswith("torch.optim") and base is not torch.optim.Optimizer:
+        if base.__module__.startswith(KNOWN) and base is not torch.optim.Optimizer:
             step: Any = base.__dict__.get("step")
             if step is not None and inspect.unwrap(step) is inspect.unwrap(cls.step):
                 return algorithm_needs_shapes(base)
     if cls.__module__.startswith("core.optimizer."):
         return algorithm_needs_shapes(cls)
-    raise ValueError(
-        f"{cls.__name__} does not say whether it updates each element alone, so it is not known whether a rank may "
-        f"step a part of a parameter. Set `{cls.__name__}.needs_shapes = False` if it does (Adam, SGD and their kin), "
-        "True if it looks at whole parameters (LAMB, LARS, Muon)"
+    return None
+
+
+def unknown_update(optimizer: torch.optim.Optimizer) -> str:
+    """Error text for an optimizer that does not say which kind it is, where a wrong guess would train wrongly."""
+    name = type(optimizer).__name__
+    return (
+        f"{name} does not say whether it updates each element alone, so it is not known whether a rank may step a part "
+        f"of a parameter. Set `{name}.needs_shapes = False` if it does (Adam, SGD and their kin), True if it looks at "
+        "whole parameters (LAMB, LARS, Muon)"
     )
 
 

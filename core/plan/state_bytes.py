@@ -233,7 +233,7 @@ def _add_optimizer(
         optimizer = user([module for module, _ in chunks])
         of_groups = AdoptedGroups(optimizer)
         torch_groups = of_groups.torch_groups(config)
-        shaped = [needs_shapes(optimizer)] * len(torch_groups)
+        shaped = [needs_shapes(optimizer) is not False] * len(torch_groups)
         moments = [_kept_by(optimizer, group) for group in torch_groups]
     device = torch.device("cpu" if on_cpu else "cuda")
     on_host = [] if on_cpu else _on_host(chunks, config, lambda param: torch_groups[of_groups.of(param)])

@@ -33,7 +33,7 @@ from core.hugging_face import stages_config
 from core.hugging_face.cut_model import CutModel, Cutting, cut_model
 from core.hugging_face.precision import cast_model
 from core.interface.optimizer import is_number
-from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes
+from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes, unknown_update
 from core.optimizer.loss_scaler import DynamicLossScaler
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.pipeline_parallel import wrap_stages
@@ -272,7 +272,8 @@ class ZeroPluginBase(DPPluginBase):
                 f"{self.cutting.tp_size} ranks before; boost it on the meta device, and call booster.load_model"
             )
         if optimizer is not None:
-            needs_shapes(optimizer)  # refuses one of which that is not known
+            if needs_shapes(optimizer) is None and self.ddp_config.sharded:
+                raise ValueError(unknown_update(optimizer))
             if optimizer.state and self.cutting is not None and self.cutting.is_needed:
                 raise ValueError(
                     "the optimizer has made steps on the whole model, and its state cannot be cut; boost a new "

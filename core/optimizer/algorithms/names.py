@@ -14,8 +14,9 @@ import torch
 NAMED = ("adam", "sgd", "lion", "muon")
 _MODULE = "core.optimizer.algorithms.layerwise"
 LAYERWISE = {"lamb": f"{_MODULE}:Lamb", "lars": f"{_MODULE}:Lars", "came": f"{_MODULE}:CAME"}
-# Classes of torch.optim that look at more than one element at a time, so at the parameter and not at a flat part.
-TORCH_NEEDS_SHAPES = ("Adafactor", "Muon")
+# Modules whose optimizers are known; those of them that look at the parameter, and not at each element alone.
+KNOWN = ("torch.optim", "transformers.optimization")
+NEEDS_SHAPES = ("Adafactor", "Muon")
 # They call for a closure or for sparse gradients; a step here has neither.
 TORCH_REFUSED = {"LBFGS": "its step needs a closure", "SparseAdam": "gradients in a buffer are dense"}
 
@@ -70,4 +71,4 @@ def algorithm_needs_shapes(algorithm: Algorithm) -> bool:
     declared = getattr(found, "needs_shapes", None)
     if declared is not None:
         return bool(declared)
-    return found.__module__.startswith("torch.optim") and found.__name__ in TORCH_NEEDS_SHAPES
+    return found.__module__.startswith(KNOWN) and found.__name__ in NEEDS_SHAPES

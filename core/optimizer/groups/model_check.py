@@ -202,19 +202,21 @@ def cut_by_shards(
     for number, param, contract in params_of(model_chunks):
         chunk = model_chunks[number]
         several = max(chunk.groups.size("dp_cp"), chunk.groups.size("expt_dp")) > 1
-        if not (chunk.ddp_config.sharded and several and needs_whole(param)):
+        algorithm = needs_whole(param) if chunk.ddp_config.sharded and several else None
+        if algorithm is None:
             continue
         what = f"parameter {global_name(chunk.module, contract.name)!r} is"
         wanted: bool | str = True if param.dim() >= 2 else "all"
         if getattr(param, "is_embedding_or_output_parameter", False):
             problem = (
-                f"{what} an embedding or output layer, which shards cut, and its algorithm needs it whole; give it "
-                "another one: ParamKey(attr='is_embedding_or_output_parameter'): {'optimizer': 'adam'}"
+                f"{what} an embedding or output layer, which shards cut, and {algorithm} needs it whole; in "
+                "get_megatron_optimizer give it another algorithm, "
+                "ParamKey(attr='is_embedding_or_output_parameter'): {'optimizer': 'adam'}"
             )
             found.append((2, problem))
         elif chunk.ddp_config.keep_params_whole not in (wanted, "all"):
             problem = (
-                f"{what} updated by an algorithm that needs it whole, and shards may cut it; wrap the model with "
+                f"{what} updated by {algorithm}, which needs it whole, and shards may cut it; wrap the model with "
                 f"DistributedDataParallelConfig(keep_params_whole={wanted!r})"
             )
             found.append((wanted == "all", problem))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,50 @@ def test_fp16_trains_and_skips_an_overflow_of_one_rank_on_both(rank: int, world:
         assert scales == [4096.0, 2048.0, 2048.0, 4096.0]
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(after[name], value, atol=0.01, rtol=0.02)
+
+
+class ByNorm(torch.optim.SGD):
+    """Moves each parameter by its own norm, and does not say that it looks at whole parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(param.grad, alpha=-group["lr"] * (1 + float(param.norm())))
+
+
+@ranks(2)
+def test_an_optimizer_that_does_not_say_what_it_sees_trains_where_parameters_are_whole(rank: int, world: int) -> None:
+    reference = make_net()
+    plain = ByNorm(reference.parameters(), lr=0.05)
+    for step in range(STEPS):
+        plain.zero_grad()
+        (sum(loss_of(reference, other, step) for other in range(world)) / world).backward()
+        plain.step()
+    cut = "ByNorm does not say .*ByNorm.needs_shapes = False.*If True, parameter .*keep_params_whole='all'"
+    for strategy, whole, refused in (
+        ("no_shard", False, False),
+        ("optim", False, True),
+        ("optim", True, True),
+        ("optim", "all", False),
+        ("optim_grads_params", "all", False),
+    ):
+        with launched(rank, world):
+            from core.integrations import Accelerator
+
+            config = replace(config_of(strategy), keep_params_whole=whole)  # type: ignore[arg-type]
+            accelerator, net = Accelerator(cpu=True, ddp_config=config), make_net()
+            user = ByNorm(net.parameters(), lr=0.05)
+            if refused:
+                with pytest.raises(ValueError, match=cut):
+                    accelerator.prepare(net, user)
+                continue
+            model, optimizer = accelerator.prepare(net, user)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                accelerator.backward(loss_of(model, rank, step))
+                optimizer.step()
+            assert_equal_weights(accelerator.get_state_dict(model), reference)
 
 
 @ranks(2)

@@ -42,7 +42,7 @@ def new_model(tied: bool) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).double()
 
 
-def trainer_of(folder: Path, strategy: Any, tied: bool = False, **options: Any) -> Any:
+def trainer_of(folder: Path, strategy: Any, tied: bool = False, whole: Any = False, **options: Any) -> Any:
     from core.integrations import Trainer
 
     class InOrder(Trainer):  # type: ignore[misc, valid-type]
@@ -55,16 +55,22 @@ def trainer_of(folder: Path, strategy: Any, tied: bool = False, **options: Any) 
         **{"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True},
     }
     config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=500, initial_weights="broadcast"
+        data_parallel_sharding_strategy=strategy,
+        keep_params_whole=whole,
+        overlap_grad_reduce=True,
+        bucket_size=500,
+        initial_weights="broadcast",
     )
     given = transformers.TrainingArguments(str(folder), **(arguments | options))
     return InOrder(new_model(tied), given, train_dataset=Rows(), ddp_config=config)
 
 
-def on_one_process(tied: bool = False) -> tuple[Any, list[float], list[float]]:
+def on_one_process(
+    tied: bool = False, optimizer_class: Any = torch.optim.SGD, rate: float = RATE, **options: Any
+) -> tuple[Any, list[float], list[float]]:
     """(model, losses, norms before clipping) of the same steps: the mean over the tokens of a whole step's rows."""
     model = new_model(tied)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = optimizer_class(model.parameters(), lr=rate, **options)
     rows, losses, norms = Rows(), [], []
     for step in range(STEPS):
         batch = [rows[number] for number in range(A_STEP * step, A_STEP * (step + 1))]
@@ -75,7 +81,7 @@ def on_one_process(tied: bool = False) -> tuple[Any, list[float], list[float]]:
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         for group in optimizer.param_groups:
-            group["lr"] = RATE * (1 - step / STEPS)
+            group["lr"] = rate * (1 - step / STEPS)
         optimizer.step()
         losses.append(loss.item())
     return model, losses, norms
@@ -171,6 +177,30 @@ def test_evaluation_and_prediction_before_training_change_nothing(
         with trainer.model_wrapped.gathered():
             kept = dict(trainer.model.state_dict())
             assert (kept["lm_head.weight"] - expected.lm_head.weight).abs().max() > 1e-3
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "strategy, whole", [("no_shard", False), ("optim", "all"), ("optim_grads", "all"), ("optim_grads_params", "all")]
+)
+@pytest.mark.in_suite(2)
+def test_adafactor_of_transformers_trains_like_one_process_and_is_resumed(
+    rank: int, world: int, strategy: str, whole: Any, tmp_path: Path
+) -> None:
+    options = {"optim": "adafactor", "learning_rate": 0.05, "save_strategy": "steps", "save_steps": 2}
+    own = {"scale_parameter": False, "relative_step": False}
+    expected, losses, _ = on_one_process(False, transformers.optimization.Adafactor, 0.05, **own)
+    with launched(rank, world):
+        trainer = trainer_of(tmp_path, strategy, whole=whole, **options)
+        trainer.train()
+        assert type(trainer.optimizer.optimizer.user) is transformers.optimization.Adafactor
+        logs = [entry["loss"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        assert logs == pytest.approx(losses, abs=2e-4)
+        assert_trained(trainer.model_wrapped.state_dict(), expected)
+        dist.barrier()
+        resumed = trainer_of(tmp_path, strategy, whole=whole, **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert_trained(resumed.model_wrapped.state_dict(), expected)
 
 
 def test_fsdp_of_the_arguments_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
