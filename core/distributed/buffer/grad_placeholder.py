@@ -66,9 +66,11 @@ class GradPlaceholder(torch.Tensor):
         return (
             f"{use} was asked of the gradient of {self.of_param!r}, which is not in `.grad` now: its reduction has "
             "begun, or it is sharded, so that each rank holds a part, or scale_in_optimizer leaves its division to the "
-            "optimizer. Look at gradients after finalize_model_grads; where they are sharded, clip with the optimizer "
-            "of get_megatron_optimizer (OptimizerConfig.clip_grad or clip_grad_norm), scale with scale_gradients() of "
-            "the wrapped model, or have whole gradients with finalize_model_grads(..., force_all_reduce=True)"
+            "optimizer. Look at gradients after finalize_model_grads. Where they are sharded, clip with "
+            "accelerator.clip_grad_norm_ or fabric.clip_gradients in loops of those, otherwise with the optimizer of "
+            "get_megatron_optimizer (OptimizerConfig.clip_grad or clip_grad_norm) or LoopOptimizer.clip; scale with "
+            "scale_gradients() of the wrapped model, or have whole gradients with finalize_model_grads(..., "
+            "force_all_reduce=True)"
         )
 
     def __repr__(self, **_: Any) -> str:
