@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ class AcceleratorParts(Base):
                 f"accelerate is set up for {self.distributed_type.value}, which wraps models itself; leave its plugin "
                 "out, and say in ddp_config what to shard"
             )
-        _check_handler(self.ddp_handler)
+        _check_handler(self.ddp_handler, warns=self.use_distributed and self.is_main_process)
         if self.mixed_precision == "fp16" and self.use_distributed:
             self.native_amp = True  # accelerate forgets fp16 on a CPU, without a word
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
@@ -271,22 +272,34 @@ def _check_plugins(given: dict[str, Any]) -> None:
             raise ValueError(f"{variable}=true is for {library}. Unset it, and {ours}")
 
 
-def _check_handler(handler: Any) -> None:
-    """Refuse options of torch's DDP that would change something and have another name here."""
-    if handler is None:
-        return
+def _check_handler(handler: Any, *, warns: bool) -> None:
+    """Refuse options of torch's DDP that would change something and have another name here; warn of idle ones."""
     instead = {
-        "bucket_cap_mb": (25, "bucket_size, in elements, or num_buckets"),
-        "comm_hook": ("no", "grad_communication_dtype"),
-        "delay_all_reduce_named_params": (None, "overlap_grad_reduce=False"),
+        "bucket_cap_mb": "bucket_size, in elements, or num_buckets",
+        "comm_hook": "grad_communication_dtype",
+        "comm_wrapper": "grad_communication_dtype",
     }
-    for name, (default, ours) in instead.items():
-        value = getattr(handler, name, default)
-        if getattr(value, "value", value) != default:
+    idle = {
+        "find_unused_parameters": "parameters without a gradient need no search, and each step may use other ones",
+        "static_graph": "the graph may change from step to step",
+        "dim": "each rank has one device, so inputs are not cut",
+        "check_reduction": "torch ignores it too",
+        "comm_state_option": "there is no comm_hook",
+    }
+    obeyed = ("broadcast_buffers", "gradient_as_bucket_view")  # `.grad` is a view in any case
+    for field in () if handler is None else fields(handler):
+        name, value = field.name, getattr(handler, field.name)
+        setting = f"{name}={getattr(value, 'value', value)!r})"
+        option = f"DistributedDataParallelKwargs({setting}, or TrainingArguments(ddp_{setting} of a Trainer,"
+        if value == getattr(type(handler)(), name) or name in obeyed:
+            continue
+        if name not in idle:
+            ours = instead.get(name, "an option for it, if there is one, or leave it out")
             raise ValueError(
-                f"DistributedDataParallelKwargs({name}={value!r}) speaks to torch's DDP; here give "
-                f"ddp_config=DistributedDataParallelConfig(...) with {ours}"
+                f"{option} speaks to torch's DDP; here give ddp_config=DistributedDataParallelConfig(...) with {ours}"
             )
+        if warns:
+            warnings.warn(f"{option} changes nothing here: {idle[name]}; leave it out", stacklevel=3)
 
 
 @functools.cache

@@ -39,7 +39,12 @@ class TrainerParts(Base):
         """As Transformers' does, with our Accelerator in the place of accelerate's."""
         import transformers.trainer
 
-        ours = functools.partial(for_accelerate.derived(), ddp_config=self.ddp_config)
+        def ours(*, kwargs_handlers: list[Any], **options: Any) -> Any:
+            for handler in kwargs_handlers:
+                if self.args.ddp_find_unused_parameters is None and hasattr(handler, "find_unused_parameters"):
+                    handler.find_unused_parameters = False  # Transformers' own choice, which would be warned of
+            return for_accelerate.derived()(kwargs_handlers=kwargs_handlers, ddp_config=self.ddp_config, **options)
+
         with mock.patch.object(transformers.trainer, "Accelerator", ours):
             super().create_accelerator_and_postprocess()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel
+from core.groups.agree import SyncError
 from core.integrations import LoopOptimizer
 from tests.unit_tests.integrations.loops import (
     MAX_NORM,
@@ -27,7 +29,7 @@ from tests.unit_tests.integrations.loops import (
     optimizer_of,
 )
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import make_net
+from tests.unit_tests.reference import batch, make_net
 
 pytest.importorskip("accelerate")
 
@@ -244,6 +246,8 @@ def test_what_cannot_be_obeyed_is_refused_by_name(rank: int, world: int) -> None
         with pytest.raises(NotImplementedError, match="join_uneven_inputs: a rank without batches"):
             accelerator.join_uneven_inputs([model])
         accelerator.backward(loss_of(model, rank, 0))
+        with pytest.raises(SyncError, match=r"clip with accelerator.clip_grad_norm_ or fabric.clip_gradients in loops"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with pytest.raises(ValueError, match="was given 2 parameters and the sharded optimizer trains 7"):
             accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0)
         with pytest.raises(ValueError, match="norm_type is 1.0, and gradients that lie in shards"):
@@ -253,9 +257,17 @@ def test_what_cannot_be_obeyed_is_refused_by_name(rank: int, world: int) -> None
             accelerator.prepare(torch.optim.SGD(other.parameters(), lr=0.1))
         with pytest.raises(ValueError, match="lacks 1 of the model's trainable parameters, the first 'bias'"):
             accelerator.prepare(other, torch.optim.SGD([other.weight], lr=0.1))
-        for name, value in (("bucket_cap_mb", 5), ("comm_hook", "fp16")):
+        for name, value in (("bucket_cap_mb", 5), ("comm_hook", "fp16"), ("comm_wrapper", "bf16")):
             with pytest.raises(ValueError, match=f"DistributedDataParallelKwargs\\({name}="):
                 prepared("no_shard", kwargs_handlers=[DistributedDataParallelKwargs(**{name: value})])
+        idle = {"dim": 1, "check_reduction": True, "static_graph": True, "comm_state_option": {"matrix_rank": 2}}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            prepared("no_shard", kwargs_handlers=[DistributedDataParallelKwargs(**idle)])
+            prepared("no_shard", kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+        found = [str(each.message) for each in caught if "changes nothing here" in str(each.message)]
+        assert len(found) == (len(idle) if rank == 0 else 0), found
+        assert all(any(f"({name}=" in text for text in found) for name in idle) == (rank == 0)
         for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size"):
             with pytest.raises(ValueError, match=rf"ParallelismConfig\({name}=2\) is accelerate's own wrapping; "):
                 prepared("no_shard", parallelism_config=ParallelismConfig(**{name: 2}))
@@ -310,6 +322,53 @@ def test_another_name_is_refused_with_those_that_there_are() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'Lightning'; known are Accelerator, Trainer"):
         _ = core.integrations.Lightning
+
+
+class Halves(nn.Module):
+    """Uses one part on all ranks, one on rank 0 alone, and one in the first step alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.one, self.first = (nn.Linear(5, 3) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor, *, one: bool, first: bool) -> torch.Tensor:
+        found: torch.Tensor = self.all(inputs)
+        return found + (self.one(inputs) if one else 0) + (self.first(inputs) if first else 0)
+
+
+@ranks(2)
+def test_parameters_that_a_step_does_not_use_train_as_where_torchs_ddp_searches_for_them(
+    rank: int, world: int
+) -> None:
+    """As with accelerate alone: no decay and no momentum where no rank has a gradient. The search is warned of."""
+    from accelerate import Accelerator as Alone
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from core.integrations import Accelerator
+
+    found: dict[Any, dict[str, torch.Tensor]] = {}
+    for kind in (Accelerator, Alone):
+        with launched(rank, world), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+            accelerator = kind(cpu=True, kwargs_handlers=[handler])
+            torch.manual_seed(3)
+            model = Halves().double()
+            start = {name: value.clone() for name, value in model.state_dict().items()}
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            for step in range(3):
+                inputs, targets = batch(rank, step, torch.float64)
+                optimizer.zero_grad()
+                output = model(inputs, one=rank == 0, first=step == 0)
+                accelerator.backward((output - targets).square().mean())
+                optimizer.step()
+            found[kind] = {name: value.clone() for name, value in accelerator.unwrap_model(model).state_dict().items()}
+        searched = [each for each in caught if "find_unused_parameters=True" in str(each.message)]
+        assert len(searched) == (kind is Accelerator and rank == 0)
+    for name, value in found[Alone].items():
+        assert (value - start[name]).abs().max() > 0.01, name
+        torch.testing.assert_close(found[Accelerator][name], value)
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,18 @@ def test_fsdp_of_the_arguments_is_refused_with_what_to_write_instead(tmp_path: P
         trainer = r"TrainingArguments\(fsdp=\.\.\.\).*data_parallel_sharding_strategy=\"optim_grads_params\""
         with pytest.raises(ValueError, match=trainer):
             trainer_of(tmp_path, "optim", fsdp="full_shard")
+
+
+@ranks(2)
+@pytest.mark.parametrize("says", [None, True])
+def test_options_of_torchs_ddp_are_obeyed_refused_or_warned_of(
+    rank: int, world: int, says: bool | None, tmp_path: Path
+) -> None:
+    """Transformers itself asks for a search for unused parameters; only where a user does, a warning follows."""
+    with launched(rank, world), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(tmp_path, "optim", ddp_find_unused_parameters=says)
+        with pytest.raises(ValueError, match=r"\(bucket_cap_mb=5\), or TrainingArguments\(ddp_bucket_cap_mb=5\)"):
+            trainer_of(tmp_path, "optim", ddp_bucket_cap_mb=5)
+    found = [each for each in caught if "find_unused_parameters=True" in str(each.message)]
+    assert len(found) == (says is True and rank == 0)
