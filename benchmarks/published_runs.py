@@ -102,6 +102,7 @@ LEARNED = "--model.position-embedding-type learned_absolute"
 MEGATRON = f"--model.normalization LayerNorm --model.add-bias-linear {LEARNED}"
 NANOTRON = shape(24, 2048, 16, 49152, swiglu(4096))
 LLAMA_8B = shape(32, 4096, 32, 128256, f"{swiglu(14336, 8)} {UNTIED}")
+QWEN_8B = shape(36, 4096, 32, 151936, f"{swiglu(12288, 8)} --model.qk-layernorm {UNTIED}")
 LLAMA_405B = shape(126, 16384, 128, 128256, f"{swiglu(53248, 8)} {UNTIED}")
 GPT_22B, GPT_175B = (
     shape(layers, hidden, heads, 51200, f"{MEGATRON} {DROPOUT}")
@@ -110,6 +111,7 @@ GPT_22B, GPT_175B = (
 BLOOM = shape(70, 14336, 112, 250880, MEGATRON)
 EVEN_405B = "--parallel.layers-per-stage 0 " + "1 " * 126 + "0 --parallel.schedule Interleaved1F1B"
 
+FLASH_2 = {"attention_flops": {"bfloat16": 335e12}}  # of H100: attention of runs before torch took cuDNN's kernel
 HBM2E = {"memory_bandwidth": 0.85 * 2.4e12, "memory_bytes": 96_000_000_000}  # of torchtitan's H100
 OMNI_PATH = {"between": Link(8.4e-6, 0.8 * 400e9 / 8 / 8, 14e-6)}  # four links of 100 Gbit/s for 8 GPUs
 Range = tuple[float, float]
@@ -125,7 +127,7 @@ def row(
 
 def _nanotron(ranks: int, layout: str, mib: int, seconds: float, within: Range | None = NEAR) -> PublishedRun:
     name = f"nanotron 1.1B, {ranks} H100, {layout.replace('--run.micro-batch-size', 'mbs').replace('--', '')}"
-    more = {"seconds": seconds, "gib": mib / 2**10, "within": within}
+    more = {"seconds": seconds, "gib": mib / 2**10, "within": within, "hardware": FLASH_2}
     return row(name, "nanotron", ranks, NANOTRON, layout, (1024, 4096), **more)
 
 
@@ -141,7 +143,8 @@ def _mpt(
     within: Range | None,
 ) -> PublishedRun:
     layout = f"--tp 1 {ALL_CUT} --run.micro-batch-size {micro}{' ' + RECOMPUTED if recomputed else ''}"
-    return row(name, "llm-foundry", ranks, mpt(*sizes), layout, batch, tokens_per_s=rate, within=within)
+    more = {"tokens_per_s": rate, "within": within, "hardware": FLASH_2}
+    return row(name, "llm-foundry", ranks, mpt(*sizes), layout, batch, **more)
 
 
 def _titan(cp: int, tokens: int, rate: int, gib: float, within: Range | None = LONG) -> PublishedRun:
@@ -155,7 +158,7 @@ def _titan(cp: int, tokens: int, rate: int, gib: float, within: Range | None = L
         (8 // cp, tokens),
         tokens_per_s=rate,
         gib=gib,
-        hardware=HBM2E,
+        hardware=HBM2E | FLASH_2,
         within=within,
     )
 
@@ -164,7 +167,8 @@ def _meta(ranks: int, mfu: float, more: str = "") -> PublishedRun:
     """Section 3.3.2 of the paper: 8K tokens were trained without activation checkpointing. more: options."""
     layout = f"--tp 8 --pp 16 {EVEN_405B} --run.micro-batch-size 1 --ddp.data-parallel-sharding-strategy optim {more}"
     name = f"Llama 3 405B, {ranks:,} H100{', parts computed again' * bool(more)}"
-    return row(name, "llama3", ranks, LLAMA_405B, layout, (2048, 8192), mfu=mfu, within=None if more else NEAR)
+    found = {"mfu": mfu, "within": None if more else NEAR, "hardware": FLASH_2}
+    return row(name, "llama3", ranks, LLAMA_405B, layout, (2048, 8192), **found)
 
 
 def _megatron(name: str, sizes: str, ranks: int, layout: str, sequences: int, seconds: float) -> PublishedRun:
@@ -189,6 +193,16 @@ ROWS = (
     _titan(2, 65536, 2540, 84.2),
     _titan(4, 131072, 1071, 84.0, None),
     _titan(8, 262144, 548, 84.5, None),
+    row(
+        "TRL Qwen3-8B, 8 H100, cp 8, 1,048,576 tokens, recomputed",
+        "trl",
+        8,
+        QWEN_8B,
+        f"--tp 1 --cp 8 {ALL_CUT} {RECOMPUTED} --run.micro-batch-size 1",
+        (1, 1048576),
+        seconds=379.8,
+        within=LONG,
+    ),
     _meta(8192, 0.43),
     _meta(16384, 0.41),
     _meta(8192, 0.43, PARTS),
