@@ -84,7 +84,8 @@ def written_chat(record: Mapping[str, Any], tokenizer: Any, where: str, stops: S
     """The whole chat as text, and where the learned answers lie in it, by what the template writes up to each answer.
 
     Some templates write the end mark of an answer before the next message only. That mark belongs to the answer, and
-    the last answer gets one too. stops: marks at which the model stops, besides the tokenizer's end mark.
+    the last answer gets one too. What a template writes after the end mark, such as a newline, is no answer: the model
+    has stopped. stops: marks at which the model stops, besides the tokenizer's end mark.
     """
     check_template(record, tokenizer, where)
     writer, messages = ChatWriter(record, tokenizer), record["messages"]
@@ -107,7 +108,10 @@ def written_chat(record: Mapping[str, Any], tokenizer: Any, where: str, stops: S
                     "it, so its place in the chat is not known; give each answer in a line of its own"
                 )
             last, answer = len(after), after[len(before) :]
-            if not _has_end(answer, str(message.get("content", "")).strip(), stopping, tokenizer):
+            end = _end_of(answer, str(message.get("content", "")).strip(), stopping, tokenizer)
+            if end is not None:
+                last = len(before) + end
+            else:
                 is_last = number + 1 == len(messages)
                 following = writer.after(messages, whole) if is_last else whole[last:]
                 mark = end_mark.match(following) if stopping else None
@@ -123,10 +127,14 @@ def written_chat(record: Mapping[str, Any], tokenizer: Any, where: str, stops: S
     return WrittenChat(whole, answers, ends)
 
 
-def _has_end(answer: str, content: str, stopping: set[str], tokenizer: Any) -> bool:
-    """True if the template writes a mark after the content of an answer, or ends the answer with a special token."""
+def _end_of(answer: str, content: str, stopping: set[str], tokenizer: Any) -> int | None:
+    """Length of an answer up to the last mark that the template writes after its content, or to a special token.
+
+    None where neither ends the answer.
+    """
     closing = answer.rpartition(content)[2] if content else answer
-    if any(mark in closing for mark in stopping):
-        return True
+    ends = [closing.rfind(mark) + len(mark) for mark in stopping if mark in closing]
+    if ends:
+        return len(answer) - len(closing) + max(ends)
     special = tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return answer.rstrip().endswith(special)
+    return len(answer.rstrip()) if answer.rstrip().endswith(special) else None

@@ -28,7 +28,7 @@ from core.finetune.records import Example, encode, marked, read_records
 from core.finetune.task_records import checked_task, class_names, encode_task, fit_rows, unread_of
 from core.training.errors import ConfigError
 
-FORMAT = 4  # changes whenever the same data would give other windows
+FORMAT = 5  # changes whenever the same data would give other windows
 MOST_NAMES = 8  # of fields, on one line
 UNLEARNED = -100  # the label of a token that has no loss
 IDS, LABELS, POSITIONS = range(3)

@@ -53,7 +53,7 @@ def test_of_a_chat_the_answers_alone_are_learned() -> None:
     tokenizer = byte_tokenizer()
     example = encode({"messages": CHAT}, tokenizer, "line 1")
     assert tokenizer.decode(example.ids) == tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert learned_text(example, tokenizer) == "4<|im_end|>\nsechs é<|im_end|>\n"
+    assert learned_text(example, tokenizer) == "4<|im_end|>sechs é<|im_end|>"
 
 
 def test_of_a_prompt_and_its_completion_the_completion_and_the_end_mark_are_learned() -> None:
@@ -161,7 +161,7 @@ def test_contents_in_parts_are_joined() -> None:
     tokenizer = byte_tokenizer()
     parts = [{"type": "text", "text": "4"}, {"type": "text", "text": " é"}]
     record = {"messages": [CHAT[0], {"role": "assistant", "content": parts}]}
-    assert learned_text(encode(record, tokenizer, "line 1"), tokenizer) == "4 é<|im_end|>\n"
+    assert learned_text(encode(record, tokenizer, "line 1"), tokenizer) == "4 é<|im_end|>"
 
 
 def test_tools_and_options_reach_the_chat_template_or_are_refused() -> None:
@@ -177,7 +177,7 @@ def test_tools_and_options_reach_the_chat_template_or_are_refused() -> None:
     example = encode(record, tokenizer, "line 1")
     said = tokenizer.decode(example.ids)
     assert json.loads(said.partition("calm")[0]) == [tool] and "calm<|im_start|>user" in said
-    assert learned_text(example, tokenizer) == "4<|im_end|>\n"
+    assert learned_text(example, tokenizer) == "4<|im_end|>"
     called = {"role": "assistant", "content": None, "tool_calls": [tool]}
     with pytest.raises(ConfigError, match="line 2 has 'tool_calls', which the model's chat template does not read"):
         encode({"messages": [CHAT[0], called]}, tokenizer, "line 2")

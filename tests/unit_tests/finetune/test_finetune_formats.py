@@ -62,7 +62,7 @@ def test_each_record_on_the_page_learns_its_answer_and_an_end_mark() -> None:
     lines = "".join(re.findall(r"```json\n(.*?)```", page, re.DOTALL)).splitlines()
     tokenizer = byte_tokenizer()
     examples = [encode(json.loads(line), tokenizer, line) for line in lines]
-    learned = [tokenizer.decode(example.ids[example.learned]).strip() for example in examples]
+    learned = [tokenizer.decode(example.ids[example.learned]) for example in examples]
     assert learned == ["4<|im_end|>", "4<|im_end|>", "Two and two make four.<|im_end|>", *["4<|im_end|>"] * 3]
 
 

@@ -34,6 +34,30 @@ def learned(record: dict[str, Any], tokenizer: Any, *stops: str) -> list[str]:
     return list(tokenizer.convert_ids_to_tokens(example.ids[example.learned]))
 
 
+# A newline, or a line and a newline, follow the end mark. Transformers masks what is in the blocks `generation`.
+LINES = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}\n{% else %}Answer:"
+    "{% generation %} {{ m.content }}END{% endgeneration %}AFTER{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Answer:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "metaspace"])
+@pytest.mark.parametrize(("end", "after"), [("</s>", "\n"), ("<|end|>", "\n\n"), ("<|end|></s>", "\nreturn\n")])
+def test_what_a_template_writes_after_an_end_mark_is_not_learned(kind: str, end: str, after: str) -> None:
+    tokenizer = KINDS[kind]()
+    tokenizer.chat_template = LINES.replace("END", end).replace("AFTER", after)
+    marks = ["<|end|>", "</s>"] if end == "<|end|></s>" else [end]
+    expected = [f"{SPACE[kind]}blue", *marks, f"{SPACE[kind]}4", *marks]
+    assert learned({"messages": TWICE}, tokenizer, "<|end|>") == expected
+    masked = tokenizer.apply_chat_template(TWICE, return_dict=True, return_assistant_tokens_mask=True)
+    example = encode({"messages": TWICE}, tokenizer, "line 1", ["<|end|>"])
+    assert example.ids.tolist() == masked["input_ids"] and example.ends
+    assert example.learned.tolist() == [bool(each) for each in masked["assistant_masks"]]
+    if after.isspace():  # a special token that is no stop of the model's ends an answer too
+        assert learned({"messages": TWICE}, tokenizer) == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("prompt", "completion"), [("2 + 2 = ", "4"), ("Answer: ", "blue"), ("Answer:", " blue"), ("Answer: 2 ", "blue")]
