@@ -129,7 +129,11 @@ def perhaps_meant(refusal: str, config: Any, short: Mapping[str, str]) -> str:
     by_word = {name.rpartition(".")[2]: name for name in known} | {name.lstrip("-"): name for name in (*known, *short)}
     by_word |= {word: name for word, name in FOREIGN_NAMES.items() if name in known}
     words = [word.lstrip("-").replace("_", "-") for word in unknown.split(", ") if word.startswith("--")]
-    near = [by_word[each] for word in words for each in difflib.get_close_matches(word, by_word, n=1, cutoff=0.75)]
+    near = []
+    for word in words:
+        parts = (word, word.rpartition(".")[2])  # the second is without the section
+        alike = [each for part in parts for each in difflib.get_close_matches(part, by_word, n=1, cutoff=0.75)]
+        near += [by_word[each] for each in alike[:1]]
     return "" if meant or not near else f". Perhaps you meant {', '.join(dict.fromkeys(near))}"
 
 

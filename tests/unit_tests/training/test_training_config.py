@@ -76,6 +76,8 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one() -> None:
         ("--epochs", "--run.steps"),
         ("--tpp", "--tp"),
         ("--seq-length", "--model.sequence-length"),
+        ("--optimizer.learning-rate", "--optimizer.lr"),
+        ("--training.max_steps", "--run.steps"),
     ],
 )
 def test_a_name_of_other_trainers_and_a_slip_are_answered_with_the_option(given: str, meant: str) -> None:
