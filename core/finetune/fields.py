@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from core.finetune.formats import from_alpaca, from_prompt_and_completion, from_sharegpt
+from core.finetune.formats import from_alpaca, from_prompt_and_completion, from_sharegpt, text_of
 from core.training.errors import ConfigError
 
 ASSISTANT = "assistant"
@@ -52,13 +52,11 @@ def checked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     given = {name: value for name, value in record.items() if value is not None}
     kind = kind_of(given, where)
     if kind in TEXTS and not isinstance(given.get("prompt"), list):
-        for name in KINDS[kind]:
-            if not isinstance(given.get(name), str):
-                raise ConfigError(f"{where}: {name!r} is {given.get(name)!r}; expected text")
+        texts = {name: text_of(given, name, where) for name in KINDS[kind]}
         for name in CHAT_FIELDS:
             if name in given:
                 raise ConfigError(f'{where}: {name!r} is read by chat templates; give the record as "messages"')
-        return {name: given[name] for name in KINDS[kind]}
+        return texts
     _check_chat_fields(given, where)
     options = {name: given[name] for name in CHAT_FIELDS if name in given}
     return {"messages": _messages(_AS_MESSAGES[kind](given, where), where), **options}

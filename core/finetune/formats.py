@@ -19,11 +19,8 @@ SPEAKERS = {
 
 def from_alpaca(given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Messages of an instruction, its input, if any, and the output."""
-    texts = {name: given.get(name, "") for name in ("instruction", "input", "system")}
-    texts["output"] = given.get("output")
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise ConfigError(f"{where}: {name!r} is {text!r}; expected text")
+    texts = {name: text_of({name: "", **given}, name, where) for name in ("instruction", "input", "system")}
+    texts["output"] = text_of(given, "output", where)
     question = "\n\n".join(texts[name] for name in ("instruction", "input") if texts[name])
     if not question:
         raise ConfigError(f"{where} has an 'output' and neither 'instruction' nor 'input'")
@@ -32,12 +29,20 @@ def from_alpaca(given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 def from_sharegpt(given: Mapping[str, Any], where: str) -> Any:
     """Messages of a conversation. One that has roles and contents already is returned unchanged."""
-    conversation, system = given["conversations"], given.get("system", "")
-    if not isinstance(system, str):
-        raise ConfigError(f"{where}: 'system' is {system!r}; expected text")
+    conversation, system = given["conversations"], text_of({"system": "", **given}, "system", where)
     if not isinstance(conversation, list) or not all(isinstance(part, dict) for part in conversation):
         raise ConfigError(f'{where}: "conversations" must be a list of objects with "from" and "value"')
     return [*_system(system), *(_spoken(part, number, where) for number, part in enumerate(conversation, start=1))]
+
+
+def text_of(given: Mapping[str, Any], name: str, where: str) -> str:
+    """The text of a field. ConfigError for another value, and where the record has none."""
+    text = given.get(name)
+    if text is None:
+        raise ConfigError(f"{where} has no {name!r}; expected text")
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: {name!r} is {text!r}; expected text")
+    return text
 
 
 def _spoken(part: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
@@ -46,6 +51,8 @@ def _spoken(part: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
     speaker = part.get("from")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise ConfigError(f"{where}: message {number} is from {speaker!r}; expected {', '.join(map(repr, SPEAKERS))}")
+    if part.get("value") is None and not part.get("tool_calls"):
+        raise ConfigError(f"{where}: message {number} has no 'value'; expected text")
     others = {name: value for name, value in part.items() if name not in ("from", "value")}
     return {**others, "role": SPEAKERS[speaker], "content": part.get("value")}
 
@@ -54,9 +61,8 @@ def from_prompt_and_completion(given: Mapping[str, Any], where: str) -> list[Any
     """Messages of a prompt and its completion. Answers of the prompt have no loss."""
     prompt, completion = given["prompt"], given.get("completion")
     if not isinstance(completion, list):
-        raise ConfigError(
-            f"{where}: 'prompt' is a list of messages, and 'completion' is {completion!r}; expected one too"
-        )
+        found = "there is no 'completion'" if completion is None else f"'completion' is {completion!r}"
+        raise ConfigError(f"{where}: 'prompt' is a list of messages, and {found}; expected one too")
     shown = [
         {**message, "weight": 0} if isinstance(message, dict) and message.get("role") == "assistant" else message
         for message in prompt

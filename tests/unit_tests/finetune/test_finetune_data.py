@@ -93,7 +93,7 @@ def test_a_template_that_writes_answers_in_another_way_later_is_refused() -> Non
         ('{"messages": [{"role": "assistant", "content": null}]}', "line 2: message 1 has the content null; expected"),
         ('{"body": "x"}', 'line 2 has the fields \'body\'; expected "messages", "prompt" and "completion", or "text"'),
         ('{"text": 3}', "line 2: 'text' is 3; expected text"),
-        ('{"prompt": "x"}', "line 2: 'completion' is None; expected text"),
+        ('{"prompt": "x"}', "line 2 has no 'completion'; expected text"),
         ('{"messages": []}', 'line 2: "messages" must be a list of objects with "role" and "content"'),
         ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: no message has the role 'assistant'"),
         ('{"text": "a", "text": "b"}', "line 2 is no JSON: an object has the name 'text' twice"),
