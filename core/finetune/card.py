@@ -66,8 +66,9 @@ def _losses(run: Path, result: JobResult, unit: str) -> str:
     """A table."""
     records = read_records(run / "steps.jsonl")
     rows = [(f"training, step {record.step}", record.loss) for record in (*records[:1], *records[1:][-1:])]
-    if result.validation_loss is not None:
-        rows.append((f"validation, after step {records[-1].step}" if records else "validation", result.validation_loss))
+    last = records[-1].step if records else None
+    if result.validation_loss is not None and (result.best is None or result.best[0] != last):
+        rows.append(("validation" if last is None else f"validation, after step {last}", result.validation_loss))
     if result.best is not None:
         rows.append((f"validation, after step {result.best[0]}, whose weights these are", result.best[1]))
     lines = [f"| loss | {unit} |", "|---|---|", *(f"| {name} | {loss:.4f} |" for name, loss in rows)]

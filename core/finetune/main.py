@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from core.finetune.config import SCORED, TuneConfig, load_config
 from core.finetune.plan import TunePlan, plan_tuning
 from core.training.checkpoint_options import check_saved_model
+from core.training.errors import ConfigError
 from core.training.extras import require_installed
 from core.training.launch import Launch
 from core.training.main import Command, check_logging, check_run_places, run_command
@@ -44,6 +45,11 @@ def check_places(config: TuneConfig) -> None:
     check_model(config)
     tokenizer = load_tokenizer(config)
     check_tokenizer(tokenizer)
+    if config.checkpoint.keep_best and not any(held_out for *_, held_out in read_documents(config.data)):
+        raise ConfigError(
+            "--checkpoint.keep-best needs text to validate on; give --eval-data FILE, or a --data.validation-fraction "
+            "of more documents"
+        )
     task, known = config.data.task, known_classes(config)
     check_padding(task, tokenizer)
     classes_of(config.data, known)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import difflib
 import os
 import shutil
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,7 @@ from core.hugging_face.cut_places import find_cut
 from core.hugging_face.directory import check_files, read_configuration
 from core.hugging_face.experts import check_experts
 from core.hugging_face.layer_checkpointing import checkpoint_layers
-from core.hugging_face.lora import name_in_base
+from core.hugging_face.lora import name_in_base, take_off
 from core.hugging_face.precision import cast_model
 from core.hugging_face.ties import untie_by_files
 from core.hugging_face.tiny import BYTE_MARKS, tiny_of_bytes
@@ -109,9 +112,10 @@ def check_model(config: TuneConfig) -> None:
     if path.startswith(TINY):
         make_tiny(config)
     elif not (directory_of(config) / "config.json").is_file():
+        lacks = "holds no config.json" if directory_of(config).is_dir() else "is no directory"
         raise ConfigError(
-            f"--model.path {path} holds no config.json; give a checkpoint directory, or {TINY}FAMILY for a small "
-            f"random model{how_to_download(path, 'model')}"
+            f"--model.path {path} {lacks}; give a checkpoint directory, or {TINY}FAMILY for a small random model"
+            f"{how_to_download(path, 'model')}"
         )
     directory = directory_of(config)
     try:
@@ -159,7 +163,30 @@ def check_configuration(config: TuneConfig, configuration: Any) -> Any:
         raise ConfigError(
             f"--model.sequence-length {config.model.sequence_length} is longer than the model's positions, {longest}"
         )
+    if config.lora.r is not None:
+        check_adapters(config, model)
     return model
+
+
+def check_adapters(config: TuneConfig, model: Any) -> None:
+    """ConfigError for adapters that cannot be added to the model, which has no memory, and for a name of no layer."""
+    import peft
+
+    names = [f".{name}" for name, _ in model.named_modules()]
+    for target in config.lora.targets:
+        if not any(name.endswith(f".{target}") for name in names):
+            layers = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+            near = difflib.get_close_matches(target, layers, n=1) or sorted(layers)
+            raise ConfigError(f"--lora.targets {target}: no layer has this name; there is {', '.join(near)}")
+    lora = lora_config_of(config, drawn_names(config.data.task, model))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ranks print them
+            adapted = peft.get_peft_model(copy.deepcopy(model), lora, low_cpu_mem_usage=True)
+        if reads_slices(config):
+            take_off(adapted)
+    except ValueError as error:
+        raise ConfigError(f"--lora.r {config.lora.r}: {one_line(error)}") from error
 
 
 def load_tokenizer(config: TuneConfig) -> Any:
@@ -267,6 +294,11 @@ def plugin_of(config: TuneConfig, micro_batch_size: int) -> ZeroPluginBase:
     return plugin
 
 
+def reads_slices(config: TuneConfig) -> bool:
+    """True if a rank reads its slices of the directory alone."""
+    return config.parallel.plugin == "hybrid" or config.parallel.tp > 1
+
+
 def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroModel, LowLevelZeroOptimizer | TorchEngine]:
     """Model and optimizer, boosted. Collective.
 
@@ -276,7 +308,7 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
     of_torch = {"torch_ddp": TorchDDPPlugin, "torch_fsdp": TorchFSDPPlugin}.get(config.parallel.plugin)
     plugin = plugin_of(config, micro_batch_size) if of_torch is None else of_torch()
     booster = Booster(plugin=plugin)
-    in_slices = config.parallel.plugin == "hybrid" or config.parallel.tp > 1
+    in_slices = reads_slices(config)
     try:
         configuration = read_configuration(directory)
         kind = model_class(configuration, config.model.path, config.data.task)

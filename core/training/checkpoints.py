@@ -176,11 +176,10 @@ class BestCheckpoint:
             self.job.save_into(self.root, self.saver, {"validation_loss": loss})
 
     def restore(self) -> bool:
-        """Give the model the weights of the best step; False if that is the last one. Collective."""
-        if self.step in (0, self.job.trainer.step):
-            return False
-        load_checkpoint(self.root, self.job.trainer.chunks, group=self.job.group)
-        return True
+        """Give the model the weights of the best step; False if no step was compared. Collective."""
+        if self.step not in (0, self.job.trainer.step):
+            load_checkpoint(self.root, self.job.trainer.chunks, group=self.job.group)
+        return self.step > 0
 
 
 def check_text(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ class JobResult:
     validation_loss: float | None
     seconds: float  # of the steps
     stopped: bool  # asked to stop before the last step
-    best: tuple[int, float] | None = None  # (step, validation loss) whose weights the model has, if not the last one's
+    best: tuple[int, float] | None = None  # (step, validation loss) whose weights the model has by keep_best
 
 
 def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:

@@ -172,6 +172,8 @@ def check_run(config: RunConfig) -> None:
     asks = checkpoint.every is not None or checkpoint.resume or checkpoint.step is not None
     if checkpoint.dir is None and asks:
         raise ConfigError("--checkpoint.every, resume and step need --checkpoint.dir, where the checkpoints are")
+    if checkpoint.keep_best and checkpoint.dir is None and not checkpoint.at_end:
+        raise ConfigError("--checkpoint.keep-best needs --checkpoint.dir, where it is kept")
     if checkpoint.keep_best and config.run.validate_every == 0:
         raise ConfigError(
             "--checkpoint.keep-best compares validation losses, and --run.validate-every 0 takes one at the end only; "

@@ -1,5 +1,7 @@
 """A file of one's own for the validation loss: transformers' loss of its lines, one by one, is the reference."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
@@ -59,13 +61,19 @@ def test_the_validation_loss_is_that_of_the_lines_of_ones_own_file(
     rank: int, world: int, how: str, tmp_path: Path
 ) -> None:
     file = lines_of_all_ranks(tmp_path, rank)
-    config = config_in(tmp_path, *how.split(), "--run.steps", "3", "--eval-data", str(file), "--eval-every", "1")
-    tuned(config, rank, world)
+    kept = ["--keep-best", "--checkpoint.dir", str(tmp_path / "kept")]
+    flags = [*how.split(), "--run.steps", "3", "--eval-data", str(file), "--eval-every", "1", *kept]
+    config, said = config_in(tmp_path, *flags), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        tuned(config, rank, world)
     if rank == 0:
         run = tmp_path / "runs" / "finetune"
         losses = [json.loads(line)["validation_loss"] for line in (run / "steps.jsonl").read_text().splitlines()]
         at_end = json.loads((run / "summary.json").read_text())["validation_loss"]
         assert at_end == pytest.approx(loss_of_lines(run / "model"), abs=1e-5)
+        assert f"the lowest validation loss, {at_end:.4f}, was that of step 3; it is in" in said.getvalue()
+        rows = [line for line in (run / "model" / "README.md").read_text().splitlines() if "| validation" in line]
+        assert rows == [f"| validation, after step 3, whose weights these are | {at_end:.4f} |"]
         start = loss_of_lines(directory_of(config))
         assert start - at_end > 0.01 and start > losses[0] > losses[1] > at_end and losses[2] is None
         header = open_windows(next(config.data.cache.glob("windows-*"))).header
@@ -107,6 +115,9 @@ def test_the_model_that_is_written_is_the_one_with_the_lowest_validation_loss(
     ("flags", "message"),
     [
         ("--run.validate-every 0", "keep-best compares validation losses, and --run.validate-every 0 takes one at"),
+        ("--data.validation-fraction 0", "--checkpoint.keep-best needs text to validate on; give --eval-data FILE"),
+        ("--data.limit 3", "--checkpoint.keep-best needs text to validate on; give --eval-data FILE"),
+        ("--checkpoint.no-at-end", "--checkpoint.keep-best needs --checkpoint.dir, where it is kept"),
         ("--plugin torch_ddp --run.ranks 1", "--checkpoint.keep-best: a run by --parallel.plugin torch_ddp keeps no"),
     ],
 )

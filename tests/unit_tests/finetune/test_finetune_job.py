@@ -382,7 +382,13 @@ def test_a_small_part_of_another_document_is_seen(
     [
         (["--data", "nowhere.jsonl"], "--data.file nowhere.jsonl is no file"),
         (["--data", "bad.jsonl"], "bad.jsonl, line 2 has the fields 'body'"),
-        (["--model", "nowhere"], "--model.path nowhere holds no config.json"),
+        (["--model", "nowhere"], "--model.path nowhere is no directory; give a checkpoint directory"),
+        (["--model", "bad.jsonl"], "--model.path bad.jsonl is no directory; give a checkpoint directory"),
+        (["--model", "."], "--model.path . holds no config.json; give a checkpoint directory"),
+        (["--lora.r", "4", "--lora.targets", "q_proj", "v_prj"], "--lora.targets v_prj: no layer has this name; there"),
+        (["--lora.r", "4", "--lora.targets", "zzz"], "there is down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj"),
+        (["--lora.r", "4", "--lora.targets", "mlp"], "--lora.r 4: Target module Qwen3MLP("),
+        (["--lora.r", "4", "--model", "tiny:mixtral"], "--lora.r 4: the adapters are for the fused weights"),
         (["--model", "tiny:lama"], "no family with a plan or a policy is called 'lama'; is it llama"),
         (["--model", "tiny:vit"], "model type 'vit' has no causal language model"),
         (
