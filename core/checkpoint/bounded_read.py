@@ -9,9 +9,8 @@ import os
 import stat
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 CHUNK_BYTES = 4 << 20
@@ -55,70 +54,50 @@ class BadArchive(ValueError):
     """A zip file that torch.save has not written; the text says how."""
 
 
-class Archive:
-    """A zip file at some bytes of a file, as torch.save writes it: nothing is compressed. A context manager.
+def entries_of(stream: BinaryIO, start: int, length: int) -> dict[str, int]:
+    """Sizes of the entries of a zip file at some bytes of a file, as torch.save writes it: nothing is compressed.
 
-    BadArchive for one that is cut, compressed, would give more than it has, or has two entries of one name.
+    The first part of names, which torch takes from the file, is left out. BadArchive for a file that is cut,
+    compressed, would give more than it has, or has two entries of one name.
     """
 
-    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
-        self._part = _Part(stream, start, length)
-        try:
-            self._file = zipfile.ZipFile(self._part)
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError, MemoryError):
-            raise BadArchive("is no whole zip file") from None
-        entries = self._file.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
-            sum(entry.file_size for entry in entries) > length
-        ):
-            raise BadArchive(f"would inflate to more than its {length} bytes")
-        self._entries = {entry.filename.partition("/")[2]: entry for entry in entries}
-        if len(self._entries) != len(entries):
-            raise BadArchive("has two entries of one name")
+    def read(at: int, count: int) -> bytes:
+        if count > LONGEST_JSON:  # the directory of a zip file is as long as the file says
+            raise OSError(f"{count} bytes at once")
+        return _bytes_at(stream, start + at, count)
 
-    def size(self, name: str) -> int:
-        """The bytes of an entry. The first part of names, which torch takes from the file, is left out."""
-        if name not in self._entries:
-            raise BadArchive(f"has no entry {name!r}"[:100])
-        return self._entries[name].file_size
-
-    def read(self, name: str, limit: int) -> bytes:
-        """The bytes of an entry, which are at most `limit`."""
-        size = self.size(name)
-        if size > limit:
-            raise BadArchive(f"has {size} bytes in {name!r}, and at most {limit} are read")
-        header = self._entries[name].header_offset
-        self._part.seek(header + 26)  # zipfile would refuse entries without a checksum, which torch can leave out
-        lengths = self._part.read(4)
-        self._part.seek(header + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little"))
-        return self._part.read(size)
-
-    def __enter__(self) -> Archive:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
+    try:
+        entries = zipfile.ZipFile(Part(read, length)).infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError, MemoryError):
+        raise BadArchive("is no whole zip file") from None
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
+        sum(entry.file_size for entry in entries) > length
+    ):
+        raise BadArchive(f"would inflate to more than its {length} bytes")
+    sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
+    if len(sizes) != len(entries):
+        raise BadArchive("has two entries of one name")
+    return sizes
 
 
 def inflates(stream: BinaryIO, start: int, length: int) -> bool:
     """True if a zip file at these bytes is cut or would give more than it has; torch.save never compresses."""
-    stream.seek(start)
-    if stream.read(2) != b"PK":
-        return False
     try:
-        with Archive(stream, start, length):
-            return False
+        return _bytes_at(stream, start, 2) == b"PK" and not entries_of(stream, start, length)
     except BadArchive:
         return True
 
 
-class _Part(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+class Part(io.RawIOBase):
+    """Some bytes as a file, which io.BytesIO would copy. read: gives so many of them from a place on."""
 
-    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
-        self._stream, self._start, self._length, self._at = stream, start, length, 0
+    def __init__(self, read: Callable[[int, int], bytes | memoryview], length: int) -> None:
+        self._read, self._length, self._at = read, length, 0
+
+    @classmethod
+    def of(cls, stream: BinaryIO, start: int, length: int) -> Part:
+        """A part of a file."""
+        return cls(lambda at, count: _bytes_at(stream, start + at, count), length)
 
     def readable(self) -> bool:
         return True
@@ -133,17 +112,16 @@ class _Part(io.RawIOBase):
         self._at = at
         return at
 
-    def tell(self) -> int:
-        return self._at
-
     def readinto(self, buffer: Any) -> int:
-        if len(buffer) > LONGEST_JSON:  # the directory of a zip file is as long as the file says
-            raise OSError(f"{len(buffer)} bytes at once")
-        self._stream.seek(self._start + self._at)
-        data = self._stream.read(max(0, min(len(buffer), self._length - self._at)))
+        data = self._read(self._at, max(0, min(len(buffer), self._length - self._at)))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+
+def _bytes_at(stream: BinaryIO, at: int, count: int) -> bytes:
+    stream.seek(at)
+    return stream.read(count)
 
 
 def crc32_of(stream: BinaryIO, start: int = 0, length: int | None = None, crc32: int = 0) -> int:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from core.checkpoint.bounded_read import Part
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError, explain
 from core.checkpoint.manifest import FileRecord, ItemBytes, Manifest
 
@@ -123,33 +124,6 @@ class CheckedReader(StorageReader):
         )
 
 
-class _Bytes(io.RawIOBase):
-    """Memory as the file that torch.load wants; io.BytesIO would copy it first."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-
 def _deliver(data: memoryview, items: list[ReadItem], planner: LoadPlanner) -> None:
     """Hand one item's bytes to the planner, once for each piece of it that is wanted."""
     saved: torch.Tensor | None = None
@@ -158,7 +132,9 @@ def _deliver(data: memoryview, items: list[ReadItem], planner: LoadPlanner) -> N
             planner.load_bytes(item, io.BytesIO(data))
             continue
         if saved is None:
-            saved = torch.load(_Bytes(data), map_location="cpu", weights_only=True)
+            saved = torch.load(
+                Part(lambda at, count: data[at : at + count], len(data)), map_location="cpu", weights_only=True
+            )
         piece = saved
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             piece = piece.narrow(dim, start, length)
