@@ -9,7 +9,7 @@ import os
 import stat
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -125,57 +125,10 @@ def _bytes_at(stream: BinaryIO, at: int, count: int) -> bytes:
 
 
 def crc32_of(stream: BinaryIO, start: int = 0, length: int | None = None, crc32: int = 0) -> int:
-    """CRC-32 of a file or of a part of it, after `crc32` of what came before. Holes of a sparse file are not read."""
-    size = os.fstat(stream.fileno()).st_size
-    at, end = start, size if length is None else min(size, start + length)
-    while at < end:
-        data_at, hole_at = _data_from(stream, at, end)
-        crc32 = crc32_of_zeros(data_at - at, crc32)
-        stream.seek(data_at)
-        for remaining in range(hole_at - data_at, 0, -CHUNK_BYTES):
-            data = stream.read(min(CHUNK_BYTES, remaining))
-            if not data:
-                return crc32
-            crc32 = zlib.crc32(data, crc32)
-        at = hole_at
+    """CRC-32 of a file or of a part of it, after `crc32` of what came before."""
+    stream.seek(start)
+    remaining = os.fstat(stream.fileno()).st_size if length is None else length
+    while remaining and (data := stream.read(min(CHUNK_BYTES, remaining))):
+        crc32 = zlib.crc32(data, crc32)
+        remaining -= len(data)
     return crc32
-
-
-def _data_from(stream: BinaryIO, at: int, end: int) -> tuple[int, int]:
-    """The first run of bytes in [at, end) that the disk holds: its first byte and the one after it."""
-    if not hasattr(os, "SEEK_DATA"):
-        return at, end
-    descriptor = stream.fileno()
-    before = os.lseek(descriptor, 0, os.SEEK_CUR)
-    try:
-        data_at = min(end, os.lseek(descriptor, at, os.SEEK_DATA))
-        return data_at, min(end, os.lseek(descriptor, data_at, os.SEEK_HOLE)) if data_at < end else end
-    except OSError as error:
-        return (end, end) if error.errno == errno.ENXIO else (at, end)  # no data up to the end; or no such question
-    finally:
-        os.lseek(descriptor, before, os.SEEK_SET)  # where the buffer of the stream ends
-
-
-def crc32_of_zeros(count: int, crc32: int = 0) -> int:
-    """CRC-32 after `count` bytes of zeros, in a time that grows with the number's digits.
-
-    A zero bit turns the register by a linear map over GF(2). Its powers of two are made by squaring.
-    """
-    register = crc32 ^ 0xFFFFFFFF
-    power = [0xEDB88320, *(1 << bit for bit in range(31))]  # of one zero bit: where each bit of the register goes
-    for _ in range(3):
-        power = [_times(power, column) for column in power]  # of one zero byte
-    while count:
-        if count & 1:
-            register = _times(power, register)
-        power = [_times(power, column) for column in power]
-        count >>= 1
-    return register ^ 0xFFFFFFFF
-
-
-def _times(matrix: Sequence[int], vector: int) -> int:
-    found = 0
-    for bit, column in enumerate(matrix):
-        if vector >> bit & 1:
-            found ^= column
-    return found

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 
-from core.checkpoint.bounded_read import crc32_of, crc32_of_zeros
 from core.checkpoint.directory import check_directory, find_intact
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.inspection import inspect, verify
@@ -230,8 +229,8 @@ def two_entries_of_one_name(directory: Path) -> None:
     with_weight(directory, made.getvalue())
 
 
-def sparse(directory: Path, size: int, *, end: bytes = b"") -> None:
-    """A data file of any size, of holes, whose size and checksums fit."""
+def sparse(directory: Path, size: int, end: bytes) -> None:
+    """A data file of holes before its end, whose size and checksums fit."""
 
     def change(tree: dict[str, Any]) -> None:
         file, _ = segment_of(tree, "rank0.weight")
@@ -239,22 +238,18 @@ def sparse(directory: Path, size: int, *, end: bytes = b"") -> None:
         os.truncate(directory / file["name"], size - len(end))
         with (directory / file["name"]).open("ab") as stream:
             stream.write(end)
-        crc = f"{zlib.crc32(end, crc32_of_zeros(size - len(end))):08x}"
+        crc = f"{zlib.crc32(bytes(size - len(end)) + end):08x}"
         file |= {"size": size, "crc32": crc, "segments": [["rank0.weight", 0, size, crc]]}
 
     edit(directory, change)
 
 
-def a_tebibyte_of_holes(directory: Path) -> None:
-    sparse(directory, 1 << 40)
-
-
-def a_zip_directory_of_many_gib(directory: Path) -> None:
-    size, length = 1 << 36, 1 << 35
+def a_zip_directory_of_many_mib(directory: Path) -> None:
+    size, length = 1 << 29, 1 << 28
     record = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, length, size - length - 98)
     locator = struct.pack("<4sIQI", b"PK\6\7", 0, size - 98, 1)
     end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 65535, 65535, 0xFFFFFFFF, 0xFFFFFFFF, 0)
-    sparse(directory, size, end=record + locator + end)
+    sparse(directory, size, record + locator + end)
 
 
 FILES = ("commit.json", "manifest.json", ".metadata", "rank_00000_000.distcp")
@@ -271,7 +266,7 @@ CASES |= {
         a_part_of_a_tebibyte, a_part_next_to_its_tensor, an_item_beyond_its_file, meta_that_is_a_list,
         an_item_that_inflates, another_shape, another_dtype, a_dictionary_for_a_tensor, no_zip_at_all,
         a_pickle_that_runs_code, a_pickle_that_allocates_16_gib, a_pickle_with_a_far_memo, a_long_pickle,
-        two_entries_of_one_name, a_tebibyte_of_holes, a_zip_directory_of_many_gib,
+        two_entries_of_one_name, a_zip_directory_of_many_mib,
     )
 }  # fmt: skip
 
@@ -322,26 +317,6 @@ def test_torchs_index_is_never_unpickled(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the parts of .* are not all of it"):
         find_intact(root, strict=True)
     assert not ran.exists()
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 1000, (1 << 20) + 7])
-@pytest.mark.parametrize("before", [b"", b"something"])
-def test_the_checksum_of_zeros_is_that_of_the_bytes(count: int, before: bytes) -> None:
-    assert crc32_of_zeros(count, zlib.crc32(before)) == zlib.crc32(before + bytes(count))
-
-
-def test_the_checksum_of_a_sparse_file_is_that_of_its_bytes(tmp_path: Path) -> None:
-    with (tmp_path / "sparse").open("w+b") as stream:
-        for place in (70_000, 9_000_000):
-            stream.seek(place)
-            stream.write(b"something")
-        stream.truncate(20_000_000)
-        stream.seek(0)
-        data = stream.read()
-        for start, length in [(0, None), (0, 50), (69_999, 20), (5, 9_000_000), (19_999_990, 100)]:
-            end = None if length is None else start + length
-            assert crc32_of(stream, start, length) == zlib.crc32(data[start:end])
-        assert crc32_of(stream, 0, 70_005, crc32=7) == zlib.crc32(data[:70_005], 7)
 
 
 EVERY_DTYPE = (
