@@ -6,8 +6,6 @@ number of key/value heads.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from core.context_parallel.documents import visible_tokens
 from core.context_parallel.sequence_split import join_sequence, rank_order
+from core.tensor_parallel.mappings import Mapping, mapping
 from core.watch.waiting import waiting
 
 
@@ -65,18 +64,12 @@ def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return exchanged
 
 
-class _Exchange(torch.autograd.Function):
-    """Its own inverse, so its own dual."""
+def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    with waiting("an exchange of sequence for heads", group):
+        dist.all_to_all_single(received, parts, group=group)
+    return received
 
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = parts.contiguous()
-        received = torch.empty_like(parts)
-        with waiting("an exchange of sequence for heads", group):
-            dist.all_to_all_single(received, parts, group=group)
-        return received
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(grad, ctx.group), None
+_Exchange: Mapping = mapping(_all_to_all, lambda: _Exchange)  # its own inverse, so its own dual

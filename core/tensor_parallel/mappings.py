@@ -10,6 +10,7 @@ Activations are laid out [sequence, batch, hidden].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,114 +160,46 @@ def gather_last(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 # -- autograd --------------------------------------------------------------------------------------------------------
 
 
-class _Copy(torch.autograd.Function):
-    """Replicated -> replicated, used by each rank in its own way: the gradients of the uses add up."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Reduce.apply(grad, ctx.group), None
+Mapping = type[torch.autograd.Function]
 
 
-class _Reduce(torch.autograd.Function):
-    """Partial sums -> replicated."""
+def mapping(collective: Callable[[Tensor, dist.ProcessGroup], Tensor], dual: Callable[[], Mapping]) -> Mapping:
+    """A mapping by a collective of its group. dual: gives the mapping of the gradient, which is made later."""
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_reduce(tensor, group)
+    class Mapped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+            ctx.group = group
+            return collective(tensor, group)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Copy.apply(grad, ctx.group), None
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return dual().apply(grad, ctx.group), None
 
-
-class _ScatterLast(torch.autograd.Function):
-    """Replicated -> split along the last dimension."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return split_last(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _GatherLast.apply(grad, ctx.group), None
+    return Mapped
 
 
-class _GatherLast(torch.autograd.Function):
-    """Split along the last dimension -> replicated."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gather_last(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ScatterLast.apply(grad, ctx.group), None
-
-
-class _ScatterFirst(torch.autograd.Function):
-    """Replicated -> split along the sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return split_first(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _GatherFirstReplicated.apply(grad, ctx.group), None
-
-
-class _GatherFirstReplicated(torch.autograd.Function):
-    """Split along the sequence -> replicated, used by all ranks in the same way: gradients are equal, not partial."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gather_first(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ScatterFirst.apply(grad, ctx.group), None
-
-
-class _GatherFirst(torch.autograd.Function):
-    """Split along the sequence -> whole, used by each rank in its own way: the gradients of the uses add up."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gather_first(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ReduceScatterFirst.apply(grad, ctx.group), None
-
-
-class _ReduceScatterFirst(torch.autograd.Function):
-    """Partial sums of the whole sequence -> split along the sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter_first(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _GatherFirst.apply(grad, ctx.group), None
+# Replicated -> replicated, used by each rank in its own way: the gradients of the uses add up.
+_Copy: Mapping = mapping(lambda tensor, group: tensor.view_as(tensor), lambda: _Reduce)
+# Partial sums -> replicated.
+_Reduce: Mapping = mapping(all_reduce, lambda: _Copy)
+# Replicated -> split along the last dimension, and back.
+_ScatterLast: Mapping = mapping(split_last, lambda: _GatherLast)
+_GatherLast: Mapping = mapping(gather_last, lambda: _ScatterLast)
+# Replicated -> split along the sequence.
+_ScatterFirst: Mapping = mapping(split_first, lambda: _GatherFirstReplicated)
+# Split along the sequence -> replicated, used by all ranks in the same way: gradients are equal, not partial.
+_GatherFirstReplicated: Mapping = mapping(gather_first, lambda: _ScatterFirst)
+# Split along the sequence -> whole, used by each rank in its own way: the gradients of the uses add up.
+_GatherFirst: Mapping = mapping(gather_first, lambda: _ReduceScatterFirst)
+# Partial sums of the whole sequence -> split along the sequence.
+_ReduceScatterFirst: Mapping = mapping(reduce_scatter_first, lambda: _GatherFirst)
 
 
 # -- public names. group: None for the tensor-parallel group of parallel_state; all ranks of the group call together --
 
 
-def _map(function: type[torch.autograd.Function], tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _map(function: Mapping, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         group = resolve_groups(None).tp
     mapped: Tensor = tensor if group_size(group) == 1 else function.apply(tensor, group)

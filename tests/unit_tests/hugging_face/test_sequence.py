@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,25 +221,35 @@ def without_others(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return torch.cat([tensor] * group.size())
 
 
+def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that is begun, and waited for to get its result."""
+    return lambda *args: SimpleNamespace(wait=lambda: function(*args))
+
+
+right_sum = mappings.start_reduce_scatter_first
 # What is mutated -> (where it is, what takes its place).
 MUTATIONS: dict[str, tuple[str, str, Any, str, Any]] = {
-    "sum of the rows' outputs dropped": ("split_gather", "mappings", mappings, "reduce_scatter_first", without_sum),
-    "join dropped": ("split_gather", "mappings", mappings, "gather_first", without_others),
+    "sum of the rows' outputs dropped": (
+        "split_gather", "mappings", mappings, "start_reduce_scatter_first", at_once(without_sum),
+    ),
+    "join dropped": ("split_gather", "mappings", mappings, "start_gather_first", at_once(without_others)),
     "join of the context dropped": ("ring_attn", "join", cut_sequence, "gather_first", without_others),
     "sums doubled": (
-        "split_gather", "mappings", mappings, "reduce_scatter_first", scaled(mappings.reduce_scatter_first, 2.0),
+        "split_gather", "mappings", mappings, "start_reduce_scatter_first",
+        at_once(scaled(lambda *args: right_sum(*args).wait(), 2.0)),
     ),
     **{
-        f"gradient of {function.__name__} times {factor}": (
+        f"gradient of {name} times {factor}": (
             sp, "backward", function, "backward", staticmethod(scaled(function.backward, factor)),
         )
-        for function, sp in (
-            (mappings._GatherFirst, "split_gather"),
-            (mappings._ReduceScatterFirst, "split_gather"),
-            (mappings._ScatterFirst, "split_gather"),
-            (mappings._GatherFirstReplicated, "split_gather"),
-            (all_to_all._Exchange, "all_to_all"),
+        for module, name, sp in (
+            (mappings, "_GatherFirst", "split_gather"),
+            (mappings, "_ReduceScatterFirst", "split_gather"),
+            (mappings, "_ScatterFirst", "split_gather"),
+            (mappings, "_GatherFirstReplicated", "split_gather"),
+            (all_to_all, "_Exchange", "all_to_all"),
         )
+        for function in [getattr(module, name)]
         for factor in (0.5, 2.0)
     },
     **{
