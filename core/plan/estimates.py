@@ -32,7 +32,7 @@ from core.plan.shared_figures import SharedFigures
 from core.plan.state_bytes import GATHERED, GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL, SCRATCH, state_bytes
 from core.plan.step_figures import Params, PartFigures
 from core.plan.step_memory import WHOLE, StageFigures
-from core.plan.step_time import optimizer_seconds, stage_seconds
+from core.plan.step_time import exposed, optimizer_seconds, stage_seconds
 from core.plan.time_line import pipeline_spans
 
 
@@ -236,20 +236,10 @@ class Estimates:
                 gather_s += communication_of(groups, shard, "all_gather", calls * times, nbytes * times, device).seconds
         copies_s = communication_of(groups, "embd", "all_reduce", 1, state.tied, device).seconds if state.tied else 0.0
         behind = state.update_s + self.device.step_overhead_s * self.device.link_turns + copies_s
-        all_s = reduce_s + gather_s
-        if self.device.is_host:  # a core that adds gradients does nothing else
-            return behind + all_s
-        if ddp.overlap_grad_reduce:
-            last = sum(rows[n].backward_s for n in place.numbers)
-            reduce_s = max(reduce_s - last, reduce_s / state.buckets)
-        if ddp.shards_parameters:
-            stages = [rows[n] for n in place.numbers]
-            arithmetic = sum(row.forward_s + row.backward_s - row.exchanges for row in stages)
-            gather_s = max(0.0, gather_s - run.microbatches * arithmetic)
-        elif ddp.overlap_param_gather:
-            gather_s = max(gather_s - state.update_s, gather_s / state.buckets)
-        exposed_s = reduce_s + gather_s
-        return behind + exposed_s + self.device.overlap_slowdown * (all_s - exposed_s)
+        stages = [rows[n] for n in place.numbers]
+        last = sum(row.backward_s for row in stages)
+        arithmetic = run.microbatches * sum(row.forward_s + row.backward_s - row.exchanges for row in stages)
+        return behind + exposed(ddp, self.device, state.buckets, reduce_s, gather_s, last, state.update_s, arithmetic)
 
 
 def buckets_of(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from core.distributed.buffer.grad_placeholder import tensors_in
 from core.tensor_parallel.discarded_output import WATCHERS
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -55,7 +56,7 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any, result: Any) -> Work | None:
         """Work of an operator on its arguments; None for one that makes nothing, such as a view."""
-        made = _tensors(result)
+        made = tensors_in(result)
         if not made or func.is_view:
             return None
         name = str(func.overloadpacket)
@@ -65,7 +66,7 @@ class Work(NamedTuple):
         flops = 0 if count is None else int(count(*counted, **kwargs, out_val=result))
         if attends and name in SAME_WORK and any(value is True for value in args):  # causal: half of it is left out
             flops //= 2
-        nbytes = sum(tensor.nbytes for tensor in (*_tensors((args, kwargs)), *made))
+        nbytes = sum(tensor.nbytes for tensor in (*tensors_in((args, kwargs)), *made))
         return cls(flops, nbytes, EIGHT_BITS if "scaled_mm" in name else made[0].dtype, name)
 
 
@@ -112,7 +113,7 @@ class LiveMemory(TorchDispatchMode):
 
     def note(self, result: Any, work: Work | None) -> None:
         """An operator of the part that runs gave a result."""
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._follow(tensor)
         if self.live > self.peak[self.place]:
             self.peak[self.place] = self.live
@@ -154,14 +155,3 @@ class LiveMemory(TorchDispatchMode):
             self._sizes[key] = storage.nbytes(), part
             self._add(key, storage.nbytes() - before)
             self.peak[self.place] = max(self.peak[self.place], self.live)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        return []
-    return [tensor for item in value for tensor in _tensors(item)]

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -116,10 +117,6 @@ def wire(clock: Clock) -> dict[str, float]:
 
 def line(samples: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Latency and speed that fit (bytes, seconds) best; errors count by their share, so that small ones count too."""
-    weights = [1 / seconds**2 for _, seconds in samples]
-    total = sum(weights)
-    x = sum(w * nbytes for w, (nbytes, _) in zip(weights, samples, strict=True)) / total
-    y = sum(w * seconds for w, (_, seconds) in zip(weights, samples, strict=True)) / total
-    both = sum(w * (nbytes - x) * (s - y) for w, (nbytes, s) in zip(weights, samples, strict=True))
-    slope = max(both / sum(w * (nbytes - x) ** 2 for w, (nbytes, _) in zip(weights, samples, strict=True)), 1e-15)
-    return {"latency_s": max(y - slope * x, 1e-7), "bytes_per_s": 1 / slope}
+    nbytes, seconds = zip(*samples, strict=True)
+    slope, latency = map(float, np.polyfit(nbytes, seconds, 1, w=[1 / s for s in seconds]))
+    return {"latency_s": max(latency, 1e-7), "bytes_per_s": 1 / max(slope, 1e-15)}

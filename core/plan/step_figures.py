@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.distributed.buffer.grad_placeholder import tensors_in
 from core.plan.live_memory import AFTER, BACKWARD, BEFORE, FORWARD, LiveMemory, Phase, Work
 from core.plan.planned_groups import Ledger
 from core.plan.without_values import WithoutValues
@@ -165,17 +166,7 @@ def _figures(
 
 def _when_differentiated(value: Any, call: Callable[[], None]) -> None:
     """Call it when backward reaches the first tensor in `value` that has a gradient."""
-    for item in _flat(value):
+    for item in tensors_in(value):
         if item.requires_grad:
             item.register_hook(lambda _: call())
             return
-
-
-def _flat(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if hasattr(value, "values"):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        return []
-    return [tensor for item in value for tensor in _flat(item)]

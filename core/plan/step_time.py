@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from core.distributed import DistributedDataParallelConfig
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.layout.model_plan import ModelPlan, dtype_name
 from core.plan.communication import (
@@ -150,12 +151,13 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
         buckets = sum(len(layout.buckets) for plan in memory.plans for layout in plan.layout.buffers)
         update = optimizer_seconds(memory.state, owned_bytes(memory.plans), device, buckets)
         last_backward = sum(seconds["B", s] for s in memory.stages)
-        exposed = _exposed(run, device, buckets, reductions, gathers, last_backward, update, busy - exchanged)
+        reduce_s, gather_s = (sum(row.seconds for row in rows) for rows in (reductions, gathers))
+        not_hidden = exposed(run.ddp, device, buckets, reduce_s, gather_s, last_backward, update, busy - exchanged)
         here = StepTime(
             busy - exchanged,
             exchanged,
             end - busy,
-            exposed + sum(row.seconds for row in rules),
+            not_hidden + sum(row.seconds for row in rules),
             update + device.step_overhead_s * device.link_turns,
             0.0,
             0.0,
@@ -194,12 +196,12 @@ def _spans(
     return shared_spans(orders, alone, hop_s, num_stages, lambda busy: max(1.0, busy * replicas / device.cores))
 
 
-def _exposed(
-    run: Run,
+def exposed(
+    ddp: DistributedDataParallelConfig,
     device: Device,
     buckets: int,
-    reductions: Sequence[Communication],
-    gathers: Sequence[Communication],
+    reduce_s: float,
+    gather_s: float,
     last_backward: float,
     update: float,
     arithmetic: float,
@@ -209,16 +211,15 @@ def _exposed(
     Hidden ones take a part of the device, and slow down what hides them. A core that adds gradients does nothing else,
     so nothing is hidden on a host.
     """
-    reduce_s, gather_s = (sum(row.seconds for row in rows) for rows in (reductions, gathers))
     all_s = reduce_s + gather_s
     if device.is_host:
         return all_s
     buckets = max(1, buckets)
-    if run.ddp.overlap_grad_reduce:
+    if ddp.overlap_grad_reduce:
         reduce_s = max(reduce_s - last_backward, reduce_s / buckets)
-    if run.ddp.shards_parameters:
+    if ddp.shards_parameters:
         gather_s = max(0.0, gather_s - arithmetic)
-    elif run.ddp.overlap_param_gather:
+    elif ddp.overlap_param_gather:
         gather_s = max(gather_s - update, gather_s / buckets)
     exposed_s = reduce_s + gather_s
     return exposed_s + device.overlap_slowdown * (all_s - exposed_s)

@@ -87,6 +87,7 @@ def check_gradients(
         report = check_gradients(build_model, mean_loss, (inputs, labels), ranks=4)
         report.raise_if_wrong()
     """
+    given = {**locals(), "ranks": None, "pg_collection": None}
     if ranks is not None:
         if dist.is_initialized():
             raise ValueError(
@@ -94,23 +95,9 @@ def check_gradients(
             )
         from core.verify.rank_pool import RankFailure, RankPool
 
-        options = {
-            "reference_fn": reference_fn,
-            "config": config,
-            "ddp_config": ddp_config,
-            "dtype": dtype,
-            "reference_dtype": reference_dtype,
-            "microbatches": microbatches,
-            "steps": steps,
-            "bound": bound,
-            "split_fn": split_fn,
-            "title": title,
-            "sizes": sizes,
-            "optimizer_fn": optimizer_fn,
-        }
         with RankPool(ranks) as pool:
             try:
-                report: GradientReport = pool.run(check_gradients, ranks, (model_fn, loss_fn, batch), options)
+                report: GradientReport = pool.run(check_gradients, ranks, (), given)
             except RankFailure as failure:  # raised here, without the frames of the pool
                 raise failure.refusal or RankFailure(str(failure)) from None
             return report
@@ -123,11 +110,11 @@ def check_gradients(
         model = model_fn()
         _check_axes(groups, model, split_fn)
         job: Job
-        given: Any = model
+        called: Any = model
         if isinstance(model, PipelineRunner):
             job = PipelineJob(model, microbatches, split_fn)
         else:
-            given = ddp = _wrapped(model, config, ddp_config or DEFAULT_WRAPPER, groups, dtype)
+            called = ddp = _wrapped(model, config, ddp_config or DEFAULT_WRAPPER, groups, dtype)
             job = PlainJob(ddp, loss_fn, microbatches, split_fn)
         compute = job.model.dtype
         batch = on_tensors(lambda t: cast(t, dtype and compute, job.model.device), batch)
@@ -139,7 +126,7 @@ def check_gradients(
             report = compare(job, reference, batch, bound=bound, noise=noise, steps=steps, title=title)
             report = replace(report, reference=kind)
         if optimizer_fn is not None and report.ok:
-            report = replace(report, broken=_left_by_optimizer(job, optimizer_fn(given)))
+            report = replace(report, broken=_left_by_optimizer(job, optimizer_fn(called)))
         return report
 
 

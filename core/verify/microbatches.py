@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from core.context_parallel.sequence_split import join_sequence
+from core.distributed.buffer.grad_placeholder import tensors_in
+from core.verify.gathered import on_tensors
 
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward, or of `note`
 JoinFn = Callable[[Sequence[Tensor]], Tensor]  # parts of a context-parallel group's ranks, in order -> the whole
@@ -57,9 +59,10 @@ def _joined(parts: list[Microbatch], join: JoinFn | None) -> Microbatch:
     """One microbatch of the parts that a context-parallel group's ranks have of it."""
     if len(parts) == 1:
         return parts[0]
-    columns = list(zip(*(_tensors(part) for part in parts), strict=True))
+    columns = list(zip(*(tensors_in(part) for part in parts), strict=True))
     lengths = {_length(column[0]) for column in columns if not all(map(column[0].equal, column[1:]))}
-    whole: Microbatch = _with_tensors(parts[0], iter([_join(column, lengths, join) for column in columns]))
+    joined = iter([_join(column, lengths, join) for column in columns])
+    whole: Microbatch = on_tensors(lambda _: next(joined), parts[0])
     return whole
 
 
@@ -79,24 +82,6 @@ def _join(column: Sequence[Tensor], lengths: set[int], join: JoinFn | None) -> T
 
 def _length(tensor: Tensor) -> int:
     return tensor.shape[1] if tensor.dim() > 1 else -1 - tensor.dim()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return [tensor for each in values for tensor in _tensors(each)]
-
-
-def _with_tensors(value: Any, new: Any) -> Any:
-    """The same containers with other tensors, in their order."""
-    if isinstance(value, Tensor):
-        return next(new)
-    if isinstance(value, Mapping):
-        return {key: _with_tensors(each, new) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_tensors(each, new) for each in value)
-    return value
 
 
 def same_data(answers: Mapping[int, Given]) -> tuple[str, ...]:

@@ -173,12 +173,12 @@ class ProgramWatch:
 
         with ExitStack() as stack:
             stack.callback(register_module_module_registration_hook(self.keep_wrapped).remove)
-            KEEPERS.append(self.keep)
-            stack.callback(KEEPERS.remove, self.keep)
-            NOTES.append(self.note)
-            stack.callback(NOTES.remove, self.note)
-            STARTS.append(self.note_ranks)
-            stack.callback(STARTS.remove, self.note_ranks)
+            listening: tuple[tuple[list[Any], Any], ...] = (
+                (KEEPERS, self.keep), (NOTES, self.note), (STARTS, self.note_ranks),
+            )  # fmt: skip
+            for listeners, listen in listening:
+                listeners.append(listen)
+                stack.callback(listeners.remove, listen)
             stack.enter_context(mock.patch.object(nn.Module, "__call__", watched))
             init, optimizer_init = TorchDDP.__init__, MegatronOptimizer.__init__
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from core.distributed.buffer.grad_placeholder import tensors_in
 from core.distributed.contract.gradient_contract import data_group_of
 
 
@@ -66,7 +67,7 @@ class Recorder:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def take(_: nn.Module, __: Any, output: Any) -> None:
-            tensors = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+            tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
             if self.depth == 0 if self.in_backward is None else self.in_backward:
                 self._take_again(name, tensors)
                 return
@@ -112,15 +113,6 @@ class Recorder:
 def _whole(tensor: Tensor) -> Tensor:
     """A DTensor put together, which is collective over its mesh; any other tensor is returned unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def tensors_of(output: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dictionaries."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (tuple, list, Mapping)):
-        for value in output.values() if isinstance(output, Mapping) else output:
-            yield from tensors_of(value)
 
 
 def relative_difference(have: Tensor, want: Tensor | None) -> float:
