@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from core.verify.recording import Point, Recorder, dense_parameters, relative_di
 from core.watch.waiting import waiting
 
 ModelFn = Callable[[], nn.Module]
+Sent = TypeVar("Sent")
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,14 @@ class Reference:
         most: elements; the largest parameter with so many is taken, or else the smallest.
         """
 
-        def compute() -> tuple[str, list[list[Tensor]]]:
-            assert self.model is not None, "rank 0 has built it"
-            params = dict(self.model.named_parameters())
+        def compute(model: nn.Module) -> tuple[str, list[list[Tensor]]]:
+            params = dict(model.named_parameters())
             sizes = {name: params[name].numel() for name in names if name in params}
             name = max(sizes, key=lambda name: sizes[name] if sizes[name] <= most else -sizes[name])
-            cast_batch, parts, tokens = self._cast(self.model, batch), [], 0.0
+            cast_batch, parts, tokens = self._cast(model, batch), [], 0.0
             for number in range(self.data_ranks * self.microbatches):
-                self._prepare(self.model)
-                loss, count = split_loss(self.loss_fn(self.model, self.piece(cast_batch, number)), self.per_token)
+                self._prepare(model)
+                loss, count = split_loss(self.loss_fn(model, self.piece(cast_batch, number)), self.per_token)
                 loss.backward()
                 grad = params[name].grad
                 parts.append((torch.zeros_like(params[name]) if grad is None else grad).detach().cpu().clone())
@@ -134,32 +134,20 @@ class Reference:
             rows = range(0, len(parts), self.microbatches)
             return name, [[part / divisor for part in parts[row : row + self.microbatches]] for row in rows]
 
-        found: tuple[str, list[list[Tensor]]] = agree.gather(self._on_rank_zero(compute), None, "the microbatches")[0]
-        return found
+        return self._sent(compute, "the microbatches")
 
     def record(self, batch: Any, mine: int) -> Recording:
         """The modules' outputs and gradients for the part of the batch that data rank `mine` has."""
         found: Recording | None = None
         for number in range(self.data_ranks):
-
-            def run(number: int = number) -> Recording:
-                assert self.model is not None, "rank 0 has built it"
-                return self._record(self.model, batch, number)
-
-            sent = agree.gather(self._on_rank_zero(run), None, "the reference's modules")[0]
+            sent = self._sent(partial(self._record, batch=batch, data_rank=number), "the reference's modules")
             found = sent if number == mine else found
         assert found is not None, f"data rank {mine} of {self.data_ranks}"
         return found
 
     def dense_parameters(self) -> dict[str, frozenset[str]]:
         """The parameters below each module of the whole model, on every rank."""
-
-        def read() -> dict[str, frozenset[str]]:
-            assert self.model is not None, "rank 0 has built it"
-            return dense_parameters(self.model, lambda name: name)
-
-        found: dict[str, frozenset[str]] = agree.gather(self._on_rank_zero(read), None, "the reference's modules")[0]
-        return found
+        return self._sent(lambda model: dense_parameters(model, lambda name: name), "the reference's modules")
 
     def gather(self, values: Callable[[nn.Module], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Tensors of rank 0's model, on every rank."""
@@ -307,12 +295,18 @@ class Reference:
             raise failure
         return result
 
-    def _shared(self, compute: Callable[[nn.Module], Expected]) -> Expected:
-        def on_model() -> Expected:
-            assert self.model is not None, "rank 0 has built it"
-            return compute(self.model)
+    def _sent(self, compute: Callable[[nn.Module], Sent], what: str) -> Sent:
+        """What rank 0 computes with the model, on every rank."""
+        found: Sent = agree.gather(self._on_rank_zero(lambda: compute(self._built)), None, what)[0]
+        return found
 
-        mine: Expected | None = self._on_rank_zero(on_model)
+    @property
+    def _built(self) -> nn.Module:
+        assert self.model is not None, "rank 0 has built it"
+        return self.model
+
+    def _shared(self, compute: Callable[[nn.Module], Expected]) -> Expected:
+        mine: Expected | None = self._on_rank_zero(lambda: compute(self._built))
         answer: Any = None
         if mine is not None:
             shapes = {name: (grad.shape, grad.dtype) for name, grad in mine.grads.items()}
