@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +13,7 @@ from core.optimizer import OptimizerConfig
 from core.training.config import JobConfig, OptimizerOptions
 from core.transformer.transformer_config import TransformerConfig
 
+Config = TypeVar("Config", bound=TransformerConfig | OptimizerConfig)
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -20,10 +22,18 @@ DTYPES = {
 }
 
 
+def of_equal_names(kind: type[Config], options: Any, **others: Any) -> Config:
+    """A configuration with the options that are called as its fields are, and with `others`, which win."""
+    names = {field.name for field in fields(options)} & {field.name for field in fields(kind)}
+    return kind(**{name: getattr(options, name) for name in names} | others)
+
+
 def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:
     """The model's own configuration."""
     model, parallel = config.model, config.parallel
-    return TransformerConfig(
+    return of_equal_names(
+        TransformerConfig,
+        model,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         context_parallel_size=parallel.cp,
@@ -33,63 +43,24 @@ def transformer_config(config: JobConfig, vocab_size: int) -> TransformerConfig:
         params_dtype=DTYPES[model.dtype],
         bf16=model.dtype == "bfloat16",
         fp16=model.dtype == "float16",
-        gradient_accumulation_fusion=model.gradient_accumulation_fusion,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
         ffn_hidden_size=model.ffn_width,
         vocab_size=vocab_size,
         max_sequence_length=model.sequence_length,
-        normalization=model.normalization,
-        activation=model.activation,
-        position_embedding_type=model.position_embedding_type,
-        qk_layernorm=model.qk_layernorm,
-        add_bias_linear=model.add_bias_linear,
-        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        recompute_granularity=model.recompute_granularity,
-        recompute_num_layers=model.recompute_num_layers,
-        recompute_modules=model.recompute_modules,
-        logits_chunk=model.logits_chunk,
         cp_comm_type=parallel.cp_comm_type,
         num_moe_experts=model.num_experts,
-        moe_layer_freq=model.moe_layer_freq,
         moe_ffn_hidden_size=model.expert_width,
-        moe_router_topk=model.moe_router_topk,
-        moe_router_pre_softmax=model.moe_router_pre_softmax,
-        moe_router_score_function=model.moe_router_score_function,
-        moe_router_enable_expert_bias=model.moe_router_enable_expert_bias,
-        moe_router_load_balancing_type=model.moe_router_load_balancing_type,
-        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
-        moe_z_loss_coeff=model.moe_z_loss_coeff,
-        moe_expert_capacity_factor=model.moe_expert_capacity_factor,
-        moe_shared_expert_intermediate_size=model.moe_shared_expert_intermediate_size,
-        moe_token_dispatcher_type=model.moe_token_dispatcher_type,
-        moe_grouped_gemm=model.moe_grouped_gemm,
-        init_method_std=model.init_method_std,
         init_seed=config.run.seed,
     )
 
 
 def optimizer_config(options: OptimizerOptions, dtype: str) -> OptimizerConfig:
     """The optimizer's own configuration, for parameters of a dtype; the scheduler sets the rate of every step."""
-    return OptimizerConfig(
+    return of_equal_names(
+        OptimizerConfig,
+        options,
         optimizer=options.name,
-        lr=options.lr,
-        min_lr=options.min_lr,
-        weight_decay=options.weight_decay,
-        adam_beta1=options.adam_beta1,
-        adam_beta2=options.adam_beta2,
-        adam_eps=options.adam_eps,
-        sgd_momentum=options.sgd_momentum,
-        clip_grad=options.clip_grad,
         bf16=dtype == "bfloat16",
         fp16=dtype == "float16",
-        loss_scale=options.loss_scale,
-        initial_loss_scale=options.initial_loss_scale,
-        loss_scale_window=options.loss_scale_window,
         params_dtype=DTYPES[dtype],
     )
 

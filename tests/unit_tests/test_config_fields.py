@@ -15,6 +15,7 @@ from core.finetune import config as finetune
 from core.model_parallel_config import ModelParallelConfig
 from core.optimizer import OptimizerConfig
 from core.training import config as training
+from core.training.model_config import optimizer_config, transformer_config
 from core.transformer import TransformerConfig
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,8 @@ for module, folders in ((training, ("training",)), (finetune, ("finetune", "trai
         for kind in vars(module).values()
         if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind.__module__ == module.__name__
     }
+# Options that are handed on, all that have an equal name, to a configuration whose fields are read.
+HANDED_ON: dict[type, type] = {training.ModelOptions: TransformerConfig, training.OptimizerOptions: OptimizerConfig}
 REFUSED = {(DistributedDataParallelConfig, "align_param_gather")}  # refused by name, but for the default
 WITHOUT_EFFECT = {  # a warning names them, but for the default
     (ModelParallelConfig, "use_cpu_initialization"),
@@ -77,10 +80,18 @@ def fields_read(kind: type, folders: tuple[str, ...]) -> set[str]:
 @pytest.mark.parametrize("kind", READERS, ids=lambda kind: kind.__name__)
 def test_every_option_is_read_somewhere(kind: type) -> None:
     found = fields_read(kind, READERS[kind])
+    found |= {field.name for field in dataclasses.fields(HANDED_ON[kind])} if kind in HANDED_ON else set()
     unread = [field.name for field in dataclasses.fields(kind) if field.name not in found]
     known = {name for owner, name in REFUSED | WITHOUT_EFFECT if owner is kind}
     known |= CHECKED if issubclass(kind, ModelParallelConfig) else set()
     assert set(unread) == known, "obey an option, or refuse it by name"
+
+
+def test_options_of_equal_names_are_handed_on() -> None:
+    job = training.JobConfig(model=training.ModelOptions(num_layers=3, qk_layernorm=True, vocab_size=400))
+    made = transformer_config(job, 512)
+    assert (made.num_layers, made.qk_layernorm, made.vocab_size) == (3, True, 512)  # the padded vocabulary wins
+    assert optimizer_config(training.OptimizerOptions(lr=0.3, clip_grad=0.5), "float32").clip_grad == 0.5
 
 
 def test_a_field_that_no_one_reads_is_found() -> None:
