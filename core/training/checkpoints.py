@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -142,11 +141,9 @@ class JobCheckpoints:
         asynchronous = self.config.checkpoint.asynchronous
         return CheckpointSaver(root, self.group, keep_last=keep, asynchronous=asynchronous).__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         for saver in self._savers():
-            saver.__exit__(kind, error, traceback)
+            saver.__exit__(*raised)
 
 
 class BestCheckpoint:

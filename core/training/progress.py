@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from core.training.extras import require
 from core.training.step_log import StepRecord
@@ -13,20 +12,7 @@ from core.training.step_log import StepRecord
 RECENT = 20  # steps that the remaining time is judged by
 
 
-class Progress(Protocol):
-    """Shows steps; a context manager."""
-
-    def show(self, record: StepRecord) -> None:
-        """Show one step."""
-
-    def __enter__(self) -> Progress: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-def make_progress(steps: int, print_every: int, stream: TextIO | None = None) -> Progress:
+def make_progress(steps: int, print_every: int, stream: TextIO | None = None) -> PlainLines | LiveLine:
     """A live line where `stream` (standard output) is a terminal and rich is installed, else plain lines."""
     stream = stream or sys.stdout
     if stream.isatty():
@@ -94,9 +80,7 @@ class PlainLines:
     def __enter__(self) -> PlainLines:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing to close."""
 
 
@@ -121,7 +105,5 @@ class LiveLine:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bar.stop()

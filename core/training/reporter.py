@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from core import parallel_state
 from core.training.config import RunConfig
@@ -125,11 +124,9 @@ class Reporter:
         self.started_s = self.step_started_s = self.step_ended_s = time.perf_counter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.progress.__exit__(kind, error, traceback)
-        self.log.__exit__(kind, error, traceback)
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.progress.__exit__(kind, *rest)
+        self.log.__exit__(kind, *rest)
         records = self.log.records
         if records:
             print(self._last_words(ended_by=kind))

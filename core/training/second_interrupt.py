@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from types import TracebackType
 
 from core import parallel_state
 from core.watch.interrupts import INTERRUPTED, SAME_PRESS_S
@@ -32,9 +31,7 @@ class EndAtSecondInterrupt:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.stop()
 
     def _hear(self, number: int) -> None:

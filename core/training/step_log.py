@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from core.training.run_directory import RunDisk
@@ -87,9 +86,7 @@ class StepLog:
     def __enter__(self) -> StepLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for file in (self._file, *self.trackers):
             if file is not None:
                 with self.disk.forgiven():
