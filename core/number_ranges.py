@@ -1,9 +1,12 @@
-"""Ranges of the numbers in a configuration: said once, in a table, and refused in one sentence."""
+"""Ranges of the numbers in a configuration: said once, in a table, and refused in one sentence.
+
+And the numbers next to one that does not divide.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -63,3 +66,27 @@ def check_ranges(config: Any, ranges: Mapping[str, Range], name: Callable[[str],
         else:
             continue
         raise ValueError(f"{name(field.name)} must be {allowed}, got {value!r}")
+
+
+def nearest_multiples(size: int, of: int) -> list[int]:
+    """The positive multiples next to `size`, below and above."""
+    below = size // of * of
+    return [below, below + of] if below > 0 else [of]
+
+
+def divisors(size: int) -> list[int]:
+    """All divisors of `size`, ascending."""
+    low = [divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0]
+    return sorted({*low, *(size // divisor for divisor in low)})
+
+
+def nearest_divisors(size: int, near: int) -> list[int]:
+    """The divisors of `size` next to `near`, below and above."""
+    known = divisors(size)
+    below = [divisor for divisor in known if divisor < near]
+    return [*below[-1:], *[divisor for divisor in known if divisor > near][:1]]
+
+
+def either(numbers: Iterable[int]) -> str:
+    """'2 or 4'."""
+    return " or ".join(str(number) for number in numbers)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core.context_parallel.documents import visible_tokens
 from core.context_parallel.sequence_split import join_sequence, rank_order
+from core.number_ranges import either, nearest_divisors
 from core.tensor_parallel.mappings import Mapping, mapping
 from core.watch.waiting import waiting
 
@@ -47,13 +48,11 @@ def check_heads(heads: int, groups: int, cp: int) -> None:
     """ValueError, with the arithmetic and the legal sizes, for heads of one rank that do not divide over cp."""
     if groups % cp == 0:
         return
-    legal = [size for size in range(1, groups + 1) if groups % size == 0]
-    sizes = [*[size for size in legal if size < cp][-1:], *[size for size in legal if size > cp][:1]]
     more = -(-groups // cp) * cp
     raise ValueError(
         f"cp_comm_type 'a2a' gives each of {cp} context-parallel ranks whole heads, and a tensor-parallel rank has "
         f"{groups} of keys and values and {heads} of queries: {groups} / {cp} = {groups / cp:g}; use "
-        f"context_parallel_size {' or '.join(map(str, sizes))}, {more} key/value heads, or cp_comm_type "
+        f"context_parallel_size {either(nearest_divisors(groups, cp))}, {more} key/value heads, or cp_comm_type "
         f"'p2p' or 'all_gather'"
     )
 

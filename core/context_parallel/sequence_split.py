@@ -16,6 +16,7 @@ from torch import Tensor
 
 from core import parallel_state
 from core.distributed.guard.inputs import note_whole
+from core.number_ranges import either, nearest_multiples
 
 
 def check_sequence_length(length: int, cp: int, tp: int = 1, sequence_parallel: bool = False) -> None:
@@ -27,14 +28,13 @@ def check_sequence_length(length: int, cp: int, tp: int = 1, sequence_parallel: 
     halves = 2 * cp if cp > 1 else 1
     split = math.lcm(halves, cp * tp) if sequence_parallel else halves
     if length < 1 or length % split:
-        below = length // split * split
         ways = [f"2 * context_parallel_size (2 * {cp} = {2 * cp})"] if cp > 1 else []
         if sequence_parallel:
             product = f"{cp} * {tp} = {cp * tp}"
             ways.append(f"context_parallel_size * tensor_model_parallel_size ({product}) under sequence_parallel")
         raise ValueError(
             f"sequence length {length} is not divisible by {' and '.join(ways) or 1}: {length} / {split} = "
-            f"{length / split:g}; use {f'{below} or ' if below > 0 else ''}{max(below, 0) + split}"
+            f"{length / split:g}; use {either(nearest_multiples(length, split))}"
         )
 
 

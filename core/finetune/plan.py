@@ -7,7 +7,7 @@ from numbers import Real
 
 from core.booster.plugin.hybrid_parallel_options import resolve_sequence
 from core.finetune.config import ROWS, TuneConfig, TunedModel
-from core.number_ranges import Range, whole
+from core.number_ranges import Range, either, whole
 from core.pipeline_parallel.schedules import plan_pipeline
 from core.training.config import ParallelOptions
 from core.training.errors import ConfigError
@@ -15,7 +15,7 @@ from core.training.limits import RANGES, SIZE, check_numbers
 from core.training.model_config import optimizer_config
 from core.training.plan import BatchPlan, check_pipeline_batch, check_run, default_micro_batch
 from core.training.schedule import schedule_numbers
-from core.training.sizes import check_divides, check_ranks, either
+from core.training.sizes import check_divides, check_ranks
 
 TUNE_RANGES: dict[str, dict[str, Range]] = {
     **{section: RANGES[section] for section in ("optimizer", "run", "checkpoint", "logging")},

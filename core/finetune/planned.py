@@ -16,6 +16,7 @@ from core.finetune.config import TINY, TuneConfig
 from core.finetune.model import check_configuration, lora_config_of, model_class, plugin_of, torch_optimizer
 from core.finetune.plan import BY_TORCH, SERVED, TunePlan, plan_tuning, sequence_mode, zero_stage
 from core.finetune.trainer import loss_of_whole_logits
+from core.number_ranges import divisors
 from core.pipeline_parallel import PipelineLayout
 from core.plan.hugging_face_source import HuggingFaceSource
 from core.plan.model_run import ModelRun
@@ -27,7 +28,7 @@ from core.training.errors import ConfigError
 from core.training.extras import require_installed
 from core.training.hub import cached_model
 from core.training.model_config import DTYPES
-from core.training.sizes import check_ranks, divisors
+from core.training.sizes import check_ranks
 
 WORDS = 8  # elements that a parameter, or a number between two operators, counts in the rule of thumb
 

@@ -19,6 +19,7 @@ from core.hugging_face.plan import Plan, PlanError, Seam, Split, family_of
 from core.hugging_face.seams import SeamForward
 from core.hugging_face.transformers_plans import read_experts
 from core.moe.token_dispatcher import AllToAllTokenDispatcher
+from core.number_ranges import divisors
 
 EXPERTS_SEAM = "experts over ep"  # the style of a seam at fused experts
 
@@ -67,10 +68,9 @@ def check_experts(model: Any, ep: int) -> dict[str, dict[str, tuple[int, ...]]]:
     for name, parameters in experts.items():
         count = next(iter(parameters.values()))[0]
         if count % ep:
-            fitting = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
             raise PlanError(
                 f"{family}: {count} experts ({name!r}) are not divisible by {ep} expert-parallel ranks. Sizes that "
-                f"fit: {fitting}"
+                f"fit: {', '.join(map(str, divisors(count)))}"
             )
     return experts
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from core.number_ranges import either, nearest_multiples
+
 if TYPE_CHECKING:
     from core.groups.process_groups import ProcessGroups
 
@@ -50,10 +52,10 @@ class PipelineLayout:
         if any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in counts):
             raise ValueError(f"layers_per_stage is {list(counts)}; expected whole numbers of at least 0")
         if not counts or len(counts) % self.pp:
-            below, above = _multiples(len(counts), self.pp)
             raise ValueError(
                 f"layers_per_stage {list(counts)} names {len(counts)} stages, which {self.pp} ranks cannot share "
-                f"evenly ({len(counts)} / {self.pp} = {len(counts) / self.pp:g}); name {_either(below, above)} stages"
+                f"evenly ({len(counts)} / {self.pp} = {len(counts) / self.pp:g}); name "
+                f"{either(nearest_multiples(len(counts), self.pp))} stages"
             )
         if self.placement not in ("loop", "v"):
             raise ValueError(f"placement is {self.placement!r}; expected 'loop' or 'v'")
@@ -83,14 +85,14 @@ class PipelineLayout:
         stages, extra = pp * chunks, count_embedding + count_head
         each, rest = divmod(num_layers + extra, stages)
         if rest or num_layers < 1:
-            below, above = (m - extra for m in _multiples(num_layers + extra, stages))
+            fitting = [count - extra for count in nearest_multiples(num_layers + extra, stages) if count > extra]
             sizes = [size for size in range(1, num_layers + 1) if (num_layers + extra) % (size * chunks) == 0]
             near = [*[size for size in sizes if size < pp][-1:], *[size for size in sizes if size > pp][:1]]
             counted = f" + {extra} for embedding and head" if extra else ""
             others = f", or pp {' or '.join(map(str, near))}" if near else ""
             raise ValueError(
                 f"{num_layers} layers{counted} do not divide over {stages} stages (pp {pp} x {chunks} chunks): "
-                f"{num_layers + extra} / {stages} = {(num_layers + extra) / stages:g}. Use {_either(below, above)} "
+                f"{num_layers + extra} / {stages} = {(num_layers + extra) / stages:g}. Use {either(fitting)} "
                 f"layers{others}; or say how many each stage gets, layers_per_stage="
                 f"{list(spread(num_layers, stages))}"
             )
@@ -200,16 +202,6 @@ class PipelineLayout:
                 parts.append(f"stage {spec.index} ({', '.join(ends)})")
             lines.append(f"rank {rank}: {'; '.join(parts)}")
         return "\n".join(lines)
-
-
-def _multiples(value: int, of: int) -> tuple[int, int]:
-    """The nearest positive multiples at or below and above."""
-    below = value // of * of
-    return max(below, of), max(below + of, of)
-
-
-def _either(below: int, above: int) -> str:
-    return str(above) if below >= above or below < 1 else f"{below} or {above}"
 
 
 def spread(layers: int, stages: int) -> tuple[int, ...]:

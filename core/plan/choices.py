@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR
+from core.number_ranges import divisors
 from core.pipeline_parallel.layout import PipelineLayout, spread
 from core.plan.model_run import ModelRun
 from core.training.config import JobConfig
-from core.training.sizes import count_parameters, divisors
+from core.training.sizes import count_parameters
 
 FEWEST_TOKENS = 1024  # of a sequence on one rank: shorter parts are not considered for context parallelism
 AXES = ("tp", "pp", "cp", "ep", "etp")

@@ -9,13 +9,13 @@ from typing import Any
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.hugging_face.sequence import OVER_CONTEXT
+from core.number_ranges import divisors
 from core.plan.device import Device
 from core.plan.model_run import ModelRun, run_of_model
 from core.plan.plan_run import Plannable, RunPlan, plan_run, run_of
 from core.training.config import JobConfig
 from core.training.errors import ConfigError
 from core.training.plan import plan_job
-from core.training.sizes import divisors
 
 MOST_RANKS = 16_384
 

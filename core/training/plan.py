@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from core.groups.rank_grid import RankGrid
+from core.number_ranges import divisors
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import check_microbatches, find_schedule, plan_pipeline
 from core.training.config import JobConfig, ParallelOptions, RunConfig
@@ -16,7 +17,7 @@ from core.training.limits import check_numbers
 from core.training.model_config import optimizer_config, transformer_config
 from core.training.run_directory import check_run_name
 from core.training.schedule import schedule_numbers
-from core.training.sizes import check_divides, check_model, check_ranks, check_vocabulary, divisors
+from core.training.sizes import check_divides, check_model, check_ranks, check_vocabulary
 
 BYTES = 256  # the vocabulary of the tokenizer 'bytes'
 

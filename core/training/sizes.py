@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from core.context_parallel import check_heads, check_sequence_length
 from core.groups.rank_grid import RankGrid
+from core.number_ranges import either, nearest_divisors, nearest_multiples
 from core.tensor_parallel.layers import padded_vocab_size
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.errors import ConfigError
@@ -20,30 +20,6 @@ def check_divides(what: str, size: int, by: str, divisor: int) -> None:
         f"{what} {size} is not divisible by {by} {divisor}: {size} / {divisor} = {size / divisor:g}; use "
         f"{either(nearest_multiples(size, divisor))}, or {by} {either(nearest_divisors(size, divisor))}"
     )
-
-
-def nearest_multiples(size: int, of: int) -> list[int]:
-    """The positive multiples next to `size`, below and above."""
-    below = size // of * of
-    return [below, below + of] if below > 0 else [of]
-
-
-def divisors(size: int) -> list[int]:
-    """All divisors of `size`, ascending."""
-    low = [divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0]
-    return sorted({*low, *(size // divisor for divisor in low)})
-
-
-def nearest_divisors(size: int, near: int) -> list[int]:
-    """The divisors of `size` next to `near`, below and above."""
-    known = divisors(size)
-    below = [divisor for divisor in known if divisor < near]
-    return [*below[-1:], *[divisor for divisor in known if divisor > near][:1]]
-
-
-def either(numbers: Iterable[int]) -> str:
-    """'2 or 4'."""
-    return " or ".join(str(number) for number in numbers)
 
 
 def check_ranks(parallel: ParallelOptions, world_size: int, context: str = "cp") -> RankGrid:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.model_parallel_config import ModelParallelConfig
-from core.number_ranges import COUNT, NOT_NEGATIVE, POSITIVE
+from core.number_ranges import COUNT, NOT_NEGATIVE, POSITIVE, either, nearest_divisors, nearest_multiples
 
 EXPERT_CHOICES = {
     "moe_router_score_function": ("softmax", "sigmoid"),
@@ -85,13 +85,11 @@ class ExpertConfig(ModelParallelConfig):
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field} is {getattr(self, field)!r}, expected one of {choices}")
         if experts % ep:
-            below = experts // ep * ep
-            counts = f"{below} or {below + ep}" if below else f"{ep}"
-            sizes = " or ".join(str(size) for size in _nearest_divisors(experts, ep))
             raise ValueError(
                 f"num_moe_experts {experts} is not divisible by expert_model_parallel_size {ep} ({experts} / {ep} = "
-                f"{experts / ep:g}): each rank must hold whole experts. Use {counts} experts, or an expert-parallel "
-                f"size of {sizes}"
+                f"{experts / ep:g}): each rank must hold whole experts. Use "
+                f"{either(nearest_multiples(experts, ep))} experts, or an expert-parallel size of "
+                f"{either(nearest_divisors(experts, ep))}"
             )
         if not 1 <= self.moe_router_topk <= experts:
             raise ValueError(
@@ -99,10 +97,9 @@ class ExpertConfig(ModelParallelConfig):
                 f"experts, so use 1 <= moe_router_topk <= {experts}"
             )
         if ffn_size % etp:
-            below = ffn_size // etp * etp
             raise ValueError(
                 f"an expert's hidden size {ffn_size} is not divisible by its tensor-parallel size {etp} ({ffn_size} / "
-                f"{etp} = {ffn_size / etp:g}); use {f'{below} or ' if below else ''}{below + etp}"
+                f"{etp} = {ffn_size / etp:g}); use {either(nearest_multiples(ffn_size, etp))}"
             )
         self._check_router()
         self._check_frequency(num_layers)
@@ -138,16 +135,7 @@ class ExpertConfig(ModelParallelConfig):
             if self.moe_shared_expert_gate:
                 raise ValueError("moe_shared_expert_gate=True needs moe_shared_expert_intermediate_size")
         elif size < 1 or size % tp:
-            below = max(size, 0) // tp * tp
             raise ValueError(
                 f"moe_shared_expert_intermediate_size {size} is not divisible by tensor_model_parallel_size {tp} "
-                f"({size} / {tp} = {size / tp:g}); use {f'{below} or ' if below else ''}{below + tp}"
+                f"({size} / {tp} = {size / tp:g}); use {either(nearest_multiples(size, tp))}"
             )
-
-
-def _nearest_divisors(number: int, near: int) -> list[int]:
-    """The divisors of `number` next to `near`, below and above."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
-    below = [size for size in divisors if size < near]
-    above = [size for size in divisors if size > near]
-    return [*below[-1:], *above[:1]]

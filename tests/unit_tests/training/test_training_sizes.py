@@ -10,6 +10,7 @@ pytest.importorskip("tyro")
 
 from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
+from core.number_ranges import nearest_divisors, nearest_multiples
 from core.training.config import JobConfig, ModelOptions
 from core.training.config_file import ConfigError, load_config
 from core.training.main import main
@@ -19,8 +20,6 @@ from core.training.sizes import (
     check_memory,
     check_vocabulary,
     count_parameters,
-    nearest_divisors,
-    nearest_multiples,
 )
 
 # (what it shows, flags, what the message must say, flags that follow its advice)
