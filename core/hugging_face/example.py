@@ -172,10 +172,8 @@ def _with_images(model: Any, ids: Tensor) -> dict[str, Tensor]:
     if mark is None or vision is None or not hasattr(model, IMAGE_FEATURES):
         return {}
     images = _patches(model, vision) if GRIDS in takes else {"pixel_values": _pixels(model)}
-    training = model.training
-    with torch.no_grad():
-        features = model.eval().get_image_features(**images).pooler_output
-    model.train(training)
+    with torch.no_grad(), in_evaluation(model):
+        features = model.get_image_features(**images).pooler_output
     places = sum(part.numel() for part in features) // (ROWS * model.config.get_text_config().hidden_size)
     marks = ids.new_full((len(ids), places), mark)
     joined = torch.cat([marks, ids.masked_fill(ids == mark, (mark + 1) % 8)], dim=1)

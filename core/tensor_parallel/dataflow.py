@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as tree
+
+from core.distributed.buffer.grad_placeholder import tensors_in
 
 COPIED = frozenset([""])  # no parameter has this name
 ATTENTION = "scaled_dot_product_attention"  # it drops weights of its own
@@ -135,10 +136,10 @@ class Dataflow(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         learned = [tensor for tensor in inputs if tensor.requires_grad and tensor.numel()]
         output = func(*args, **kwargs)
-        outputs = _tensors(output)
+        outputs = tensors_in(output)
         name = getattr(func, "__name__", str(func))
         if name == "__setitem__":
             outputs = inputs[:1]
@@ -220,10 +221,6 @@ def _storage_of(tensor: Tensor) -> int | None:
         return storage.data_ptr() or None
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def run_watched(model: nn.Module, split: Iterable[nn.Parameter], example: dict[str, Any]) -> Dataflow:

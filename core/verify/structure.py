@@ -31,12 +31,17 @@ WHOLE: dict[str, Any] = {
 
 def structure_of(model: nn.Module) -> nn.Module:
     """A copy whose parameters are on the meta device. Buffers are copied."""
+    return _with_zeros(model, "meta")
+
+
+def _with_zeros(model: nn.Module, device: str) -> nn.Module:
+    """A copy whose parameters are zeros on a device; tied ones stay tied."""
     memo = {
-        id(param): nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        id(param): nn.Parameter(torch.zeros_like(param, device=device), param.requires_grad)
         for param in model.parameters()
     }
-    structure: nn.Module = copy.deepcopy(model, memo)
-    return structure
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied
 
 
 def buffers_without_values(structure: nn.Module) -> list[str]:
@@ -49,13 +54,7 @@ def with_memory(structure: nn.Module, buffers: Mapping[str, Tensor]) -> nn.Modul
 
     buffers: values of those that have none in it. ValueError for one that is not among them.
     """
-    model = copy.deepcopy(structure)
-    made: dict[int, nn.Parameter] = {}
-    for module in list(model.modules()):
-        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(param) not in made:  # tied ones stay tied
-                made[id(param)] = nn.Parameter(torch.zeros_like(param, device="cpu"), param.requires_grad)
-            setattr(module, name, made[id(param)])
+    model = _with_zeros(structure, "cpu")
     for name in buffers_without_values(model):
         if name not in buffers:
             raise ValueError(
