@@ -112,7 +112,8 @@ def load_checkpoint(
     try:
         ranks.read(planner, reader)
     except CheckpointException as failure:
-        raise CheckpointError(f"cannot load {directory.path}: {_first_reason(failure)}") from None
+        rank, (error, _) = min(failure.failures.items())
+        raise CheckpointError(f"cannot load {directory.path}: rank {rank}: {error}") from None
 
     planner.pieces, plan.pieces = [], []  # what was read is freed when it is put in place
     meta = directory.meta
@@ -207,11 +208,6 @@ def _random_name(directory: CheckpointDirectory, chunks: list[Any], metadata: Me
     if length > LONGEST_RANDOM_STATE:
         raise ValueError(f"{name!r} has {length} bytes, and a random state has at most {LONGEST_RANDOM_STATE}")
     return name
-
-
-def _first_reason(failure: Any) -> str:
-    rank, (error, _) = min(failure.failures.items())
-    return f"rank {rank}: {error}"
 
 
 # -- putting it in place ---------------------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ class ProcessGroups:
         far are destroyed before the error is raised.
         """
         options = options or {}
-        backends = set(_backends())
+        # Those of the default group, one a device type: of 'cpu:gloo,cuda:nccl' gloo and nccl.
+        backends = {entry.split(":")[-1].lower() for entry in dist.get_backend_config().split(",")}
         shared: dict[tuple[Any, ...], ProcessGroup] = {}
         groups = cls()
         build = _next_build()
@@ -173,12 +174,6 @@ def world_groups(groups: ProcessGroups) -> list[ProcessGroup]:
 
 
 ProcessGroupCollection = ProcessGroups
-
-
-def _backends() -> Iterator[str]:
-    """The backends of the default group, one a device type: of 'cpu:gloo,cuda:nccl' gloo and nccl."""
-    for entry in dist.get_backend_config().split(","):
-        yield entry.split(":")[-1].lower()
 
 
 def _kinds(members: Mapping[str, Sequence[int]], control: bool) -> Iterator[tuple[str, bool, Sequence[int]]]:

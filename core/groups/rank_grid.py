@@ -287,8 +287,8 @@ def group_ranks(
         if rank in chosen:
             members[kind] = chosen
     for kind in DATA_KINDS:
-        members[f"intra_{kind}"] = _own_slice(members[kind], rank, num_instances)
-        members[f"inter_{kind}"] = _across_slices(members[kind], rank, num_instances)
+        members[f"intra_{kind}"] = own = _own_slice(members[kind], rank, num_instances)
+        members[f"inter_{kind}"] = members[kind][own.index(rank) :: len(own)]
     members["intra_dist_opt"] = _instance_ranks(grid, rank, num_instances, expert=True)
     members["inter_dist_opt"] = members["inter_expt_dp"]
     return members
@@ -298,11 +298,6 @@ def _own_slice(group: list[int], rank: int, num_slices: int) -> list[int]:
     length = len(group) // num_slices
     first = group.index(rank) // length * length
     return group[first : first + length]
-
-
-def _across_slices(group: list[int], rank: int, num_slices: int) -> list[int]:
-    length = len(group) // num_slices
-    return group[group.index(rank) % length :: length]
 
 
 def _instance_ranks(grid: RankGrid, rank: int, num_instances: int, expert: bool) -> list[int]:

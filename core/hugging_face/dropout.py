@@ -38,8 +38,8 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
     """
     modules = list(model.modules())
     modes = [(module, module.training) for module in modules]
-    configs = {id(config): config for config in map(_config_of, modules) if config is not None}
-    before = [(config, dict(vars(config))) for config in configs.values()]
+    configs = {id(config): config for config in (getattr(module, "config", None) for module in modules)}
+    before = [(config, dict(vars(config))) for config in configs.values() if hasattr(config, "get_text_config")]
     attributes = [(module, name, value) for module in modules for name, value in _chances(module)]
     stream = getattr(model, "forward_stream", None)
     try:
@@ -59,11 +59,6 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
             vars(config).update(values)
         for module, name, value in attributes:
             setattr(module, name, value)
-
-
-def _config_of(module: nn.Module) -> Any:
-    config = getattr(module, "config", None)
-    return config if hasattr(config, "get_text_config") else None
 
 
 def _is_chance(name: str, value: Any) -> bool:

@@ -117,7 +117,8 @@ class PipelineRunner:
                 f"pipeline rank {self.groups.rank('pp')} holds stages {list(self.stage_numbers)} and was given "
                 f"{len(self.chunks)} chunks; give one module a stage, in this order"
             )
-        self.device = _device_of(self.chunks)
+        params = (param for chunk in self.chunks for param in chunk.parameters())
+        self.device = next((param.device for param in params), torch.device("cpu"))
         self.per_token = bool(getattr(self.config, "calculate_per_token_loss", False))
         self.param_syncs = self._param_syncs()
         self.owners = _owners_of_borrowed(self.chunks)
@@ -171,7 +172,8 @@ class PipelineRunner:
                 sync.leave()
         outcome = self._outcome()
         if finalize:
-            self._finalize(outcome, force_all_reduce)
+            func = getattr(self.config, "finalize_model_grads_func", None) or finalize_model_grads
+            func(self.chunks, outcome.num_tokens, pg_collection=self.groups, force_all_reduce=force_all_reduce)
         self._begin([])
         return outcome
 
@@ -286,10 +288,6 @@ class PipelineRunner:
             self.losses = list(losses.to(self.losses[0].dtype))
         return losses.sum()
 
-    def _finalize(self, outcome: StepOutcome, force_all_reduce: bool) -> None:
-        func = getattr(self.config, "finalize_model_grads_func", None) or finalize_model_grads
-        func(self.chunks, outcome.num_tokens, pg_collection=self.groups, force_all_reduce=force_all_reduce)
-
     # -- what a step consists of --------------------------------------------------------------------------------------
 
     def _schedule(self, count: int, activations: Activations) -> tuple[Any, list[Stage]]:
@@ -373,10 +371,3 @@ def _owners_of_borrowed(chunks: Sequence[nn.Module]) -> dict[int, list[int]]:
                 if owner != position:
                     borrowers.setdefault(owner, []).append(position)
     return borrowers
-
-
-def _device_of(chunks: Sequence[nn.Module]) -> torch.device:
-    for chunk in chunks:
-        for param in chunk.parameters():
-            return param.device
-    return torch.device("cpu")

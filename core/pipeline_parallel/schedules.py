@@ -137,7 +137,7 @@ def build_schedule(kind: ScheduleKind, stages: list[Any], microbatches: int) -> 
         raise RuntimeError(f"this version of torch has no {kind.torch_class}; choose another schedule or upgrade torch")
     # scale_grads would divide .grad while buckets are in flight; the loss carries the factor instead.
     return schedule_class(
-        stages if kind.many_chunks else stages[0], microbatches, loss_fn=_unchanged, scale_grads=False
+        stages if kind.many_chunks else stages[0], microbatches, loss_fn=lambda output, _: output, scale_grads=False
     )
 
 
@@ -198,7 +198,3 @@ def arrivals(rows: Iterable[Sequence[Action]]) -> Arrivals:
                 backwards += 1
                 found.outputs[stage - 1, microbatch] = forwards[stage]
     return found
-
-
-def _unchanged(output: Any, target: Any) -> Any:
-    return output

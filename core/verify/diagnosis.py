@@ -227,7 +227,8 @@ def name_factor(
             )
     if not found:
         if _same(factor, 2.0):
-            found.append(f"twice too large: its reduction{_over(axes)} was done twice, or a backward was")
+            over = f" over {' or '.join(axes)}" if axes else ""
+            found.append(f"twice too large: its reduction{over} was done twice, or a backward was")
         found += [text for axis in others if (text := _axis_factor(factor, axis, sizes[axis]))]
     for first in axes + others:
         for second in axes + others:
@@ -308,10 +309,6 @@ def _missing_axes(mixture: Mixture, places: Mapping[int, Mapping[str, int]], siz
 def _in_words(mixture: Mixture) -> str:
     there = [f"{times:.4g} x rank {rank}" for rank, times in mixture.times.items() if rank in mixture.present]
     return ", ".join(there) or "nothing"
-
-
-def _over(axes: Sequence[str]) -> str:
-    return f" over {' or '.join(axes)}" if axes else ""
 
 
 def _same(one: float, other: float) -> bool:
