@@ -296,7 +296,7 @@ class Reference:
         return result
 
     def _sent(self, compute: Callable[[nn.Module], Sent], what: str) -> Sent:
-        """What rank 0 computes with the model, on every rank."""
+        """The result that rank 0 computes with the model, on every rank."""
         found: Sent = agree.gather(self._on_rank_zero(lambda: compute(self._built)), None, what)[0]
         return found
 
