@@ -42,13 +42,8 @@ def actions_of_ranks(schedule: str, layout: PipelineLayout, microbatches: int) -
     if layout.num_stages == 1:
         return (tuple(Action(kind, 0, n) for n in range(microbatches) for kind in _FORWARD_BACKWARD),)
     kind = find_schedule(schedule)
-    if not kind.many_chunks:
-        return tuple(
-            tuple(_one_stage(stage, layout.pp if kind.name == "1F1B" else None, layout.pp, microbatches))
-            for stage in range(layout.pp)
-        )
-    if kind.name == "Interleaved1F1B":
-        return tuple(tuple(_interleaved(layout, rank, microbatches)) for rank in range(layout.pp))
+    if kind.name in ("GPipe", "1F1B", "Interleaved1F1B"):
+        return tuple(tuple(_in_turns(kind.name, layout, rank, microbatches)) for rank in range(layout.pp))
     stages: list[Any] = [StageStandIn(stage, layout.num_stages, layout.pp, 0) for stage in layout.stages_of(0)]
     table = build_schedule(kind, stages, microbatches).pipeline_order
     return tuple(tuple(actions_in(table[rank])) for rank in range(layout.pp))
@@ -57,22 +52,16 @@ def actions_of_ranks(schedule: str, layout: PipelineLayout, microbatches: int) -
 _FORWARD_BACKWARD: tuple[Literal["F"], Literal["B"]] = ("F", "B")
 
 
-def _one_stage(stage: int, in_flight: int | None, stages: int, microbatches: int) -> list[Action]:
-    """All forwards first (GPipe), or only as many as there are stages behind this one, itself included (1F1B)."""
-    ahead = microbatches if in_flight is None else min(microbatches, stages - stage)
-    actions = [Action("F", stage, n) for n in range(ahead)]
-    for done in range(microbatches):
-        actions.append(Action("B", stage, done))
-        if ahead + done < microbatches:
-            actions.append(Action("F", stage, ahead + done))
-    return actions
+def _in_turns(schedule: str, layout: PipelineLayout, rank: int, microbatches: int) -> list[Action]:
+    """Some forwards ahead, then a forward and a backward in turns.
 
-
-def _interleaved(layout: PipelineLayout, rank: int, microbatches: int) -> list[Action]:
-    """Rounds of about as many microbatches as ranks go through the chunks; then a forward and a backward in turns."""
+    Ahead are all forwards (GPipe), or one for each stage behind this one (1F1B). Where a rank has several stages,
+    rounds of about as many microbatches as ranks go through them.
+    """
     stages, total = layout.stages_of(rank), microbatches * layout.chunks
-    a_round = microbatches // max(1, microbatches // layout.pp)
-    ahead = min(total, (layout.chunks - 1) * a_round + 2 * (layout.pp - 1 - rank))
+    a_round, behind = microbatches // max(1, microbatches // layout.pp), layout.pp - 1 - rank
+    interleaved = (layout.chunks - 1) * a_round + 2 * behind
+    ahead = min(total, {"GPipe": total, "1F1B": behind}.get(schedule, interleaved))
     done = {kind: dict.fromkeys(stages, 0) for kind in _FORWARD_BACKWARD}
 
     def action(kind: Literal["F", "B"], step: int) -> Action:
