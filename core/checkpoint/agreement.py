@@ -94,16 +94,18 @@ class Ranks:
         if errors.count(None) < len(errors):
             raise CheckpointError(self.joined(errors))
 
-    def agree_on_arguments(self, wrong: str | None, alike: Mapping[str, Any]) -> None:
-        """Raise one ValueError on all ranks where any rank's arguments are wrong, or where those in `alike` differ."""
+    def agree_on_arguments(
+        self, wrong: str | None, alike: Mapping[str, Any], kind: type[Exception] = ValueError
+    ) -> None:
+        """Raise one error on all ranks where any rank's arguments are wrong, or where those in `alike` differ."""
         everybody = self.gather((wrong, dict(alike) if wrong is None else {}))
         if any(text is not None for text, _ in everybody):
-            raise ValueError(self.joined([text for text, _ in everybody]))
+            raise kind(self.joined([text for text, _ in everybody]))
         for name in alike:
             values = [given[name] for _, given in everybody]
             odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
             if odd is not None:
-                raise ValueError(
+                raise kind(
                     f"{name} is {values[0]!r} on rank {self.global_rank(0)} and {values[odd]!r} on rank "
                     f"{self.global_rank(odd)}; pass the same on every rank"
                 )

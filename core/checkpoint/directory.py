@@ -85,14 +85,7 @@ def find_intact(
         wrong = f"root is {root!r}; it is the path of a directory"
     elif step is not None and whole_number(step) is None:
         wrong = f"step is {step!r}; it is a whole number, or None for the newest checkpoint"
-    asked = ranks.gather((wrong, step if wrong is None else None))
-    if any(text is not None for text, _ in asked):
-        raise CheckpointError(f"cannot load a checkpoint: {ranks.joined([text for text, _ in asked])}")
-    odd = next((rank for rank, (_, other) in enumerate(asked) if other != asked[0][1]), None)
-    if odd is not None:
-        raise CheckpointError(
-            f"step is {asked[0][1]} on rank 0 and {asked[odd][1]} on rank {odd}; ask for one on every rank"
-        )
+    ranks.agree_on_arguments(wrong, {"step": step}, CheckpointError)
     path = Path(os.path.realpath(root))
     until = time.monotonic() + RELIST_S
     while True:
