@@ -7,9 +7,13 @@ and nothing as if it were computed twice, as there.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 
 from core.training.config import ModelOptions
+from core.training.sizes import count_parameters
 
 PEAK_SOURCE = "NVIDIA's data sheets, bf16 on tensor cores: half of what they give with sparsity"
 # By what is in the device's name, the longest that is; TFLOP/s.
@@ -33,16 +37,9 @@ def peak_of(device: torch.device, dtype: str, given: float | None) -> float | No
 
 def flops_of_token(model: ModelOptions, vocab_size: int) -> float:
     """Operations for one token of the GPT, forward and backward; of experts those that the token goes to."""
-    width, heads = model.hidden_size, model.num_attention_heads
-    attention = width * width * (2 + 2 * model.query_groups / heads)
-    factors = 3 if model.activation == "swiglu" else 2
-    dense = factors * width * model.ffn_width
-    layers_with_experts = 0
-    experts = 0.0
+    width = model.hidden_size
+    weights = count_parameters(replace(model, vocab_size=vocab_size), model.moe_router_topk)
     if model.num_experts is not None:
-        layers_with_experts = -(-model.num_layers // model.moe_layer_freq)
-        shared = model.moe_shared_expert_intermediate_size or 0
-        experts = factors * width * (model.moe_router_topk * model.expert_width + shared) + width * model.num_experts
-    weights = model.num_layers * attention + (model.num_layers - layers_with_experts) * dense
-    weights += layers_with_experts * experts + width * vocab_size
-    return 6 * weights + 12 * model.num_layers * width * model.sequence_length
+        shared = (3 if model.activation == "swiglu" else 2) * (model.moe_shared_expert_intermediate_size or 0)
+        weights += math.ceil(model.num_layers / model.moe_layer_freq) * width * (shared + model.num_experts)
+    return 6.0 * weights + 12 * model.num_layers * width * model.sequence_length

@@ -177,8 +177,8 @@ def most_bytes(config: JobConfig, micro_batch_size: int, microbatches: int) -> i
     return itemsize * (8 * parameters + tokens * of_token)
 
 
-def count_parameters(model: ModelOptions) -> int:
-    """Parameters of the whole model, without biases and norms."""
+def count_parameters(model: ModelOptions, experts_used: int | None = None) -> int:
+    """Parameters of the whole model, without biases and norms. experts_used: count so many experts in a layer alone."""
     hidden = model.hidden_size
     attention = 2 * hidden * hidden + 2 * hidden * (hidden // model.num_attention_heads) * model.query_groups
     matrices = 3 if model.activation == "swiglu" else 2
@@ -187,7 +187,7 @@ def count_parameters(model: ModelOptions) -> int:
     experts = 0
     if model.num_experts is not None:
         with_experts = math.ceil(model.num_layers / model.moe_layer_freq)
-        experts = model.num_experts * matrices * hidden * model.expert_width
+        experts = (experts_used or model.num_experts) * matrices * hidden * model.expert_width
     embedding = (model.vocab_size or 0) * hidden
     return embedding + model.num_layers * attention + (model.num_layers - with_experts) * dense + with_experts * experts
 
