@@ -4,8 +4,9 @@ import sys
 
 USAGE = """usage: python -m core.compat check FILE.py [DIRECTORY ...]
 
-Lists every name, call and argument of megatron.core and colossalai that is served, obeyed otherwise, warned of or
-absent, with its line and what to write instead. Nothing of the program is run. The status is 1 if something is absent.
+Lists every name, call and argument of megatron.core and colossalai that is served, obeyed otherwise, warned of,
+absent, or Megatron's own, with its line and what to write instead. Nothing of the program is run. The status is 1
+if something is absent, and 2 if a file cannot be read.
 To run a program: python -m core.compat.megatron train.py, or python -m core.compat.colossalai train.py."""
 
 

@@ -1,7 +1,7 @@
 """`python -m core.compat check train.py`: what a program for Megatron Core or ColossalAI meets here. It is not run.
 
-Each name, call and argument is served, obeyed otherwise, warned of or absent. That is read off the modules that serve
-them: their names, their signatures, and their tables of what is refused.
+Each name, call and argument is served, obeyed otherwise, warned of, absent, or Megatron's own. That is read off
+the modules that serve them: their names, their signatures, and their tables of what is refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from core.compat.install import Surface
 
 SURFACES: tuple[Surface, ...] = (megatron.SURFACE, colossalai.SURFACE)
 SERVED, OTHERWISE, WARNED, ABSENT = "served", "obeyed otherwise", "warned of", "absent"
+OWN = "Megatron's own"  # imported from an installed megatron.core
 GUARDED = "absent, and guarded"  # by a try around its import, after which the program continues
 CATCHES_IMPORTS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
 MOST_LISTED = 12  # arguments, in a sentence
+KEEP = "keep megatron-core installed"
 UNKNOWN: Any = object()  # a value that only a run would show
 
 
@@ -45,17 +47,37 @@ class Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """Our object for a foreign name: an object of ours, or a sentence where there is none."""
+    """Our object for a foreign name: an object of ours, or a sentence where there is none.
+
+    is_own: True if a program keeps importing the name from the foreign package.
+    """
 
     value: Any = UNKNOWN
     missing: str | None = None
+    is_own: bool = False
 
 
-def check_program(text: str) -> list[Finding]:
+def check_program(text: str | bytes) -> list[Finding]:
     """The findings in a program's text, by line. SyntaxError for what is no Python."""
-    reader = _ProgramReader()
-    reader.visit(ast.parse(text))
+    program = ast.parse(text)
+    reader = _ProgramReader(_kept_in(program))
+    reader.visit(program)
     return sorted(set(reader.findings))
+
+
+def _kept_in(program: ast.AST) -> Surface | None:
+    """The surface whose foreign names stay the foreign package's own in a program: it imports ours next to them."""
+    nodes = list(ast.walk(program))
+    imported = {f"{n.module}.{alias.name}" for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
+    imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    calls = (ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call))
+    if any(call.rpartition(".")[2] == "install" for call in calls):
+        return None  # the foreign names are ours from there on
+    return next((s for s in SURFACES if s.own and any(_is_below(each, s.here) for each in imported)), None)
+
+
+def _is_below(dotted: str, root: str) -> bool:
+    return f"{dotted}.".startswith(f"{root}.")
 
 
 @functools.cache
@@ -63,8 +85,13 @@ def find(dotted: str) -> Found | None:
     """Find our object for a foreign path; None for a name of no package that is stood for."""
     for surface in SURFACES:
         for root in (surface.foreign, surface.here):
-            if dotted == root or dotted.startswith(f"{root}."):
-                return _inside(surface, dotted[len(root) + 1 :])
+            inner = dotted[len(root) + 1 :]
+            if _is_below(dotted, root):
+                found = _inside(surface, inner)
+                is_own = root == surface.foreign and any(_is_below(inner, each) for each in surface.own)
+                if found.missing is None or not is_own:
+                    return found
+                return Found(missing=f"{KEEP}: {surface.advice(inner)}", is_own=True)
         parent = surface.foreign.rpartition(".")[0]
         if parent and dotted.startswith(f"{parent}."):
             return Found(missing=surface.missing_outside(dotted[len(parent) + 1 :]))
@@ -86,9 +113,10 @@ def _inside(surface: Surface, inner: str) -> Found:
 
 
 class _ProgramReader(ast.NodeVisitor):
-    """Walks a program once, in the order of its lines."""
+    """Walks a program once, in the order of its lines. kept: the surface whose foreign names are not ours in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Surface | None) -> None:
+        self.kept = kept
         self.findings: list[Finding] = []
         self.paths: dict[str, str] = {}  # a name of the program -> the path that it was imported from
         self.kinds: dict[str, Any] = {}  # a variable, or an attribute of one -> the class that it was made by
@@ -106,6 +134,13 @@ class _ProgramReader(ast.NodeVisitor):
             before = self.path_of(node.value)
             return None if before is None else f"{before}.{node.attr}"
         return None
+
+    def find(self, path: str | None) -> Found | None:
+        """Our object for a path; None too for a name that stays the foreign package's own."""
+        return None if path is None or self.is_kept(path) else find(path)
+
+    def is_kept(self, path: str) -> bool:
+        return self.kept is not None and _is_below(path, self.kept.foreign)
 
     def visit_Try(self, node: ast.Try) -> None:
         types = [handler.type for handler in node.handlers if handler.type is not None]
@@ -145,8 +180,12 @@ class _ProgramReader(ast.NodeVisitor):
         found = find(path)
         if found is None or isinstance(found.value, ModuleType):
             return
+        if self.is_kept(path):
+            ours = "" if found.missing else "; core.compat.megatron has another of this name"
+            self.add(node, OWN, path, KEEP + ours)
+            return
         if found.missing is not None:
-            self.add(node, ABSENT, path, found.missing)
+            self.add(node, OWN if found.is_own else ABSENT, path, found.missing)
             return
         value, last = found.value, path.rpartition(".")[2]
         name = getattr(value, "__name__", last)
@@ -167,7 +206,7 @@ class _ProgramReader(ast.NodeVisitor):
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
         path = self.path_of(target.value) if isinstance(target, ast.Attribute) else None
-        owner = None if path is None else find(path)
+        owner = self.find(path)
         if isinstance(target, ast.Attribute) and owner is not None and isinstance(owner.value, ModuleType):
             why = "the engine does not read it there; pass the value to the function that uses it"
             self.add(target, ABSENT, f"{path}.{target.attr} = ...", why)
@@ -178,14 +217,14 @@ class _ProgramReader(ast.NodeVisitor):
                 self.argument(target, kind, target.attr, value, _fields(kind))
         text = ast.unparse(target)
         self.kinds.pop(text, None)
-        made = find(self.path_of(value.func) or "") if isinstance(value, ast.Call) else None
+        made = self.find(self.path_of(value.func)) if isinstance(value, ast.Call) else None
         if made is not None and inspect.isclass(made.value):
             self.kinds[text] = made.value
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
         path = self.path_of(node.func)
-        found = None if path is None else find(path)
+        found = self.find(path)
         if found is not None and callable(found.value):
             self.call(node, found.value, str(path).rpartition(".")[2], inspect.isclass(found.value))
         elif isinstance(node.func, ast.Attribute):
@@ -264,7 +303,7 @@ class _ProgramReader(ast.NodeVisitor):
         path = self.path_of(node) or ""
         if path.startswith("torch."):
             return getattr(torch, path.removeprefix("torch."), UNKNOWN)
-        found = find(path)
+        found = self.find(path)
         return UNKNOWN if found is None else found.value
 
 
@@ -329,35 +368,59 @@ def report(file: Path, findings: Sequence[Finding]) -> str:
         lines.append(
             textwrap.fill(f"served, with their lines: {words}", 100, initial_indent="  ", subsequent_indent="    ")
         )
-    counts = {
-        verdict: sum(f.verdict == verdict for f in findings) for verdict in (ABSENT, GUARDED, WARNED, OTHERWISE, SERVED)
-    }
+    verdicts = (ABSENT, GUARDED, WARNED, OTHERWISE, OWN, SERVED)
+    counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in verdicts}
     lines.append("  " + ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
     return "\n".join(lines)
 
 
 def programs_in(places: Sequence[Path]) -> list[Path]:
-    """Files, and the Python files below directories. FileNotFoundError for a path that is neither."""
+    """Files, and the Python files below directories. FileNotFoundError where there is none."""
     found: list[Path] = []
     for place in places:
         if not place.exists():
             raise FileNotFoundError(f"there is no program {place} (from {Path.cwd()})")
-        found += sorted(place.rglob("*.py")) if place.is_dir() else [place]
+        programs = sorted(each for each in place.rglob("*.py") if not each.is_dir()) if place.is_dir() else [place]
+        if not programs:
+            raise FileNotFoundError(f"there is no Python file in {place.resolve()} or below it")
+        found += programs
     return found
 
 
+def read_program(program: Path) -> list[Finding] | str:
+    """The findings in a file; a sentence, with file and line, for one that cannot be read."""
+    try:
+        return check_program(program.read_bytes())
+    except SyntaxError as error:
+        return f"{program}{f', line {error.lineno}' if error.lineno else ''}: {error.msg}"
+    except (OSError, ValueError) as error:
+        return f"{program}: {getattr(error, 'strerror', None) or error}"
+    except (RecursionError, MemoryError):  # MemoryError: nested too deeply
+        return f"{program}: the program is nested too deeply"
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Print what the programs meet; 1 if something is absent, 2 for a file that cannot be read."""
+    """Print what the programs meet; 2 if a file cannot be read, else 1 if something is absent."""
     try:
         programs = programs_in([Path(each) for each in arguments])
-        texts = [program.read_text(encoding="utf-8") for program in programs]
-        found = {program: check_program(text) for program, text in zip(programs, texts, strict=True)}
-    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:  # MemoryError: nested too deeply
-        print(f"error: {str(error) or 'the program is nested too deeply'}")
+    except OSError as error:
+        print(f"error: {error}")
         return 2
+    found: dict[Path, list[Finding]] = {}
+    problems: list[str] = []
+    for program in programs:
+        findings = read_program(program)
+        if isinstance(findings, str):
+            problems.append(findings)
+        else:
+            found[program] = findings
     for program, findings in found.items():
-        if findings or len(found) == 1:
+        if findings or len(programs) == 1:
             print(report(program, findings))
-    if len(found) > 1 and not any(found.values()):
+    if len(programs) > 1 and found and not any(found.values()):
         print(f"{len(found)} programs: nothing of {' and '.join(s.foreign for s in SURFACES)} is used")
+    for problem in problems:
+        print(f"error: {problem}")
+    if problems:
+        return 2
     return int(any(finding.verdict == ABSENT for findings in found.values() for finding in findings))

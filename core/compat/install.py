@@ -37,6 +37,7 @@ class Surface:
     absent: a dotted name, or the beginning of one -> a sentence that says what to do instead.
     aliases: a further path of a module -> its path.
     outside: as absent, of names next to a foreign package that is a part of another one.
+    own: the absent packages that a program keeps importing from the foreign package, which stays installed.
     """
 
     foreign: str
@@ -45,6 +46,7 @@ class Surface:
     absent: Mapping[str, str]
     aliases: Mapping[str, str]
     outside: Mapping[str, str] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
 
     @functools.cached_property
     def paths(self) -> dict[str, str]:
@@ -87,18 +89,21 @@ class Surface:
             return importlib.import_module(f"{self.here}.{inner}")
         raise AttributeError(self.missing(inner))
 
+    def advice(self, dotted: str) -> str | None:
+        """What to do instead of an absent name; None where no sentence is known."""
+        return next((self.absent[end] for end in _ends(dotted) if end in self.absent), None)
+
     def missing(self, dotted: str) -> str:
         """A sentence about a name that is not here."""
         parts = dotted.split(".")
-        ends = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
         text = f"{self.foreign}.{dotted} is not in {self.here}"
-        known = next((end for end in ends if end in self.absent), None)
+        known = self.advice(dotted)
         if known is not None:
-            return f"{text}: {self.absent[known]}"
+            return f"{text}: {known}"
         elsewhere = sorted(f"{self.here}.{path}".rstrip(".") for path in self.modules if parts[-1] in self.names(path))
         if elsewhere:
             return f"{text}; the name is at {', '.join(elsewhere)}"
-        path = next(end for end in ends[1:] if not end or end in self.paths)
+        path = next(end for end in _ends(dotted)[1:] if not end or end in self.paths)
         near = difflib.get_close_matches(parts[-1], self.all_names(self.paths.get(path, path)), 3)
         like = f"; near to it are {', '.join(near)}" if near else ""
         return f"{text}{like}. Write what the program needs of it, or take it out; the module's page lists what is here"
@@ -106,9 +111,14 @@ class Surface:
     def missing_outside(self, dotted: str) -> str:
         """A sentence about a name next to this package."""
         parent = self.foreign.rpartition(".")[0]
-        ends = [".".join(dotted.split(".")[:n]) for n in range(dotted.count(".") + 1, 0, -1)]
-        known = next((f": {self.outside[end]}" for end in ends if end in self.outside), "")
+        known = next((f": {self.outside[end]}" for end in _ends(dotted) if end in self.outside), "")
         return f"{parent}.{dotted} is not here; {self.here} stands for {self.foreign} alone{known}"
+
+
+def _ends(dotted: str) -> list[str]:
+    """A dotted name and its beginnings, longest first; the last is ''."""
+    parts = dotted.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
 
 
 def read_rows(text: str, faces: str = "") -> Rows:

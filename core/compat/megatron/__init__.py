@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from core.compat import install as _install
-from core.compat.megatron.names import ABSENT, ALIASES, MODULES, OUTSIDE
+from core.compat.megatron.names import ABSENT, ALIASES, MODULES, OUTSIDE, OWN
 
 __version__ = "0.16.1"  # of Megatron Core, whose names these are: programs branch on it
 
-SURFACE = _install.Surface("megatron.core", __name__, MODULES, ABSENT, ALIASES, OUTSIDE)
+SURFACE = _install.Surface("megatron.core", __name__, MODULES, ABSENT, ALIASES, OUTSIDE, OWN)
 _install.register(SURFACE)
 
 

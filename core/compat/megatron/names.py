@@ -135,6 +135,9 @@ ABSENT = {
     "resharding": "checkpoints load at any layout; save and load",
 }
 
+# Packages of it that a program keeps importing from Megatron, for its model.
+OWN = frozenset(("models", "transformer", "fusions", "enums", "packed_seq_params", "extensions", "ssm"))
+
 _LOOP = "write the loop as examples/my_loop.py does, or train a GPT by python pretrain_gpt.py"
 _OPTIONS = "read options with argparse; python pretrain_gpt.py --help lists those of the job here"
 _START = "call torch.distributed.init_process_group and parallel_state.initialize_model_parallel"

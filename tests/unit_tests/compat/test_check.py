@@ -11,10 +11,11 @@ import pytest
 from core.booster.plugin.hybrid_parallel_options import WITHOUT_EFFECT
 from core.compat import megatron
 from core.compat.__main__ import main as command_of
-from core.compat.check import ABSENT, GUARDED, OTHERWISE, SERVED, WARNED, check_program, main
+from core.compat.check import ABSENT, GUARDED, OTHERWISE, OWN, SERVED, WARNED, check_program, main
 from core.compat.megatron.faces import configs
-from tests.unit_tests.compat.megatron_page import KINDS
+from tests.unit_tests.compat.megatron_page import KINDS, PAGE
 from tests.unit_tests.forked_python import run_python
+from tests.unit_tests.test_docs import program_of
 
 COMPAT = Path(__file__).parent
 PROGRAM = """\
@@ -31,9 +32,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.training import get_args, print_rank_0
 try:
-    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.inference.engines import Engine
 except ImportError:
-    TENorm = None
+    Engine = None
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, bogus=3)
 mpu.get_nothing()
 config = ModelParallelConfig(tp_comm_overlap=True, overlap_p2p_comm=True, hiden_size=8)
@@ -53,13 +54,13 @@ mcore.enums.ModelType.encoder_or_decoder
 # line, verdict, name, a part of the sentence
 EXPECTED = [
     (4, ABSENT, "megatron.core.datasets.gpt_dataset.GPTDataset", "write an iterator of dictionaries of tensors"),
-    (9, ABSENT, "megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec",
-     "get_gpt_layer_with_transformer_engine_spec is not in core.compat.megatron: build the model with Megatron's own"),
-    (10, ABSENT, "megatron.core.transformer.TransformerConfig", "Megatron's own, or core.transformer.TransformerConfi"),
+    (9, OWN, "megatron.core.models.gpt.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec",
+     "keep megatron-core installed: build the model with Megatron's own"),
+    (10, OWN, "megatron.core.transformer.TransformerConfig", "Megatron's own, or core.transformer.TransformerConfi"),
     (11, OTHERWISE, "megatron.core.optimizer.optimizer.FP32Optimizer", "ReplicatedOptimizer stands for it"),
     (12, ABSENT, "megatron.training.get_args", "stands for megatron.core alone: read options with argparse"),
     (12, ABSENT, "megatron.training.print_rank_0", "print where torch.distributed.get_rank() is 0"),
-    (14, GUARDED, "megatron.core.extensions.transformer_engine.TENorm", "import Megatron's own, for its models"),
+    (14, GUARDED, "megatron.core.inference.engines.Engine", "core.generate samples from a trained GPT"),
     (17, ABSENT, "initialize_model_parallel(bogus=...)", "there is no such argument"),
     (18, ABSENT, "megatron.core.mpu.get_nothing", "near to it are"),
     (19, ABSENT, "ModelParallelConfig(tp_comm_overlap=True)", "leave it at False: TransformerEngine's overlap"),
@@ -74,7 +75,7 @@ EXPECTED = [
     (27, ABSENT, "megatron.core.parallel_state._TENSOR_MODEL_PARALLEL_GROUP = ...", "the engine does not read it"),
     (29, ABSENT, "megatron.core.dist_checkpointing.validation.StrictHandling.FASTEST", "StrictHandling has ASSUME_OK"),
     (30, ABSENT, "MegatronOptimizer(...)", "cannot be made by Megatron's arguments: call get_megatron_optimizer"),
-    (31, ABSENT, "megatron.core.enums.ModelType.encoder_or_decoder", "nothing here reads a model's type"),
+    (31, OWN, "megatron.core.enums.ModelType.encoder_or_decoder", "nothing here reads a model's type"),
 ]  # fmt: skip
 
 
@@ -119,6 +120,25 @@ def _has(path: str, kind: Any) -> bool:
     return kind.__name__ in megatron.SURFACE.all_names(path)
 
 
+def test_the_program_of_the_page_has_nothing_absent_and_keeps_what_is_megatrons() -> None:
+    found = [finding for finding in check_program(program_of(PAGE)) if finding.verdict != SERVED]
+    own = ("models.gpt.GPTModel", "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec")
+    own += ("tensor_parallel.random.initialize_rng_tracker", "transformer.TransformerConfig")
+    assert [(finding.verdict, finding.what) for finding in found] == [(OWN, f"megatron.core.{name}") for name in own]
+    assert all(finding.why.startswith("keep megatron-core installed") for finding in found)
+    assert found[2].why.endswith("core.compat.megatron has another of this name")
+
+
+def test_an_import_of_megatron_next_to_ours_is_megatrons_unless_the_program_installs_ours() -> None:
+    ours = "from core.compat.megatron import install, parallel_state\n"
+    theirs = "from megatron.core.optimizer import get_megatron_optimizer\nget_megatron_optimizer(bogus=3)\n"
+    for first in (ours, "from core.compat import megatron\n", "import core.compat.megatron as mcore\n"):
+        assert {each.verdict for each in check_program(first + theirs)} - {SERVED} == {OWN}
+    assert ABSENT in {each.verdict for each in check_program(f"{ours}install()\n{theirs}")}
+    assert ABSENT in {each.verdict for each in check_program(theirs)}
+    assert check_program("from core.compat.megatron.models.gpt import GPTModel")[0].verdict == ABSENT
+
+
 def test_options_of_a_plugin_that_change_nothing_are_warned_of() -> None:
     given = ", ".join(f"{name}=12345" for name in WITHOUT_EFFECT)
     text = f"from colossalai.booster.plugin import HybridParallelPlugin\nHybridParallelPlugin(2, 1, {given}, zero=1)"
@@ -140,10 +160,11 @@ def test_programs_that_run_here_in_other_tests_have_nothing_absent(capsys: pytes
         (b"import torch\nx = torch.ones(3)\n", 0, "nothing of megatron.core and colossalai is used"),
         (b"import megatron.training\n", 1, "line 1, absent: megatron.training: megatron.training is not here"),
         (b"from colossalai.amp import x\n", 1, "use Booster(mixed_precision=...), or the precision of a plugin"),
-        (b"def (:\n", 2, "error: invalid syntax"),
-        (b"\xff", 2, "error: 'utf-8' codec"),
-        (b"x = 1\0", 2, "error: "),
-        (b"-" * 100_000 + b"1", 2, "error: "),
+        (b"x = 1\ndef (:\n", 2, "train.py, line 2: invalid syntax"),
+        (b"\xff", 2, "train.py, line 1: (unicode error) 'utf-8' codec"),
+        (b"x = 1\0", 2, "train.py: source code string cannot contain null bytes"),
+        (b"-" * 100_000 + b"1", 2, "train.py: "),
+        (b"# coding: latin-1\nx = '\xe9'\n", 0, "nothing of megatron.core and colossalai is used"),
         (None, 2, "error: there is no program "),
     ],
 )
@@ -155,6 +176,26 @@ def test_the_status_says_whether_a_program_can_run(
         file.write_bytes(text)
     assert main([str(file)]) == status
     assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_file_that_cannot_be_read_is_named_and_the_others_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text("x = 1\ndef (:\n")
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "train.py").write_text("from megatron.core import nothing\n")
+    (tmp_path / "folder.py").mkdir()
+    assert main([str(tmp_path)]) == 2
+    out = capsys.readouterr().out
+    assert "line 1, absent: megatron.core.nothing" in out
+    assert out.endswith(
+        f"error: {tmp_path}/broken.py, line 2: invalid syntax\nerror: {tmp_path}/gone.py: No such file or directory\n"
+    )
+
+
+def test_a_directory_without_python_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().out == f"error: there is no Python file in {tmp_path} or below it\n"
 
 
 def test_the_command_is_what_the_page_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
