@@ -90,7 +90,7 @@ class Surface:
         raise AttributeError(self.missing(inner))
 
     def advice(self, dotted: str) -> str | None:
-        """What to do instead of an absent name; None where no sentence is known."""
+        """Advice for an absent name; None where the table has none."""
         return next((self.absent[end] for end in _ends(dotted) if end in self.absent), None)
 
     def missing(self, dotted: str) -> str:
