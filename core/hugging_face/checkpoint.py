@@ -141,15 +141,18 @@ def _load(
     checked: Collection[Path],
 ) -> tuple[Any, Plan, Mapping[str, Any]]:
     """A model, or one stage of it, with this rank's slices, without tags and seams; the plan of the whole model; and
-    the report of loading: `missing_keys`, `unexpected_keys`, and names that were `untied` by the files."""
+    the report of loading: `missing_keys`, `unexpected_keys`, names `untied` by the files, and those `stored`."""
     layout, groups = how.layout, how.groups
     plans: list[Plan] = []
     read: list[int] = []
     untied: list[str] = []
+    names: set[str] = set()
 
     def load(model: Any, state_dict: Any, files: list[str], config: Any, expected_keys: Any = None) -> Any:
         stored = _stored(model, files, config, Path(directory), checked)
+        names.update(name for name, _ in stored)
         untied.extend(untie_as_stored(model, stored, os.fspath(directory)))
+        whole = model.state_dict().keys()
         chosen = None if policy is None else read_plan(model, policy)
         cut, plan = None, prepare(model, chosen, groups).with_vocabulary(how.vocabulary_multiple)
         plans.append(plan)
@@ -159,7 +162,7 @@ def _load(
             keep_stage(model, cut, layout, stage)
             mark_absent(model)
         cut_parameters(model, plan, groups)
-        tensors = _sliced(model, plan, stored, config, groups, read, cut)
+        tensors = _sliced(model, plan, stored, config, groups, read, whole, cut)
         return getattr(kind, LOADING)(model, tensors, None, config, expected_keys)
 
     members = {LOADING: staticmethod(load), "__module__": kind.__module__}
@@ -173,7 +176,7 @@ def _load(
         )
     model.train()
     model.bytes_read = sum(read)
-    return model, plans[0], {**loading, "untied": untied}
+    return model, plans[0], {**loading, "untied": untied, "stored": names}
 
 
 def read_slices(
@@ -185,13 +188,19 @@ def read_slices(
     groups: ProcessGroups,
     tied: Collection[tuple[str, ...]] = (),
     vocabulary_multiple: int = 1,
+    *,
+    strict: bool = True,
     **options: Any,
-) -> tuple[dict[str, Tensor], int]:
-    """This rank's slices of a checkpoint directory by the names of the whole model, and how many bytes were read.
+) -> tuple[dict[str, Tensor], set[str], int]:
+    """This rank's slices of a checkpoint directory by the names of the whole model.
+
+    Returns them, the names that the files have values for on any stage, and the number of bytes that were read.
 
     For files whose names or shapes are not the model's: transformers' own loading makes one of the other. layout,
     stage: one stage of a pipeline; None for the whole model. tied: the names of each parameter that is one where the
-    slices go. vocabulary_multiple: a rank's rows of a split vocabulary are padded to a multiple of it. Not collective.
+    slices go. vocabulary_multiple: a rank's rows of a split vocabulary are padded to a multiple of it. strict: False
+    leaves out what the files lack, and what the model lacks. options: those of `from_pretrained`; with `config` the
+    model is that one, and the config.json of the directory is not read. Not collective.
     Raises PlanError as `load_split` does, and ValueError where the files lack a weight of the model, have another one,
     or have different values for the names of one.
     """
@@ -199,13 +208,15 @@ def read_slices(
     how = Splitting(groups, layout, vocabulary_multiple=vocabulary_multiple)
     model, _, loading = _load(directory, kind, policy, stage, how, options, checked)
     refuse_apart([(n[0], name) for name in loading["untied"] for n in tied if name in n], os.fspath(directory))
-    lacking = sorted(loading["missing_keys"])
-    unknown = sorted(loading["unexpected_keys"]) if layout is None else []  # of other stages, otherwise
-    if lacking or unknown:
+    lacking, unknown = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
+    if strict and (lacking or unknown):
         raise ValueError(
-            f"the checkpoint {os.fspath(directory)!r} lacks {lacking[:4]}, and has {unknown[:4]} that the model lacks"
+            f"the checkpoint {os.fspath(directory)!r} lacks {len(lacking)} names that the model has {lacking[:4]} and "
+            f"has {len(unknown)} that the model lacks {unknown[:4]}; load it into the same model, or with strict=False"
         )
-    return dict(model.state_dict(keep_vars=True)), model.bytes_read
+    found = model.state_dict(keep_vars=True)
+    found = {name: value for name, value in found.items() if name not in loading["missing_keys"]}
+    return found, loading["stored"], model.bytes_read
 
 
 def _stored(model: Any, files: list[str], config: Any, directory: Path, checked: Collection[Path]) -> Stored:
@@ -240,12 +251,13 @@ def _sliced(
     config: Any,
     groups: ProcessGroups,
     read: list[int],
+    whole: Collection[str],
     stages: ModelCut | None = None,
 ) -> dict[str, SlicedTensor]:
     """Every tensor of the files, cut as the parameter that it becomes, or a part of, is cut.
 
-    stages: of a model that is one stage; then tensors of other stages are left out, and a tied one is read under the
-    name that it has here.
+    whole: the names of the whole model. stages: of a model that is one stage; then tensors of other stages are left
+    out, and a tied one is read under the name that it has here. Transformers reports names that are not in `whole`.
     """
     from transformers.core_model_loading import WeightConverter
 
@@ -254,7 +266,7 @@ def _sliced(
     sources: dict[tuple[str, str | None], dict[str, tuple[str, Any]]] = {}  # of a parameter: key -> (target, file)
     for (name, pattern), files in stored.items():
         here = [name]
-        if stages is not None and name not in known:
+        if stages is not None and name not in known and name in whole:
             here = [tied for tied in stages.tied if tied in known and name in stages.tied]
         if here:
             parts = {key: (key if here == [name] else here[0], opened) for key, opened in files.items()}
@@ -275,7 +287,13 @@ def _sliced(
                 keys = keys[groups.rank("ep") * own :][:own]
         for key in keys:
             target, opened = parts[key]
-            tensors[target] = SlicedTensor(opened.get_slice(key), cuts, groups, read)
+            stored_slice = opened.get_slice(key)
+            if split is not None and split.padded and tuple(stored_slice.get_shape()) != split.shape:
+                raise PlanError(  # where padding lies, transformers would not see it
+                    f"{plan.family}: {key!r} is {stored_slice.get_shape()} in the files and {list(split.shape)} in the "
+                    "model"
+                )
+            tensors[target] = SlicedTensor(stored_slice, cuts, groups, read)
     return tensors
 
 

@@ -89,8 +89,9 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
             if isinstance(content, SlicedFile) and (content.path.parent / "config.json").is_file():
                 known = names <= whole.keys()
                 if not known or any(value.shape != whole[name].shape for name, value in content.items()):
-                    self._read_converted(model, content.path.parent, strict)
-                    return
+                    converted = self._read_converted(model, content.path.parent, strict, read)
+                    names = set(whole) if strict else converted
+                    break
             check_names(whole, names, strict)
             check_shapes(whole, content)
             for part in cut.parts:
@@ -106,32 +107,32 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
         )
         model.bytes_read = sum(read)
 
-    def _read_converted(self, model: HybridParallelModel, directory: Path, strict: bool) -> None:
+    def _read_converted(self, model: HybridParallelModel, directory: Path, strict: bool, read: list[int]) -> set[str]:
         """Read a directory that names or stacks its tensors in another way than the model does.
 
-        Its config.json may be of a larger or smaller model, whose names are compared here; stages refuse its layers.
+        Returns the names of the model that it has values for, also those of other stages. read: gets the bytes.
         """
         cut = model.cut
         base = without_adapters(cut.shell)
         stages = [None] if cut.layout is None else cut.layout.stages_of(cut.groups.rank("pp"))
-        model.bytes_read = 0
+        names: set[str] = set()
         tied = self.tied_names(model)
         multiple = max((split.multiple for split in cut.splits.values()), default=1)  # of a vocabulary
         for part, stage in zip(cut.parts, stages, strict=True):
-            found, count = read_slices(
+            found, stored, count = read_slices(
                 *(directory, type(base), cut.policy, cut.layout, stage, cut.groups, tied),
                 vocabulary_multiple=multiple,
+                strict=strict,
+                config=base.config,  # the directory's own may be of a larger or smaller model
                 dtype=base.dtype,
             )
-            held = part.state_dict(keep_vars=True)
-            if cut.adapters is not None:
-                held = {name_in_base(name): value for name, value in held.items() if MARK not in name}
-            if cut.layout is None:
-                check_names(held, set(found), strict)
-            for name in held.keys() & found.keys():
-                held[name].copy_(found[name])
-            model.bytes_read += count
-        cut.unread.clear()
+            for name, own in part.state_dict(keep_vars=True).items():
+                plain_name = name_in_base(name) if cut.adapters is not None else name
+                if plain_name in found:
+                    own.copy_(found[plain_name])
+            names |= stored
+            read.append(count)
+        return names
 
 
 def _part_of(found: Any, name: str, cut: CutModel, read: list[int]) -> torch.Tensor:
