@@ -230,7 +230,7 @@ def install(surface: Surface, *, replace_installed: bool = False) -> None:
     if not replace_installed and _is_installed(foreign):
         raise RuntimeError(
             f"{foreign} is installed in this environment, and {here} would hide it; import {here} under its own name, "
-            "or call install(replace_installed=True), or its command with {REPLACE}"
+            f"or call install(replace_installed=True), or its command with {REPLACE}"
         )
     parent, _, name = foreign.rpartition(".")
     if parent:
