@@ -114,7 +114,13 @@ class DrawingStep:
         self.position = self.position_of[id(chunk)]
         inner = _takes_input(chunk)
         inner.set_input_tensor(hidden)
-        output, loss_func = self.func(self.iterators[self.position], chunk)
+        try:
+            output, loss_func = self.func(self.iterators[self.position], chunk)
+        except StopIteration:
+            raise ValueError(
+                f"the data iterator of model chunk {self.position} has no microbatch left for forward_step_func; a "
+                "call draws num_microbatches from each iterator, so give it a new one for each epoch, on all ranks alike"
+            ) from None
         inner.set_input_tensor(None)
         if runner.stage_numbers[self.position] < runner.layout.num_stages - 1:
             return output

@@ -47,7 +47,14 @@ def run_pipeline(
     model.expect_values()
     returns_loss, returns_outputs = returns
     following: Any = data_iter
-    batch = model.cast(dict(next(following)))
+    try:
+        given = next(following)
+    except StopIteration:
+        raise ValueError(
+            "execute_pipeline was given an iterator that has no batch left; make one by iter(dataloader) for each "
+            "epoch, and call execute_pipeline at most len(dataloader) times with it, as often on all ranks"
+        ) from None
+    batch = model.cast(dict(given))
     groups, head = model.cut.groups, stage_of(model.chunks[-1]).model
     parts = microbatches_of(batch, *microbatches, main=head.main_input_name, config=head.config)
     outputs: list[Any] = []
@@ -56,8 +63,8 @@ def run_pipeline(
     replicas = groups.size("dp") if trains else 1
     total = count_labels(head, batch)
     if total is not None:
-        total, given = total.to(head.device), given_items(batch, head.device)
-        total = given if given is not None else add_over_replicas(total, groups) if trains else total
+        total, items = total.to(head.device), given_items(batch, head.device)
+        total = items if items is not None else add_over_replicas(total, groups) if trains else total
 
     def forward_step(chunk: nn.Module, microbatch: dict[str, Any], hidden: Any) -> Any:
         count = None if total is None else count_labels(head, microbatch)

@@ -265,6 +265,9 @@ def test_an_evaluation_is_a_ranks_own(rank: int, world: int, pp: int) -> None:
                 else:
                     loss = model(**batch).loss
             assert float(loss) == pytest.approx(wanted, abs=1e-9)
+        if pp > 1:
+            with pytest.raises(ValueError, match="an iterator that has no batch left; make one by iter"):
+                booster.execute_pipeline(iter([]), model, None, optimizer)
 
 
 @ranks(2)

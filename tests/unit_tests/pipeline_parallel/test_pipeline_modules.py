@@ -7,6 +7,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from core.pipeline_parallel import (
     plan_pipeline,
     wrap_stages,
 )
+from core.pipeline_parallel.forward_backward import DrawingStep
 from tests.unit_tests.pipeline_parallel.pipeline_reference import (
     BATCH,
     SEQUENCE,
@@ -417,6 +419,15 @@ def test_megatrons_entry(rank: int, world: int, pp: int, schedule: str | None) -
         if is_last:
             assert abs(sum(report["loss"] for report in reports) / count - losses[data_rank]) < 1e-12
     assert_gradients(runner, expected)
+
+
+def test_an_iterator_without_a_microbatch_left_is_refused_by_the_number_of_its_chunk() -> None:
+    chunks = [nn.Identity(), nn.Identity()]
+    for chunk in chunks:
+        chunk.set_input_tensor = lambda hidden: None
+    step = DrawingStep(SimpleNamespace(chunks=chunks), lambda drawn, chunk: next(drawn), [iter([1]), iter([])])
+    with pytest.raises(ValueError, match="the data iterator of model chunk 1 has no microbatch left"):
+        step(chunks[1], None, None)
 
 
 @ranks(2)
