@@ -20,6 +20,8 @@ from torch.utils.data import Dataset
 
 from core.booster import Booster
 from core.booster.plugin import DPPluginBase, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from core.training.errors import ConfigError
+from core.training.run_directory import check_writable
 from core.training.text import standard_library
 
 
@@ -139,7 +141,13 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=10)
     parser.add_argument("--save", type=Path, help="directory that Hugging Face's from_pretrained reads, in its model/")
     parser.add_argument("--resume", type=Path, help="directory that --save has written, under any plugin")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.save:
+        try:
+            check_writable(options.save, "--save")
+        except ConfigError as error:
+            parser.error(str(error))
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.training.errors import ConfigError
+from core.training.run_directory import check_writable
 
 CLASSES = 4
 
@@ -142,6 +145,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--patience", type=int, default=2, help="epochs without a better accuracy before it stops")
     parser.add_argument("--tensorboard", help="a directory for what TensorBoard shows; needs the package tensorboard")
     options = parser.parse_args(arguments)
+    if options.tensorboard:
+        try:
+            check_writable(Path(options.tensorboard), "--tensorboard")
+        except ConfigError as error:
+            parser.error(str(error))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

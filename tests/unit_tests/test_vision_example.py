@@ -22,6 +22,14 @@ EXAMPLE = ROOT / "examples" / "train_vision.py"
 LINE = re.compile(r"^epoch (\d+): loss (\S+), accuracy of the average (\S+)$", re.MULTILINE)
 
 
+def loaded(path: Path) -> Any:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
 def epochs(example: Any, *flags: str) -> list[tuple[int, float, float]]:
     """What the example prints on this rank."""
     printed = io.StringIO()
@@ -32,9 +40,7 @@ def epochs(example: Any, *flags: str) -> list[tuple[int, float, float]]:
 
 @ranks(2)
 def test_both_wrappers_train_the_vision_example_alike_and_stop_early(rank: int, world: int, tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("train_vision", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = loaded(EXAMPLE)
     tensorboard = find_spec("tensorboard") is not None
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*BatchNorm")
@@ -52,6 +58,16 @@ def test_both_wrappers_train_the_vision_example_alike_and_stop_early(rank: int, 
         assert one[1:] == pytest.approx(other[1:], abs=2e-3)
     assert ours[-1][1] < 0.2 * ours[0][1] and ours[-1][2] > 0.9 and 3 <= len(ours) < 8  # stopped
     assert bool(list(tmp_path.glob("events.out.tfevents.*"))) == tensorboard
+
+
+@pytest.mark.parametrize(("name", "flag"), [("train_vision", "--tensorboard"), ("train_hf", "--save")])
+def test_a_directory_that_cannot_be_written_is_refused_before_the_ranks_start(
+    name: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        loaded(EXAMPLE.with_stem(name)).main([flag, "/proc/nowhere"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"error: {flag} /proc/nowhere: /proc is no directory that this user may write to" in said
 
 
 @pytest.mark.nightly
