@@ -119,7 +119,7 @@ class DrawingStep:
         except StopIteration:
             raise ValueError(
                 f"the data iterator of model chunk {self.position} has no microbatch left for forward_step_func; a "
-                "call draws num_microbatches from each iterator, so give it a new one for each epoch, on all ranks alike"
+                "call draws num_microbatches from each iterator, so give it a new one each epoch, on all ranks alike"
             ) from None
         inner.set_input_tensor(None)
         if runner.stage_numbers[self.position] < runner.layout.num_stages - 1:
