@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from core.booster.accelerator import devices_here
 from core.booster.rank_logger import DistributedLogger
+from core.watch.rank_watch import announce_process
 from core.watch.waiting import PeerLost, in_short, starting
 
 # Launcher -> what it sets for each process: rank, local rank, number of ranks, host, port.
@@ -57,6 +58,7 @@ def launch(
             torch.accelerator.set_device_index(rank % devices if local_rank is None else local_rank)
         with starting(_store(host, port, rank, world_size), rank, world_size) as store:
             dist.init_process_group(own, store=store, rank=rank, world_size=world_size)
+        announce_process()
         how = f"is started with {own} on {kind}"
     set_seed(seed)
     if verbose:

@@ -41,6 +41,7 @@ from core.training.sizes import check_vocabulary
 from core.training.step_trace import StepTrace
 from core.training.token_file import TokenFile, num_windows, open_token_file, prepare_token_file, save_tokenizer
 from core.training.trainer import GptTrainer, Trainer
+from core.watch.rank_watch import announce_process
 from core.watch.waiting import starting, waiting
 
 NO_LIMIT = timedelta(days=365)
@@ -88,6 +89,7 @@ def on_started_ranks(
             timeout=timedelta(minutes=timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
+    announce_process()
     try:
         one_machine = launch.world_size == launch.local_world_size
         return run(device, launch.local_rank == 0, one_machine)

@@ -23,7 +23,6 @@ import itertools
 import json
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -39,7 +38,7 @@ import torch.distributed as dist
 
 from core.watch.flight_recorder import unfinished_collective
 from core.watch.place import Place, place_in_code, place_of_main_thread
-from core.watch.processes import ENDED, STOPPED, boot_id, state_of
+from core.watch.processes import STOPPED, RankProcess, this_member
 from core.watch.prompt_store import PromptStore
 from core.watch.signals import WaitEnder
 from core.watch.stragglers import Stragglers, own_times
@@ -55,42 +54,12 @@ STUCK_S = 2.0  # in one place, before torch's flight recorder is asked for the c
 END_AFTER_S = 60.0  # in one wait after a rank has ended, before this process is ended too
 COMPARE_BEATS = 4  # from one look at everybody's step times to the next
 LEFT_EARLY = "has left without an error, and others wait for it: it ended, or called destroy_model_parallel"
+PREFIX = "core.watch.rank_watch"  # of its keys in the job's store
 LEFT = -1  # the last beat of a rank that has left
 
 DEAD, PAUSED, SILENT, MISSED, BACK = "dead", "paused", "silent", "missed", "back"  # what a finding says of a rank
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RankProcess:
-    """One rank's process.
-
-    machine: equal for ranks that see each other's processes. born: the start of the process, because process numbers
-    are used again; "" where the system does not say. stage: of the pipeline; ranks of one stage do equal work.
-    """
-
-    rank: int
-    host: str
-    machine: str
-    pid: int
-    born: str
-    stage: int = 0
-
-    @property
-    def state(self) -> str | None:
-        """State of the process, a letter of /proc; None once it has ended."""
-        found = state_of(self.pid)
-        return None if found is None or found[1] != self.born or found[0] in ENDED else found[0]
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
-
-
-def this_member(rank: int, stage: int = 0) -> RankProcess:
-    """The process that calls it."""
-    state = state_of(os.getpid())
-    return RankProcess(rank, socket.gethostname(), _machine(), os.getpid(), "" if state is None else state[1], stage)
 
 
 @dataclass(frozen=True)
@@ -115,6 +84,7 @@ class RankWatch:
         self.rank = member.rank
         self.world = world
         self.members = {member.rank: member}  # of the ranks that have come so far
+        self.started: list[RankProcess] = []  # on this host, which may not have come yet
         self.lost: dict[int, LostRank] = {}  # in the order in which it was found
         self.left: set[int] = set()  # ranks that ended on purpose
         self.busy: set[int] = set()  # ranks of this host that run, and whose beats do not come
@@ -147,6 +117,9 @@ class RankWatch:
         """Read which ranks have come."""
         if len(self.members) == self.world:
             return
+        here = f"started/{self.members[self.rank].machine}"
+        if self.store.check([here]):
+            self.started = [RankProcess(**json.loads(line)) for line in self.store.get(here).splitlines()]
         arrived = self.store.add("members", 0)
         if arrived == self._arrived:
             return
@@ -192,7 +165,8 @@ class RankWatch:
     def neighbours(self) -> list[RankProcess]:
         """The other ranks whose processes can be seen from here."""
         own = self.members[self.rank]
-        return [m for m in list(self.members.values()) if m.machine == own.machine and m is not own and m.born]
+        there = {member.rank: member for member in self.started} | dict(self.members)
+        return [m for m in there.values() if m.machine == own.machine and m.rank != own.rank and m.born]
 
     def account(self, wait: waiting) -> str:
         """Name the ranks that did not come to a failed wait of this rank, and where the others are.
@@ -457,6 +431,14 @@ class RankWatch:
         return f"{self.place.words} (not ended: {self.unfinished})" if self.unfinished else self.place.words
 
 
+def announce_process() -> None:
+    """Say in the job's store which process this rank is. One that ends before it has a watch is then named too."""
+    member = this_member(dist.get_rank())
+    with suppress(RuntimeError):  # a store that cannot be shared; the watch says so
+        store = dist.PrefixStore(f"{PREFIX}/1", dist.group.WORLD.get_group_store())
+        store.append(f"started/{member.machine}", json.dumps(asdict(member)) + "\n")
+
+
 def start_watch(stage: int) -> RankWatch | None:
     """Watch the ranks of the default group, on which every rank calls this. Returns without waiting.
 
@@ -469,8 +451,8 @@ def start_watch(stage: int) -> RankWatch | None:
     rank = dist.get_rank()
     store = dist.group.WORLD.get_group_store()
     try:
-        number = store.add(f"core.watch.rank_watch/starts/{rank}", 1)  # the same on all ranks: they start equally often
-        watch = RankWatch(dist.PrefixStore(f"core.watch.rank_watch/{number}", store), this_member(rank, stage), world)
+        number = store.add(f"{PREFIX}/starts/{rank}", 1)  # the same on all ranks: they start equally often
+        watch = RankWatch(dist.PrefixStore(f"{PREFIX}/{number}", store), this_member(rank, stage), world)
         watch.start()
     except RuntimeError as error:
         log.warning("lost ranks will not be named: %s of the job cannot be shared (%s)", type(store).__name__, error)
@@ -486,14 +468,6 @@ def _place_of(error: BaseException | None) -> str:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return place_in_code(trace.tb_frame)[0]
-
-
-def _machine() -> str:
-    """This host, and the space in which it numbers this process: a container may have one of its own."""
-    try:
-        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
 
 
 def _beat_key(rank: int) -> str:

@@ -66,6 +66,7 @@ HYBRID: dict[str, dict[str, Any]] = {
 TRANSPORTS = {"memory": [], "sockets": ["--ddp.no-share-host-memory"]}
 # Where the rank falls: a function that is entered there, and whether that counts in step STEP alone.
 FUNCTIONS = {
+    "before groups": ("core.parallel_state", "start_watch", False),  # the ranks are started, and this one has no watch
     "start-up": ("core.parallel_state", "ProcessGroups.build", False),
     "wrap": ("core.training.job", "wrap_stages", False),
     "data": ("core.training.trainer", "GptTrainer.batch", True),
@@ -364,6 +365,7 @@ SAMPLE = [
     Case("stop", "backward", "pp", "sockets"),
     Case("exception", "guards", "zero 2", "memory"),
     Case("exit 0", "norm", "zero 1", "sockets"),
+    Case("kill", "before groups", "hybrid tp", "memory"),
 ]
 ALL = [
     case

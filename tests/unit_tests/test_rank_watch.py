@@ -26,7 +26,7 @@ from torch import nn
 from core import parallel_state
 from core.verify import rank_pool
 from core.verify.rank_pool import RankFailure, RankPool
-from core.watch import rank_watch
+from core.watch import processes, rank_watch
 from core.watch.flight_recorder import unfinished_collective
 from core.watch.prompt_store import PromptStore
 from core.watch.stragglers import Stragglers
@@ -74,7 +74,7 @@ def lose_one(folder: Path, how: str, where: str) -> None:
     heard = Lines()
     logging.getLogger("core.watch.rank_watch").addHandler(heard)
     if how == "silent":  # as if it were on another host, so that its process cannot be seen
-        rank_watch._machine = lambda: f"host-{dist.get_rank()}"
+        processes.machine_id = lambda: f"host-{dist.get_rank()}"
     parallel_state.initialize_model_parallel(distributed_timeout_minutes=1)
     dist.barrier()
     begun = time.monotonic()
@@ -141,7 +141,7 @@ def hold_one(folder: Path, how: str) -> None:
     logging.getLogger("core.watch.rank_watch").addHandler(heard)
     rank_watch.SILENT_S = 2.0
     if how == "on another host":
-        rank_watch._machine = lambda: f"host-{dist.get_rank()}"
+        processes.machine_id = lambda: f"host-{dist.get_rank()}"
     parallel_state.initialize_model_parallel(distributed_timeout_minutes=1)
     dist.barrier()
     rank, watch = dist.get_rank(), parallel_state.get_rank_watch()
@@ -180,7 +180,7 @@ def test_a_rank_of_this_host_that_lives_is_busy_and_not_lost(tmp_path: Path, how
 
 def test_processes_of_another_host_of_the_same_name_are_not_looked_for_here() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    watch = rank_watch.RankWatch(store, here := rank_watch.this_member(0), 2)
+    watch = rank_watch.RankWatch(store, here := processes.this_member(0), 2)
     twin = replace(here, rank=1, pid=2**30)
     watch.members[1] = twin
     assert watch._look_at_processes() == {1: ("dead", f"{twin} has ended")}
@@ -425,7 +425,7 @@ def test_a_rank_that_was_stopped_and_goes_on_is_no_longer_lost_and_named_again_w
 
 
 def test_a_rank_that_is_slow_in_each_of_its_last_steps_is_named_once_and_again_when_it_is_not() -> None:
-    members = {rank: replace(rank_watch.this_member(rank), stage=rank // 4) for rank in range(6)}
+    members = {rank: replace(processes.this_member(rank), stage=rank // 4) for rank in range(6)}
     watch = Stragglers()
     even = {rank: (0.09, 0.1) for rank in range(4)} | {rank: (0.9, 1.0) for rank in (4, 5)}  # stages differ
     assert watch.compare(even, members) == []
