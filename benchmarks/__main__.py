@@ -44,10 +44,14 @@ BENCHMARKS = {
 
 def main(arguments: list[str]) -> int:
     """Run the benchmark that `arguments` names, with the rest of them; return the exit status."""
+    asked = arguments[:1] in (["-h"], ["--help"])
     if not arguments or arguments[0] not in BENCHMARKS:
         known = "\n".join(f"  {name:<14} {line}" for name, (_, line) in BENCHMARKS.items())
-        print(f"usage: python -m benchmarks NAME [--json FILE] [options]\n{known}", file=sys.stderr)
-        return 2
+        print(
+            f"usage: python -m benchmarks NAME [--json FILE] [options]\n{known}",
+            file=sys.stdout if asked else sys.stderr,
+        )
+        return 0 if asked else 2
     module, _ = BENCHMARKS[arguments[0]]
     return importlib.import_module(module).main(arguments[1:]) or 0
 

@@ -29,8 +29,11 @@ def main(arguments: Sequence[str]) -> int:
 
         return doctor(arguments[1:])
     asked = list(arguments) in ([], ["-h"], ["--help"])
-    print(COMMANDS if asked else f"error: there is no command {arguments[0]!r}\n{COMMANDS}", file=sys.stderr)
-    return 0 if asked else 2
+    if asked:
+        print(COMMANDS)
+        return 0
+    print(f"error: there is no command {arguments[0]!r}\n{COMMANDS}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

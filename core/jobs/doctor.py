@@ -48,6 +48,9 @@ class Line:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print all lines; the exit status."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print("usage: python -m core doctor\n\nSays what this machine has for training. It takes no arguments.")
+        return 0
     if arguments:
         print(f"error: python -m core doctor takes no arguments, and was given {arguments[0]!r}", file=sys.stderr)
         return 2

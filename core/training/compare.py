@@ -17,9 +17,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     1 where a difference is above TOLERANCE, 2 where a run cannot be read or has no step of the first.
     """
     directories = [Path(name) for name in (sys.argv[1:] if argv is None else argv)]
-    if len(directories) < 2:
-        print("usage: python -m core.training.compare runs/first runs/second ...", file=sys.stderr)
-        return 2
+    asked = bool({"-h", "--help"} & set(map(str, directories)))
+    if asked or len(directories) < 2:
+        usage = "usage: python -m core.training.compare runs/first runs/second ..."
+        print(usage, file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     differ = False
     try:
         first, *others = [read_losses(directory) for directory in directories]

@@ -17,9 +17,12 @@ import pytest
 import setuptools
 import torch
 
+import benchmarks.__main__ as benchmarks
 from core import __main__ as command
+from core.compat import __main__ as compat
 from core.hugging_face.transformers_plans import VERSIONS
 from core.jobs import doctor
+from core.training import compare
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,12 +146,32 @@ def test_alike_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.gpus() == doctor.Line("ok", "3 x Example 80, 80 GiB, compute 9.0; one rank each")
 
 
-@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["dcotor"], 2), (["doctor", "-x"], 2)])
+@pytest.mark.parametrize("word", ["-h", "--help"])
+@pytest.mark.parametrize(
+    "main",
+    [
+        command.main,
+        doctor.main,
+        compare.main,
+        compat.main,
+        benchmarks.main,
+        lambda words: command.main(["doctor", *words]),
+    ],
+)
+def test_help_is_printed_to_stdout_with_status_0(
+    main: Callable[[list[str]], int], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("usage: python -m ") and said.err == ""
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["dcotor"], 2), (["doctor", "-x"], 2)])
 def test_other_words_are_answered_without_a_traceback(
     arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(arguments) == status
-    assert "doctor" in capsys.readouterr().err
+    assert "doctor" in "".join(capsys.readouterr())
 
 
 def test_every_command_of_the_package_is_named() -> None:

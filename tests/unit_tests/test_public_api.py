@@ -155,7 +155,12 @@ def test_the_change_log_and_the_citation_know_the_version() -> None:
 
 
 def write() -> int:
-    """Write the list again; refuse where something has gone and the version has not changed."""
+    """Write the list again; refuse where something has gone and the version has not changed, and every argument."""
+    if sys.argv[1:]:
+        print(
+            f"usage: python -m tests.unit_tests.test_public_api\n\nIt takes no arguments, and writes {LIST.name} again."
+        )
+        return 0 if sys.argv[1] in ("-h", "--help") else 2
     version, before = recorded() if LIST.exists() else (core.__version__, [])
     wrong = broken(before, current()) if minor(version) == minor(core.__version__) else []
     if wrong:
