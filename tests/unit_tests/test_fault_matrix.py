@@ -78,7 +78,7 @@ FUNCTIONS = {
     "save": ("core.training.checkpoints", "save_checkpoint", False),
 }
 IN_HYBRID = {
-    "wrap": ("core.booster.plugin.hybrid_parallel_plugin", "HybridParallelPlugin._cut", False),  # the watch runs
+    "wrap": ("core.booster.plugin.zero_plugin_base", "cut_model", False),  # the watch runs
     "data": (__name__, "batch_of", True),
     "load": ("core.booster.booster", "Booster.load_model", False),
     "save": ("core.booster.booster", "Booster.save_model", False),
