@@ -287,13 +287,11 @@ def _sliced(
                 keys = keys[groups.rank("ep") * own :][:own]
         for key in keys:
             target, opened = parts[key]
-            stored_slice = opened.get_slice(key)
-            if split is not None and split.padded and tuple(stored_slice.get_shape()) != split.shape:
-                raise PlanError(  # where padding lies, transformers would not see it
-                    f"{plan.family}: {key!r} is {stored_slice.get_shape()} in the files and {list(split.shape)} in the "
-                    "model"
-                )
-            tensors[target] = SlicedTensor(stored_slice, cuts, groups, read)
+            part = opened.get_slice(key)
+            if split is not None and split.padded and tuple(part.get_shape()) != split.shape:
+                shapes = f"{part.get_shape()} in the files and {list(split.shape)} in the model"
+                raise PlanError(f"{plan.family}: {key!r} is {shapes}")  # where padding lies, transformers sees nothing
+            tensors[target] = SlicedTensor(part, cuts, groups, read)
     return tensors
 
 

@@ -86,11 +86,22 @@ def test_a_model_without_memory_reads_its_slices_of_a_directory(
 
 
 @ranks(2)
-def test_a_directory_of_a_wider_model_is_refused_on_all_ranks(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_directory_that_is_another_model_s_is_refused_on_all_ranks(rank: int, world: int, tmp_path: Path) -> None:
     saved_once(small("llama", torch.float32, hidden_size=64), tmp_path / "wide", rank)
     saved_once(small("llama", torch.float32, vocab_size=98), tmp_path / "one word more", rank)  # where padding lies
+    saved_once(small("llama", torch.float32, num_hidden_layers=1), tmp_path / "short", rank)
+    saved_once(small("llama", torch.float32, num_hidden_layers=4), tmp_path / "long", rank)
     booster = booster_of(2, 1)
-    model, *_ = booster.boost(small("llama", torch.float32))
+    before = small("llama", torch.float32)
+    model, *_ = booster.boost(copy.deepcopy(before))
+    with pytest.raises(ValueError, match=r"18 that the model lacks.*layers\.2.*with strict=False"):
+        booster.load_model(model, tmp_path / "long")
+    for name, value in booster.checkpoint_io.model_tensors(model):
+        assert torch.equal(value, before.get_parameter(name)), name
+    booster.load_model(model, tmp_path / "long", strict=False)
+    with pytest.raises(ValueError, match="lacks|size mismatch|is \\[") as short:
+        booster.load_model(model, tmp_path / "short")
+    assert "layers.1" in str(short.value)
     with pytest.raises((ValueError, RuntimeError)):
         booster.load_model(model, tmp_path / "wide")
     with pytest.raises(ValueError, match=r"weight' is \[98, 32\] in the files and \[97, 32\] in the model"):
