@@ -143,8 +143,9 @@ def _mpt(
     within: Range | None,
 ) -> PublishedRun:
     layout = f"--tp 1 {ALL_CUT} --run.micro-batch-size {micro}{' ' + RECOMPUTED if recomputed else ''}"
-    more = {"tokens_per_s": rate, "within": within, "hardware": FLASH_2}
-    return row(name, "llm-foundry", ranks, mpt(*sizes), layout, batch, **more)
+    return row(
+        name, "llm-foundry", ranks, mpt(*sizes), layout, batch, tokens_per_s=rate, within=within, hardware=FLASH_2
+    )
 
 
 def _titan(cp: int, tokens: int, rate: int, gib: float, within: Range | None = LONG) -> PublishedRun:
@@ -167,8 +168,8 @@ def _meta(ranks: int, mfu: float, more: str = "") -> PublishedRun:
     """Section 3.3.2 of the paper: 8K tokens were trained without activation checkpointing. more: options."""
     layout = f"--tp 8 --pp 16 {EVEN_405B} --run.micro-batch-size 1 --ddp.data-parallel-sharding-strategy optim {more}"
     name = f"Llama 3 405B, {ranks:,} H100{', parts computed again' * bool(more)}"
-    found = {"mfu": mfu, "within": None if more else NEAR, "hardware": FLASH_2}
-    return row(name, "llama3", ranks, LLAMA_405B, layout, (2048, 8192), **found)
+    within = None if more else NEAR
+    return row(name, "llama3", ranks, LLAMA_405B, layout, (2048, 8192), mfu=mfu, within=within, hardware=FLASH_2)
 
 
 def _megatron(name: str, sizes: str, ranks: int, layout: str, sequences: int, seconds: float) -> PublishedRun:
