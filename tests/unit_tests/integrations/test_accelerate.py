@@ -337,9 +337,7 @@ class Halves(nn.Module):
 
 
 @ranks(2)
-def test_parameters_that_a_step_does_not_use_train_as_where_torchs_ddp_searches_for_them(
-    rank: int, world: int
-) -> None:
+def test_parameters_that_a_step_does_not_use_train_as_where_torchs_ddp_searches_for_them(rank: int, world: int) -> None:
     """As with accelerate alone: no decay and no momentum where no rank has a gradient. The search is warned of."""
     from accelerate import Accelerator as Alone
     from accelerate.utils import DistributedDataParallelKwargs
