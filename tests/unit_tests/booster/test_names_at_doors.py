@@ -1,7 +1,6 @@
 """A directory with a name too many, names too few, or more layers: what each door that loads it does."""
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from core.hugging_face import load_split
 from core.jobs import convert
 from core.pipeline_parallel.layout import PipelineLayout
 from tests.unit_tests.hugging_face.models import small
+from tests.unit_tests.logged import logged
 from tests.unit_tests.ranks import ranks
 
 STRAY = "model.layers.0.mlp.stray.weight"
@@ -106,17 +106,6 @@ def test_a_name_that_was_lacking_has_no_values_on_any_stage(rank: int, world: in
         model.expect_values()
 
 
-class Lines(logging.Handler):
-    """What a logger has said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said += record.getMessage()
-
-
 @ranks(2)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_load_split_reports_names_on_one_side_as_from_pretrained_does(
@@ -128,17 +117,12 @@ def test_load_split_reports_names_on_one_side_as_from_pretrained_does(
     dist.barrier()
     parallel_state.initialize_model_parallel(tp, pp)
     layout = PipelineLayout((1, 1), 2) if pp == 2 else None
-    lines, log = Lines(), logging.getLogger("transformers")
     transformers.logging.set_verbosity_warning()
-    log.addHandler(lines)
-    try:
-        for fault in ("stray", "missing"):
-            lines.said = ""
+    for fault in ("stray", "missing"):
+        with logged("transformers") as messages:
             load_split(tmp_path / fault, layout=layout)
-            if fault == "stray" or rank == 1 or tp == 2:  # the layer that lacks it is of the second stage
-                assert NAMED[fault] in lines.said, lines.said
-    finally:
-        log.removeHandler(lines)
+        if fault == "stray" or rank == 1 or tp == 2:  # the layer that lacks it is of the second stage
+            assert NAMED[fault] in "".join(messages), messages
 
 
 @pytest.mark.parametrize("fault", NAMED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import plan_pipeline
+from tests.unit_tests.logged import logged
 from tests.unit_tests.optimizer.test_optimizer import ALGORITHMS, STRATEGIES
 from tests.unit_tests.pipeline_parallel.pipeline_reference import microbatch, start_pipeline
 from tests.unit_tests.ranks import ranks
@@ -211,17 +211,12 @@ def test_what_was_skipped_and_why_is_logged(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel()
     ddp = wrap(make_net(torch.float16))
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, fp16=True, initial_loss_scale=64.0, hysteresis=1), [ddp])
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("core.optimizer.optimizer")
-    log.addHandler(handler)
-    optimizer.zero_grad()
-    set_gradients(ddp, 1.0)
-    ddp.module.second.weight.grad[0, :3] = float("inf")
-    finalize_model_grads([ddp])
-    optimizer.step()
-    log.removeHandler(handler)
+    with logged("core.optimizer.optimizer") as records:
+        optimizer.zero_grad()
+        set_gradients(ddp, 1.0)
+        ddp.module.second.weight.grad[0, :3] = float("inf")
+        finalize_model_grads([ddp])
+        optimizer.step()
     (message,) = records
     assert "rank 0: the gradient of 'second.weight' holds inf in 3 of 77 elements" in message
     assert "the next loss scale is 32" in message
@@ -237,17 +232,12 @@ def test_steps_that_only_look_for_a_loss_scale_are_reported_in_two_lines(rank: i
     optimizer: Any = get_megatron_optimizer(config, [ddp])
     if chained:
         optimizer = ChainedOptimizer([optimizer])
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("core.optimizer.optimizer")
-    log.addHandler(handler)
-    for value in (*[float("inf")] * 6, 1.0, 1.0, float("inf")):
-        optimizer.zero_grad()
-        set_gradients(ddp, value)
-        finalize_model_grads([ddp])
-        optimizer.step()
-    log.removeHandler(handler)
+    with logged("core.optimizer.optimizer") as records:
+        for value in (*[float("inf")] * 6, 1.0, 1.0, float("inf")):
+            optimizer.zero_grad()
+            set_gradients(ddp, value)
+            finalize_model_grads([ddp])
+            optimizer.step()
     first, together, later = records
     assert "holds inf" in first and "the next loss scale is 1024. Until a step is made" in first
     assert together.startswith("5 more steps were skipped while the loss scale came down from 1024 to 32,")
@@ -261,17 +251,12 @@ def test_a_loss_scale_that_has_nowhere_to_go_is_reported_in_every_step(rank: int
     ddp = wrap(make_net(torch.float16))
     config = OptimizerConfig(lr=0.1, fp16=True, initial_loss_scale=4.0, min_loss_scale=1.0, hysteresis=1)
     optimizer = get_megatron_optimizer(config, [ddp])
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("core.optimizer.optimizer")
-    log.addHandler(handler)
-    for _ in range(4):
-        optimizer.zero_grad()
-        set_gradients(ddp, float("nan"))
-        finalize_model_grads([ddp])
-        optimizer.step()
-    log.removeHandler(handler)
+    with logged("core.optimizer.optimizer") as records:
+        for _ in range(4):
+            optimizer.zero_grad()
+            set_gradients(ddp, float("nan"))
+            finalize_model_grads([ddp])
+            optimizer.step()
     assert ["the next loss scale is 2." in records[0], *(r.endswith("scale is 1") for r in records[1:])] == [True] * 4
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from torch import nn
 from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit_tests.logged import logged
 from tests.unit_tests.optimizer.test_optimizer import ALGORITHMS
 from tests.unit_tests.optimizer.test_optimizer_fp16 import assert_bit_equal, snapshot
 from tests.unit_tests.ranks import ranks
@@ -44,19 +42,6 @@ class Mixed(nn.Module):
         self.expert.allreduce = False
         self.expert.tensor_model_parallel = True
         self.frozen.requires_grad_(False)
-
-
-@contextmanager
-def warnings_of_the_optimizer() -> Iterator[list[str]]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("core.optimizer.optimizer")
-    log.addHandler(handler)
-    try:
-        yield records
-    finally:
-        log.removeHandler(handler)
 
 
 def one_step(chunks: list[Any], optimizer: Any, poison: tuple[int, str, float] | None) -> Any:
@@ -106,7 +91,7 @@ def test_one_bad_number_on_one_rank_changes_nothing_anywhere(
             dist.all_gather_object(everyone, parts)
             holders = [r for found in everyone for r, holds in found if holds]
             before = snapshot(ddp, optimizer)
-            with warnings_of_the_optimizer() as records:
+            with logged("core.optimizer.optimizer") as records:
                 assert one_step([ddp], optimizer, (holders[-1], name, bad)) == (False, None, None)
             assert_bit_equal(snapshot(ddp, optimizer), before)
             if rank == 0:
@@ -147,7 +132,7 @@ def test_a_norm_above_the_threshold_skips_on_all_ranks(rank: int, world: int, st
         (loss_of(ddp, rank, 0) * factor).backward()
         finalize_model_grads([ddp])
         before = snapshot(ddp, optimizer)
-        with warnings_of_the_optimizer() as records:
+        with logged("core.optimizer.optimizer") as records:
             assert optimizer.step()[0] == made
         if made:
             assert not torch.equal(ddp.state_dict()["first.weight"], before[0]["first.weight"])
@@ -170,6 +155,6 @@ def test_a_watch_that_saw_the_cause_is_believed(rank: int, world: int) -> None:
     (loss_of(ddp, rank, 2) * (math.nan if rank == 1 else 1.0)).backward()
     finalize_model_grads([ddp])
     assert all(bool(p.grad.isnan().any()) for p in ddp.parameters())
-    with warnings_of_the_optimizer() as records:
+    with logged("core.optimizer.optimizer") as records:
         assert optimizer.step() == (False, None, None)
     assert rank > 0 or "rank 1: the gradient of 'third.bias' became non-finite in microbatch 2" in records[0], records
