@@ -220,20 +220,20 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Step every bucket, and gather what other ranks have updated."""
         for chunk in self.model_chunks:
             chunk.begin_param_update()
-        wrapped = any(chunk.ddp_config.overlap_param_gather for chunk in self.model_chunks)
-        if not (wrapped or self.config.overlap_param_gather_with_optimizer_step):
-            step.step_buckets(self.masters, factors, self.scratch)
-            for chunk in self.model_chunks:
-                chunk.start_param_sync()
-            return
-        place = {id(masters.bucket): index for index, masters in enumerate(self.masters)}
-        for chunk in self.model_chunks:
+        at_once = self.config.overlap_param_gather_with_optimizer_step
+        streamed = [chunk for chunk in self.model_chunks if at_once or chunk.ddp_config.overlap_param_gather]
+        left = {id(masters.bucket): index for index, masters in enumerate(self.masters)}
+        for chunk in streamed:
             for bucket in chunk.param_sync.buckets:
-                index = place[id(bucket)]
+                index = left.pop(id(bucket))
                 step.step_buckets([self.masters[index]], [factors[index]], self.scratch)
                 chunk.param_sync.start_bucket(bucket)
+        step.step_buckets([self.masters[i] for i in left.values()], [factors[i] for i in left.values()], self.scratch)
         for chunk in self.model_chunks:
-            chunk.finish_param_sync()
+            if chunk in streamed:
+                chunk.finish_param_sync()
+            else:
+                chunk.start_param_sync()
 
     def _factors(self, stats: GradStats) -> list[Factors]:
         """For each bucket and norm group the one number that its memory is multiplied by."""

@@ -169,6 +169,37 @@ def test_every_read_right_after_a_step_is_that_of_one_process(
 
 
 @ranks(2)
+@pytest.mark.parametrize("gathers_first", [True, False])
+def test_a_model_that_gathers_in_the_step_and_one_of_sharded_parameters_share_an_optimizer(
+    rank: int, world: int, gathers_first: bool
+) -> None:
+    parallel_state.initialize_model_parallel()
+    plains = [Functional(), Functional()]
+    options: list[dict[str, Any]] = [
+        {"data_parallel_sharding_strategy": "optim", "overlap_param_gather": True},
+        {"data_parallel_sharding_strategy": "optim_grads_params", "share_host_memory": False},
+    ]
+    if not gathers_first:
+        options.reverse()
+    chunks = [wrap(copy.deepcopy(plain), **each) for plain, each in zip(plains, options, strict=True)]
+    config = OptimizerConfig(optimizer="sgd", lr=LR, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
+    optimizer = get_megatron_optimizer(config, chunks)
+    x = X.view(2, 1, 6)
+    for step in range(3):
+        optimizer.zero_grad()
+        for chunk, plain in zip(chunks, plains, strict=True):
+            functional_loss(chunk, rank, step).backward()
+            with torch.no_grad():  # gathers weights that stay until the step
+                torch.testing.assert_close(chunk(x), plain(x), rtol=1e-9, atol=1e-12)
+        finalize_model_grads(chunks)
+        assert optimizer.step()[0]
+        for chunk, plain in zip(chunks, plains, strict=True):
+            one_process_step(plain, world, step, functional_loss)
+            with torch.no_grad():
+                torch.testing.assert_close(chunk(x), plain(x), rtol=1e-9, atol=1e-12)
+
+
+@ranks(2)
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_weights_that_are_loaded_into_a_submodule_after_a_step_stay(rank: int, world: int, strategy: str) -> None:
     parallel_state.initialize_model_parallel()
