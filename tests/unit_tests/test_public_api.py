@@ -2,8 +2,8 @@
 
     python -m tests.unit_tests.test_public_api      writes the list again
 
-A name or an argument that is new is added by that command. A name or an argument that goes needs a new version first: raise
-`__version__` in core/__init__.py, and say in CHANGELOG.md what to write instead.
+That command adds what is new. A name or an argument that goes needs a new version first: raise `__version__` in
+core/__init__.py, and say in CHANGELOG.md what to write instead.
 """
 
 from __future__ import annotations
