@@ -57,11 +57,17 @@ def pass_on(tensor: Tensor, group: Any) -> ring.Passing:
 
 
 def attention_of_gpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Attention whose kernel drops weights as it goes, which costs no memory. fp64 has no such kernel."""
+    """Attention whose kernel drops weights as it goes, which costs no memory. fp64 has no such kernel.
+
+    The CPU's kernel wants values as wide as queries, which those of a GPU do not: they are padded.
+    """
+    width, wide = value.shape[-1], query.shape[-1]
     if query.dtype != torch.float64:
         args = (*args[:1], *(0.0 for _ in args[1:2]), *args[2:])
         kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-    return ATTENTION(query, key, value, *args, **kwargs)
+    if width >= wide:
+        return ATTENTION(query, key, value, *args, **kwargs)
+    return ATTENTION(query, key, F.pad(value, (0, wide - width)), *args, **kwargs)[..., :width]
 
 
 def dropout_of_gpu(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -253,6 +253,19 @@ def test_gpt2_with_its_own_dropout_needs_no_room_for_scores_on_a_gpu() -> None:
     assert peaks[0] == peaks[1]
 
 
+def test_values_that_are_narrower_than_queries_need_no_room_for_scores_on_a_gpu() -> None:
+    """Heads of DeepSeek-V3 have 192 numbers in queries and keys and 128 in values. [4 sequences, 4 heads, 512, 512]."""
+    pytest.importorskip("transformers")
+    run = ModelRun("tiny:deepseek_v3", dtype="bfloat16", sequence_length=512, global_batch_size=4, micro_batch_size=4)
+    heads = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_attention_heads": 4}
+    run.configuration.update({**heads, "num_key_value_heads": 4})
+    dense = [
+        next(saved.each for saved in plan_run(run, 1, device).fullest.activations if saved.part == "dense layers")
+        for device in ("h100", "laptop")
+    ]
+    assert dense[1] - dense[0] > 4 * 4 * 512 * 512 * 2  # bytes of the scores
+
+
 def test_one_chunk_of_the_loss_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work and memory of the head are those of all chunks, the smaller last one too: 128 tokens by 24."""
     flags = [*MODEL, "--tp", "1", "--run.micro-batch-size", "2", "--model.logits-chunk", "24"]
