@@ -48,7 +48,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["core", "core.*"]),
-    package_data={"core": ["py.typed"], "core.plan": ["devices/*.json", "models/*.json"]},
+    package_data={"core": ["py.typed"], "core.plan": ["devices/*.json", "models/*.json", "models/*.toml"]},
     py_modules=["pretrain_gpt"],
     python_requires=">=3.10",
     install_requires=["torch>=2.11,<2.14", "numpy", "einops"],

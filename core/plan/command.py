@@ -16,7 +16,7 @@ from core.plan.advise import advise
 from core.plan.calibrate import calibrate
 from core.plan.choices import NO_MODE
 from core.plan.device import Device, known_devices, read_device
-from core.plan.model_run import TINY, ModelRun, known_models
+from core.plan.model_run import MODELS, TINY, ModelRun, known_models
 from core.plan.pictures import draw_plan
 from core.plan.plan_run import plan_run
 from core.plan.suggestions import advice
@@ -182,15 +182,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def is_directory_or_json(name: str) -> bool:
-    """True if a model's name is one of a config.json or of a directory."""
-    return name.endswith(".json") or Path(name).is_dir()
+def job_file(name: str) -> Path:
+    """The TOML file of the main job that a name stands for."""
+    published = MODELS / f"{name}.toml"
+    return published if published.is_file() else Path(name)
+
+
+def is_job_file(path: Path) -> bool:
+    """True for a TOML file, there or not. Others are models of Hugging Face, or names on the Hub."""
+    return path.suffix == ".toml" or (path.is_file() and path.suffix != ".json")
 
 
 def is_hugging_face(models: Sequence[str]) -> bool:
     """True if what is given names a Hugging Face model. ConfigError for several of these."""
-    known = known_models()
-    found = [name for name in models if name in known or name.startswith(TINY) or is_directory_or_json(name)]
+    found = [name for name in models if not is_job_file(job_file(name))]
     if found and len(models) > 1:
         raise ConfigError(f"--model is given as {', '.join(models)}; a Hugging Face model is given alone")
     return bool(found)
@@ -229,10 +234,11 @@ def job_config(options: argparse.Namespace, more: Sequence[str]) -> JobConfig:
     for name in OF_MODELS:
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is of Hugging Face models; the main job has its own options")
-    for file in options.model:
-        if Path(file).is_file() and not read_toml(Path(file)):
+    files = [job_file(name) for name in options.model]
+    for file in files:
+        if file.is_file() and not read_toml(file):
             raise ConfigError(f"--model {file} is empty, so it is no model; give its sizes, such as [model] num_layers")
-    flags = [part for file in options.model for part in ("--config", file)]
+    flags = [part for file in files for part in ("--config", str(file))]
     named = {
         "--model.sequence-length": options.seq,
         "--run.global-batch-size": options.global_batch,

@@ -30,12 +30,12 @@ from core.training.plan import share_batch
 from core.training.sizes import check_ranks
 
 TINY = "tiny:"
-MODELS = Path(__file__).parent / "models"  # config.json files of published models, by the names that people type
+MODELS = Path(__file__).parent / "models"  # published models, by the names that people type: .json, or .toml of the job
 
 
 def known_models() -> list[str]:
     """Names of published models whose shapes are here."""
-    return sorted(path.stem for path in MODELS.glob("*.json"))
+    return sorted(path.stem for path in MODELS.iterdir())
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ModelRun:
             if not path.is_file():
                 raise LookupError(
                     f"there is no {path}; give a config.json, a directory with one, {', '.join(known_models())}, or "
-                    f"{TINY}FAMILY for a small model" + how_to_download(self.model, "model")
+                    f"{TINY}FAMILY for a small model" + how_to_download(self.model, "model", "config.json")
                 )
         except (LookupError, OSError, ValueError) as error:
             words = error.args[0] if isinstance(error, LookupError) else str(error).strip().splitlines()[0]
@@ -113,7 +113,8 @@ class ModelRun:
         path = Path(self.model)
         if path.is_dir():
             return path / "config.json"
-        return MODELS / f"{self.model}.json" if self.model in known_models() else path
+        published = MODELS / f"{self.model}.json"
+        return published if published.is_file() else path
 
     @property
     def num_layers(self) -> int:

@@ -49,11 +49,14 @@ def _snapshot(path: str, kind: Kind) -> Path | None:
         return None
 
 
-def how_to_download(path: str, kind: Kind) -> str:
-    """A sentence for the end of an error: the command that downloads `path`. Empty for what is no name on the Hub."""
+def how_to_download(path: str, kind: Kind, file: str = "") -> str:
+    """A sentence for the end of an error: the command that downloads `path`. Empty for what is no name on the Hub.
+
+    file: the one that is enough.
+    """
     if not is_hub_name(path):
         return ""
     what = " --repo-type dataset" if kind == "dataset" else ""
     place = path.rpartition("/")[2]
-    command = f"hf download {path}{what} --local-dir {place}"
+    command = f"hf download {path}{what}{file and ' ' + file} --local-dir {place}"
     return f". Nothing is downloaded here; if this is a name on the Hub, run {command}, and give {place}"

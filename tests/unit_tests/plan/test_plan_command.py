@@ -328,12 +328,13 @@ PUBLISHED = {  # parameters, as their publishers count them
     "llama3-405b": 405_853_388_800,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v3": 671_026_419_200 - 58 * 256,  # a router's biases are no parameters in transformers
 }
 
 
 def test_a_published_model_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
-    assert known_models() == sorted(PUBLISHED)
+    assert known_models() == sorted([*PUBLISHED, "gpt-175b"])
     for name, parameters in PUBLISHED.items():
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(ModelRun(name).configuration)
@@ -341,8 +342,14 @@ def test_a_published_model_is_planned_by_its_name(capsys: pytest.CaptureFixture[
     layout = ["--ranks", "8", "--zero", "3", "--seq", "4096", "--global-batch", "8", "--dtype", "bfloat16"]
     assert main(["--model", "llama3-8b", *layout]) == 0
     assert capsys.readouterr().out.startswith("8.03 B parameters")
-    assert main(["--model", "llama3-9b.json", *layout]) == 2
-    assert "llama3-8b, mixtral-8x7b" in capsys.readouterr().err
+    for name in ("llama3-9b.json", "llama3-9b"):
+        assert main(["--model", name, *layout]) == 2
+        assert "llama3-8b, mixtral-8x7b" in capsys.readouterr().err
+    assert main(["--model", "org/name", *layout]) == 2
+    assert "run hf download org/name config.json --local-dir name, and give name" in capsys.readouterr().err
+    layout = ["--ranks", "64", "--tp", "8", "--pp", "8", "--global-batch", "8", "--model.dtype", "bfloat16"]
+    assert main(["--model", "gpt-175b", *layout, "--device", "a100"]) == 0
+    assert capsys.readouterr().out.startswith("175 B parameters; tp 8 x pp 8 x dp 1; ")
 
 
 def test_a_plan_as_json_has_the_numbers_of_the_plan_in_words(capsys: pytest.CaptureFixture[str]) -> None:
