@@ -15,6 +15,8 @@ from core.plan.device import Device, Link
 from core.plan.planned_groups import PlannedGroups
 from core.plan.step_figures import PartFigures
 
+RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+
 
 @dataclass(frozen=True)
 class Communication:
@@ -88,16 +90,14 @@ def communication_of(
     groups: PlannedGroups, name: str, collective: str, calls: int, nbytes: int, device: Device
 ) -> Communication:
     """The time of some calls: each waits once for its farthest rank, and bytes leave one after the other."""
-    where = link_of(groups, name, device)
-    link = device.link(collective, groups.size(name)) if where == "inside" else device.between
-    if not (link.hop_s or device.inside.hop_s):
-        latency_s = link.latency_s
-    else:
-        machines = 1 if where == "inside" else machines_of(groups, name, device)
-        latency_s = link.latency_s + hops_seconds(
-            collective, groups.size(name), machines, device.inside, device.between
-        )
-    return Communication(name, collective, where, calls, nbytes, calls * latency_s + nbytes / link.bytes_per_s)
+    where, ranks = link_of(groups, name, device), groups.size(name)
+    machines = 1 if where == "inside" else machines_of(groups, name, device)
+    link = device.link(collective, ranks) if where == "inside" else device.between
+    rate = link.bytes_per_s if where == "inside" else rate_between(collective, ranks, machines, device)
+    latency_s = link.latency_s
+    if link.hop_s or device.inside.hop_s:
+        latency_s += hops_seconds(collective, ranks, machines, device.inside, device.between)
+    return Communication(name, collective, where, calls, nbytes, calls * latency_s + nbytes / rate)
 
 
 def machines_of(groups: PlannedGroups, name: str, device: Device) -> int:
@@ -108,6 +108,22 @@ def machines_of(groups: PlannedGroups, name: str, device: Device) -> int:
     return groups.machines[key]
 
 
+def rate_between(collective: str, ranks: int, machines: int, device: Device) -> float:
+    """Bytes a second that leave each rank of a group over several machines; never more than inside a machine.
+
+    A ring or a tree crosses from machine to machine on the network links of all its ranks there: NCCL splits what is
+    sent over them (NVIDIA/nccl, issues 601 and 1277: 360 GB/s on 8 links of 400 Gbit/s). In an all-to-all, what ranks
+    of one machine send each other stays inside.
+    """
+    in_machine = max(1, ranks // machines)
+    rate = device.between.bytes_per_s
+    if collective in RINGS:
+        rate *= in_machine
+    elif collective == "all_to_all":
+        rate *= (ranks - 1) / (ranks - in_machine)
+    return min(rate, device.inside.bytes_per_s)
+
+
 def hops_seconds(collective: str, ranks: int, machines: int, inside: Link, between: Link) -> float:
     """Seconds of a collective's hops, one behind another, as NCCL's tuning.cc counts them.
 
@@ -115,7 +131,7 @@ def hops_seconds(collective: str, ranks: int, machines: int, inside: Link, betwe
     all ranks of a machine and the logarithm of the machines; the faster one is taken. Others send to all at once.
     """
     far = between.hop_s if machines > 1 else inside.hop_s
-    if collective not in ("all_reduce", "all_gather", "reduce_scatter"):
+    if collective not in RINGS:
         return far
     ring = (ranks - machines) * inside.hop_s + (machines - 1) * between.hop_s
     if collective != "all_reduce":

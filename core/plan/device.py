@@ -43,7 +43,8 @@ class Device:
     matmul_flops: operations a second of matrix products, by dtype, as achieved. peak_flops: what MFU is a fraction of.
     attention_flops: operations a second of attention's kernel, by dtype; without a dtype's, those of products.
     memory_bandwidth: bytes a second read and written. operator_overhead_s: the least that an operator takes. inside,
-    between: links within a machine and between machines. ranks_per_machine: where one ends and the other begins.
+    between: links within a machine, and of one rank to other machines. ranks_per_machine: where one ends and the other
+    begins.
     overlap_slowdown: share by which arithmetic takes longer while a collective runs that it hides. headroom: share of
     the memory that is kept free, for what an allocator adds to the tensors that are planned.
 

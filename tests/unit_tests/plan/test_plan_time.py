@@ -11,7 +11,7 @@ from core.groups.rank_grid import DATA_KINDS, GRID_KINDS
 from core.pipeline_parallel import PipelineLayout
 from core.pipeline_parallel.schedules import actions_in, build_schedule, find_schedule
 from core.plan import Link, plan_run, read_device
-from core.plan.communication import hops_seconds, link_of
+from core.plan.communication import hops_seconds, link_of, rate_between
 from core.plan.job_run import run_of_job
 from core.plan.live_memory import Work
 from core.plan.schedule_order import Action, StageStandIn, actions_of_ranks
@@ -19,6 +19,7 @@ from core.plan.step_time import work_seconds
 from core.plan.time_line import pipeline_spans, shared_spans
 from core.training.config_file import load_config
 
+H100 = read_device("h100")
 TINY = "--model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256 --model.sequence-length 64"
 
 
@@ -84,6 +85,24 @@ def test_attention_runs_at_its_own_speed() -> None:
     kernel = "aten._scaled_dot_product_flash_attention_for_cpu"
     works = [Work(1000, 10, dtype, name) for dtype in (torch.bfloat16, torch.float32) for name in (kernel, "aten.mm")]
     assert [work_seconds({work: 1}, device) for work in works] == [20.0, 10.0, 10.0, 10.0]
+
+
+def test_a_ring_crosses_between_machines_on_the_links_of_all_its_ranks_there() -> None:
+    device = replace(H100, inside=Link(0.0, 300.0), between=Link(0.0, 40.0))
+    for collective in ("all_gather", "reduce_scatter", "all_reduce"):
+        assert rate_between(collective, 16, 8, device) == 80.0
+        assert rate_between(collective, 64, 8, device) == 300.0  # 8 links of 40, and no more than inside
+        assert rate_between(collective, 8, 8, device) == 40.0
+    assert rate_between("all_to_all", 16, 2, device) == 40.0 * 15 / 8  # 8 of 15 peers are on the other machine
+    assert rate_between("send", 16, 2, device) == 40.0
+    flags = "--ddp.data-parallel-sharding-strategy optim_grads_params --ddp.no-overlap-param-gather"
+    (gathers,) = [
+        row
+        for row in plan(f"{flags} --tp 1 --run.global-batch-size 64", 64).time.communication
+        if row.collective == "all_gather"
+    ]
+    waits = hops_seconds("all_gather", 64, 8, H100.inside, H100.between) + H100.between.latency_s
+    assert gathers.seconds == pytest.approx(gathers.calls * waits + gathers.nbytes / (8 * 40e9))
 
 
 def test_latency_grows_with_the_ranks_of_a_ring_and_the_logarithm_of_a_tree() -> None:
