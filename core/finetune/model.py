@@ -35,9 +35,9 @@ from core.finetune.model_files import (
     GENERATION,
     check_weights,
     classifies,
+    model_of_files,
     one_line,
     read_settings,
-    refuse_missing,
 )
 from core.finetune.plan import sequence_mode, zero_stage
 from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
@@ -320,10 +320,7 @@ def boosted(config: TuneConfig, micro_batch_size: int) -> tuple[LowLevelZeroMode
             untie_by_files(model, directory, weight_files(directory))
         else:
             check_files(directory, dist.get_rank(), dist.get_world_size())
-            model, loading = kind.from_pretrained(directory, dtype=dtype, output_loading_info=True)
-            if loading["missing_keys"]:
-                refuse_missing(directory, sorted(loading["missing_keys"]))
-            model.train()
+            model = model_of_files(kind, directory, dtype=dtype).train()
         if config.model.gradient_checkpointing and config.parallel.plugin != "hybrid":  # which has an option for it
             checkpoint_layers([model], GradientCheckpointConfig(), find_cut(model).lists)
         if is_hub_name(config.model.path):  # which adapters name as their base: the cache is of this machine alone

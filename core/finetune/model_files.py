@@ -18,6 +18,7 @@ from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.weights.index import weight_files
 from core.checkpoint.weights.one_file import open_safetensors
+from core.hugging_face.transformers_plans import transformers_package
 from core.training.errors import ConfigError
 
 CONFIGURATION, GENERATION = "config.json", "generation_config.json"
@@ -82,15 +83,35 @@ def check_weights(directory: Path, model: Any, drawn: Collection[str] = ()) -> N
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     lacking = sorted(params.keys() - set(drawn) - sizes.keys() - tied.keys() - set(tied.values()))
     if lacking and sizes and sizes.keys() <= model.state_dict().keys():
-        refuse_missing(directory, lacking)
+        refuse_missing(f"--model.path {directory}", lacking)
 
 
-def refuse_missing(directory: Path, names: list[str]) -> None:
+def refuse_missing(where: str, names: list[str]) -> None:
     """ConfigError: transformers would draw these weights at random."""
     raise ConfigError(
-        f"--model.path {directory}: its files lack {len(names)} of the model's weights, the first {names[0]!r}; they "
-        "are of a model with other sizes than config.json, or not all there"
+        f"{where}: its files lack {len(names)} of the model's weights, the first {names[0]!r}; they are of a model "
+        "with other sizes than config.json, or not all there"
     )
+
+
+def model_of_files(
+    kind: Any, directory: Path, drawn: Callable[[Any], set[str]] = lambda model: set(), **options: Any
+) -> Any:
+    """What `kind.from_pretrained` makes of a directory. ConfigError where it would draw a weight at random.
+
+    drawn: parameters of the model that the directory may lack. options: of from_pretrained.
+    """
+    log = transformers_package().utils.logging
+    said = log.get_verbosity()
+    log.set_verbosity_error()  # transformers lists what is missing
+    try:
+        model, loading = kind.from_pretrained(directory, output_loading_info=True, **options)
+    finally:
+        log.set_verbosity(said)
+    missing = sorted(set(loading["missing_keys"]) - drawn(model))
+    if missing:
+        refuse_missing(str(directory), missing)
+    return model
 
 
 def read_settings(directory: Path, name: str) -> dict[str, Any]:

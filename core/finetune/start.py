@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from core.checkpoint.bounded_read import read_bytes
 from core.finetune.config import SCORED, TuneConfig
 from core.finetune.model import configuration_in, directory_of, drawn_names, model_class
-from core.finetune.model_files import refuse_missing, write_what_stays
+from core.finetune.model_files import model_of_files, write_what_stays
 from core.finetune.task_trainer import TaskTrainer
 from core.groups import agree
 from core.hugging_face.directory import check_files, read_configuration
@@ -54,25 +55,22 @@ def make_start(config: TuneConfig, tokenizer: Any, classes: Sequence[str]) -> No
     configuration.get_text_config().pad_token_id = tokenizer.pad_token_id
     kind = model_class(configuration, path, config.data.task)
     check_files(base)
-    log = transformers_package().utils.logging
-    said = log.get_verbosity()
-    log.set_verbosity_error()  # transformers lists what the base has, or lacks
     with torch.random.fork_rng():
         torch.manual_seed(config.run.seed)
-        model, loading = kind.from_pretrained(
-            base, config=configuration, dtype=DTYPES[config.model.dtype], output_loading_info=True
+        model = model_of_files(
+            kind,
+            base,
+            partial(drawn_names, config.data.task),
+            config=configuration,
+            dtype=DTYPES[config.model.dtype],
         )
-    log.set_verbosity(said)
-    lacking = sorted(set(loading["missing_keys"]) - drawn_names(config.data.task, model))
-    if lacking:
-        refuse_missing(base, lacking)
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    model.save_pretrained(partial)
-    write_what_stays(base, partial, configuration_in)
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    model.save_pretrained(unfinished)
+    write_what_stays(base, unfinished, configuration_in)
     try:
-        partial.rename(folder)
+        unfinished.rename(folder)
     except OSError:  # another process was first
-        shutil.rmtree(partial)
+        shutil.rmtree(unfinished)
 
 
 def _digest_of(config: TuneConfig, more: Sequence[str]) -> str:

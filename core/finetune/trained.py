@@ -16,7 +16,7 @@ from core.checkpoint import find_intact, load_checkpoint
 from core.checkpoint.transformers_files import is_of_transformers
 from core.finetune.config import LoraOptions, TuneConfig, TunedData, TunedModel
 from core.finetune.model import directory_of, drawn_names, lora_config_of, model_class, train_heads
-from core.finetune.model_files import ADAPTER, AUTO_CLASS, classifies
+from core.finetune.model_files import ADAPTER, AUTO_CLASS, classifies, model_of_files
 from core.hugging_face.directory import check_files, look_at, read_configuration
 from core.hugging_face.transformers_plans import transformers_package
 from core.training.config import RunOptions
@@ -84,7 +84,7 @@ def _loaded(directory: Path, dtype: torch.dtype | str) -> Any:
     look_at(directory)
     check_files(directory)
     kind = getattr(transformers_package(), AUTO_CLASS[classifies(read_configuration(directory))])
-    return kind.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+    return model_of_files(kind, directory, dtype=dtype, trust_remote_code=False)
 
 
 def load_tuned_checkpoint(root: Path, step: int | None = None) -> Tuned:

@@ -22,7 +22,7 @@ pytest.importorskip("tyro")
 
 import peft
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from core.finetune.model import check_model, directory_of
 from core.jobs import convert, generate
@@ -93,6 +93,20 @@ def test_a_directory_without_a_tokenizer_is_refused_in_a_sentence(
     error = capsys.readouterr().err
     assert f"the tokenizer of {tmp_path} knows" in error
     assert "makes none of 'a'; put the model's tokenizer.json" in error
+
+
+def test_a_directory_that_lacks_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Transformers draws them at random, and lists them in a table."""
+    config = config_in(tmp_path)
+    check_model(config)
+    directory = directory_of(config)
+    weights = load_file(directory / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    assert generate.main([str(directory), *GREEDY]) == 2
+    error = capsys.readouterr().err
+    assert "lack 1 of the model's weights, the first 'model.layers.1.mlp.up_proj.weight'" in error
+    assert "MISSING" not in error
 
 
 def test_an_adapter_answers_on_its_base_and_is_merged_into_a_directory(
