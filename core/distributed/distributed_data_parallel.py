@@ -20,7 +20,7 @@ from core.distributed.contract.placement import MemStats
 from core.distributed.describe import describe_model, where
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.engine import Engine
-from core.distributed.guard.finite import Finding, LargeGradientWatch
+from core.distributed.guard.finite import Finding
 from core.distributed.guard.misuse import StepGuard
 from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
 from core.distributed.hooks import hook, owned_params
@@ -110,7 +110,6 @@ class DistributedDataParallel(nn.Module):
         self.grad_buffers = [buffer for buffer in engine.buffers if buffer.layout.key.data_group == "dp_cp"]
         self.expert_parallel_buffers = [b for b in engine.buffers if b.layout.key.data_group == "expt_dp"]
         self.nan_watch = engine.reducer.watch
-        self.large_watch = LargeGradientWatch(engine.buckets) if self.ddp_config.check_for_large_grads else None
         self.reducer, self.grad_sync, self.param_sync = engine.reducer, engine.grad_sync, engine.params
         self.stages_checked = False
         self.step_guard = StepGuard(self, self.reducer, engine.ids)
@@ -418,7 +417,7 @@ _ENGINE = frozenset(
     (
         *("groups", "engine", "plan", "contracts", "collectives"),
         *("all_buffers", "grad_buffers", "expert_parallel_buffers", "reducer", "grad_sync", "param_sync"),
-        *("nan_watch", "large_watch", "stages_checked", "step_guard"),
+        *("nan_watch", "stages_checked", "step_guard"),
     )
 )
 

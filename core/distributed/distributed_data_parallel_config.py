@@ -89,7 +89,7 @@ class DistributedDataParallelConfig:
     check_for_nan_in_grad: find NaN and Inf before they are reduced; all ranks raise together, naming the first.
     record_nan_in_grad: note where and in which microbatch a gradient first became NaN or Inf without raising, for an
         optimizer that skips such steps and says why.
-    check_for_large_grads: warn when a bucket's norm is 10 times what was seen before.
+    check_for_large_grads: refused, because the optimizer's step returns the norm of all gradients.
     bucket_size: elements a bucket holds before it closes; None for max(40 000 000, 1 000 000 x data ranks). Only used
         under overlap, and with 'optim_grads': there a bucket holds at most so many, or one parameter, and None is a
         sixteenth of the buffer, but at least 1 000 000 and at most the number above. Two such buckets are in memory.
@@ -206,6 +206,11 @@ class DistributedDataParallelConfig:
             raise ValueError(
                 "align_param_gather=True aligns gathers that run under the forward, and here they are complete when "
                 "the optimizer's step returns. Leave it False; overlap_param_gather=True overlaps them within the step"
+            )
+        if self.check_for_large_grads:
+            raise ValueError(
+                "check_for_large_grads=True would look at the norm of each bucket. Leave it False; the step of the "
+                "optimizer returns the norm of all gradients, and OptimizerConfig(clip_grad=...) bounds it"
             )
         if self.reduce_scatter_with_fp32_accumulation and self.grad_reduce_in_fp32:
             raise ValueError(

@@ -269,9 +269,6 @@ def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: Pr
     watches = [chunk.nan_watch for chunk in checked if chunk.nan_watch is not None]
     if watches:
         check_finite(watches, groups)
-    for chunk in chunks:
-        if chunk.large_watch is not None:
-            chunk.large_watch.look()
     if any(chunk.ddp_config.check_replicas for chunk in chunks):
         check_replicas([bucket for chunk in chunks for bucket in chunk.reducer.buckets], groups)
     for parts in models:

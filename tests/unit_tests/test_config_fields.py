@@ -43,7 +43,10 @@ for module, folders in ((training, ("training",)), (finetune, ("finetune", "trai
     }
 # Options that are handed on, all that have an equal name, to a configuration whose fields are read.
 HANDED_ON: dict[type, type] = {training.ModelOptions: TransformerConfig, training.OptimizerOptions: OptimizerConfig}
-REFUSED = {(DistributedDataParallelConfig, "align_param_gather")}  # refused by name, but for the default
+REFUSED = {  # refused by name, but for the default
+    (DistributedDataParallelConfig, "align_param_gather"),
+    (DistributedDataParallelConfig, "check_for_large_grads"),
+}
 WITHOUT_EFFECT = {  # a warning names them, but for the default
     (ModelParallelConfig, "use_cpu_initialization"),
     (TransformerConfig, "use_cpu_initialization"),

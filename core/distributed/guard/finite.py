@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,6 @@ from core.groups import agree
 from core.groups.process_groups import ProcessGroups, world_groups
 from core.groups.rank_grid import DATA_KINDS, STAGE_CROSSING
 
-LARGE_FACTOR = 10.0  # a bucket's norm is large when it is this many times the largest one before it
 UNSEEN = 2**31 - 1
 # Gradients of copies are equal within this part of their norm: where all is computed in 32 bits or more, or in 16.
 FINE, COARSE = 1e-5, 1e-2
@@ -138,27 +136,6 @@ def all_finite(values: torch.Tensor) -> torch.Tensor:
 def _are_finite(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """True where the smallest and the largest of some values are finite: then all are. NaN is both ends of its own."""
     return low * 0 == high * 0  # inf times 0 is NaN, and NaN equals nothing
-
-
-class LargeGradientWatch:
-    """Warns if a bucket's reduced gradient is LARGE_FACTOR times larger than in any step before."""
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.buckets = list(buckets)
-        self.largest: list[float] = [0.0] * len(self.buckets)
-
-    def look(self) -> None:
-        """Compare this step's norms with the largest ones so far. Waits for the device once a bucket."""
-        for n, bucket in enumerate(self.buckets):
-            precise = torch.promote_types(bucket.dtype, torch.float32)
-            norm = float(torch.linalg.vector_norm(bucket.valid_grad, dtype=precise)) * float(bucket.pending_scale)
-            if 0.0 < self.largest[n] * LARGE_FACTOR < norm:
-                warnings.warn(
-                    f"rank {dist.get_rank()}: the gradient norm of {bucket.name} is {norm:.3g}, "
-                    f"{norm / self.largest[n]:.0f} times the largest one before ({self.largest[n]:.3g})",
-                    stacklevel=3,
-                )
-            self.largest[n] = max(self.largest[n], norm)
 
 
 def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:

@@ -92,7 +92,7 @@ ENGINE: dict[str, Case] = {
     "rank order": ({"data_parallel_sharding_strategy": "optim_grads", "deterministic_reduction": True}, {},
                    torch.float32, {}),
     "guards": (
-        {"check_for_nan_in_grad": True, "check_replicas": True, "check_for_large_grads": True, **SMALL},
+        {"check_for_nan_in_grad": True, "check_replicas": True, **SMALL},
         {"clip_grad": 0.1, "log_num_zeros_in_grad": True},
         *(torch.float32, {}),
     ),
@@ -151,7 +151,7 @@ ON_HOST: dict[str, Case] = {
         for dtype, overlap in ((torch.float32, True), (torch.bfloat16, False))
     },
     "gradients under guards": (
-        {**OF_ALL, "check_for_nan_in_grad": True, "check_replicas": True, "check_for_large_grads": True},
+        {**OF_ALL, "check_for_nan_in_grad": True, "check_replicas": True},
         {"clip_grad": 0.1, "log_num_zeros_in_grad": True},
         *(torch.float32, {**GRADS, "offload_param_frac": 0.4}),
     ),
