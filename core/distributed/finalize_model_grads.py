@@ -92,7 +92,11 @@ def _reduce_and_guard(
         for chunk in chunks:
             chunk.grad_sync.wait()
     with timed(config, "embedding-grads-all-reduce"):
-        _sync_stages(models)
+        for parts in models:
+            syncs = [chunk.grad_sync for chunk in parts]
+            check_stages(syncs)
+            sync_across_stages(syncs)
+            agree_on_copies(syncs)
     chunks[0].reducer.report.exposed_ms += (time.perf_counter() - begun) * 1e3
     if getattr(config, "moe_router_enable_expert_bias", False):
         _update_router_expert_bias(chunks, groups, config.moe_router_bias_update_rate)
@@ -194,17 +198,6 @@ def timed(config: Any, name: str) -> Iterator[None]:
         yield
     finally:
         timer.stop()
-
-
-def _sync_stages(models: Models) -> None:
-    for parts in models:
-        syncs = [chunk.grad_sync for chunk in parts]
-        if not all(chunk.stages_checked for chunk in parts):
-            check_stages(syncs)
-            for chunk in parts:
-                chunk.stages_checked = True
-        sync_across_stages(syncs)
-        agree_on_copies(syncs)
 
 
 def _update_router_expert_bias(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups, rate: float) -> None:

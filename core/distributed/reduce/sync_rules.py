@@ -63,6 +63,7 @@ class GradSync:
         self.collectives = collectives
         self.rules = [rule for rule in rules if groups.size(rule.group) > 1]
         self.copied_over = [name for name in (*COPY_AXES, "pp") if groups.size(name) > 1]
+        self.stages_checked = False  # by `check_stages`
         self.pending: list[PendingSync] = []
         # rule index -> [(bucket, index of the parameter)], and for rules within a stage the same by bucket.
         self.served = [
@@ -215,12 +216,16 @@ def _copies_over(chunks: Sequence[GradSync], name: str) -> list[list[Member]]:
 def check_stages(chunks: Sequence[GradSync]) -> None:
     """Raise LayoutMismatch on every stage if stages bring different copies to a stage-crossing rule.
 
-    Called once, before the rules first run. Collective over every group that crosses stages. The group of all stages
+    Compares once, before the rules first run. Collective over every group that crosses stages. The group of all stages
     comes last, and passes the result of an earlier group to the stages between.
     """
+    if all(chunk.stages_checked for chunk in chunks):
+        return
     groups = chunks[0].groups
     names = [name for name in (*sorted(STAGE_CROSSING - {"pp"}), "pp") if groups.size(name) > 1]
     agree.same((f"group {name!r}", groups.control(name), _table(chunks, name)) for name in names)
+    for chunk in chunks:
+        chunk.stages_checked = True
 
 
 def _table(chunks: Sequence[GradSync], group: str) -> list[str]:
