@@ -111,7 +111,6 @@ class DistributedDataParallel(nn.Module):
         self.expert_parallel_buffers = [b for b in engine.buffers if b.layout.key.data_group == "expt_dp"]
         self.nan_watch = engine.reducer.watch
         self.reducer, self.grad_sync, self.param_sync = engine.reducer, engine.grad_sync, engine.params
-        self.stages_checked = False
         self.step_guard = StepGuard(self, self.reducer, engine.ids)
         if init is not None:
             make_and_cut(self.module, init, engine.params, engine.plan, self.groups, self.ddp_config.initial_weights)
@@ -183,9 +182,9 @@ class DistributedDataParallel(nn.Module):
         self.zero_grad_buffer()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiply every gradient by a factor (a number, or a 0-dim tensor)."""
-        for buffer in self.all_buffers:
-            buffer.scale_gradients(scaling_factor)
+        """Multiply every gradient by a factor (a number, or a 0-dim tensor). SyncError while a bucket is in flight."""
+        for bucket in self.engine.buckets:
+            bucket.scale_gradients(scaling_factor)
 
     def param_shard(self, param: nn.Parameter) -> tuple[int, torch.Tensor] | None:
         """Of a sharded parameter, flattened: (first element that this rank keeps, the elements from there on). Local.
@@ -417,7 +416,7 @@ _ENGINE = frozenset(
     (
         *("groups", "engine", "plan", "contracts", "collectives"),
         *("all_buffers", "grad_buffers", "expert_parallel_buffers", "reducer", "grad_sync", "param_sync"),
-        *("nan_watch", "stages_checked", "step_guard"),
+        *("nan_watch", "step_guard"),
     )
 )
 

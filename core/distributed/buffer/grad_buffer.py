@@ -5,8 +5,7 @@ of it, or its parts are what is left of them after their reduction.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from core.distributed.distributed_data_parallel_config import DistributedDataPar
 from core.distributed.layout.model_plan import BucketGroups, ModelPlan
 from core.distributed.layout.param_layout import BufferLayout
 from core.distributed.wire import huge_pages
-from core.distributed.wire.shared_memory import HostChannel, allocate
+from core.distributed.wire.shared_memory import HostChannel, HostMemory
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -58,11 +57,14 @@ class GradBuffer:
         self.sharded = residency.sharded
         self.channels: list[HostChannel] = []
 
-        def memory(numel: int, dtype: torch.dtype, make: Any = huge_pages.zeros) -> torch.Tensor:
-            of_host = groups.all if ddp_config.share_host_memory else ()
-            tensor, channels = allocate(numel, dtype, plan.device, of_host, make)
-            self.channels += channels
-            return tensor
+        def memory(
+            numel: int, dtype: torch.dtype, make: Callable[..., torch.Tensor] = huge_pages.zeros
+        ) -> torch.Tensor:
+            shared = HostMemory.share(numel, dtype, plan.device, groups.all) if ddp_config.share_host_memory else None
+            if shared is None:
+                return make(numel, dtype=dtype, device=plan.device)
+            self.channels += shared.channels
+            return shared.tensor
 
         grad_dtype = dtype_named(layout.key.grad_dtype)
         kept_by = residency.spread(layout.shards).grads
@@ -112,8 +114,3 @@ class GradBuffer:
             memory.zero_()
         for bucket in self.buckets:
             bucket.attach()
-
-    def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply every gradient. Raises SyncError while a bucket is in flight."""
-        for bucket in self.buckets:
-            bucket.scale_gradients(factor)

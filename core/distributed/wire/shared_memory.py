@@ -118,20 +118,6 @@ class HostMemory:
         return cls(members[dist.get_rank()].tensor, channels)
 
 
-def allocate(
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    groups: Sequence[dist.ProcessGroup],
-    make: Callable[..., torch.Tensor],
-) -> tuple[torch.Tensor, list[HostChannel]]:
-    """[numel] by `make`, or where the ranks of `groups` are processes of one host, memory that they map from each other
-    and its channels.
-    """
-    shared = HostMemory.share(numel, dtype, device, groups) if groups else None
-    return (make(numel, dtype=dtype, device=device), []) if shared is None else (shared.tensor, shared.channels)
-
-
 class HostChannel:
     """The memory of one group's ranks. `members` in group order."""
 
