@@ -210,7 +210,7 @@ def measure(case: Case, *, share_host_memory: bool) -> tuple[Count, float | None
     gathers = ddp.param_sync.collectives.traffic
     for _ in range(3):
         dist.barrier()
-        gathers.reset()
+        ddp.param_sync.collectives.begin_step()
         before = written_bytes()
         ddp.zero_grad_buffer()
         for last in [False] * (case.microbatches - 1) + [True]:

@@ -36,7 +36,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(slots=True)
 class Traffic:
-    """Counts of what this rank has sent since the last `reset`."""
+    """Counts of what this rank has sent in this step."""
 
     bytes_sent: int = 0
     collectives: int = 0
@@ -44,10 +44,6 @@ class Traffic:
     def count(self, nbytes: float) -> None:
         self.bytes_sent += int(nbytes)
         self.collectives += 1
-
-    def reset(self) -> None:
-        self.bytes_sent = 0
-        self.collectives = 0
 
 
 class InFlight(Protocol):
@@ -140,7 +136,7 @@ class Collectives:
 
     def begin_step(self) -> None:
         """Count traffic from zero, and times from the next launch."""
-        self.traffic.reset()
+        self.traffic.bytes_sent = self.traffic.collectives = 0
         self.clock.begin_step()
 
     # -- what can be launched ---------------------------------------------------------------------------------------

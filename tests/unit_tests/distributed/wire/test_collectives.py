@@ -118,7 +118,7 @@ def test_every_byte_is_counted(rank: int, world: int) -> None:
     collectives = Collectives(ordered=True)
     collectives.reduce_scatter(torch.zeros(100 * world), dist.group.WORLD, "test").wait()
     assert (collectives.traffic.bytes_sent, collectives.traffic.collectives) == (400 * (world - 1), 1)
-    collectives.traffic.reset()
+    collectives.begin_step()
     collectives.all_reduce(torch.zeros(world), dist.group.WORLD, "test").wait()
     assert (collectives.traffic.bytes_sent, collectives.traffic.collectives) == (8 * (world - 1), 1)
 
