@@ -207,7 +207,7 @@ def state_of(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer
     for chunk in chunks:
         for buffer in chunk.engine.buffers:
             held[GRADIENTS] += buffer.grad_data.nbytes
-            held[POOL] += 0 if buffer.pool is None else buffer.pool.nbytes
+            held[POOL] += 0 if buffer.pool is None else buffer.pool.memory.nbytes
         units = chunk.engine.params.units
         if units:
             held[PARAMETERS] += sum(unit.shard.nbytes for unit in units if unit.tier is None)

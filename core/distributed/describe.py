@@ -76,7 +76,7 @@ def _sharded_parameters(unit: ParamUnit) -> str:
 def _sharded_gradients(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:
     """Cost of a sharded gradient with each way of accumulating microbatches; `nbytes` of the whole buffer."""
     kept = nbytes // buffer.layout.shards
-    pool = 0 if buffer.pool is None else buffer.pool.nbytes
+    pool = 0 if buffer.pool is None else buffer.pool.memory.nbytes
     sent = nbytes - kept  # (shards - 1) / shards
     return [
         f"  kept {kept} bytes, and at most {pool} for {POOL_BUCKETS} buckets that fill and travel; accumulating k > 1 "

@@ -223,7 +223,8 @@ def _set_residents(
     if placement.memory_budget_bytes is None:
         unsharder.eviction = Window(placement.prefetch)
         return
-    always = sum(buffer.grad_data.nbytes + (0 if buffer.pool is None else buffer.pool.nbytes) for buffer in buffers)
+    pools = [buffer.pool.memory for buffer in buffers if buffer.pool is not None]
+    always = sum(memory.nbytes for memory in (*pools, *(buffer.grad_data for buffer in buffers)))
     with agree.together(_data_groups(groups), "the budget of memory", ValueError):
         unsharder.eviction = Budget(unsharder.units, placement, always)
 

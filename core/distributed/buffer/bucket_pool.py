@@ -39,10 +39,6 @@ class BucketPool:
         self.held: list[torch.Tensor | None] = [None] * POOL_BUCKETS  # at the beginning, and at the end
         self.in_flight: deque[Bucket] = deque()  # oldest first: handles are waited for in launch order
 
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
-
     def has_room(self, numel: int) -> bool:
         """True if `acquire` would not wait."""
         taken = [memory.numel() for memory in self.held if memory is not None]

@@ -286,8 +286,4 @@ def call_after_backward(method: Callable[[], Callable[[], None] | None]) -> bool
 
 def backward_runs() -> bool:
     """True while a backward of this thread runs: in a hook of it, or in a forward that it repeats."""
-    return call_after_backward(_nothing)
-
-
-def _nothing() -> None:
-    """Do nothing at the end of a backward."""
+    return call_after_backward(lambda: None)

@@ -162,11 +162,6 @@ def resolve_bucket_size(
     return min(usual, max(SHARDED_LEAST, -(-numel // SHARDED_PARTS))) if shards_gradients else usual
 
 
-def bucket_end_alignment(shards: int, *, high_busbw: bool) -> int:
-    """Number that a sharded bucket's length is a multiple of."""
-    return math.lcm(shards, BUCKET_END_ALIGNMENT, HIGH_BUSBW_ALIGNMENT if high_busbw else 1)
-
-
 def plan_buffer(
     specs: Sequence[ParamSpec],
     *,
@@ -200,7 +195,7 @@ def _fill_buckets(
 ) -> Iterator[tuple[Placed, int]]:
     """(parameters, elements with padding) of each bucket, as they close."""
     start_alignment = PARAM_START_ALIGNMENT if sharded else 1
-    end_alignment = bucket_end_alignment(shards, high_busbw=high_busbw) if sharded else 1
+    end_alignment = math.lcm(shards, BUCKET_END_ALIGNMENT, HIGH_BUSBW_ALIGNMENT if high_busbw else 1) if sharded else 1
     row: Placed = []
     filled = 0  # elements of `row`
     whole: list[ParamSpec] = []

@@ -71,6 +71,7 @@ class Unsharder(PlainParams):
         self.addresses: list[int] = []  # of all that are whole, sorted
         self.ahead: Gather | None = None  # Note [One bucket ahead]
         self.order = GatherOrder()
+        self.take_gathers = self.order.take
         self.saves_by_place = any(unit.is_copied for unit in self.units)  # Note [Weights are saved by place]
         self.tiers = [unit.tier for unit in self.units if unit.tier is not None][:1]  # one stands for all
         self.depth = 0  # forwards that run, one inside the other
@@ -437,10 +438,6 @@ class Unsharder(PlainParams):
         if self.is_held or self.runs():
             where = "gathered()" if self.is_held else "a forward" if self.depth else "a backward"
             raise SyncError(f"rank {dist.get_rank()}: {what} came inside {where}; leave it first, on all ranks")
-
-    def take_gathers(self) -> dict[str, list[str]]:
-        """The gathers of each data group since the last call, in words."""
-        return self.order.take()
 
     def barrier(self) -> None:
         """Wait until all ranks that read this one's memory by themselves have come here."""

@@ -9,7 +9,6 @@ from core.distributed.layout.param_layout import (
     BufferKey,
     ParamLayout,
     ParamSpec,
-    bucket_end_alignment,
     group_by_key,
     launch_order,
     plan_buffer,
@@ -49,8 +48,9 @@ def test_sharded_parameters_start_at_64_and_buckets_end_at_the_lcm():
 
 
 def test_high_bus_bandwidth_padding_adds_two_to_the_sixteenth():
-    assert bucket_end_alignment(6, high_busbw=True) == 3 * 2**16
-    assert bucket_end_alignment(6, high_busbw=False) == 384
+    for high_busbw, expected in ((True, 3 * 2**16), (False, 384)):
+        layout = plan_buffer(specs_of(10), bucket_size=None, shards=6, sharded=True, high_busbw=high_busbw)
+        assert layout.buckets[0].numel == expected
 
 
 def test_a_copy_of_another_stages_parameter_lies_alone_where_sharded():
