@@ -52,17 +52,9 @@ RESIDENCIES: dict[Strategy, Residency] = {
     "optim_grads_params": Residency(sharded=True, keeps_whole=False, keeps_params=False),
 }
 STRATEGIES = tuple(RESIDENCIES)
-
-
-def residency_of(strategy: Strategy) -> Residency:
-    """The row of a strategy. Raises ValueError for an unknown one."""
-    if strategy not in RESIDENCIES:
-        raise ValueError(f"data_parallel_sharding_strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
-    return RESIDENCIES[strategy]
-
-
 COMMUNICATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 CHOICES: dict[str, tuple[object, ...]] = {
+    "data_parallel_sharding_strategy": STRATEGIES,
     "reduce_microbatches": ("every", "last", None),
     "grad_communication_dtype": (*COMMUNICATION_DTYPES, None),
     "keep_params_whole": (False, True, "all"),
@@ -177,7 +169,6 @@ class DistributedDataParallelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, RANGES)
-        residency_of(self.data_parallel_sharding_strategy)
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of {', '.join(map(str, allowed))}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from core.checkpoint.bounded_read import read_bytes
-from core.distributed.distributed_data_parallel_config import STRATEGIES, DistributedDataParallelConfig, residency_of
+from core.distributed.distributed_data_parallel_config import RESIDENCIES, DistributedDataParallelConfig
 from core.training.config import AXIS_OPTIONS, JobConfig, RunConfig
 from core.training.errors import ConfigError
 from core.training.extras import require
@@ -185,7 +185,7 @@ def ddp_defaults(given: Mapping[str, Any]) -> DistributedDataParallelConfig:
         )
     if sharded is False or strategy == "no_shard":
         defaults = dataclasses.replace(defaults, use_distributed_optimizer=False, overlap_param_gather=False)
-    if strategy in STRATEGIES and not residency_of(strategy).keeps_params:
+    if strategy in RESIDENCIES and not RESIDENCIES[strategy].keeps_params:
         defaults = dataclasses.replace(defaults, overlap_param_gather=False)  # the step gathers nothing
     if "ddp.num_buckets" in given:
         defaults = dataclasses.replace(defaults, bucket_size=None)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from core.distributed.distributed_data_parallel_config import Strategy, residency_of
+from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig, Strategy
 from core.optimizer.algorithms.names import label
 from core.optimizer.masters.master_storage import CopyStorage, ParameterStorage, RemainderStorage
 from core.optimizer.masters.master_weights import steps_16_bits, storage_of
@@ -65,7 +65,7 @@ def bytes_per_parameter(
             strategy="optim", shard_ranks=8,
         ).total  # 2 + 4 + (4 + 8) / 8
     """
-    spread = residency_of(strategy).spread(shard_ranks)
+    spread = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy).residency.spread(shard_ranks)
     moments = [kept_dtype(key, config) or _computed_in(param_dtype) for key in moments_of(config)]
     return BytesPerParameter(
         parameters=param_dtype.itemsize / spread.params,
