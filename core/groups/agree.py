@@ -41,7 +41,7 @@ def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> t
     both = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
     count, both = both.numel(), torch.cat([-both, both])
     for group in _chain(groups):
-        with _asking(what, group):
+        with record_function(f"core::agree {what}"), waiting(what, group):
             both = both.to(control_device(group))
             work = dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True)
             if both.is_cpu:
@@ -72,7 +72,7 @@ def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
     for group in _chain(groups):
         mine = torch.frombuffer(bytearray(pickle.dumps(everyone)), dtype=torch.uint8)
         longest = bounds([len(mine)], group, what)[1][0]
-        with _asking(what, group):
+        with record_function(f"core::agree {what}"), waiting(what, group):
             mine = torch.nn.functional.pad(mine, (0, longest - len(mine))).to(control_device(group))
             rows = mine.new_empty((dist.get_world_size(group), longest))
             work = dist.all_gather(list(rows.unbind()), mine, group, async_op=True)
@@ -170,9 +170,3 @@ def _chain(groups: Groups) -> list[dist.ProcessGroup]:
         groups = dist.group.WORLD if dist.is_initialized() else ()
     several = [groups] if isinstance(groups, dist.ProcessGroup) else groups or ()
     return [group for group in several if dist.get_world_size(group) > 1]
-
-
-@contextmanager
-def _asking(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    with record_function(f"core::agree {what}"), waiting(what, group):
-        yield
