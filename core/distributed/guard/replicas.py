@@ -264,20 +264,13 @@ def broadcast_weights(
     only: names of the parameters to send; None for all.
     """
     for name, held in _within_stage(plan, groups):
-        chosen = [param for key, param in held.items() if only is None or key in only]
-        _broadcast(chosen, groups.require(name), collectives)
-
-
-def _broadcast(params: Iterable[nn.Parameter], group: dist.ProcessGroup, collectives: Collectives) -> None:
-    for pack in packs_of(params):
-        if len(pack) == 1 and pack[0].is_contiguous():
-            collectives.broadcast(pack[0].data, group, "the initial weights")
-            continue
-        flat = _flat(pack)
-        collectives.broadcast(flat, group, "the initial weights")
-        if dist.get_rank(group) > 0:
-            for param, part in zip(pack, flat.split([param.numel() for param in pack]), strict=True):
-                param.data.copy_(part.view_as(param))
+        for pack in packs_of(param for key, param in held.items() if only is None or key in only):
+            in_place = len(pack) == 1 and pack[0].is_contiguous()
+            flat = pack[0].data if in_place else _flat(pack)
+            collectives.broadcast(flat, groups.require(name), "the initial weights")
+            if not in_place and groups.rank(name) > 0:
+                for param, part in zip(pack, flat.split([param.numel() for param in pack]), strict=True):
+                    param.data.copy_(part.view_as(param))
 
 
 @torch.no_grad()
