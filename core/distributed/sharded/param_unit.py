@@ -363,22 +363,17 @@ def _shard_memory(
     new_file = None if files is None else partial(files.new_shared, is_first=rank == 0)
     shared = HostMemory.share(numel, dtype, device, [group], new_file) if share_memory else None
     zeros = partial(huge_pages.zeros, device=device) if tier is None else tier.zeros
-    own: torch.Tensor | None = None
-    what = "the memory of offloaded parameters"
-    with nullcontext() if tier is None else agree.together(group, what):
+    with nullcontext() if tier is None else agree.together(group, "the memory of offloaded parameters"):
         if files is not None and files.refused is not None:
             raise files.refused
-        if shared is None:
-            own = zeros(numel // layout.shards, dtype)
+        own = zeros(numel // layout.shards if shared is None else 0, dtype)
     found, at = {}, 0
     for bucket in buckets:
+        (low, high), mapped, channel = bucket.shard_of(rank), None, None
+        shard = own[at // bucket.shards :][: high - low]
         if shared is not None:
-            mapped = shared.of_first(at, bucket.numel)
-            low, high = bucket.shard_of(rank)
-            found[bucket.index] = ShardMemory(mapped[low:high], mapped, shared.channels[0], tier)
-        else:
-            assert own is not None, "an error was raised"
-            shard = own[at // bucket.shards :][: bucket.numel // bucket.shards]
-            found[bucket.index] = ShardMemory(shard, None, None, tier)
+            mapped, channel = shared.of_first(at, bucket.numel), shared.channels[0]
+            shard = mapped[low:high]
+        found[bucket.index] = ShardMemory(shard, mapped, channel, tier)
         at += bucket.numel
     return found
