@@ -217,7 +217,11 @@ def look(watches: Sequence[FirstSteps], groups: ProcessGroups, optimizer_steps: 
     if doubt and first.speaks:
         _warn(f"{doubt[2]}. This is right only if each rank is meant to have a part of a batch")
     if answers[1]:
-        _count_for_nothing(watches)
+        for watch in watches:
+            watch.tries += 1
+            watch.outputs.end_step(counts=False, is_second=False)
+            if watch.tries >= MOST_TRIES:
+                watch.stop()
         return
     for watch in watches:
         for used, bucket in zip(watch.used, watch.buckets, strict=True):
@@ -259,14 +263,6 @@ def _warn(text: str) -> None:
 
 def _titled(text: str) -> str:
     return f"rank {dist.get_rank()}, the first two steps: {text}"
-
-
-def _count_for_nothing(watches: Sequence[FirstSteps]) -> None:
-    for watch in watches:
-        watch.tries += 1
-        watch.outputs.end_step(counts=False, is_second=False)
-        if watch.tries >= MOST_TRIES:
-            watch.stop()
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------

@@ -162,18 +162,16 @@ def unequal_within_stage(
     """
     finding: Finding | None = None
     shards = shards or {}
-    held_over = [(name, name, held) for name, held in _within_stage(plan, groups)]
-    if shards:
-        held_over += [
-            (f"inter_{name}", name, plan.of_group(name)) for name in DATA_KINDS if groups.size(f"inter_{name}") > 1
-        ]
-    for name, kind, held in held_over:
+    held_over = dict(_within_stage(plan, groups))
+    instances = {f"inter_{name}": name for name in DATA_KINDS if shards and groups.size(f"inter_{name}") > 1}
+    held_over |= {name: plan.of_group(kind) for name, kind in instances.items()}
+    for name, held in held_over.items():
         of = {key: shards.get(key, param) for key, param in held.items()} if values is None else values
-        keys = [key for key in held if key not in shards or kind not in DATA_KINDS or name != kind]
+        keys = [key for key in held if key not in shards or name not in DATA_KINDS]
         found = first_unequal(((key, [of[key]]) for key in keys), groups.control(name), name)
         # Raised after the loop: ranks of another group may not know of it, and wait in the next comparison.
         if found is not None and finding is None:
-            finding = DATA if kind in DATA_KINDS else WITHIN_STAGE, dist.get_rank(), found
+            finding = DATA if name in (*DATA_KINDS, *instances) else WITHIN_STAGE, dist.get_rank(), found
     return finding
 
 

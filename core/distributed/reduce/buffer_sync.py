@@ -113,13 +113,9 @@ def _buffers_of_experts(module: nn.Module, contracts: Mapping[str, GradientContr
     experts = {name for name, contract in contracts.items() if contract.data_group != DATA_KINDS[0]}
     found = []
     for name, _ in module.named_buffers() if experts else ():
-        place = name.rpartition(".")[0]
-        while True:
-            prefix = f"{place}." if place else ""
-            below = [param for param in contracts if param.startswith(prefix)]
-            if below or not place:
-                break
-            place = place.rpartition(".")[0]
+        above = itertools.accumulate([f"{part}." for part in name.split(".")[:-1]], initial="")
+        holders = ([param for param in contracts if param.startswith(prefix)] for prefix in [*above][::-1])
+        below = next(filter(None, holders), [])
         if below and experts.issuperset(below):
             found.append(name)
     return found

@@ -97,14 +97,6 @@ class GradSync:
             members.sort(key=lambda member: self.position[member[0].contracts[member[1]].name])
         return found
 
-    def summed(self, group: str) -> list[tuple[Bucket, set[int]]]:
-        """For each bucket the parameters that a rule reduces over this group."""
-        found: dict[int, tuple[Bucket, set[int]]] = {}
-        for rule, served in zip(self.rules, self.served, strict=True):
-            for bucket, i in served if rule.group == group else ():
-                found.setdefault(id(bucket), (bucket, set()))[1].add(i)
-        return list(found.values())
-
     def launch(self, bucket: Bucket) -> None:
         """Start the rules within a stage on a bucket that has just become whole. Collective over each rule's group."""
         for position, (rule, indices) in enumerate(self.within.get(id(bucket), ())):
@@ -175,8 +167,9 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
         for first, *others in alike:
             first[0].used[first[1]] |= any(bucket.used[i] for bucket, i in others)
         members = [first for first, *_ in alike]
-        summed = {id(bucket): indices for chunk in chunks for bucket, indices in chunk.summed(name)}
-        must = [i not in summed.get(id(bucket), ()) for bucket, i in members]  # used on all ranks, or on none
+        served = (zip(chunk.rules, chunk.served, strict=True) for chunk in chunks)
+        summed = {(id(b), i) for of_chunk in served for rule, of in of_chunk if rule.group == name for b, i in of}
+        must = [(id(bucket), i) not in summed for bucket, i in members]  # used on all ranks, or on none
         digest = zlib.crc32(
             bytes(
                 2 * bucket.params[i].requires_grad + (bucket.used[i] and alone)

@@ -28,6 +28,12 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
 
+def active_hooks() -> tuple[Pack, Unpack] | None:
+    """The innermost saved-tensor hooks of this thread; None where there are none."""
+    found: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
 class Kept:
     """Bytes of memory that is kept, each storage counted once."""
 
@@ -134,7 +140,7 @@ class Budget:
 
     def watch(self, pack: Pack, unpack: Unpack, *, again: bool, by_value: bool) -> tuple[Pack, Unpack]:
         """`pack` and `unpack`, or those of who runs a forward again, which count the bytes that are kept."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False) if by_value else None
+        outer = active_hooks() if by_value else None
         kept = self.recomputed if again else self.saved
 
         def count(tensor: torch.Tensor) -> object:

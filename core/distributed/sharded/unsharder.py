@@ -36,12 +36,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_attribute import attributes_alone, backward_runs, call_after_backward
 from core.distributed.guard.misuse import refuse_reshaped
 from core.distributed.guard.replicas import checksum, first_unequal
+from core.distributed.sharded.eviction import active_hooks
 from core.distributed.sharded.gather_order import GatherOrder, needs_all
 from core.distributed.sharded.param_unit import Gather, KeepGathered, ParamUnit, SavedWeight
 from core.distributed.sharded.plain_params import PlainParams
@@ -98,7 +99,7 @@ class Unsharder(PlainParams):
         self.depth += 1
         if self.hooks is not None or not self.saves_by_place:
             return
-        by_value = _hooks_are_active()
+        by_value = active_hooks() is not None
         if by_value and not runs:  # what they keep may be a parameter itself, which has no values when backward comes
             raise SyncError(
                 f"rank {dist.get_rank()}: a forward of a model with sharded parameters begins inside other "
@@ -396,7 +397,7 @@ class Unsharder(PlainParams):
             unit.unshard(nn.Parameter)
         self.is_held = True
         try:
-            by_value = _hooks_are_active() or not self.saves_by_place
+            by_value = active_hooks() is not None or not self.saves_by_place
             failure: Exception | None = None
             try:
                 with nullcontext() if by_value else saved_tensors_hooks(self._pack, self._unpack):
@@ -462,12 +463,3 @@ def _all_of(actions: Iterable[Callable[[], None]]) -> None:
             failure = failure or error
     if failure is not None:
         raise failure
-
-
-def _hooks_are_active() -> bool:
-    """True if other saved-tensor hooks are active. torch has no query for it, but cannot disable hooks then."""
-    try:
-        with disable_saved_tensors_hooks("asked whether hooks are active"):
-            return False
-    except RuntimeError:
-        return True
