@@ -222,16 +222,14 @@ class Tables:
     @torch.no_grad()
     def unmasked(self) -> list[str]:
         """Tables whose rows at the seam have a gradient that no token explains. Collective over the data ranks."""
-        if not self.tables or self.groups.size("tp") == 1:
+        if not self.tables:
             return []
         nothing = {rows: torch.zeros(rows + 2, dtype=torch.bool, device="cpu") for rows in self.begins}
         asked = {rows: self.asked.get(rows, none).cpu() for rows, none in nothing.items()}
-        group = self.groups.control("dp_cp")
-        if dist.get_world_size(group) > 1:
-            flat = torch.cat([asked[rows] for rows in self.begins]).long()
-            found = agree.bounds(flat, group, "the tokens of the first step")[1]
-            flat = torch.tensor(found, dtype=torch.bool, device="cpu")
-            asked = dict(zip(self.begins, flat.split([rows + 2 for rows in self.begins]), strict=True))
+        flat = torch.cat([asked[rows] for rows in self.begins]).long()
+        found = agree.bounds(flat, self.groups.control("dp_cp"), "the tokens of the first step")[1]
+        flat = torch.tensor(found, dtype=torch.bool, device="cpu")
+        asked = dict(zip(self.begins, flat.split([rows + 2 for rows in self.begins]), strict=True))
         for bucket, i in self.tables:
             param = bucket.params[i]
             grad = bucket.part_of(bucket.valid_grad, i, bucket.valid_range)

@@ -145,7 +145,7 @@ class Collectives:
         self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
     ) -> Flight:
         """Reduce a contiguous tensor, times `scale`, in place over `group`. Collective, asynchronous."""
-        return self._launch("all_reduce", name, self.start_all_reduce, tensor, group, op, scale)
+        return self._launch("all_reduce", name, self.start_all_reduce, tensor, group, op, scale=scale)
 
     def reduce_scatter(
         self, full: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
@@ -153,7 +153,7 @@ class Collectives:
         """Reduce `full` [n * size], times `scale`, over `group`; afterwards only this rank's part of it, [n], is
         defined. In place.
         """
-        return self._launch("reduce_scatter", name, self.start_reduce_scatter, full, group, op, scale)
+        return self._launch("reduce_scatter", name, self.start_reduce_scatter, full, group, op, scale=scale)
 
     def all_gather(self, full: torch.Tensor, group: dist.ProcessGroup, name: str) -> Flight:
         """Fill `full` [n * size] from every rank's own part of it, in place."""
@@ -161,7 +161,7 @@ class Collectives:
 
     def gather_rows(self, values: torch.Tensor, group: dist.ProcessGroup, name: str) -> torch.Tensor:
         """Every rank's few `values`, [n], in rank order: [ranks, n]. Waits for them."""
-        rows = values.new_empty(dist.get_world_size(group), values.numel())
+        rows = values.repeat(dist.get_world_size(group), 1)
 
         def start(rows: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
             return Handle((_all_gather(rows.view(-1), values, group=group, async_op=True),), None, (rows,))
@@ -181,17 +181,22 @@ class Collectives:
         tensor: torch.Tensor,
         group: dist.ProcessGroup,
         *how: Any,
+        **scale: float,
     ) -> Flight:
         """Begin a collective. The marks of its launch and wait cost about 10 us without a profiler."""
         event = CollectiveEvent(name, tensor.nbytes)
         with record_function(f"core::{kind} {name}"):
             self.clock.mark(event, "launched_s")
-            inner = start(tensor, group, *how)
+            if dist.get_world_size(group) == 1 or tensor.numel() == 0:
+                scale_now(tensor, **scale)
+                inner: InFlight = Handle()
+            else:
+                inner = start(tensor, group, *how, *scale.values())
         if isinstance(self.clock, StreamClock):
             self.clock.follow(event, _works_of(inner))
         return Flight(inner, event, self.clock, kind, group)
 
-    # -- how; other formats of the gradients, and a simulated network, put theirs in place of these ------------------
+    # -- how, between several ranks; other formats of the gradients, and a simulated network, put theirs here ---------
 
     def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """`all_reduce` without marks."""
@@ -199,8 +204,6 @@ class Collectives:
         mapped = None if op == "max" else channel_of(self.channels, tensor, group)
         if mapped is None or self.ordered:  # ordered: the product is rounded before the sum, wherever it is made
             scale = scale_now(tensor, scale)
-        if size == 1 or tensor.numel() == 0:
-            return Handle()
         self.traffic.count(2 * (size - 1) / size * tensor.numel() * tensor.element_size())
         if mapped is not None:
             return mapped.all_reduce(tensor, scale=scale, mean=op == "mean")
@@ -214,11 +217,9 @@ class Collectives:
         """`reduce_scatter` without marks."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         mapped = channel_of(self.channels, full, group)
-        exchanged = mapped is None and size > 1 and (self.ordered or backend_of(group, full.device) == "gloo")
+        exchanged = mapped is None and (self.ordered or backend_of(group, full.device) == "gloo")
         if self.ordered or not (mapped or exchanged):
             scale = scale_now(full, scale)
-        if size == 1 or full.numel() == 0:
-            return Handle()
         self.traffic.count((size - 1) / size * full.numel() * full.element_size())
         if mapped is not None:
             return mapped.reduce_scatter(full, scale=scale, mean=op == "mean")
@@ -236,8 +237,6 @@ class Collectives:
     def start_all_gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
         """`all_gather` without marks."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        if size == 1 or full.numel() == 0:
-            return Handle()
         self.traffic.count((size - 1) / size * full.numel() * full.element_size())
         channel = channel_of(self.channels, full, group)
         if channel is not None:
@@ -253,8 +252,6 @@ class Collectives:
 
     def start_broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> InFlight:
         """`broadcast` without marks."""
-        if dist.get_world_size(group) == 1 or tensor.numel() == 0:
-            return Handle()
         self.traffic.count(tensor.numel() * tensor.element_size())
         return Handle((dist.broadcast(tensor, group=group, group_src=source, async_op=True),), None, (tensor,))
 
@@ -294,7 +291,7 @@ def _backend_op(op: Op, tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple
     return dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, False
 
 
-def scale_now(tensor: torch.Tensor, scale: float) -> float:
+def scale_now(tensor: torch.Tensor, scale: float = 1.0) -> float:
     """Multiply now; what is left to multiply by."""
     if scale != 1.0:
         tensor.mul_(scale)

@@ -34,7 +34,7 @@ class CastingCollectives(Collectives):
 
     def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """Reduce a copy in the wire's dtype; the tensor changes when the handle is waited for."""
-        if tensor.dtype is self.dtype or dist.get_world_size(group) == 1:
+        if tensor.dtype is self.dtype:
             return super().start_all_reduce(tensor, group, op, scale)
         scale_now(tensor, scale)
         wire = tensor.to(self.dtype)
@@ -44,7 +44,7 @@ class CastingCollectives(Collectives):
     def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         """Reduce a copy in the wire's dtype; this rank's part changes when the handle is waited for."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        if full.dtype is self.dtype or size == 1:
+        if full.dtype is self.dtype:
             return super().start_reduce_scatter(full, group, op, scale)
         scale_now(full, scale)
         wire = full.to(self.dtype)
@@ -58,7 +58,7 @@ class EightBitCollectives(Collectives):
 
     def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         size = dist.get_world_size(group)
-        if op == "max" or size == 1 or tensor.numel() == 0:
+        if op == "max":
             return super().start_all_reduce(tensor, group, op, scale)
         scale_now(tensor, scale)
         self.traffic.count(2 * (size - 1) / size * _packed_bytes(tensor))
@@ -68,8 +68,6 @@ class EightBitCollectives(Collectives):
     def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         scale_now(full, scale)
-        if size == 1 or full.numel() == 0:
-            return Handle()
         self.traffic.count((size - 1) / size * _packed_bytes(full))
         part = full.numel() // size
         fp8_communication.reduce_scatter(full[rank * part : (rank + 1) * part], full, group, mean=op == "mean")
