@@ -92,13 +92,11 @@ def verify_with(
             )
     if any(id(module) in _CHECKS for module in modules):
         raise ValueError("this model is being verified already; call verify_with once, before the first step")
+    options: dict[str, Any] = {"bound": bound, "reference_dtype": reference_dtype, "join_fn": join_fn}
     if isinstance(model, PipelineRunner):
-        return PipelineCheck(model, build_whole, loss_fn, bound, reference_dtype, join_fn)
-    if chunks:
-        return LoopCheck(chunks[0], build_whole, loss_fn, bound, reference_dtype, join_fn)
-    return LoopCheck(
-        TorchLoopJob(model, loss_of_call(loss_fn), mesh), build_whole, loss_fn, bound, reference_dtype, join_fn
-    )
+        return PipelineCheck(model, build_whole, loss_fn, **options)
+    ddp = chunks[0] if chunks else TorchLoopJob(model, loss_of_call(loss_fn), mesh)
+    return LoopCheck(ddp, build_whole, loss_fn, **options)
 
 
 def loss_of_call(loss_fn: Callable[..., Any]) -> Callable[[nn.Module, Microbatch], Any]:
@@ -298,19 +296,12 @@ class LoopCheck(StepCheck):
 
 
 class PipelineCheck(StepCheck):
-    """The check that verify_with makes of a pipeline: of the microbatches of its first step."""
+    """The check that verify_with makes of a pipeline: of the microbatches of its first step. options: of StepCheck."""
 
     def __init__(
-        self,
-        runner: PipelineRunner,
-        build_whole: ModelFn,
-        loss_fn: Callable[..., Any],
-        bound: float | None,
-        reference_dtype: torch.dtype,
-        join_fn: JoinFn | None = None,
+        self, runner: PipelineRunner, build_whole: ModelFn, loss_fn: Callable[..., Any], **options: Any
     ) -> None:
-        job = PipelineLoopJob(runner, loss_of_call(loss_fn))
-        super().__init__(job, build_whole, bound, reference_dtype, join_fn=join_fn)
+        super().__init__(PipelineLoopJob(runner, loss_of_call(loss_fn)), build_whole, **options)
         self.prepare()
         step = runner.step
 
