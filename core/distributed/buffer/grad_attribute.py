@@ -267,10 +267,7 @@ def dense(grad: torch.Tensor) -> torch.Tensor:
 
 
 def call_after_backward(method: Callable[[], Callable[[], None] | None]) -> bool:
-    """Have a method called when the running backward pass has ended; False where none is running.
-
-    method: a weak reference to it.
-    """
+    """Have a weakly referenced method called when the running backward pass has ended; False where none is running."""
 
     def call() -> None:
         alive = method()

@@ -183,10 +183,7 @@ def _unequal_backwards(entry: ControlGroup, moment: Moment, backwards: int) -> S
 
 
 def unequal_gathers(name: str, group: dist.ProcessGroup, gathers: Sequence[str]) -> SyncError:
-    """The error for ranks of a data group that have gathered parameters in different orders. Collective.
-
-    gathers: of this rank, in words.
-    """
+    """The error for ranks of a data group that have gathered parameters in different orders. Collective."""
     answers = agree.gather(list(gathers), group, "the order in which parameters were gathered")
     return SyncError(
         f"the ranks of data group {name!r} have gathered sharded parameters in different orders, so that they "

@@ -87,10 +87,7 @@ class NonFiniteWatch:
 
 
 def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> None:
-    """Raise NonFiniteGradientError on every rank if a gradient was or became non-finite on any of them.
-
-    Collective: every rank of the job.
-    """
+    """Raise NonFiniteGradientError on all ranks of the job if a gradient is not finite on any of them. Collective."""
     finding = agree.first(_find_bad(watches), world_groups(groups), "the guard against NaN")
     if finding is None:
         return

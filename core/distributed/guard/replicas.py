@@ -257,10 +257,7 @@ def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, step: int,
 def broadcast_weights(
     plan: ModelPlan, groups: ProcessGroups, collectives: Collectives, only: Collection[str] | None = None
 ) -> None:
-    """Make the copies of a model chunk within its stage equal to those of each group's first rank. Collective.
-
-    only: names of the parameters to send; None for all.
-    """
+    """Make all copies within a stage, or `only` these, equal to those of each group's first rank. Collective."""
     for name, held in _within_stage(plan, groups):
         for pack in packs_of(param for key, param in held.items() if only is None or key in only):
             in_place = len(pack) == 1 and pack[0].is_contiguous()

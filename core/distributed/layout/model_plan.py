@@ -108,9 +108,7 @@ def stays_whole(param: nn.Parameter, wanted: bool | str) -> bool:
 
 
 def option_table(config: Any, ddp_config: DistributedDataParallelConfig) -> list[str]:
-    """One line an option: most of them change which collectives run or what they add, so they must be equal on all
-    ranks.
-    """
+    """One line an option. Most of them change which collectives run or what they add, so all ranks have the same."""
     ours = {f.name: getattr(ddp_config, f.name) for f in fields(ddp_config) if f.name != "sync_rules"}
     theirs = {name: getattr(config, name, False) for name in ("calculate_per_token_loss", "deterministic_mode")}
     return [f"option {name} = {value!r}" for name, value in {**ours, **theirs}.items()]

@@ -193,10 +193,7 @@ class GradReducer:
             self._launch_next(watched=watched)
 
     def _learn(self) -> None:
-        """Expect as many gradients in the next step as came in this one, unless none came.
-
-        So a bucket leaves as soon as its last gradient is there.
-        """
+        """Expect as many gradients in the next step as came in this one, unless none came."""
         if any(any(bucket.arrivals) for bucket in self.buckets):
             for bucket in self.buckets:
                 bucket.expected = list(bucket.arrivals)
@@ -204,10 +201,7 @@ class GradReducer:
     # -- microbatch reductions --------------------------------------------------------------------------------------
 
     def _begin_microbatch(self) -> None:
-        """The first gradient of a backward has come. Collective.
-
-        Raises SyncError on all ranks if some of them end the step instead.
-        """
+        """The first gradient of a backward has come. Collective; SyncError on all ranks if some end the step."""
         self.in_microbatch = call_after_backward(weakref.WeakMethod(self._end_microbatch))
         if self.num_other_models or (self.microbatches and not self.in_microbatch):
             return  # what comes outside of a backward joins the reduction that was begun last

@@ -150,10 +150,7 @@ class ParamUnit:
         return (start - begin, self.shard[start - low : end - low]) if start < end else (0, self.shard[:0])
 
     def gather(self, collectives: Collectives, to_write: bool = False) -> torch.Tensor:
-        """Have the whole bucket. Collective over the shard group, unless its ranks map each other's shards.
-
-        to_write: True for memory of this rank's own in any case.
-        """
+        """Have the whole bucket; to_write: in own memory. Collective, unless ranks map each other's shards."""
         if self.mapped is None:
             return self.complete(self.launch(collectives))
         with torch.inference_mode(False), torch.no_grad():

@@ -380,7 +380,6 @@ class Unsharder(PlainParams):
     def gathered(self, caller: str = "gathered()") -> Iterator[None]:
         """All parameters are whole, and can be written, on all ranks alike. Collective, at its begin and its end.
 
-        caller: for errors.
         An error inside it is raised at its end on that rank, and on the others as SyncError that names it.
         """
         if self.is_held:

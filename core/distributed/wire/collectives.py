@@ -150,9 +150,7 @@ class Collectives:
     def reduce_scatter(
         self, full: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
     ) -> Flight:
-        """Reduce `full` [n * size], times `scale`, over `group`; afterwards only this rank's part of it, [n], is
-        defined. In place.
-        """
+        """Reduce `full` [n * size], times `scale`, in place; only this rank's part of it, [n], is defined then."""
         return self._launch("reduce_scatter", name, self.start_reduce_scatter, full, group, op, scale=scale)
 
     def all_gather(self, full: torch.Tensor, group: dist.ProcessGroup, name: str) -> Flight:
