@@ -33,8 +33,7 @@ class PlainParams:
     def __init__(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:
         self.buckets = list(reversed(buckets))  # the forward's order
         self.collectives = collectives
-        self.pending: dict[int, tuple[Bucket, Flight]] = {}  # by id(bucket): the gathers in flight
-        self.finished: dict[int, CollectiveEvent] = {}  # by id(bucket): the gather that was last waited for
+        self.gathers: dict[Bucket, Flight] = {}  # the last one of each bucket
 
     # -- after an optimizer's step ----------------------------------------------------------------------------------
 
@@ -50,28 +49,26 @@ class PlainParams:
         Called for every bucket, in one order on all ranks, instead of `finish_update`; then `finish`, before anybody
         reads or writes a parameter. Collective over the bucket's shard group.
         """
-        self._wait_for(id(bucket))
+        self._wait_for(bucket)
         if bucket.param_data is not None:
             name = f"parameters of {bucket.name}"
-            self.pending[id(bucket)] = bucket, self.collectives.all_gather(bucket.param_data, bucket.groups.shard, name)
+            self.gathers[bucket] = self.collectives.all_gather(bucket.param_data, bucket.groups.shard, name)
 
     def finish(self) -> None:
         """Complete every gather in flight."""
-        for bucket_id in list(self.pending):
-            self._wait_for(bucket_id)
+        for bucket in self.buckets:
+            self._wait_for(bucket)
 
-    def _wait_for(self, bucket_id: int) -> None:
-        entry = self.pending.get(bucket_id)
-        if entry is not None:
-            bucket, flight = entry
-            flight.wait()
-            self.pending.pop(bucket_id, None)  # not before: a save of the weights resumes an interrupted wait
-            self.finished[bucket_id] = flight.event
+    def _wait_for(self, bucket: Bucket) -> None:
+        gather = self.gathers.get(bucket)
+        if gather is not None and not gather.waited:  # also after an interrupted wait, which a save resumes
+            gather.wait()
             increment_version(bucket.params)
 
     def events(self) -> list[CollectiveEvent]:
-        """Of each bucket the gather that was last waited for, in the order of their launch."""
-        return [self.finished[id(bucket)] for bucket in self.buckets if id(bucket) in self.finished]
+        """Of each bucket the last gather, if it was waited for, in the order of their launch."""
+        gathers = (self.gathers.get(bucket) for bucket in self.buckets)
+        return [gather.event for gather in gathers if gather is not None and gather.waited]
 
     # -- what sharded parameters need -------------------------------------------------------------------------------
 

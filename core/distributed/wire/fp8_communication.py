@@ -54,10 +54,8 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) ->
         return
     row = -(-tensor.numel() // (size * BLOCK)) * BLOCK
     rows = torch.nn.functional.pad(tensor.view(-1), (0, size * row - tensor.numel())).view(size, row)
-    packed = quantize(_sum_of_parts(rows, group, mean=mean))
-    gathered = torch.empty(size * packed.numel(), dtype=torch.uint8, device=packed.device)
-    all_gather_bytes(gathered, packed, group)
-    total = dequantize(gathered.view(size, -1)).flatten()
+    total = rows.new_empty(size * row, dtype=torch.float32)
+    all_gather(total, _sum_of_parts(rows, group, mean=mean), group)
     tensor.view(-1).copy_(total[: tensor.numel()])
 
 

@@ -160,7 +160,9 @@ def test_buckets_and_overlap_are_as_asked_for(rank: int, world: int) -> None:
         with mock.patch.object(sync, "finish_update", wraps=sync.finish_update) as at_once:
             optimizer.step()
         assert at_once.call_count == (0 if overlap else 1)  # else each bucket before the next one's step
-        assert len(model.module.param_sync.events()) == 4 and not model.module.param_sync.pending
+        gathers = model.module.param_sync.gathers
+        assert len(model.module.param_sync.events()) == 4 == len(gathers)
+        assert all(gather.waited for gather in gathers.values())
 
 
 def gradient_of(model: Any, optimizer: Any) -> torch.Tensor:
