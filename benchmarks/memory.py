@@ -2,7 +2,7 @@
 
 Each row is a model that was wrapped and stepped twice on that many gloo processes. What they hold is found by asking
 the garbage collector for every tensor that was not there before, so a forgotten copy is counted too; the formula is
-core.optimizer.masters.memory.bytes_per_parameter. Scratch, which does not grow with the model, is subtracted and
+benchmarks.memory_formula.bytes_per_parameter. Scratch, which does not grow with the model, is subtracted and
 shown apart.
 """
 
@@ -20,12 +20,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from benchmarks.memory_formula import bytes_per_parameter
 from benchmarks.report import add_json, write_json
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.distributed_data_parallel_config import Strategy
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.optimizer.masters.memory import bytes_per_parameter
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

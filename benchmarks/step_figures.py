@@ -141,8 +141,8 @@ def formula_ratio(stage: Stage, ranks: int, passing: float = 0.0) -> float:
     """
     import torch
 
+    from benchmarks.memory_formula import bytes_per_parameter
     from core.optimizer import OptimizerConfig
-    from core.optimizer.masters.memory import bytes_per_parameter
 
     strategy = "no_shard" if stage == "none" else stage
     row = bytes_per_parameter(

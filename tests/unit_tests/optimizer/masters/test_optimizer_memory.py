@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from benchmarks.memory import PRECISIONS, STRATEGIES, formula, measure
+from benchmarks.memory_formula import bytes_per_parameter
 from core import parallel_state
 from core.optimizer import OptimizerConfig
 from core.optimizer.masters import scratch
-from core.optimizer.masters.memory import bytes_per_parameter, scratch_bytes
+from core.optimizer.masters.memory import scratch_bytes
 from tests.unit_tests.ranks import ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
