@@ -8,6 +8,7 @@ of 256 with a scale each (core/distributed/wire/fp8_communication.py says how fa
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,24 +34,22 @@ class CastingCollectives(Collectives):
         self.dtype = dtype
 
     def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
-        """Reduce a copy in the wire's dtype; the tensor changes when the handle is waited for."""
-        if tensor.dtype is self.dtype:
-            return super().start_all_reduce(tensor, group, op, scale)
-        scale_now(tensor, scale)
-        wire = tensor.to(self.dtype)
-        reduced = super().start_all_reduce(wire, group, op, 1.0)
-        return Handle(finish=partial(tensor.copy_, wire), first=reduced, keep=(wire, tensor))
+        return self._cast(super().start_all_reduce, tensor, slice(None), group, op, scale)
 
     def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
-        """Reduce a copy in the wire's dtype; this rank's part changes when the handle is waited for."""
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        if full.dtype is self.dtype:
-            return super().start_reduce_scatter(full, group, op, scale)
-        scale_now(full, scale)
-        wire = full.to(self.dtype)
-        part = slice(rank * (full.numel() // size), (rank + 1) * (full.numel() // size))
-        reduced = super().start_reduce_scatter(wire, group, op, 1.0)
-        return Handle(finish=partial(full[part].copy_, wire[part]), first=reduced, keep=(wire, full))
+        part, rank = full.numel() // dist.get_world_size(group), dist.get_rank(group)
+        return self._cast(super().start_reduce_scatter, full, slice(rank * part, (rank + 1) * part), group, op, scale)
+
+    def _cast(
+        self, start: Any, tensor: torch.Tensor, result: slice, group: dist.ProcessGroup, op: Op, scale: float
+    ) -> InFlight:
+        """Reduce a copy in the wire's dtype; the `result` of the tensor changes when the handle is waited for."""
+        if tensor.dtype is self.dtype:
+            return start(tensor, group, op, scale)
+        scale_now(tensor, scale)
+        wire = tensor.to(self.dtype)
+        reduced = start(wire, group, op, 1.0)
+        return Handle(finish=partial(tensor[result].copy_, wire[result]), first=reduced, keep=(wire, tensor))
 
 
 class EightBitCollectives(Collectives):
