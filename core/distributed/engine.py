@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -47,8 +47,7 @@ from core.groups.rank_grid import COPY_AXES, DATA_KINDS
 class Engine:
     """The parts that work for one wrapped model chunk, made in the order in which they need each other.
 
-    one_bucket: True if each buffer is one bucket. owned: ids of parameters that other wrappers reduce already.
-    Collective over all ranks with this chunk.
+    options: of `plan_model`. Collective over all ranks with this chunk.
     """
 
     def __init__(
@@ -57,13 +56,11 @@ class Engine:
         config: Any,
         ddp_config: DistributedDataParallelConfig,
         groups: ProcessGroups,
-        *,
-        one_bucket: bool,
-        owned: Collection[int],
+        **options: Any,
     ) -> None:
         _finish_begun_steps(groups)
         self.module = module
-        self.plan = plan = _plan_together(module, config, ddp_config, groups, one_bucket, owned)
+        self.plan = plan = _plan_together(module, config, ddp_config, groups, options)
         self.ids = frozenset({id(module), *map(id, plan.params.values())})  # of the module and of what is reduced
         self.collectives = plain = Collectives(
             ordered=ddp_config.deterministic_reduction
@@ -144,12 +141,7 @@ def _finish_begun_steps(groups: ProcessGroups) -> None:
 
 
 def _plan_together(
-    module: nn.Module,
-    config: Any,
-    ddp_config: DistributedDataParallelConfig,
-    groups: ProcessGroups,
-    one_bucket: bool,
-    owned: Collection[int],
+    module: nn.Module, config: Any, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups, options: Any
 ) -> ModelPlan:
     """Plan locally, then compare with the other ranks before anything else is sent: all raise, or none.
 
@@ -165,7 +157,7 @@ def _plan_together(
                 f"parameter {hidden[0]!r} is sharded by another wrapper (optim_grads_params), which has its values, or "
                 "had them until it was deleted; wrap a parameter once, and take a state dict before deleting a wrapper"
             )
-        plan = plan_model(module, config, ddp_config, groups, one_bucket=one_bucket, owned=owned)
+        plan = plan_model(module, config, ddp_config, groups, **options)
         for name, param in plan.named.items() if ddp_config.shards_parameters else ():
             if type(param) not in (nn.Parameter, DeferredParameter):
                 raise ValueError(
@@ -175,9 +167,9 @@ def _plan_together(
                 )
     except (ValueError, RuntimeError, TypeError) as error:
         failure = error
-    options = option_table(config, ddp_config)
+    table = option_table(config, ddp_config)
     fingerprints = (
-        (f"group {name!r}", groups.control(name), [] if plan is None else [*options, *plan.fingerprint(name)])
+        (f"group {name!r}", groups.control(name), [] if plan is None else [*table, *plan.fingerprint(name)])
         for name in (*DATA_KINDS, *COPY_AXES)
         if groups.size(name) > 1
     )
