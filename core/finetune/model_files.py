@@ -97,7 +97,7 @@ def refuse_missing(where: str, names: list[str]) -> None:
 def model_of_files(
     kind: Any, directory: Path, drawn: Callable[[Any], set[str]] = lambda model: set(), **options: Any
 ) -> Any:
-    """What `kind.from_pretrained` makes of a directory. ConfigError where it would draw a weight at random.
+    """The model that `kind.from_pretrained` makes of a directory. ConfigError where it would draw a weight at random.
 
     drawn: parameters of the model that the directory may lack. options: of from_pretrained.
     """
