@@ -29,6 +29,8 @@ OTHER_TOKENS = "its layers use other tokens elsewhere than in attention, or in a
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # fp64 models compute norms and routers in fp32
 IN_16_BITS, TIMES = 0.1, 3.0  # what rounding may do in any case, and of what it does to the whole model
 CUT = "cutting the model into stages"
+# What a model's forward raises where it is given too little, or what it cannot use.
+OF_MODELS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError)
 ORDER = "its plan is wrong, or its layers do not run once each, one after another"
 
 
@@ -58,24 +60,42 @@ def shown_by(model: Any, arguments: Mapping[str, Any], *, whole: bool = False) -
     return Shown.of(with_whole_logits(model, output) if whole else output)
 
 
-def shown_whole(
-    model: Any, arguments: dict[str, Any], layout: PipelineLayout | None
-) -> tuple[dict[str, Any], Watched | None, Shown]:
-    """(the example, with labels where a model's forward takes them; the order of modules; what the whole model shows)
+class WholeRun(NamedTuple):
+    """A forward of the whole model. failure: of an attempt with labels; `arguments` are then without."""
+
+    arguments: dict[str, Any]
+    order: Watched | None
+    shown: Shown
+    failure: Exception | None
+
+
+def shown_whole(model: Any, arguments: dict[str, Any], layout: PipelineLayout | None) -> WholeRun:
+    """A forward of the example, with labels where a model's forward takes them. With a layout, its modules in order.
 
     A model that fails with labels as in training (some need more of their inputs then) is proven without.
     """
     attempts = [with_labels(model, arguments), arguments]
+    failure: Exception | None = None
     for attempt in attempts if len(attempts[0]) > len(arguments) else [arguments]:
         try:
             if layout is None:
-                return attempt, None, shown_by(model, attempt)
+                return WholeRun(attempt, None, shown_by(model, attempt), failure)
             order, output = watch_order(model, attempt)
-            return attempt, order, Shown(*(value if value is None else value.detach() for value in Shown.of(output)))
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError):
+            shown = Shown(*(value if value is None else value.detach() for value in Shown.of(output)))
+            return WholeRun(attempt, order, shown, failure)
+        except OF_MODELS as error:
             if attempt is arguments:
                 raise
+            failure = error
     raise AssertionError("the last attempt returns or raises")
+
+
+def refuse_failure_of_some(failure: Exception | None, ranks: agree.Groups) -> None:
+    """Raise on all ranks if the example with labels has failed on some of them alone, which would prove without it."""
+    what = "the forward of the example with labels"
+    least, most = agree.bounds([failure is not None], ranks, what)
+    if least != most:
+        agree.refuse(failure, ranks, what, PlanError)
 
 
 def shown_over_sequence(model: Any, arguments: dict[str, Any], sequence: SequenceParallel, shape: torch.Size) -> Shown:
@@ -189,7 +209,7 @@ def refusing_failures(plan: Plan, when: str, advice: str = "", again: str = AGAI
         yield
     except PlanError:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
+    except OF_MODELS as error:
         if is_peers(error):  # another rank has ended, and the model's code is not to blame
             raise
         text = str(error).strip().splitlines() or [""]

@@ -33,8 +33,10 @@ from core.hugging_face.prove import (
     CUT,
     OTHER_TOKENS,
     Shown,
+    WholeRun,
     compare_output,
     received_example,
+    refuse_failure_of_some,
     refuse_other_output,
     refusing_failures,
     refusing_together,
@@ -114,23 +116,25 @@ def split_stages(
 def split_parts(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting) -> list[Any]:
     """This rank's parts of a model: stages of a layout, or the model itself. As `split_model` and `split_stages`."""
     layout, groups = how.layout, how.groups
-    before: Shown | None = None
+    run: WholeRun | None = None
     limit = 0.0
     with refusing_together(CUT, ValueError, groups=how.ranks):
         plan = prepare(model, plan, groups)
         if any(parameter.is_meta for parameter in model.parameters()):
             raise PlanError(f"{plan.family}: parameters are on the meta device; load the checkpoint by load_split")
         arguments = example_of(model, groups, example, with_images=layout is not None)
-        watched = None
         with refusing_failures(plan, "for the example", NEEDS_EXAMPLE, again=""):
             if layout is not None or groups.size("tp") * plan.ep > 1 or how.sequence_parallel is not None:
-                arguments, watched, before = shown_whole(model, arguments, layout)
-        if before is not None:
-            limit = rounding_of(model, arguments, before)
-        parts = cut_into_parts(model, watched, plan, how)
+                run = shown_whole(model, arguments, layout)
+        if run is not None:
+            arguments = run.arguments
+            limit = rounding_of(model, arguments, run.shown)
+        parts = cut_into_parts(model, None if run is None else run.order, plan, how)
+    if run is not None:
+        refuse_failure_of_some(run.failure, how.ranks)
     finish_parts(parts, plan, arguments, how)
-    if before is not None:
-        compare_output(parts, plan, arguments, (before, limit), how)
+    if run is not None:
+        compare_output(parts, plan, arguments, (run.shown, limit), how)
     return parts
 
 

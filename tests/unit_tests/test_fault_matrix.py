@@ -240,7 +240,8 @@ def set_trap(case: Case, folder: Path) -> None:
                 fall()
             else:
                 first = output[0] if isinstance(output, tuple) else output
-                first.register_hook(lambda _grad: fall())
+                if first.requires_grad:  # not where a split is proven
+                    first.register_hook(lambda _grad: fall())
 
         register = nn.modules.module.register_module_forward_pre_hook
         (register if case.phase == "forward" else nn.modules.module.register_module_forward_hook)(trap)

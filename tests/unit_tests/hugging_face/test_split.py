@@ -190,6 +190,23 @@ def test_fused_weights_that_are_cut_as_one_are_refused_by_the_output(rank: int, 
         split_model(model, dataclasses.replace(plan, splits=splits))
 
 
+@ranks(2, timeout_s=40.0)
+def test_a_forward_that_fails_on_one_rank_alone_is_refused_on_all(rank: int, world: int) -> None:
+    """A hook of the user's, say. That rank would prove the split without labels, and wait in another collective."""
+    model = small("llama")
+    if rank == 1:
+
+        def refuse(module: torch.nn.Module, inputs: Any) -> None:
+            if module.training:
+                raise RuntimeError("no gradient to hook")
+
+        model.model.layers[0].register_forward_pre_hook(refuse)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    message = "no gradient to hook" if rank == 1 else "with labels: rank 1 failed: RuntimeError: no gradient to hook"
+    with pytest.raises((PlanError, RuntimeError), match=message):
+        split_model(model)
+
+
 @ranks(2)
 def test_a_split_model_is_refused_again_and_can_be_copied(rank: int, world: int) -> None:
     model = small("phi")
