@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.cut_places import Watched, find_cut, hidden_streams, lists_of_layers
+from core.hugging_face.example import layer_configurations
 from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward
 from core.hugging_face.plan import Plan, PlanError, Split
 from core.hugging_face.seams import SeamForward
@@ -37,7 +38,7 @@ def cut_into_parts(model: Any, watched: Watched | None, plan: Plan, how: Splitti
         cut, streams = find_cut(model, watched.sides if watched else None), watched.streams if watched else None
         check_cut(cut, layout, groups)
         if streams is not None:
-            heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+            heads = {getattr(layer, "num_attention_heads", 0) for layer in layer_configurations(model)}
             streams = streams.over(heads, groups.size("tp"))
         numbers = layout.stages_of(groups.rank("pp"))
         parts = [*(copied(model) for _ in numbers[:-1]), model]

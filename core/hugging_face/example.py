@@ -88,13 +88,18 @@ def unreached(model: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
 
 def _reaches(model: Any) -> dict[str, int]:
     """Numbers of tokens in the configuration of a model of text, by their names there."""
-    config = model.config.get_text_config()
-    layers = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+    config, layers = model.config.get_text_config(), layer_configurations(model)
     values = {name: _highest([getattr(layer, name, None) for layer in layers]) for name in REACHES}
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # beyond it the frequencies are others
         values["original_max_position_embeddings"] = _highest([rope.get("original_max_position_embeddings")])
     return {name: value for name, value in values.items() if value > 0}
+
+
+def layer_configurations(model: Any) -> list[Any]:
+    """The configuration of each layer where they differ, else the one of all."""
+    config = model.config.get_text_config()
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
 def _highest(values: Sequence[Any]) -> int:

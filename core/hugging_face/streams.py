@@ -8,7 +8,7 @@ of them, with other sizes, show how shapes follow from the sizes of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,12 +51,15 @@ class Form:
         """A tensor of this shape on the meta device."""
         return torch.empty(self.shape(sizes), dtype=self.dtype, device="meta")
 
-    def over(self, heads: int, tp: int) -> Form:
-        """On one of tp ranks: the second of four dimensions, if it counts heads, counts this rank's."""
-        if tp == 1 or len(self.dims) != 4 or self.dims[1] != (heads, ""):
+    def over(self, heads: Collection[int], tp: int) -> Form:
+        """On one of tp ranks: the second of four dimensions, if it counts heads, counts this rank's.
+
+        heads: of the layers, which may have different numbers.
+        """
+        if tp == 1 or len(self.dims) != 4 or self.dims[1] not in {(number, "") for number in heads}:
             return self
-        first, _, *rest = self.dims
-        return replace(self, dims=(first, (heads // tp, ""), *rest), is_split=True)
+        first, (number, _), *rest = self.dims
+        return replace(self, dims=(first, (number // tp, ""), *rest), is_split=True)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Streams:
             return Sizes(rows, source)
         return Sizes(rows, source, received[len(self.calls[layer].slots) if layer < self.decoder else 1].shape[1])
 
-    def over(self, heads: int, tp: int) -> Streams:
+    def over(self, heads: Collection[int], tp: int) -> Streams:
         """On one of tp ranks."""
         calls = [replace(call, forms=tuple(form.over(heads, tp) for form in call.forms)) for call in self.calls]
         return replace(self, calls=tuple(calls))

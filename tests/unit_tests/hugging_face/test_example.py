@@ -13,7 +13,8 @@ from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, HybridParallelPlugin
 from core.hugging_face import PlanError, gather_logits, split_model
-from core.hugging_face.example import example_of, run_quietly, unreached
+from core.hugging_face.example import example_of, layer_configurations, run_quietly, unreached
+from core.hugging_face.streams import Form
 from core.hugging_face.tiny import all_families, tiny_config, tiny_inputs, tiny_model
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
@@ -32,6 +33,16 @@ def first_output(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         output = model(**inputs)
     named = [output.get(name) for name in ("logits", "last_hidden_state", "pred_masks")]
     return gather_logits(next(value for value in named if isinstance(value, torch.Tensor)))
+
+
+def test_heads_are_read_of_each_layer_where_layers_differ() -> None:
+    """The configuration of such a model refuses to say one number for all."""
+    model = tiny_model(tiny_config(all_families()["dots3_note/Dots3NoteTextConfig"]))
+    with pytest.raises(RuntimeError, match="is a per-layer attribute"):
+        _ = model.config.num_attention_heads
+    assert {layer.num_attention_heads for layer in layer_configurations(model)} == {8, 64}
+    form = Form(((0, "rows"), (64, ""), (0, "source"), (0, "source")), torch.float32)
+    assert form.over({8, 64}, 2).dims[1] == (32, "") and form.over({8}, 2) is form
 
 
 @ranks(2)
