@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from torch.profiler import record_function
 
 from core.distributed.wire.collective_events import CollectiveEvent, resolve
-from core.distributed.wire.overlap import OverlapReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,3 @@ class StepTrace:
     def _marks(self) -> list[float]:
         marks = [(e.launched_s, e.done_s, e.wait_end_s) for e in (*self.buckets, *self.gathers)]
         return [mark for event in marks for mark in event if mark is not None] or [0.0]
-
-
-def trace_of(report: OverlapReport, *, rank: int, step: int) -> StepTrace:
-    """Trace of a `DistributedDataParallel.overlap_report()`, to be drawn or written; `spans` may be added by hand."""
-    return StepTrace(rank, step, buckets=list(report.reductions), gathers=list(report.gathers))

@@ -15,7 +15,7 @@ from core.distributed.wire.collective_events import CollectiveEvent, HostClock, 
 from core.distributed.wire.collectives import Handle
 from core.distributed.wire.overlap import OverlapReport, covered, measure_overlap
 from core.training.plots import draw_bucket_timeline
-from core.training.step_trace import Span, StepTrace, trace_of
+from core.training.step_trace import Span, StepTrace
 from tests.unit_tests.ranks import ranks
 
 
@@ -254,7 +254,7 @@ def test_a_settled_trace_keeps_the_gathers_that_its_own_step_waited_for() -> Non
 def test_a_report_becomes_a_trace_and_a_picture(tmp_path: Path) -> None:
     reductions = (event(0, 2, 8, (7, 8)), event(1, 5, 12, (8, 12)))
     gather = CollectiveEvent("parameters of bucket 0 (a .. b)", 1024, 1, None, 3, 2, 3)
-    trace = trace_of(OverlapReport(reductions, (gather,)), rank=1, step=4)
+    trace = StepTrace(1, 4, buckets=[*reductions], gathers=[gather])
     assert (trace.start_s, trace.end_s) == (1, 12)
     pytest.importorskip("matplotlib")
     draw_bucket_timeline(tmp_path / "step.png", trace)
