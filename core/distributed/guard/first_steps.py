@@ -66,6 +66,7 @@ from core.groups import agree
 from core.groups.process_groups import ProcessGroups, world_chain, world_groups
 
 MOST_TRIES = 64  # first steps that overflow
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 OwnPart = Callable[[nn.Parameter], "tuple[int, torch.Tensor] | None"]
 
@@ -101,14 +102,15 @@ class FirstSteps:
         self.active = several and ddp_config.first_steps != "ignore"
         self.groups = groups
         self.warns = ddp_config.first_steps == "warn"
-        self.compares_weights = ddp_config.initial_weights != "ignore"
+        self.ddp_config = ddp_config
         self.module, self.plan, self.buckets, self.own_part = module, plan, list(buckets), own_part
         self.config = config
         self.computes_in_16_bits = False
         self.seen = 0  # steps that count
         self.tries = 0  # steps that do not
         self.inputs, self.microbatches = Inputs(), Inputs()
-        self.outputs = Outputs(module, sees_evaluation=ddp_config.first_steps != "ignore")
+        self.outputs = Outputs(module)
+        self.sees_evaluation = ddp_config.first_steps != "ignore"
         self.tables = Tables(self.buckets, groups)
         self.batch: list[Leaf] | None = None  # of the first step, if all data ranks were given the same
         self.used = [bytearray(len(bucket.params)) for bucket in self.buckets]
@@ -139,9 +141,16 @@ class FirstSteps:
 
     def note_evaluation(self) -> None:
         """A forward begins in training mode that records no gradients. The first one is looked at, in any step."""
-        text = self.outputs.random_evaluation()
-        if text is not None and self.speaks:
-            warnings.warn(f"rank {dist.get_rank()}: {text}", stacklevel=4)
+        sees, self.sees_evaluation = self.sees_evaluation, False
+        for name, part in self.module.named_modules() if sees and self.speaks else ():
+            if isinstance(part, DROPOUTS) and part.training and part.p > 0:
+                warnings.warn(
+                    f"rank {dist.get_rank()}: a forward without gradients ran in training mode, so {name!r} has "
+                    f"dropped {part.p:g} of its elements. Call model.eval() before an evaluation, and model.train() "
+                    "after it",
+                    stacklevel=4,
+                )
+                return
 
     def cuts_inputs(self) -> bool:
         """True if ranks of tensor parallelism may be given parts of a sequence or of a batch."""
@@ -200,7 +209,7 @@ def look(watches: Sequence[FirstSteps], groups: ProcessGroups, optimizer_steps: 
     ends = [leaf for watch in watches for leaf in watch.microbatches.take()]
     found, doubt = other_inputs(inputs, groups, may_be_parts=first.cuts_inputs())
     found = found or other_microbatches(ends, groups)
-    if first.seen == 0 and first.compares_weights:
+    if first.seen == 0 and first.ddp_config.initial_weights != "ignore":
         coarse = any(watch.computes_in_16_bits for watch in watches)
         buckets = [bucket for watch in watches for bucket in watch.buckets]
         drift = unequal_gradients(buckets, groups, coarse=coarse)  # all ranks of a group make its collective

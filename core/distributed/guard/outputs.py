@@ -22,7 +22,6 @@ from core.distributed.guard.inputs import MOST_FORWARDS
 LEAST_COLUMN = 4  # outputs; fewer lie on a line by chance
 ON_A_LINE = 1e-4  # how far gradients may be off it, relative
 OTHER_TARGET = 1e-3  # by how much it must differ between two steps, relative
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 Target = tuple[float, float]  # the one that all outputs of a forward seem to have, and the size of these numbers
 
@@ -32,9 +31,8 @@ _WATCHED: weakref.WeakValueDictionary[int, Outputs] = weakref.WeakValueDictionar
 class Outputs:
     """Outputs of one module in two steps, and inputs of its parts; recording never waits for the device."""
 
-    def __init__(self, module: nn.Module, *, sees_evaluation: bool) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.sees_evaluation = sees_evaluation
         self.hooks: list[Any] = []
         self.is_forward = False  # True while the module runs
         self.is_backward = False  # True from the first gradient of an output until the next forward
@@ -115,17 +113,6 @@ class Outputs:
                     self.hooks.append(module.register_forward_pre_hook(_take, with_kwargs=True))
         self.columns, self.sums, self.sums_again, self.forwards = {}, {}, [], 0
         return texts
-
-    def random_evaluation(self) -> str | None:
-        """Return what is wrong with the first forward in training mode that records no gradients."""
-        sees, self.sees_evaluation = self.sees_evaluation, False
-        for name, part in self.module.named_modules() if sees else ():
-            if isinstance(part, DROPOUTS) and part.training and part.p > 0:
-                return (
-                    f"a forward without gradients ran in training mode, so {name!r} has dropped {part.p:g} of its "
-                    "elements. Call model.eval() before an evaluation, and model.train() after it"
-                )
-        return None
 
     def stop(self) -> None:
         self._end_backward()
