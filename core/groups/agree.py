@@ -44,11 +44,8 @@ def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> t
         with record_function(f"core::agree {what}"), waiting(what, group):
             both = both.to(control_device(group))
             work = dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True)
-            if both.is_cpu:
-                complete(work)
-            else:
-                work.wait()
-                both = both.cpu()  # waits here
+            complete(work) if both.is_cpu else work.wait()
+            both = both.cpu()  # waits for a device
     found = both.tolist()
     return [-value for value in found[:count]], found[count:]
 
@@ -76,10 +73,7 @@ def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
             mine = torch.nn.functional.pad(mine, (0, longest - len(mine))).to(control_device(group))
             rows = mine.new_empty((dist.get_world_size(group), longest))
             work = dist.all_gather(list(rows.unbind()), mine, group, async_op=True)
-            if rows.is_cpu:
-                complete(work)
-            else:
-                work.wait()
+            complete(work) if rows.is_cpu else work.wait()
             parts = [pickle.loads(row.numpy()) for row in rows.cpu()]  # a pickle has an end of its own
         everyone = {rank: theirs for part in parts for rank, theirs in part.items()}
     return everyone

@@ -74,10 +74,7 @@ class Handle:
         if self.first is not None:
             self.first.wait()
         for work in self.works:
-            if self.keep and self.keep[0].is_cpu:
-                complete(work, self.takes_s or None)
-            else:
-                work.wait()
+            complete(work, self.takes_s or None) if self.keep and self.keep[0].is_cpu else work.wait()
         if self.finish is not None:
             self.finish()
         self.works, self.finish, self.keep, self.first = (), None, (), None
