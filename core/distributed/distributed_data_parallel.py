@@ -219,8 +219,7 @@ class DistributedDataParallel(nn.Module):
         """Wait for gathers that an optimizer has started bucket by bucket; nothing to do after its `step`."""
         self.param_sync.finish()
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         """Have whole parameters: to evaluate, export, generate or write them. What is written is kept, on all ranks.
 
             with model.gathered():
@@ -229,8 +228,7 @@ class DistributedDataParallel(nn.Module):
         Where parameters are not sharded they are whole anyway. Collective: every rank of the data group enters it, and
         leaves it; what a rank writes must be the same on all of them. Raises SyncError inside a forward or backward.
         """
-        with self.engine.params.gathered("gathered()"):
-            yield
+        return self.engine.params.gathered()
 
     @torch.no_grad()
     def broadcast_params(self) -> None:

@@ -31,8 +31,6 @@ from core.groups import agree
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-
 
 class KeepGathered(Enum):
     """Time that a bucket stays whole after its use."""
@@ -247,8 +245,8 @@ class ParamUnit:
             if param.data_ptr() != view.data_ptr():
                 view.copy_(param)
                 DATA.__set__(param, view)
-        bits = BITS[self.shard.element_size()]
-        return not torch.equal(self._own_part(self.whole).to(self.shard.device).view(bits), self.shard.view(bits))
+        own = self._own_part(self.whole).to(self.shard.device)
+        return not torch.equal(own.view(torch.uint8), self.shard.view(torch.uint8))
 
     @torch.no_grad()
     def take_over(self) -> None:
