@@ -37,6 +37,7 @@ from core.verify.in_double import InDouble
 from core.verify.rank_pool import RankFailure, RankPool
 
 TOLERANCE = 1e-9
+GROWTH = 100.0  # by which a step may multiply what rounding has left in outputs; weights have no such allowance
 STEPS, MOVES = 3, 0.02  # of SGD; the learning rate moves the weight with the largest gradient by so much in the first
 Answer = Literal["equal", "refused", "wrong", "not built"]
 
@@ -114,7 +115,8 @@ def check_on_rank(
             for step, wanted in enumerate(expected, start=1):
                 for batch, wanted_batch in zip(run(), wanted, strict=False):  # the first stages have no output
                     for found, value, what in zip(batch, wanted_batch, ("output", "loss"), strict=True):
-                        differences.append(_off(found, value, float(value.abs().max()), f"the {what} of step {step}"))
+                        off, place = _off(found, value, float(value.abs().max()), f"the {what} of step {step}")
+                        differences.append((off / GROWTH ** (step - 1), place))
                 if step == 1:
                     mine_now = {n: p.grad for n, p in model.named_parameters()}
                     differences += _differences("the gradient of", mine_now, grads, plan)
