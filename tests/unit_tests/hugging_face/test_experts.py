@@ -230,7 +230,7 @@ def test_check_compares_experts(rank: int, world: int, name: str) -> None:
 
 
 @pytest.mark.nightly
-@ranks(2, timeout_s=170.0)
+@ranks(2, timeout_s=600.0)
 @pytest.mark.parametrize("part", range(6))
 def test_every_family_with_experts_is_equal_or_refused(rank: int, world: int, part: int) -> None:
     chosen = [name for name, kind in families().items() if getattr(kind, "base_model_ep_plan", None)]
