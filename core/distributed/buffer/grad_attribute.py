@@ -7,8 +7,10 @@ flight, sharded or still to be scaled, a GradPlaceholder stands for it. An edit 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -266,16 +268,22 @@ def dense(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-def call_after_backward(method: Callable[[], Callable[[], None] | None]) -> bool:
-    """Have a weakly referenced method called when the running backward pass has ended; False where none is running."""
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Call the method of an object as long as it lives: a hook of autograd, or of all modules, may outlive it."""
+    reference = weakref.WeakMethod(method)
 
-    def call() -> None:
-        alive = method()
+    def call(*arguments: Any) -> None:
+        alive = reference()
         if alive is not None:
-            alive()
+            alive(*arguments)
 
+    return call
+
+
+def call_after_backward(action: Callable[[], None]) -> bool:
+    """Have something done when the running backward pass has ended; False where none is running."""
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(call)
+        torch.autograd.Variable._execution_engine.queue_callback(action)
     except RuntimeError:  # gradients that are announced outside of a backward, such as weight gradients put off
         return False
     return True

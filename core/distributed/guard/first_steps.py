@@ -68,8 +68,6 @@ from core.groups.process_groups import ProcessGroups, world_chain, world_groups
 MOST_TRIES = 64  # first steps that overflow
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
-OwnPart = Callable[[nn.Parameter], "tuple[int, torch.Tensor] | None"]
-
 
 class Sample(NamedTuple):
     """The element of a parameter with the largest gradient of a step, of those that this rank steps."""
@@ -96,7 +94,7 @@ class FirstSteps:
         groups: ProcessGroups,
         ddp_config: DistributedDataParallelConfig,
         config: Any,
-        own_part: OwnPart,
+        own_part: Callable[[nn.Parameter], tuple[int, torch.Tensor] | None],
     ) -> None:
         several = any(groups.size(name) > 1 for name in world_chain(groups))
         self.active = several and ddp_config.first_steps != "ignore"

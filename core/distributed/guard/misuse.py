@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from core.distributed.buffer.bucket import Bucket, BucketState
+from core.distributed.buffer.grad_attribute import weakly
 from core.distributed.layout.model_plan import ModelPlan
 from core.groups.agree import SyncError
 
@@ -145,16 +146,9 @@ class StepGuard:
         self.steps = 0  # of such optimizers, ever
         self.at_step: Callable[[], None] | None = None  # an optimizer steps, of torch or ours
         self.concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-        guard = weakref.ref(self)
+        weakref.finalize(owner, register_optimizer_step_pre_hook(weakly(self.check)).remove)
 
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            alive = guard()
-            if alive is not None:
-                alive.check(optimizer)
-
-        weakref.finalize(owner, register_optimizer_step_pre_hook(before_step).remove)
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
+    def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise SyncError if this optimizer is about to use gradients of ours that are not whole."""
         if not self._holds_ours(optimizer):
             return

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from core.distributed.buffer.grad_attribute import weakly
 from core.distributed.guard.inputs import MOST_FORWARDS
 
 LEAST_COLUMN = 4  # outputs; fewer lie on a line by chance
@@ -60,11 +61,11 @@ class Outputs:
         for tensor in tensors_of(output) if number < MOST_FORWARDS else ():
             # A subclass may be logits that are computed in chunks, and all of them if they are looked at.
             if type(tensor) is torch.Tensor and tensor.requires_grad:
-                tensor.register_hook(partial(_if_alive, weakref.WeakMethod(self.begin_backward)))
+                tensor.register_hook(weakly(self.begin_backward))
                 is_column = LEAST_COLUMN <= tensor.numel() == tensor.shape[0] if tensor.dim() else False
                 if is_column and tensor.dtype.itemsize > 2:
                     values = tensor.detach().reshape(-1).clone()
-                    tensor.register_hook(partial(_if_alive, weakref.WeakMethod(self._take_column), number, values))
+                    tensor.register_hook(partial(weakly(self._take_column), number, values))
 
     def _take_column(self, number: int, values: torch.Tensor, grad: torch.Tensor) -> None:
         self.columns[number] = values, grad.detach().reshape(-1).clone()
@@ -73,9 +74,7 @@ class Outputs:
         """An output has got its gradient: modules that run until the next forward are recomputed."""
         self.is_backward = True
         if self.on_all_modules is None and not self.again:
-            self.on_all_modules = register_module_forward_pre_hook(
-                partial(_if_alive, weakref.WeakMethod(self._note_again))
-            )
+            self.on_all_modules = register_module_forward_pre_hook(weakly(self._note_again))
             weakref.finalize(self, self.on_all_modules.remove)  # a model may be dropped after a backward
 
     def _note_again(self, module: nn.Module, _: Any) -> None:
@@ -186,10 +185,3 @@ def _take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     watch = _WATCHED.get(id(module))
     if watch is not None:
         watch.take(module, (*args, *kwargs.values()))
-
-
-def _if_alive(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
-    """Call the method of an object that may be gone: a hook of autograd, or of all modules, outlives it."""
-    alive = method()
-    if alive is not None:
-        alive(*arguments)

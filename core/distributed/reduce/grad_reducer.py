@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.buffer.grad_attribute import attributes_alone, call_after_backward
+from core.distributed.buffer.grad_attribute import attributes_alone, call_after_backward, weakly
 from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.reduce.fused_kernels import check_declared
@@ -202,7 +202,7 @@ class GradReducer:
 
     def _begin_microbatch(self) -> None:
         """The first gradient of a backward has come. Collective; SyncError on all ranks if some end the step."""
-        self.in_microbatch = call_after_backward(weakref.WeakMethod(self._end_microbatch))
+        self.in_microbatch = call_after_backward(weakly(self._end_microbatch))
         if self.num_other_models or (self.microbatches and not self.in_microbatch):
             return  # what comes outside of a backward joins the reduction that was begun last
         with self.named("backward"):

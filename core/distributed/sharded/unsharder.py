@@ -39,7 +39,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.buffer.grad_attribute import attributes_alone, backward_runs, call_after_backward
+from core.distributed.buffer.grad_attribute import attributes_alone, backward_runs, call_after_backward, weakly
 from core.distributed.guard.misuse import refuse_reshaped
 from core.distributed.guard.replicas import checksum, first_unequal
 from core.distributed.sharded.eviction import active_hooks
@@ -144,7 +144,7 @@ class Unsharder(PlainParams):
     def runs(self) -> bool:
         """True inside a forward or a backward, where a use of a parameter gathers it."""
         if self.depth == 0:  # a backward that fails calls no hook, so torch is asked each time
-            leave = weakref.WeakMethod(self._leave_backward)
+            leave = weakly(self._leave_backward)
             self.in_backward = backward_runs() if self.in_backward else call_after_backward(leave)
         return self.depth > 0 or self.in_backward
 
