@@ -38,7 +38,7 @@ def describe_model(
             lines += _sharded_gradients(buffer, nbytes, reduce_microbatches)
         for bucket in buffer.buckets:
             layout = bucket.layout
-            padding = layout.numel - layout.numel_unpadded
+            padding = layout.end - max(slot.end for slot in layout.slots)
             is_offloaded = any(bucket.owned_grad is part for part in buffer.offloaded)
             grads = "; gradients offloaded" if is_offloaded else ""
             scaled = "" if bucket.scale == 1.0 else f", x {bucket.scale:.6g} before"

@@ -74,14 +74,14 @@ Placed = list[tuple[ParamSpec, int]]  # parameters of one bucket, each with its 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Elements [start, end) of a buffer that one collective carries; `numel_unpadded` leaves out the padding at the
-    end. shards: the number of equal parts, one for each rank of the shard group; 1 where the buffer is not sharded.
+    """Elements [start, end) of a buffer that one collective carries, padding at the end included.
+
+    shards: the number of equal parts, one for each rank of the shard group; 1 where the buffer is not sharded.
     """
 
     index: int
     start: int
     end: int
-    numel_unpadded: int
     slots: tuple[Slot, ...]
     shards: int
 
@@ -184,8 +184,7 @@ def plan_buffer(
         slots = tuple(
             Slot(spec.name, spec.shape, begin + offset, begin + offset + spec.numel, index) for spec, offset in placed
         )
-        used = max(slot.end for slot in slots) - begin
-        buckets.append(BucketLayout(index, begin, begin + numel, used, slots, shards if sharded else 1))
+        buckets.append(BucketLayout(index, begin, begin + numel, slots, shards if sharded else 1))
         begin += numel
     return BufferLayout(specs[0].key, begin, shards, tuple(buckets))
 

@@ -17,7 +17,6 @@ from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import DATA_KINDS
 
-Named = dict[str, torch.Tensor]
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d  # SyncBatchNorm is none of these
 
 
@@ -91,7 +90,7 @@ class BufferSync:
                 if dist.get_rank(communicator) > 0:
                     _unpack(packed, buffers)
 
-    def named(self, kind: str) -> Named:
+    def named(self, kind: str) -> dict[str, torch.Tensor]:
         """The buffers of dense or of expert modules, as they are registered now."""
         wants_experts = kind != DATA_KINDS[0]
         return {
