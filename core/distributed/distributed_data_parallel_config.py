@@ -52,11 +52,10 @@ RESIDENCIES: dict[Strategy, Residency] = {
     "optim_grads_params": Residency(sharded=True, keeps_whole=False, keeps_params=False),
 }
 STRATEGIES = tuple(RESIDENCIES)
-COMMUNICATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 CHOICES: dict[str, tuple[object, ...]] = {
     "data_parallel_sharding_strategy": STRATEGIES,
     "reduce_microbatches": ("every", "last", None),
-    "grad_communication_dtype": (*COMMUNICATION_DTYPES, None),
+    "grad_communication_dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, None),
     "keep_params_whole": (False, True, "all"),
     "initial_weights": ("check", "broadcast", "ignore"),
     "first_steps": ("check", "warn", "ignore"),
