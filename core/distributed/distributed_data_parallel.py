@@ -21,7 +21,7 @@ from core.distributed.describe import describe_model, where
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.engine import Engine
 from core.distributed.guard.finite import Finding
-from core.distributed.guard.misuse import StepGuard
+from core.distributed.guard.misuse import StepGuard, refuse_reshaped
 from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
 from core.distributed.hooks import hook, owned_params
 from core.distributed.materialize import MARK, Init, make_all, make_and_cut
@@ -134,7 +134,7 @@ class DistributedDataParallel(nn.Module):
         if engine is not None and self.training and not torch.compiler.is_compiling():  # which must not read parameters
             watch = engine.model_watch
             if watch.numels != list(map(torch.Tensor.numel, watch.params)):  # 0.05 ms for 1,000 parameters
-                watch.refuse_reshaped()
+                refuse_reshaped(watch.names, watch.params, watch.shapes)  # autograd would name nothing
         if engine is not None and engine.buffer_sync is not None:
             syncs = torch.is_grad_enabled() and self.reducer.no_sync_depth == 0
             once = self.reducer.shards_gradients

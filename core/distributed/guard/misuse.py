@@ -40,7 +40,7 @@ class ModelWatch:
     def __init__(self, module: nn.Module, plan: ModelPlan, buckets: Sequence[Bucket]) -> None:
         self.module = module
         self.plan = plan
-        self.buckets = buckets
+        self.names = [contract.name for bucket in buckets for contract in bucket.contracts]
         self.params = [param for bucket in buckets for param in bucket.params]
         self.views = [view for bucket in buckets for view in bucket.storage]
         self.housed = [param for bucket in buckets if bucket.param_data is not None for param in bucket.params]
@@ -48,11 +48,6 @@ class ModelWatch:
         self.numels = list(map(torch.Tensor.numel, self.params))
         self._watch_tables()
         self.before = self._look()
-
-    def refuse_reshaped(self) -> None:
-        """SyncError, by the name, where `numels` are not those of `params` any more: autograd would name nothing."""
-        names = [contract.name for bucket in self.buckets for contract in bucket.contracts]
-        refuse_reshaped(names, self.params, self.shapes)
 
     def problems(self) -> list[str]:
         """The first problem of each kind, in words; empty if there is none."""
@@ -90,13 +85,12 @@ class ModelWatch:
 
     def _moved(self, now: Snapshot) -> list[str]:
         before = self.before
-        names = [contract.name for bucket in self.buckets for contract in bucket.contracts]
-        for name, was, dtype in zip(names, before.dtypes, now.dtypes, strict=True):
+        for name, was, dtype in zip(self.names, before.dtypes, now.dtypes, strict=True):
             if was is not dtype:
                 return [f"parameter {name!r} is {dtype} now and was {was} when the model was wrapped. {REMEDY}"]
         moved = {id(p) for p, a, b in zip(self.params, before.grads, now.grads, strict=True) if a != b}
         moved |= {id(p) for p, a, b in zip(self.housed, before.housed, now.housed, strict=True) if a != b}
-        first = next((name for name, param in zip(names, self.params, strict=True) if id(param) in moved), None)
+        first = next((name for name, param in zip(self.names, self.params, strict=True) if id(param) in moved), None)
         if first is None:
             return []
         return [f"parameter {first!r} or its gradient was moved out of the buffers since the wrap. {REMEDY}"]
