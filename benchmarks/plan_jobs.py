@@ -78,7 +78,7 @@ class PlannedJob:
             else:  # ranks of one host use each other's shards where they lie
                 units = engine.params.units
                 found += [memory for unit in units for memory in (unit.shard, unit.mapped) if memory is not None]
-                channels += engine.params.channels
+                channels += {id(c.group): c for unit in units if (c := unit.channel) is not None}.values()
             found += [member.tensor for channel in channels for member in channel.members]
         return found
 

@@ -72,8 +72,7 @@ class ParamUnit:
     is one NaN, expanded: a read that torch does not see shows, and a write is noticed at the next gather.
 
     groups: the bucket is cut over the shard group. communicator: one of the ranks of that group, which carries nothing
-    else. blocks: memory for whole buckets on CPUs; with files none is kept when it is freed. device: where whole
-    buckets lie.
+    else. blocks: memory for whole buckets on CPUs; with files none is kept when it is freed.
     """
 
     def __init__(
@@ -81,30 +80,29 @@ class ParamUnit:
         number: int,
         layout: BucketLayout,
         data_group: str,
-        params: Sequence[nn.Parameter],
+        plan: ModelPlan,
         memory: ShardMemory,
         groups: BucketGroups,
         communicator: dist.ProcessGroup,
         blocks: huge_pages.Blocks,
-        device: torch.device,
     ) -> None:
         self.number = number
         self.layout = layout
         self.data_group = data_group
-        self.params = list(params)
         self.names = [slot.name for slot in layout.slots]
+        self.params = [plan.named[name] for name in self.names]
         self.starts = [slot.start - layout.start for slot in layout.slots]  # of the parameters in the whole bucket
-        self.index_of = {id(param): index for index, param in enumerate(params)}
+        self.index_of = {id(param): index for index, param in enumerate(self.params)}
         self.shard, mapped, self.channel, self.tier = memory
         self.shard_range = layout.shard_of(dist.get_rank(groups.shard))
         self.groups = groups
         self.communicator = communicator
         self.mapped = self.shard if layout.shards == 1 and self.tier is None else mapped
         self.is_copied = self.mapped is None or self.tier is not None  # False for a bucket that is always whole
-        self.device = device
+        self.device = plan.device  # where whole buckets lie
         self.blocks = blocks if self.tier is None else huge_pages.Blocks(most=0)
         self.name = f"parameters of {layout.describe()}"
-        self.nans = torch.full((len(layout.slots) * self.is_copied,), torch.nan, dtype=self.shard.dtype, device=device)
+        self.nans = self.shard.new_full((len(layout.slots) * self.is_copied,), torch.nan, device=plan.device)
         if self.mapped is None or self.is_copied:
             self.home = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
         else:
@@ -329,12 +327,11 @@ def units_of(
                 next(count),
                 bucket,
                 layout.key.data_group,
-                [plan.named[slot.name] for slot in bucket.slots],
+                plan,
                 memory[bucket.index],
                 of_layout,
                 communicators.get(of_layout.shard, of_layout.shard),
                 blocks,
-                plan.device,
             )
             stays = not unit.is_copied or (number, bucket.index) in places.params_stay
             unit.keep_gathered = KeepGathered.STEP if stays else usual

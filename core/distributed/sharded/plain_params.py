@@ -18,14 +18,12 @@ from core.distributed.sharded.eviction import Budget, Window
 from core.distributed.sharded.param_unit import ParamUnit
 from core.distributed.wire.collective_events import CollectiveEvent
 from core.distributed.wire.collectives import Collectives, Flight
-from core.distributed.wire.shared_memory import HostChannel
 
 
 class PlainParams:
     """Parameters of one wrapped model chunk, and the face of `Unsharder`, which has those that are sharded."""
 
     units: Sequence[ParamUnit] = ()
-    channels: Sequence[HostChannel] = ()
     eviction: Window | Budget = Window()
     is_held = True  # True while all values are there until the caller gives them up
     take_gathers: Callable[[], dict[str, list[str]]] = dict  # the gathers since the last call

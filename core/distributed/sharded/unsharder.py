@@ -49,7 +49,6 @@ from core.distributed.sharded.plain_params import PlainParams
 from core.distributed.sharded.sharded_parameter import ShardedParameter, owned_by
 from core.distributed.wire import huge_pages
 from core.distributed.wire.collectives import Collectives
-from core.distributed.wire.shared_memory import HostChannel
 from core.groups import agree
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
@@ -74,7 +73,6 @@ class Unsharder(PlainParams):
         self.order = GatherOrder()
         self.take_gathers = self.order.take
         self.saves_by_place = any(unit.is_copied for unit in self.units)  # Note [Weights are saved by place]
-        self.tiers = [unit.tier for unit in self.units if unit.tier is not None][:1]  # one stands for all
         self.depth = 0  # forwards that run, one inside the other
         self.in_backward = False
         self.is_held = False  # True inside `gathered`
@@ -86,8 +84,8 @@ class Unsharder(PlainParams):
             unit.param_classes = classes
         # Of tensors that may lie in a bucket's memory.
         self.plain_classes = (torch.Tensor, nn.Parameter, classes.gathered, classes.lent)
-        channels = {id(unit.channel.group): unit.channel for unit in self.units if unit.channel is not None}
-        self.channels: list[HostChannel] = list(channels.values())
+        channels = [unit.channel for unit in self.units if unit.channel is not None]
+        self.channels = list({id(channel.group): channel for channel in channels}.values())
 
     # -- when values are there --------------------------------------------------------------------------------------
 
@@ -320,7 +318,7 @@ class Unsharder(PlainParams):
     def begin_update(self) -> None:
         """An optimizer is about to write shards: other ranks must have read the old values. Collective."""
         self._refuse_inside("a load or an optimizer's step")
-        for tier in self.tiers:
+        for tier in {unit.tier for unit in self.units if unit.tier is not None}:
             tier.wait_for_copies()
         self.barrier()
 
