@@ -258,8 +258,7 @@ def _check_weights(parts: Sequence[DistributedDataParallel], groups: ProcessGrou
 def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: ProcessGroups) -> None:
     for parts in models:
         _check_weights(parts, groups)
-    checked = [chunk for chunk in chunks if chunk.ddp_config.check_for_nan_in_grad]
-    watches = [chunk.nan_watch for chunk in checked if chunk.nan_watch is not None]
+    watches = [c.nan_watch for c in chunks if c.nan_watch is not None and c.ddp_config.check_for_nan_in_grad]
     if watches:
         check_finite(watches, groups)
     if any(chunk.ddp_config.check_replicas for chunk in chunks):
