@@ -119,7 +119,7 @@ class LooseReduction:
                 flying.popleft().wait()
             flat = _on_wire(together[0] if len(together) == 1 else torch.cat(together), group)
             handle = self.collectives.all_reduce(flat, group, "gradients of a loose parameter")
-            flying.append(PendingSync(handle, group, together, None if flat is together[0] else flat))
+            flying.append(PendingSync(handle, together, None if flat is together[0] else flat))
         for sync in flying:
             sync.wait()
         for part, gradient in zip(parts, gradients, strict=True):

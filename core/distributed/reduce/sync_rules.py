@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradSyncRule
@@ -34,7 +33,6 @@ class PendingSync:
     """One collective of a rule; `parts` are the slices whose sum `flat` carries, where they were packed."""
 
     handle: InFlight
-    group: dist.ProcessGroup
     parts: list[torch.Tensor]
     flat: torch.Tensor | None
 
@@ -107,7 +105,7 @@ class GradSync:
                 in_place = len(parts) == 1 and parts[0].device == bucket.device
                 flat = parts[0] if in_place else torch.cat(parts).to(bucket.device)
                 handle = self.collectives.all_reduce(flat, group, f"the sync rule {rule.name}", rule.op)
-                self.pending.append(PendingSync(handle, group, parts, None if in_place else flat))
+                self.pending.append(PendingSync(handle, parts, None if in_place else flat))
 
     def wait(self) -> None:
         for sync in self.pending:

@@ -80,11 +80,8 @@ class GatherOrder:
         if failure is not None:
             raise failure
 
-    def learn(self, unit: ParamUnit | None) -> None:
-        """`unit` is the next one to be gathered; None: nothing more is, before a write."""
+    def learn(self, unit: ParamUnit | None) -> ParamUnit | None:
+        """Note that `unit` is gathered; None: a write comes. Returns what came after the same two gathers before."""
         self.next_of[self.last_two] = unit
         self.last_two = (None, None) if unit is None else (self.last_two[1], unit)
-
-    def guess(self) -> ParamUnit | None:
-        """The bucket that came next when the last two were gathered in this order."""
         return self.next_of.get(self.last_two)

@@ -213,8 +213,7 @@ class Unsharder(PlainParams):
             return unit.whole
         whole = self._gather(unit, used_by)
         if unit.is_collective or unit.tier is not None:
-            self.order.learn(unit)
-            guess = self.order.guess()
+            guess = self.order.learn(unit)
             if guess is not None and guess.whole is None and guess.copies and self.eviction.prefetch:
                 if guess.is_collective:
                     self.order.note(guess, " ahead")
