@@ -66,7 +66,6 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     start: int
     end: int
-    bucket: int
 
 
 Placed = list[tuple[ParamSpec, int]]  # parameters of one bucket, each with its offset in the bucket
@@ -180,11 +179,10 @@ def plan_buffer(
     begin = 0
     limit = math.inf if bucket_size is None else bucket_size
     for placed, numel in _fill_buckets(specs, limit, shards if sharded else 1, sharded, high_busbw, strict_size):
-        index = len(buckets)
         slots = tuple(
-            Slot(spec.name, spec.shape, begin + offset, begin + offset + spec.numel, index) for spec, offset in placed
+            Slot(spec.name, spec.shape, begin + offset, begin + offset + spec.numel) for spec, offset in placed
         )
-        buckets.append(BucketLayout(index, begin, begin + numel, slots, shards if sharded else 1))
+        buckets.append(BucketLayout(len(buckets), begin, begin + numel, slots, shards if sharded else 1))
         begin += numel
     return BufferLayout(specs[0].key, begin, shards, tuple(buckets))
 

@@ -24,7 +24,7 @@ def specs_of(*sizes: int, key: BufferKey = DENSE, alone: tuple[int, ...] = ()) -
 
 
 def places(layout) -> list[tuple[str, int, int, int]]:
-    return [(slot.name, slot.start, slot.end, slot.bucket) for slot in layout.slots]
+    return [(slot.name, slot.start, slot.end, bucket.index) for bucket in layout.buckets for slot in bucket.slots]
 
 
 def test_unsharded_parameters_lie_in_reverse_order_without_padding():
