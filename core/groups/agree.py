@@ -84,7 +84,7 @@ def first(finding: T | None, groups: Groups, what: str) -> T | None:
 
     A finding is a tuple that begins with what decides between ranks, such as the rank itself.
     """
-    if not any(finding is not None, groups, what):
+    if bounds([finding is not None], groups, what)[1] == [0]:
         return None
     found: list[Any] = [theirs for theirs in gather(finding, groups, what).values() if theirs is not None]
     return min(found)
