@@ -83,6 +83,7 @@ IN_HYBRID = {
     "load": ("core.booster.booster", "Booster.load_model", False),
     "save": ("core.booster.booster", "Booster.save_model", False),
 }
+GATHERED_IN_USE = {"gather": ("core.distributed.sharded.unsharder", "Unsharder._gather", True)}
 LAYERS = ("TransformerLayer", "LlamaDecoderLayer")
 PHASES = (*FUNCTIONS, "forward", "backward")
 IN_STEPS = {"data", "forward", "backward", "bucket", "guards", "norm", "gather"}
@@ -113,13 +114,16 @@ class Case:
 
 
 def is_possible(case: Case) -> bool:
-    """False where nothing is gathered; and for an error in a load, which all ranks raise, with the rank's name.
+    """False where nothing is gathered, as where ranks map each other's parameters; and for an error in a load, which
+    all ranks raise, with the rank's name.
 
     The loop of the user's own runs once, with the memory that ranks of a host share.
     """
     if case.layout in HYBRID and case.transport != "memory":
         return False
-    return (case.phase, case.layout) != ("gather", "dp") and (case.phase, case.fault) != ("load", "exception")
+    if case.phase == "gather" and (case.layout == "dp" or (case.layout, case.transport) == ("zero 3", "memory")):
+        return False
+    return (case.phase, case.fault) != ("load", "exception")
 
 
 # --- in the ranks -----------------------------------------------------------------------------------------------------
@@ -225,7 +229,8 @@ def set_trap(case: Case, folder: Path) -> None:
 
     before("core.training.trainer", "Trainer.train_step", note_step)
     before(__name__, "begin_step", lambda step: running.__setitem__(0, step))
-    places = {**FUNCTIONS, **IN_HYBRID} if case.layout in HYBRID else FUNCTIONS
+    others = IN_HYBRID if case.layout in HYBRID else GATHERED_IN_USE if case.layout == "zero 3" else {}
+    places = {**FUNCTIONS, **others}
     if case.fault == "slow":
         before("core.training.trainer", "Trainer.train_step", slow_down)
     elif case.phase in places:
