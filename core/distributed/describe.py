@@ -27,7 +27,7 @@ def describe_model(
     for number, buffer in enumerate(buffers):
         key = buffer.layout.key
         ranks = dist.get_process_group_ranks(groups.require(key.data_group))
-        where = f"sharded over {buffer.layout.shards}" if buffer.sharded else "replicated"
+        where = f"sharded over {buffer.layout.shards}" if buffer.buckets[0].sharded else "replicated"
         nbytes = buffer.grad_data.element_size() * buffer.numel
         lines.append(
             f"buffer {number}: parameters {key.param_dtype}, gradients {key.grad_dtype}, {buffer.numel} elements "

@@ -54,7 +54,6 @@ class GradBuffer:
     ) -> None:
         self.layout = layout
         residency = ddp_config.residency
-        self.sharded = residency.sharded
         self.channels: list[HostChannel] = []
 
         def memory(

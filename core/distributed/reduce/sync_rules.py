@@ -55,7 +55,7 @@ class GradSync:
         collectives: Collectives,
         registration: Sequence[str],
     ) -> None:
-        self.registration = registration
+        self.position = {name: position for position, name in enumerate(registration)}
         self.buckets = list(buckets)
         self.groups = groups
         self.collectives = collectives
@@ -77,10 +77,6 @@ class GradSync:
                 by_bucket.setdefault(id(bucket), []).append(i)
             for bucket_id, indices in by_bucket.items():
                 self.within.setdefault(bucket_id, []).append((rule, indices))
-
-    @functools.cached_property
-    def position(self) -> dict[str, int]:
-        return {name: position for position, name in enumerate(self.registration)}
 
     @functools.cached_property
     def copies(self) -> dict[str, list[Member]]:
