@@ -144,7 +144,11 @@ class StepGuard:
 
     def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise SyncError if this optimizer is about to use gradients of ours that are not whole."""
-        if not self._holds_ours(optimizer):
+        ours = self.concerned.get(optimizer)
+        if ours is None:
+            held = (param for group in optimizer.param_groups for param in group["params"])
+            ours = self.concerned[optimizer] = any(id(param) in self.params for param in held)
+        if not ours:
             return
         if any(not bucket.whole for bucket in self.reducer.buckets) and not self.reducer.open:
             raise SyncError(
@@ -175,13 +179,6 @@ class StepGuard:
         if self.needs_rules and any(bucket.state is BucketState.REDUCED for bucket in reducer.buckets):
             return "after finish_grad_sync and before the sync rules (see describe()) had run"
         return None
-
-    def _holds_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        known = self.concerned.get(optimizer)
-        if known is None:
-            known = any(id(param) in self.params for group in optimizer.param_groups for param in group["params"])
-            self.concerned[optimizer] = known
-        return known
 
 
 def refuse_reshaped(names: Sequence[str], params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
