@@ -52,6 +52,15 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, write: Callable[[Path, 
             load(path)
 
 
+def test_a_file_that_was_made_longer_is_refused_unread(tmp_path: Path, write: Callable[[Path, Any], None]) -> None:
+    """Holes take no place on the disk, and hours to read where they are large enough."""
+    path = tmp_path / "model"
+    write(path, CONTENT)
+    os.truncate(path, 1 << 30)
+    with pytest.raises(CheckpointDamaged, match="is no whole safetensors file|is no file of tensors|is cut"):
+        load(path)
+
+
 def test_torch_and_safetensors_alone_read_what_was_written(tmp_path: Path) -> None:
     save_torch(tmp_path / "model.pt", CONTENT)
     for mmap in (False, True):
