@@ -124,7 +124,7 @@ def check_model(config: TuneConfig) -> None:
         raise ConfigError(f"--model.path {path}: {one_line(error)}") from error
     model = check_configuration(config, configuration)
     if not path.startswith(TINY):
-        check_weights(directory, model, drawn_names(config.data.task, model))
+        check_weights(f"--model.path {directory}", directory, model, drawn_names(config.data.task, model))
     if config.data.task == "reward" and len(known := known_classes(config)) > 1:
         raise ConfigError(f"--model.path {path} has {len(known)} classes, and --task reward needs a model of one score")
 

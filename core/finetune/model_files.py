@@ -43,17 +43,17 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or repr(error)
 
 
-def check_weights(directory: Path, model: Any, drawn: Collection[str] = ()) -> None:
-    """ConfigError where files are missing or broken, or hold another model. model: of the configuration, on `meta`.
+def check_weights(where: str, directory: Path, model: Any, drawn: Collection[str] = ()) -> None:
+    """ConfigError where files are missing or broken, or hold another model. model: of the configuration.
 
-    drawn: names of parameters that may be missing.
+    where: what names the directory, in the error. drawn: names of parameters that may be missing.
     Transformers renames and fuses what some files hold. So a tensor is compared where it has a parameter's name, and
     one is missing for certain only where all names in the files are the model's.
     """
     try:
         files = weight_files(directory)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"--model.path {directory}: {one_line(error)}") from error
+        raise ConfigError(f"{where}: {one_line(error)}") from error
     files = [file for file in files if file.suffix == ".safetensors"]
     sizes: dict[str, list[int]] = {}
     kinds: dict[str, str] = {}
@@ -65,25 +65,25 @@ def check_weights(directory: Path, model: Any, drawn: Collection[str] = ()) -> N
                     sizes[name], kinds[name] = found.get_shape(), found.get_dtype()
         except (OSError, CheckpointError) as error:
             raise ConfigError(
-                f"--model.path {directory}: {file.name} has {file.stat().st_size:,} bytes and is no whole safetensors "
+                f"{where}: {file.name} has {file.stat().st_size:,} bytes and is no whole safetensors "
                 f"file ({one_line(error)}); copy it again"
             ) from error
     params = dict(model.named_parameters())
     for name, param in params.items():
         if name in sizes and param.numel() != math.prod(sizes[name]):
             raise ConfigError(
-                f"--model.path {directory}: {name!r} has shape {sizes[name]} in its file, and "
+                f"{where}: {name!r} has shape {sizes[name]} in its file, and "
                 f"{list(param.shape)} by config.json; one of the two belongs to another model"
             )
         if kinds.get(name, "F").startswith(("I", "U", "BOOL")):
             raise ConfigError(
-                f"--model.path {directory}: {name!r} is {kinds[name]} in its file, and only numbers with a point "
-                "are trained; give the model without its quantization"
+                f"{where}: {name!r} is {kinds[name]} in its file, and only numbers with a point "
+                "are read; give the model without its quantization"
             )
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     lacking = sorted(params.keys() - set(drawn) - sizes.keys() - tied.keys() - set(tied.values()))
     if lacking and sizes and sizes.keys() <= model.state_dict().keys():
-        refuse_missing(f"--model.path {directory}", lacking)
+        refuse_missing(where, lacking)
 
 
 def refuse_missing(where: str, names: list[str]) -> None:

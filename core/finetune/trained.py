@@ -16,7 +16,7 @@ from core.checkpoint import find_intact, load_checkpoint
 from core.checkpoint.transformers_files import is_of_transformers
 from core.finetune.config import LoraOptions, TuneConfig, TunedData, TunedModel
 from core.finetune.model import directory_of, drawn_names, lora_config_of, model_class, train_heads
-from core.finetune.model_files import ADAPTER, AUTO_CLASS, classifies, model_of_files
+from core.finetune.model_files import ADAPTER, AUTO_CLASS, check_weights, classifies, model_of_files
 from core.hugging_face.directory import check_files, look_at, read_configuration
 from core.hugging_face.transformers_plans import transformers_package
 from core.training.config import RunOptions
@@ -83,8 +83,12 @@ def _loaded(directory: Path, dtype: torch.dtype | str) -> Any:
     """The whole model of a directory, whose files are those that were saved."""
     look_at(directory)
     check_files(directory)
-    kind = getattr(transformers_package(), AUTO_CLASS[classifies(read_configuration(directory))])
-    return model_of_files(kind, directory, dtype=dtype, trust_remote_code=False)
+    configuration = read_configuration(directory)
+    kind = getattr(transformers_package(), AUTO_CLASS[classifies(configuration)])
+    model = model_of_files(kind, directory, dtype=dtype, trust_remote_code=False)
+    if not hasattr(configuration, "quantization_config"):  # of which transformers makes whole numbers
+        check_weights(str(directory), directory, model)
+    return model
 
 
 def load_tuned_checkpoint(root: Path, step: int | None = None) -> Tuned:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoint.bounded_read import parse_json, read_bytes
-from core.checkpoint.weights.index import model_names, open_files
+from core.checkpoint.weights.index import is_index, model_names, open_files, read_index
+from core.checkpoint.weights.one_file import SAFE_SUFFIX, check, in_turn
 from core.hugging_face.transformers_plans import transformers_package
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -66,14 +67,21 @@ def look_at(place: str | os.PathLike[str], *, trust_remote_code: bool = False) -
 
 
 def check_files(directory: str | os.PathLike[str], rank: int = 0, world: int = 1) -> set[Path]:
-    """The safetensors files that transformers would read a model from, checked. Local, and empty where there is none.
+    """The files that transformers would read a model from, checked. Local, and empty where there is none.
 
     Each checksum that a file carries is compared by one of `world` ranks, of which this is `rank`. Raises as
     `open_files` of core.checkpoint.weights does.
     """
-    for name in model_names(use_safetensors=True):
-        if (Path(directory) / name).exists():
-            return set(open_files(Path(directory) / name, rank, world))
+    for name in (*model_names(use_safetensors=True), *model_names()):
+        found = Path(directory) / name
+        if found.exists() and SAFE_SUFFIX in found.suffixes:
+            return set(open_files(found, rank, world))
+        if found.exists():
+            files = set(read_index(found)[0].values()) if is_index(found) else {found}
+            for file in files:
+                if in_turn(file, rank, world):
+                    check(file)
+            return files
     return set()
 
 

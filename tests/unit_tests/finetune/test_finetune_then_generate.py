@@ -10,6 +10,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ import peft
 import transformers
 from safetensors.torch import load_file, save_file
 
+from core.checkpoint.weights.one_file import save_torch
 from core.finetune.model import check_model, directory_of
 from core.jobs import convert, generate
 from tests.unit_tests.finetune.test_finetune_job import config_in, tuned
 from tests.unit_tests.ranks import as_torchrun_starts, ranks
 
+UP = "model.layers.1.mlp.up_proj.weight"
 PROMPT, TOKENS = "count aaa", 9
 GREEDY = ["--prompt", PROMPT, "--tokens", str(TOKENS), "--temperature", "0"]
 
@@ -95,17 +98,44 @@ def test_a_directory_without_a_tokenizer_is_refused_in_a_sentence(
     assert "makes none of 'a'; put the model's tokenizer.json" in error
 
 
-def test_a_directory_that_lacks_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Transformers draws them at random, and lists them in a table."""
+def leave_out(directory: Path, weights: dict[str, torch.Tensor]) -> None:
+    weights.pop(UP)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
+def round_off(directory: Path, weights: dict[str, torch.Tensor]) -> None:
+    weights[UP] = (weights[UP] * 100).to(torch.int8)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
+def flip_in_torch_file(directory: Path, weights: dict[str, torch.Tensor]) -> None:
+    (directory / "model.safetensors").unlink()
+    file = directory / "pytorch_model.bin"
+    save_torch(file, weights)
+    content = bytearray(file.read_bytes())
+    content[content.find(weights[UP].numpy().tobytes()) + 3] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (leave_out, f"lack 1 of the model's weights, the first '{UP}'"),
+        (round_off, f"'{UP}' is I8 in its file"),
+        (flip_in_torch_file, "pytorch_model.bin has other bytes than were saved"),
+    ],
+)
+def test_a_directory_without_the_weights_that_were_saved_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[..., None], words: str
+) -> None:
+    """Transformers draws at random what is missing, takes whole numbers, and compares no checksum."""
     config = config_in(tmp_path)
     check_model(config)
     directory = directory_of(config)
-    weights = load_file(directory / "model.safetensors")
-    weights.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    damage(directory, load_file(directory / "model.safetensors"))
     assert generate.main([str(directory), *GREEDY]) == 2
     error = capsys.readouterr().err
-    assert "lack 1 of the model's weights, the first 'model.layers.1.mlp.up_proj.weight'" in error
+    assert words in error
     assert "MISSING" not in error
 
 
