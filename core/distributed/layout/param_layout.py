@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,10 +90,7 @@ class BucketLayout:
         return self.end - self.start
 
     def shard_of(self, rank: int) -> tuple[int, int]:
-        """[start, end) within the bucket of the elements that a rank of the shard group updates.
-
-        The only place that knows how a bucket is cut.
-        """
+        """[start, end) within the bucket of what a rank of the shard group updates. Only here it is known how."""
         size = self.numel // self.shards
         place = rank % self.shards
         return place * size, (place + 1) * size
@@ -175,24 +172,18 @@ def plan_buffer(
     specs: in registration order, of one key. shards: the size of the shard group. strict_size: True if only one
     parameter alone may exceed `bucket_size`.
     """
-    buckets: list[BucketLayout] = []
-    begin = 0
+    parts = shards if sharded else 1
     limit = math.inf if bucket_size is None else bucket_size
-    for placed, numel in _fill_buckets(specs, limit, shards if sharded else 1, sharded, high_busbw, strict_size):
-        slots = tuple(
-            Slot(spec.name, spec.shape, begin + offset, begin + offset + spec.numel) for spec, offset in placed
-        )
-        buckets.append(BucketLayout(len(buckets), begin, begin + numel, slots, shards if sharded else 1))
-        begin += numel
-    return BufferLayout(specs[0].key, begin, shards, tuple(buckets))
-
-
-def _fill_buckets(
-    specs: Sequence[ParamSpec], limit: float, shards: int, sharded: bool, high_busbw: bool, strict_size: bool
-) -> Iterator[tuple[Placed, int]]:
-    """(parameters, elements with padding) of each bucket, as they close."""
     start_alignment = PARAM_START_ALIGNMENT if sharded else 1
     end_alignment = math.lcm(shards, BUCKET_END_ALIGNMENT, HIGH_BUSBW_ALIGNMENT if high_busbw else 1) if sharded else 1
+    buckets: list[BucketLayout] = []
+
+    def close(placed: Placed, numel: int) -> None:
+        begin = buckets[-1].end if buckets else 0
+        places = [(spec, begin + offset) for spec, offset in placed]
+        slots = tuple(Slot(spec.name, spec.shape, start, start + spec.numel) for spec, start in places)
+        buckets.append(BucketLayout(len(buckets), begin, begin + pad_to_multiple(numel, end_alignment), slots, parts))
+
     row: Placed = []
     filled = 0  # elements of `row`
     whole: list[ParamSpec] = []
@@ -203,23 +194,24 @@ def _fill_buckets(
             whole.append(spec)
             total, largest = total + numel, max(largest, numel)
             if total >= limit and shards * largest <= MOST_PADDING * total:
-                yield spread_over_shards(whole, shards, end_alignment)
+                close(*spread_over_shards(whole, shards, end_alignment))
                 whole, total, largest = [], 0, 0
             continue
         alone = sharded and spec.own_bucket
         offset = pad_to_multiple(filled, start_alignment)
         if row and (alone or (strict_size and numel and offset + numel > limit)):
-            yield row, pad_to_multiple(filled, end_alignment)
+            close(row, filled)
             row, offset = [], 0
         row.append((spec, offset))
         filled = offset + numel
         if alone or filled >= limit:
-            yield row, pad_to_multiple(filled, end_alignment)
+            close(row, filled)
             row, filled = [], 0
     if whole:
-        yield spread_over_shards(whole, shards, end_alignment)
+        close(*spread_over_shards(whole, shards, end_alignment))
     if row:
-        yield row, pad_to_multiple(filled, end_alignment)
+        close(row, filled)
+    return BufferLayout(specs[0].key, buckets[-1].end, shards, tuple(buckets))
 
 
 def spread_over_shards(specs: Sequence[ParamSpec], shards: int, end_alignment: int) -> tuple[Placed, int]:
