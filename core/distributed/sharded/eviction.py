@@ -117,7 +117,10 @@ class Budget:
 
     def evict(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
         """Those whose next use is farthest, until `unit` fits. RuntimeError where it cannot."""
-        self._note_use(unit)
+        if self.stats is not None:
+            self.place = (self.place + self._distance(unit.number) + 1) % max(1, len(self.stats.uses))
+        elif not self.uses or self.uses[-1] != unit.number:
+            self.uses.append(unit.number)
         if unit.whole is not None:
             return []
         self.transfers += 1
@@ -199,12 +202,6 @@ class Budget:
         )
 
     # -- the order of uses ------------------------------------------------------------------------------------------
-
-    def _note_use(self, unit: ParamUnit) -> None:
-        if self.stats is not None:
-            self.place = (self.place + self._distance(unit.number) + 1) % max(1, len(self.stats.uses))
-        elif not self.uses or self.uses[-1] != unit.number:
-            self.uses.append(unit.number)
 
     def _distance(self, number: int) -> int:
         """Number of uses before this bucket's next one."""
