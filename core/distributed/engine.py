@@ -195,10 +195,7 @@ def _tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> Memor
 def _place_grads(
     plan: ModelPlan, places: Places, groups: ProcessGroups, tier: MemoryTier
 ) -> list[dict[int, torch.Tensor]]:
-    """The memory of offloaded shards of gradients: for each buffer by index of a bucket. Collective.
-
-    Raises OSError on a rank whose directory has no room, and RuntimeError on the others.
-    """
+    """Memory of offloaded gradients: for each buffer, by index of a bucket. Collective; OSError without room."""
     offloaded: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
     with agree.together(_data_groups(groups), "the memory of offloaded gradients"):
         for number, index in sorted(places.grads):

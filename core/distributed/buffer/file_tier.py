@@ -64,10 +64,7 @@ class FileTier(MemoryTier):
             return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def new_shared(self, nbytes: int, *, is_first: bool) -> int:
-        """A file for memory that ranks of one host map from each other; they use what the first one's holds.
-
-        The caller closes what is returned. OSError, which is kept in `refused`, where there is no room.
-        """
+        """A file for memory that ranks map from each other; the caller closes it. `refused` keeps an OSError."""
         try:
             return self._new(nbytes, reserved=nbytes if is_first else 0)
         except OSError as error:

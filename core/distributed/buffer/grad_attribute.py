@@ -54,10 +54,7 @@ class GradAttribute:
                 param.grad = wanted
 
     def begin(self, accumulates: bytes) -> None:
-        """Begin a step. accumulates: 1 for each parameter whose reduced gradient this step adds to.
-
-        A placeholder of such a gradient stays in `.grad` and collects what comes, because it shows what is dropped.
-        """
+        """Begin a step. Placeholders of gradients it adds to (1 in `accumulates`) stay, to show what is dropped."""
         self.withdraw(accumulates if 1 in accumulates and self.is_hidden else b"")
         self.used[:] = accumulates
         self.dropped = None

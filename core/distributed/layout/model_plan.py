@@ -98,10 +98,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def stays_whole(param: nn.Parameter, wanted: bool | str) -> bool:
-    """True if a parameter lies in one shard under this value of keep_params_whole.
-
-    True is for optimizers of matrices, and stacks of them; those leave embedding and output to another algorithm.
-    """
+    """True if a parameter lies in one shard under this value of keep_params_whole: True is for matrices and stacks."""
     if not wanted or getattr(param, "is_embedding_or_output_parameter", False):
         return False
     return wanted == "all" or param.dim() >= 2

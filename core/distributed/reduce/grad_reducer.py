@@ -228,10 +228,7 @@ class GradReducer:
                 self._launch_rest()
 
     def complete_microbatch(self) -> None:
-        """Launch what backwards have left, because one failed or other models use the communicator.
-
-        Collective where a backward of this step has run, which then is so on all ranks.
-        """
+        """Launch what backwards have left: one failed, or models share a communicator. Collective after a backward."""
         if self.every_microbatch and self.state is StepState.LAUNCHING:
             self.start()
 
@@ -285,10 +282,9 @@ class GradReducer:
 
     @property
     def has_new_step(self) -> bool:
-        """True if there is something to reduce: gradients, or a step in which only other ranks may have some.
+        """True if there is something to reduce, if only on other ranks.
 
-        That is one after the user has dropped all reduced gradients, or after a training forward whose backward may add
-        to them.
+        So it is once the user has dropped all reduced gradients, or after a forward whose backward may add to them.
         """
         if self.open or not any(1 in bucket.attribute.accumulates for bucket in self.buckets):
             return True

@@ -188,10 +188,7 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
 
 
 def _copies_over(chunks: Sequence[GradSync], name: str) -> list[list[Member]]:
-    """The parameters with copies, in one order on all ranks of the group, each with its copies on this rank.
-
-    Several virtual pipeline chunks may hold one parameter under one name.
-    """
+    """The parameters with copies, in one order on all ranks, each with its copies in this rank's chunks."""
     alike: dict[tuple[int, str], list[Member]] = {}
     for number, chunk in enumerate(chunks):
         for bucket, i in chunk.copies.get(name, ()):

@@ -234,10 +234,7 @@ class ParamUnit:
 
     @torch.no_grad()
     def edited(self) -> bool:
-        """True if this rank's part of the gathered values is not its shard any more. The comparison is of bits.
-
-        A parameter that was given other memory (`param.data = ...`) comes back to the bucket with its new values.
-        """
+        """True if this rank's part has other bits than its shard. Parameters in other memory come back first."""
         assert self.whole is not None, "an edit is looked for in gathered values"
         for param, view in zip(self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr():

@@ -152,10 +152,7 @@ class Unsharder(PlainParams):
         self._hide(ended=KeepGathered.BACKWARD)
 
     def _hide(self, ended: KeepGathered | None = None) -> None:
-        """Outside of forward, backward and `gathered` no code shall find values in which a write could be lost.
-
-        ended: buckets that stay as long are given up.
-        """
+        """Take values away in which a write could be lost, and give up buckets that stay until what has `ended`."""
         if not self.is_held and self.depth == 0:
             whole = (*self.window, *self.kept_gathered)
             _all_of(partial(self._reshard, unit) if unit.keep_gathered is ended else unit.hide for unit in whole)
