@@ -89,7 +89,7 @@ def test_modules_that_are_no_transformers_models_are_cast_whole() -> None:
 
 
 PLUGINS = {
-    "zero": lambda precision: LowLevelZeroPlugin(precision=precision),
+    "zero": lambda precision: LowLevelZeroPlugin(precision=precision, initial_scale=2**10),  # the first step is made
     "gemini": lambda precision: GeminiPlugin(precision=precision),
     "hybrid": lambda precision: HybridParallelPlugin(1, 1, precision=precision),
     "hybrid, sharded": lambda precision: HybridParallelPlugin(1, 1, precision=precision, zero_stage=3),
