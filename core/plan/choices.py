@@ -27,7 +27,8 @@ class Sizes(NamedTuple):
 
     of_tp: sizes that tp has to divide; others are refused when a model is cut. experts: None for a model without.
     expert_width: what etp has to divide; None for experts that tp splits. numel: of all parameters. frees_stages: True
-    if nothing is said of stages but their number. has_parts: True if parts of layers can be computed again.
+    if nothing is said of stages but their number. has_parts: True if parts of layers can be computed again. empty_ends:
+    True if the first and the last stage may hold no layer.
     """
 
     batch: int
@@ -39,6 +40,7 @@ class Sizes(NamedTuple):
     numel: int
     frees_stages: bool = True
     has_parts: bool = False
+    empty_ends: bool = False
 
     @classmethod
     def of(cls, config: JobConfig | ModelRun) -> Sizes:
@@ -53,7 +55,7 @@ class Sizes(NamedTuple):
         width = None if model.num_experts is None else model.expert_width
         numel, parts = count_parameters(model), model.recompute_granularity != "selective"
         known = batch, model.num_layers, model.sequence_length, of_tp, model.num_experts, width, numel
-        return cls(*known, _frees_stages(config), parts)
+        return cls(*known, _frees_stages(config), parts, empty_ends=True)
 
 
 def _frees_stages(config: JobConfig | ModelRun) -> bool:
@@ -119,7 +121,8 @@ def stages_a_rank(model: Sizes, pp: int) -> list[int]:
     if pp == 1 or not model.frees_stages:
         return [1]
     both = model.layers, model.layers + 2  # embeddings and head may count as a layer each
-    return [1, *(n for n in CHUNKS if any(pp * n <= layers and layers % (pp * n) == 0 for layers in both))]
+    most = max(both) if model.empty_ends else model.layers
+    return [1, *(n for n in CHUNKS if pp * n <= most and any(layers % (pp * n) == 0 for layers in both))]
 
 
 def uneven_stages(layers: int, stages: int) -> tuple[int, ...]:
