@@ -67,8 +67,8 @@ def load_split(
     when it is read, before its example runs. The rest as in `split_model`; the whole model exists on no rank, so its
     output is not compared. layout: of a pipeline; then a list of this rank's stages is returned, each of which has read
     its part only. Collective over the tensor-parallel group, and with a layout over the world. Raises PlanError as
-    `split_model` and `split_stages` do, and where the checkpoint lacks a parameter that is cut, or stores it in a form
-    of which no part can be read.
+    `split_model` and `split_stages` do, and where the checkpoint lacks a parameter, but those of a new head, or stores
+    it in a form of which no part can be read.
     """
     groups = resolve_groups(pg_collection)
     how = Splitting(groups, layout, parallel_output, sequence_parallel)
@@ -83,7 +83,8 @@ def load_split(
             layout.check_ranks(groups)
             stages = layout.stages_of(groups.rank("pp"))
         for stage in stages:
-            model, plan, _ = _load(directory, kind, policy, stage, how, options, checked)
+            model, plan, loading = _load(directory, kind, policy, stage, how, options, checked)
+            _refuse_drawn(model, loading["missing_keys"], directory)
             parts.append(model.to(device))
     finish_parts(parts, plan, example_of(parts[0], groups, example), how)
     return parts[0] if layout is None else parts
@@ -177,6 +178,22 @@ def _load(
     model.train()
     model.bytes_read = sum(read)
     return model, plans[0], {**loading, "untied": untied, "stored": names}
+
+
+def _refuse_drawn(model: Any, missing: Collection[str], directory: str | os.PathLike[str]) -> None:
+    """PlanError for weights that transformers has drawn at random; a head of another class than saved may be new."""
+    is_saved_class = type(model).__name__ in (model.config.architectures or ())
+    below = f"{model.base_model_prefix}."
+    drawn = sorted(
+        name
+        for name in missing
+        if is_saved_class or (name.startswith(below) and not name.startswith(f"{below}pooler."))
+    )
+    if drawn:
+        raise PlanError(
+            f"{family_of(model)}: the checkpoint {os.fspath(directory)!r} lacks {len(drawn)} of the model's weights, "
+            f"the first {drawn[0]!r}; its files are of another model, or not all there"
+        )
 
 
 def read_slices(

@@ -102,6 +102,30 @@ def test_a_checkpoint_that_lacks_a_cut_parameter_is_refused(rank: int, world: in
 
 
 @ranks(2)
+def test_a_checkpoint_that_lacks_a_whole_parameter_is_refused_unless_it_is_a_new_head(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForSequenceClassification
+
+    if rank == 0:
+        small("llama").save_pretrained(tmp_path)
+    torch.distributed.barrier()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    scored = load_split(tmp_path, AutoModelForSequenceClassification)  # its head is drawn
+    assert "score.weight" in dict(scored.named_parameters())
+    torch.distributed.barrier()
+    if rank == 0:
+        weights = load_file(tmp_path / "model.safetensors")
+        weights.pop("model.norm.weight")
+        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    torch.distributed.barrier()
+    for kind in (None, AutoModelForSequenceClassification):
+        with pytest.raises(PlanError, match=r"lacks 1 of the model's weights, the first 'model\.norm\.weight'"):
+            load_split(tmp_path, kind)
+
+
+@ranks(2)
 def test_a_config_without_architectures_is_loaded_as_a_causal_model(rank: int, world: int, tmp_path: Path) -> None:
     import transformers
 
