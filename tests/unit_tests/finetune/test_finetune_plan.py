@@ -137,7 +137,7 @@ def test_a_dry_run_needs_no_weights_and_reports_what_the_file_says_wrongly(
     ("flags", "words"),
     [
         (["--tp", "3", "--run.ranks", "3", "--run.global-batch-size", "3"], "Sizes that fit this model: 1, 2, 4, 8"),
-        (["--model", "nowhere"], "there is no nowhere; give a config.json, a directory with one, llama3-405b, "),
+        (["--model", "nowhere"], "there is no nowhere; give a config.json, a directory with one, deepseek-v3, "),
         (["--model", "tiny:vit"], "has no causal language model"),
         (["--pp", "5", "--run.ranks", "5"], "stage 4 of [1, 1, 1, 1, 0] has no layer"),
         (["--plugin", "gemini", "--pp", "2"], "gemini has dp and tp only"),
