@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -83,11 +84,15 @@ def dtypes_of(model: Any, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
 
     A model is made on the meta device to see what the family makes in fp32. Tensors of adapters are not among them.
     """
+    config = copy.deepcopy(model.config)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype  # some families make models inside of them, or activations, in what it says
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            like = type(model)(model.config)
+            like = type(model)(config)
     finally:
         torch.set_default_dtype(before)
     tensors = [*like.named_parameters(remove_duplicate=False), *like.named_buffers(remove_duplicate=False)]
