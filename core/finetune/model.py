@@ -42,6 +42,7 @@ from core.finetune.model_files import (
 from core.finetune.plan import sequence_mode, zero_stage
 from core.finetune.torch_plugins import TorchEngine, boosted_by_torch
 from core.hugging_face import PlanError, read_plan, use_chunked_loss
+from core.hugging_face.checkpoint import is_of_head
 from core.hugging_face.cut_places import find_cut
 from core.hugging_face.directory import check_files, read_configuration
 from core.hugging_face.experts import check_experts
@@ -92,8 +93,7 @@ def drawn_names(task: Task, model: Any) -> set[str]:
     """The parameters of a classifier's head and pooler, which a directory may lack; none of a task without a head."""
     if task not in SCORED:
         return set()
-    below = f"{model.base_model_prefix}."
-    return {n for n, _ in model.named_parameters() if not n.startswith(below) or n.startswith(f"{below}pooler.")}
+    return {name for name, _ in model.named_parameters() if is_of_head(model, name)}
 
 
 def known_classes(config: TuneConfig) -> list[str]:

@@ -180,15 +180,16 @@ def _load(
     return model, plans[0], {**loading, "untied": untied, "stored": names}
 
 
+def is_of_head(model: Any, name: str) -> bool:
+    """True for a parameter of a head or a pooler, which files of another class of the family may lack."""
+    below = f"{model.base_model_prefix}."
+    return not name.startswith(below) or name.startswith(f"{below}pooler.")
+
+
 def _refuse_drawn(model: Any, missing: Collection[str], directory: str | os.PathLike[str]) -> None:
     """PlanError for weights that transformers has drawn at random; a head of another class than saved may be new."""
     is_saved_class = type(model).__name__ in (model.config.architectures or ())
-    below = f"{model.base_model_prefix}."
-    drawn = sorted(
-        name
-        for name in missing
-        if is_saved_class or (name.startswith(below) and not name.startswith(f"{below}pooler."))
-    )
+    drawn = sorted(name for name in missing if is_saved_class or not is_of_head(model, name))
     if drawn:
         raise PlanError(
             f"{family_of(model)}: the checkpoint {os.fspath(directory)!r} lacks {len(drawn)} of the model's weights, "
