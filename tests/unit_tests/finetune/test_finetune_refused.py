@@ -1,4 +1,4 @@
-"""What the fine-tuning job refuses before its ranks start, in one line, and what is right and starts."""
+"""Refusals of the fine-tuning job before its ranks start, in one line, and what is right and starts."""
 
 from pathlib import Path
 from typing import Any
