@@ -21,6 +21,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from core.context_parallel.kernels import Kernel, kernel_for
+
 # Where scores are written out, those of so many queries at a time: [b, heads, 512, t] instead of [b, heads, s, t].
 TILE_ROWS = 512
 
@@ -83,10 +85,10 @@ class Sight:
             found = near[None, None] if found is None else found & near
         return found
 
-    def is_fused(self, query: Tensor) -> bool:
-        """Torch's CPU kernel takes every dtype and returns lse; not so for masks and caps."""
+    def kernel(self, query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
+        """The fused kernel of these tensors, with nothing to see but blocks; None where scores must be written out."""
         parts = (self.documents, self.window, self.pairs, self.cap)
-        return query.device.type == "cpu" and all(part is None for part in parts)
+        return kernel_for(query, key, value) if all(part is None for part in parts) else None
 
 
 class Accumulator:
@@ -102,9 +104,10 @@ class Accumulator:
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> None:
         """Add what a block's queries see of its keys; all arguments are those that the block's slices cut."""
-        for tile in _tiles(block, query, sight):
+        kernel = sight.kernel(query, key, value)
+        for tile in _tiles(block, sight, kernel):
             part = query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys]
-            output, lse = block_forward(*part, tile, sight)
+            output, lse = block_forward(*part, tile, sight, kernel)
             self._add(tile.queries, output, lse)
 
     def add_sinks(self, sinks: Tensor) -> None:
@@ -134,7 +137,8 @@ def add_gradients(
     sight: Sight,
 ) -> None:
     """Add a block's gradients of queries, keys and values to `totals`; grad, output, lse: of the whole attention."""
-    for tile in _tiles(block, query, sight):
+    kernel = sight.kernel(query, key, value)
+    for tile in _tiles(block, sight, kernel):
         parts = block_backward(
             grad[:, :, tile.queries],
             query[:, :, tile.queries],
@@ -144,6 +148,7 @@ def add_gradients(
             lse[:, :, tile.queries],
             tile,
             sight,
+            kernel,
         )
         for total, part, where in zip(totals, parts, (tile.queries, tile.keys, tile.keys), strict=True):
             total[:, :, where] += part
@@ -199,8 +204,8 @@ class _BlockAttention(torch.autograd.Function):
         return *(part.to(query.dtype) for part in grads), of_sinks, None, None
 
 
-def _tiles(block: Block, query: Tensor, sight: Sight) -> Iterator[Block]:
-    if sight.is_fused(query):
+def _tiles(block: Block, sight: Sight, kernel: Kernel | None) -> Iterator[Block]:
+    if kernel is not None:
         yield block
         return
     for tile in block.tiles(TILE_ROWS):
@@ -218,10 +223,12 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block, sight: Sight) -> tuple[Tensor, Tensor]:
+def block_forward(
+    query: Tensor, key: Tensor, value: Tensor, block: Block, sight: Sight, kernel: Kernel | None
+) -> tuple[Tensor, Tensor]:
     """Output and lse of one block, whose part the tensors are. A query that sees no key has output 0 and lse -inf."""
-    if sight.is_fused(query):
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, block.causal)
+    if kernel is not None:
+        output, lse = kernel.forward(query, key, value, block.causal)
         return output, lse.to(accumulate_dtype(query.dtype))
     scores = _scores(query, key, block, sight)
     lse = torch.logsumexp(scores, dim=-1)
@@ -232,17 +239,22 @@ def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block, sight
 
 
 def block_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, block: Block, sight: Sight
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    block: Block,
+    sight: Sight,
+    kernel: Kernel | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one block's queries, keys and values.
 
     grad, output, lse: of the whole attention, for this block's queries.
     """
-    if sight.is_fused(query):
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad.to(query.dtype), query, key, value, output.to(query.dtype), lse, 0.0, block.causal
-        )
-        return grads
+    if kernel is not None:
+        return kernel.backward(grad.to(query.dtype), query, key, value, output.to(query.dtype), lse, block.causal)
     scores = _scores(query, key, block, sight)
     shares = (scores - _finite(lse).unsqueeze(-1)).exp()
     if sight.cap is not None:

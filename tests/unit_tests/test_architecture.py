@@ -106,6 +106,8 @@ PRIVATE_TORCH_NAMES = frozenset(
         "_process_group_name",
         "_pytree",
         "_run_policy",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
         "_set_pg_timeout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from core.context_parallel import COMM_TYPES, blocks, context_parallel_attention, join_sequence, split_sequence
-from core.context_parallel.blocks import Block
+from core.context_parallel import COMM_TYPES, blocks, context_parallel_attention, join_sequence, kernels, split_sequence
+from core.context_parallel.all_gather import whole_key_blocks
+from core.context_parallel.blocks import Block, Sight
 from core.context_parallel.ring import Scores, ring_attention
 from tests.unit_tests.ranks import ranks
 
@@ -158,3 +160,56 @@ def test_join_is_the_inverse_of_split(cp: int) -> None:
 def test_each_rank_holds_a_chunk_of_the_head_and_its_mirror_of_the_tail() -> None:
     whole = torch.arange(8)
     assert [split_sequence(whole, 0, 2, rank).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+def flash_on_cpu() -> torch.library.Library:
+    """The operators that a GPU has, by the CPU's kernel: what they are given, and what is read of what they return."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any) -> Any:
+        output, lse = kernels.ON_CPU.forward(query, key, value, causal)
+        return output, lse, None, None, query.shape[2], key.shape[2], torch.empty(2), torch.empty(()), torch.empty(0)
+
+    def backward(*given: Any) -> Any:
+        grad, query, key, value, output, lse, *packed, longest_query, longest_key, dropout, causal, _, _ = given
+        assert packed == [None, None] and dropout == 0.0 and lse.is_contiguous()
+        assert (longest_query, longest_key) == (query.shape[2], key.shape[2])
+        return kernels.ON_CPU.backward(grad, query, key, value, output, lse, causal)
+
+    library.impl("_scaled_dot_product_flash_attention", forward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", backward, "CPU")
+    return library
+
+
+@ranks(2)
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather"])
+def test_the_kernel_of_a_gpu_is_given_what_that_of_a_cpu_is(rank: int, world: int, comm_type: str) -> None:
+    inputs, weights, _ = make_inputs(12, 4, 2)
+    parts = [split_sequence(part, 0, world, rank).requires_grad_() for part in inputs]
+    found = []
+    library = flash_on_cpu()
+    for kernel in (kernels.ON_CPU, kernels.FLASH):
+        with mock.patch.object(blocks, "kernel_for", return_value=kernel) as chosen:
+            output = context_parallel_attention(*parts, dist.group.WORLD, comm_type)
+            grads = torch.autograd.grad((output * split_sequence(weights, 0, world, rank)).sum(), parts)
+        assert chosen.call_count >= 4
+        found.append((output, *grads))
+    library._destroy()
+    torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_blocks_in_16_bits_are_attended_by_its_kernel() -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = (2, 4, 32, 16), (2, 2, 64, 16), (2, 2, 64, 16), (2, 4, 32, 16)
+    *parts, weights = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    of_rank = whole_key_blocks(32, 2, 1)
+    whole = [part.double().requires_grad_() for part in parts]
+    expected = blocks.block_attention(*whole, of_rank, Sight())
+    expected = (expected, *torch.autograd.grad((expected * weights).sum(), whole))
+    here = [part.cuda().requires_grad_() for part in parts]
+    assert kernels.kernel_for(*here) is kernels.FLASH
+    output = blocks.block_attention(*here, of_rank, Sight())
+    for got, want in zip((output, *torch.autograd.grad((output * weights.cuda()).sum(), here)), expected, strict=True):
+        assert (got.cpu().double() - want).abs().max() <= 2e-2 * want.abs().max()
