@@ -19,8 +19,7 @@ from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
 from core.distributed.guard.first_steps import look
 from core.distributed.guard.replicas import refuse_unequal, unequal_across_stages
-from core.distributed.reduce.grad_reducer import StepState
-from core.distributed.reduce.model_order import link_chunks
+from core.distributed.reduce.grad_reducer import StepState, link_chunks
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups

@@ -294,7 +294,7 @@ class Bucket:
         self.handle = self._reduce(self.grad, collectives)
         self.events.append(self.handle.event)
         if self.pool is not None:
-            self.pool.in_flight.append(self)
+            self.pool.in_flight.append((self.wait, self.grad))
 
     def watch(self) -> None:
         """Put placeholders into `.grad` where `launch` has left gradients that are being reduced."""

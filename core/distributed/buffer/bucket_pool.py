@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
-
-if TYPE_CHECKING:
-    from core.distributed.buffer.bucket import Bucket
 
 POOL_BUCKETS = 2  # one that fills and one that travels
 
@@ -37,7 +33,8 @@ class BucketPool:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory  # [pool_numel of the buffer's buckets]
         self.held: list[torch.Tensor | None] = [None] * POOL_BUCKETS  # at the beginning, and at the end
-        self.in_flight: deque[Bucket] = deque()  # oldest first: handles are waited for in launch order
+        # What waits for a reduction, and its memory; oldest first: handles are waited for in launch order
+        self.in_flight: deque[tuple[Callable[[], object], torch.Tensor | None]] = deque()
 
     def has_room(self, numel: int) -> bool:
         """True if `acquire` would not wait."""
@@ -47,7 +44,7 @@ class BucketPool:
     def acquire(self, numel: int) -> torch.Tensor:
         """[numel], undefined. Waits for the oldest reductions in flight while there is no room."""
         while not self.has_room(numel) and self.in_flight:
-            self.in_flight[0].wait()
+            self.in_flight[0][0]()
         if not self.has_room(numel):  # at the end of a step whole gradients may be asked for of more buckets
             return self.memory.new_empty(numel)
         end = 0 if self.held[0] is None else 1
@@ -58,5 +55,5 @@ class BucketPool:
         """Take back what `acquire` returned; its bucket is not in flight any more. True if it is the pool's memory."""
         is_held = any(held is memory for held in self.held)
         self.held = [None if held is memory else held for held in self.held]
-        self.in_flight = deque(bucket for bucket in self.in_flight if bucket.grad is not memory)
+        self.in_flight = deque(begun for begun in self.in_flight if begun[1] is not memory)
         return is_held

@@ -472,3 +472,10 @@ def arrived_at_sharded(reducer_of: weakref.ref[GradReducer], number: int, index:
     """The same where parameters are sharded, without asking the class of each that is looked at."""
     with attributes_alone():
         arrived(reducer_of, number, index, param)
+
+
+def link_chunks(reducers: Sequence[GradReducer]) -> None:
+    """Give the chunks of this rank, in the model's order, one launch order: the last chunk's buckets first."""
+    chunks = [weakref.ref(reducer) for reducer in reversed(reducers)]
+    for reducer in reducers:
+        reducer.chunks = chunks

@@ -11,17 +11,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
+from core.distributed.buffer.bucket import Bucket
 from core.distributed.wire.backend import timeout_of
 from core.groups.agree import SyncError
 from core.watch.waiting import waiting
 
-if TYPE_CHECKING:
-    from core.distributed.reduce.grad_reducer import GradReducer
+
+class Reducer(Protocol):
+    """A GradReducer, as the others on its communicator see it."""
+
+    buckets: list[Bucket]
+
+    @property
+    def shards_gradients(self) -> bool: ...
+    @property
+    def has_launched(self) -> bool: ...
+    def start(self) -> None: ...
+    def count_other_models(self) -> None: ...
 
 
 class ModelOrder:
@@ -36,7 +47,7 @@ class ModelOrder:
         self.launches = 0  # of all models, ever; equal on all ranks whenever no step is open
         # Numbers of the models that no rank had deleted when ranks last asked each other; None before they can.
         self.living: set[int] | None = None
-        self._reducers: dict[int, weakref.ref[GradReducer]] = {}  # oldest first
+        self._reducers: dict[int, weakref.ref[Reducer]] = {}  # oldest first
         self._questions: dist.ProcessGroupGloo | None = None  # on which ranks ask each other, and nothing else travels
 
     @classmethod
@@ -44,7 +55,7 @@ class ModelOrder:
         """The one object that all models wrapped with `group` share."""
         return cls._of_group.setdefault(group, cls(dist.get_process_group_ranks(group)))
 
-    def join(self, reducer: GradReducer) -> None:
+    def join(self, reducer: Reducer) -> None:
         self._reducers[self.wraps] = weakref.ref(reducer)
         if self.living is not None:
             self.living.add(self.wraps)
@@ -52,7 +63,7 @@ class ModelOrder:
         for each in self._alive().values():
             each.count_other_models()
 
-    def _alive(self) -> dict[int, GradReducer]:
+    def _alive(self) -> dict[int, Reducer]:
         found = {number: reference() for number, reference in self._reducers.items()}
         return {number: reducer for number, reducer in found.items() if reducer is not None}
 
@@ -61,7 +72,7 @@ class ModelOrder:
         """True if several models live on all ranks, which then ask each other whose turn it is."""
         return self.living is not None and len(self.living) > 1
 
-    def count_others(self, chunks: Sequence[GradReducer]) -> int:
+    def count_others(self, chunks: Sequence[Reducer]) -> int:
         """Number of other models that use the communicator.
 
         Where gradients are sharded backward waits for other ranks, so all ranks must get the same answer. A deleted
@@ -103,7 +114,7 @@ class ModelOrder:
                     "all ranks before you delete a model between backward and finalize_model_grads; restart now"
                 )
 
-    def refusal(self, reducer: GradReducer) -> str | None:
+    def refusal(self, reducer: Reducer) -> str | None:
         """Return why this model must not be reduced now: other ranks are about to reduce another one. None if all
         reduce this one. Collective; only where the communicator is shared.
         """
@@ -124,7 +135,7 @@ class ModelOrder:
             "was reduced. Call finalize_model_grads for all models in one order on every rank"
         )
 
-    def _gone(self, models: dict[int, GradReducer]) -> list[bool]:
+    def _gone(self, models: dict[int, Reducer]) -> list[bool]:
         return [number not in models for number in range(self.wraps)]
 
     def _note_gone(self, gone: Sequence[int]) -> None:
@@ -140,10 +151,3 @@ class ModelOrder:
             self._questions.allreduce([largest], options).wait()
         found: list[int] = largest.tolist()
         return found
-
-
-def link_chunks(reducers: Sequence[GradReducer]) -> None:
-    """Give the chunks of this rank, in the model's order, one launch order: the last chunk's buckets first."""
-    chunks = [weakref.ref(reducer) for reducer in reversed(reducers)]
-    for reducer in reducers:
-        reducer.chunks = chunks

@@ -8,9 +8,9 @@ An operation on the second has its bucket gathered first, or is refused. The fir
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -19,9 +19,6 @@ from torch.autograd.graph import get_gradient_edge
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.buffer.grad_placeholder import tensors_in
 from core.groups.agree import SyncError
-
-if TYPE_CHECKING:
-    from core.distributed.sharded.unsharder import Unsharder
 
 # What is answered without values: attributes but these ...
 VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
@@ -39,13 +36,23 @@ CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat
 DATA: Any = torch.Tensor.data  # reads and writes it without a note
 
 
+class Owner(Protocol):
+    """An Unsharder, as its parameters ask it."""
+
+    def runs(self) -> bool: ...
+    def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None: ...
+    def take(self, param: ShardedParameter, values: torch.Tensor) -> bool: ...
+    def refuse_write(self, param: ShardedParameter) -> None: ...
+    def unshard_for(self, missing: Sequence[ShardedParameter], others: Sequence[nn.Parameter]) -> None: ...
+
+
 class GatheredParameter(nn.Parameter):
     """A parameter whose values are here; each owner has a subclass of its own.
 
     torch counts writes to a tensor's `.data` apart from writes to the tensor. So each request for it is noted.
     """
 
-    owner: Callable[[], Unsharder | None]  # a weak reference
+    owner: Callable[[], Owner | None]  # a weak reference
 
     @property
     def data(self) -> torch.Tensor:
@@ -134,7 +141,7 @@ def _untraced() -> Any:
     return classmethod(torch.compiler.disable(vars(ShardedParameter)["__torch_function__"].__func__))
 
 
-def owned_by(owner: Callable[[], Unsharder | None]) -> ParamClasses:
+def owned_by(owner: Callable[[], Owner | None]) -> ParamClasses:
     """Classes that ask this owner."""
     shared = {"owner": staticmethod(owner)}
     return ParamClasses(
