@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.collector_pause import collector_paused
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.contract.gradient_contract import GradientContract
@@ -30,6 +29,7 @@ from core.distributed.wire.collective_events import resolve
 from core.distributed.wire.overlap import OverlapReport
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
+from core.watch.collector_pause import collector_paused
 
 
 class DistributedDataParallel(nn.Module):

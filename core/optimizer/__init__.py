@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from core.collector_pause import collector_paused
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.optimizer.chained_optimizer import ChainedOptimizer
 from core.optimizer.grad_scaler import GradScaler
@@ -32,6 +31,7 @@ from core.optimizer.groups.param_key import ParamGroupOverride, ParamKey, ParamP
 from core.optimizer.optimizer import DistributedOptimizer, MegatronOptimizer, ReplicatedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from core.watch.collector_pause import collector_paused
 
 if TYPE_CHECKING:
     from core.groups.process_groups import ProcessGroups

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from core.collector_pause import collector_paused
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.pipeline_parallel.schedules import find_schedule
 from core.plan.choices import AXES, Choice, Sizes, axes, choices, flags_of, with_choice
@@ -27,6 +26,7 @@ from core.plan.suggestions import MOST_RANKS
 from core.training.config import JobConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
+from core.watch.collector_pause import collector_paused
 
 SURE = 1.2  # an estimate is closer than this to its plan, as a test holds
 PLANNED = 4  # times as many layouts as are asked for are planned exactly at most; as many that do not fit are borne

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from core.collector_pause import collector_paused
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.layout.model_plan import ModelPlan, plan_model
 from core.groups.rank_grid import RankGrid
@@ -20,6 +19,7 @@ from core.plan.schedule_order import actions_of_ranks
 from core.plan.state_bytes import TierBytes, UserOptimizer, state_bytes, whole_gradients
 from core.plan.step_figures import PartFigures
 from core.plan.step_memory import HighPoint, Saved, StageFigures, memory_along
+from core.watch.collector_pause import collector_paused
 
 StageParts = Mapping[int, Sequence[PartFigures]]  # stage -> the figures of its parts, in order
 
