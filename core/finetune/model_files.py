@@ -17,7 +17,7 @@ import torch
 from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.errors import CheckpointError
 from core.checkpoint.weights.index import weight_files
-from core.checkpoint.weights.one_file import open_safetensors
+from core.checkpoint.weights.one_file import SAFE_SUFFIX, Description, describe, is_kind_with_point
 from core.hugging_face.transformers_plans import transformers_package
 from core.training.errors import ConfigError
 
@@ -54,35 +54,31 @@ def check_weights(where: str, directory: Path, model: Any, drawn: Collection[str
         files = weight_files(directory)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{where}: {one_line(error)}") from error
-    files = [file for file in files if file.suffix == ".safetensors"]
-    sizes: dict[str, list[int]] = {}
-    kinds: dict[str, str] = {}
+    stored: dict[str, Description] = {}
     for file in files:
         try:
-            with open_safetensors(file, verify=False) as opened:
-                for name in opened.keys():  # noqa: SIM118  it is no dictionary
-                    found = opened.get_slice(name)
-                    sizes[name], kinds[name] = found.get_shape(), found.get_dtype()
+            stored |= describe(file)
         except (OSError, CheckpointError) as error:
-            raise ConfigError(
-                f"{where}: {file.name} has {file.stat().st_size:,} bytes and is no whole safetensors "
-                f"file ({one_line(error)}); copy it again"
-            ) from error
+            reason = one_line(error)
+            if file.suffix == SAFE_SUFFIX:
+                size = f"{file.stat().st_size:,} bytes"
+                reason = f"{file.name} has {size} and is no whole safetensors file ({reason}); copy it again"
+            raise ConfigError(f"{where}: {reason}") from error
     params = dict(model.named_parameters())
-    for name, param in params.items():
-        if name in sizes and param.numel() != math.prod(sizes[name]):
+    for name, found in ((name, stored[name]) for name in params if name in stored):
+        if params[name].numel() != math.prod(found.shape):
             raise ConfigError(
-                f"{where}: {name!r} has shape {sizes[name]} in its file, and "
-                f"{list(param.shape)} by config.json; one of the two belongs to another model"
+                f"{where}: {name!r} has shape {found.shape} in its file, and "
+                f"{list(params[name].shape)} by config.json; one of the two belongs to another model"
             )
-        if kinds.get(name, "F").startswith(("I", "U", "BOOL")):
+        if not is_kind_with_point(found.kind):
             raise ConfigError(
-                f"{where}: {name!r} is {kinds[name]} in its file, and only numbers with a point "
+                f"{where}: {name!r} is {found.kind} in its file, and only numbers with a point "
                 "are read; give the model without its quantization"
             )
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    lacking = sorted(params.keys() - set(drawn) - sizes.keys() - tied.keys() - set(tied.values()))
-    if lacking and sizes and sizes.keys() <= model.state_dict().keys():
+    lacking = sorted(params.keys() - set(drawn) - stored.keys() - tied.keys() - set(tied.values()))
+    if lacking and stored and stored.keys() <= model.state_dict().keys():
         refuse_missing(where, lacking)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.checkpoint.tied_tensors import refuse_apart
+from core.checkpoint.weights.one_file import is_kind_with_point
 from core.checkpoint.weights.sliced import Cut, SlicedTensor
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
@@ -254,7 +255,7 @@ def _stored(model: Any, files: list[str], config: Any, directory: Path, checked:
     for (name, _), keys in stored.items() if getattr(model.config, "quantization_config", None) is None else ():
         for key, opened in keys.items() if name in weights else ():
             kind = opened.get_slice(key).get_dtype()
-            if kind.startswith(("I", "U", "BOOL")):
+            if not is_kind_with_point(kind):
                 raise PlanError(
                     f"{family_of(model)}: {key!r} is {kind} in the files, and the model has numbers with a "
                     "point there; config.json says nothing of a quantization"

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,23 +79,66 @@ def load(path: Path) -> Any:
 
     Raises CheckpointDamaged where it cannot be read, and OSError where it cannot be opened.
     """
+    if _holds_safetensors(path):
+        opened = open_safetensors(path)
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  it is no dictionary
+    check(path)
+    with open_regular(path) as stream:
+        return _read_torch(path, stream)  # given a name, torch goes by its suffix
+
+
+class Description(NamedTuple):
+    """A tensor of a file. kind: its dtype by the file's own name of it, such as F32 or float32."""
+
+    shape: list[int]
+    kind: str
+
+
+def is_kind_with_point(kind: str) -> bool:
+    """True for a dtype of numbers with a point, also complex ones, by torch's name or by that of safetensors."""
+    return kind.lower().startswith(("f", "bf", "c"))
+
+
+def describe(path: Path) -> dict[str, Description]:
+    """The tensors of a file of either kind by name, and none of their values. Compares no checksum.
+
+    Only torch's format of before 1.6 is read whole. Raises as `load` does.
+    """
+    if _holds_safetensors(path):
+        opened = open_safetensors(path, verify=False)
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  it is no dictionary
+        return {name: Description(found.get_shape(), found.get_dtype()) for name, found in slices.items()}
+    _refuse_inflated(path)
+    with open_regular(path) as stream:
+        mapped = stream.read(2) == b"PK" and path.suffix != SAFE_SUFFIX  # by which torch goes, given a name
+    content = _read_torch(path, str(path), mmap=True) if mapped else load(path)
+    if not isinstance(content, Mapping):
+        raise CheckpointDamaged(f"{path} holds a {type(content).__name__}; expected a state_dict, names with tensors")
+    tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    return {
+        name: Description(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in tensors.items()
+    }
+
+
+def _holds_safetensors(path: Path) -> bool:
+    """True for a file of safetensors, by its first bytes where they tell, else by its suffix."""
     with open_regular(path) as stream:
         start = stream.read(9)
-        if start[:2] != b"PK" and (path.suffix == SAFE_SUFFIX or start[8:] == b"{"):
-            opened = open_safetensors(path)
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  it is no dictionary
-        check(path)
-        stream.seek(0)
-        try:
-            return torch.load(stream, map_location="cpu", weights_only=True)  # given a name, torch goes by its suffix
-        except pickle.UnpicklingError as error:
-            raise CheckpointDamaged(
-                f"{path} holds other things than tensors ({code_in(error)}), and reading them can run code; if you "
-                "trust those who made it, make a plain file of it: python -m core.checkpoint convert "
-                "--trust-foreign-files"
-            ) from None
-        except Exception as error:  # each version of torch and of safetensors has classes of its own
-            raise CheckpointDamaged(f"{path} is no file of tensors: {error or type(error).__name__}") from error
+    return start[:2] != b"PK" and (path.suffix == SAFE_SUFFIX or start[8:] == b"{")
+
+
+def _read_torch(path: Path, source: Any, **options: Any) -> Any:
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        raise CheckpointDamaged(
+            f"{path} holds other things than tensors ({code_in(error)}), and reading them can run code; if you "
+            "trust those who made it, make a plain file of it: python -m core.checkpoint convert "
+            "--trust-foreign-files"
+        ) from None
+    except Exception as error:  # each version of torch and of safetensors has classes of its own
+        raise CheckpointDamaged(f"{path} is no file of tensors: {error or type(error).__name__}") from error
 
 
 def checksum_in(path: Path) -> str | None:
@@ -111,6 +154,11 @@ def check(path: Path) -> None:
         place = _place_of_digits(stream)
         if place is not None and (found := _crc32(stream, place)) != _bytes_at(stream, place, len(DIGITS)):
             raise CheckpointDamaged(f"{path} has other bytes than were saved (checksum {found.decode()})")
+    _refuse_inflated(path)
+
+
+def _refuse_inflated(path: Path) -> None:
+    with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         if inflates(stream, 0, size):
             raise CheckpointDamaged(f"{path} is cut, or would inflate to more than its {size} bytes")

@@ -15,7 +15,15 @@ import torch
 
 from core.checkpoint.errors import CheckpointDamaged, CheckpointError
 from core.checkpoint.weights.index import read_names, write_index
-from core.checkpoint.weights.one_file import check, load, only_writer, save_safetensors, save_torch
+from core.checkpoint.weights.one_file import (
+    check,
+    describe,
+    is_kind_with_point,
+    load,
+    only_writer,
+    save_safetensors,
+    save_torch,
+)
 
 CONTENT = {"weight": torch.arange(5000.0), "step": torch.tensor(7)}
 WRITERS = [save_torch, save_safetensors]
@@ -59,6 +67,35 @@ def test_a_file_that_was_made_longer_is_refused_unread(tmp_path: Path, write: Ca
     os.truncate(path, 1 << 30)
     with pytest.raises(CheckpointDamaged, match="is no whole safetensors file|is no file of tensors|is cut"):
         load(path)
+
+
+def save_legacy(path: Path, content: Any) -> None:
+    """As torch wrote files before its version 1.6."""
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("writer", [save_torch, save_safetensors, save_legacy])
+def test_a_file_of_either_kind_says_what_it_holds(tmp_path: Path, writer: Callable[[Path, Any], None]) -> None:
+    if writer is save_safetensors:
+        pytest.importorskip("safetensors")
+    with_point = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
+    whole = [torch.int64, torch.int8, torch.uint8, torch.bool]
+    content = {str(dtype): torch.zeros(2, 3).to(dtype) for dtype in (*with_point, *whole)}
+    writer(tmp_path / "model", content)
+    found = describe(tmp_path / "model")
+    assert all(found[name].shape == [2, 3] for name in content)
+    assert {name for name, (_, kind) in found.items() if is_kind_with_point(kind)} == set(map(str, with_point))
+    assert found.keys() == content.keys()
+
+
+def test_a_file_is_described_without_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of torch is mapped, so that no value is read."""
+    save_torch(tmp_path / "model.bin", CONTENT)
+    options: list[dict[str, Any]] = []
+    real = torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: options.append(kwargs) or real(*args, **kwargs))
+    assert describe(tmp_path / "model.bin") == {"weight": ([5000], "float32"), "step": ([], "int64")}
+    assert [each["mmap"] for each in options] == [True]
 
 
 def test_torch_and_safetensors_alone_read_what_was_written(tmp_path: Path) -> None:

@@ -108,6 +108,12 @@ def round_off(directory: Path, weights: dict[str, torch.Tensor]) -> None:
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
 
 
+def round_off_in_torch_file(directory: Path, weights: dict[str, torch.Tensor]) -> None:
+    weights[UP] = (weights[UP] * 100).to(torch.int8)
+    (directory / "model.safetensors").unlink()
+    torch.save(weights, directory / "pytorch_model.bin")
+
+
 def flip_in_torch_file(directory: Path, weights: dict[str, torch.Tensor]) -> None:
     (directory / "model.safetensors").unlink()
     file = directory / "pytorch_model.bin"
@@ -122,6 +128,7 @@ def flip_in_torch_file(directory: Path, weights: dict[str, torch.Tensor]) -> Non
     [
         (leave_out, f"lack 1 of the model's weights, the first '{UP}'"),
         (round_off, f"'{UP}' is I8 in its file"),
+        (round_off_in_torch_file, f"'{UP}' is int8 in its file"),
         (flip_in_torch_file, "pytorch_model.bin has other bytes than were saved"),
     ],
 )
