@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.context_parallel import COMM_TYPES, blocks, context_parallel_attention, join_sequence, kernels, split_sequence
 from core.context_parallel.all_gather import whole_key_blocks
@@ -196,6 +197,15 @@ def test_the_kernel_of_a_gpu_is_given_what_that_of_a_cpu_is(rank: int, world: in
         found.append((output, *grads))
     library._destroy()
     torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
+
+
+def test_torch_has_the_operators_of_a_gpu_with_these_arguments_and_shapes() -> None:
+    with FakeTensorMode():
+        query, key = (torch.empty(2, n, s, 16, dtype=torch.bfloat16, device="cuda") for n, s in ((4, 32), (2, 64)))
+        output, lse = kernels.FLASH.forward(query, key, key, False)
+        assert (output.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:-1], torch.float32)
+        grads = kernels.FLASH.backward(output, query, key, key, output, lse, False)
+    assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
 
 
 @pytest.mark.gpu
