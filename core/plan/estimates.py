@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import compress
 from typing import Any, NamedTuple
 
 from core.distributed import DistributedDataParallelConfig
@@ -31,7 +32,7 @@ from core.plan.schedule_order import actions_of_ranks
 from core.plan.shared_figures import SharedFigures
 from core.plan.state_bytes import GATHERED, GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL, SCRATCH, state_bytes
 from core.plan.step_figures import Params, PartFigures
-from core.plan.step_memory import WHOLE, StageFigures
+from core.plan.step_memory import StageFigures
 from core.plan.step_time import exposed, optimizer_seconds, stage_seconds
 from core.plan.time_line import pipeline_spans
 
@@ -57,14 +58,24 @@ class LayerCosts(NamedTuple):
     exchanges: float
 
 
+class InFlight(NamedTuple):
+    """A moment of one pipeline position. Of each of its stages the microbatches whose activations are alive.
+
+    has_begun: True for a stage after the first backward of a step and before the last one has ended.
+    """
+
+    counts: tuple[int, ...]
+    has_begun: tuple[bool, ...]
+
+
 class Order(NamedTuple):
     """A schedule's order where a forward takes 1 and a backward 2, by pipeline position.
 
-    in_flight: microbatches of each of its stages whose activations are alive when most are. waits: until it is done,
-    without its own work. hops: messages between stages that a step waits for.
+    in_flight: when most activations are alive, before the first backward and after it. waits: until it is done, without
+    its own work. hops: messages between stages that a step waits for.
     """
 
-    in_flight: tuple[tuple[int, ...], ...]
+    in_flight: tuple[tuple[InFlight, ...], ...]
     waits: tuple[float, ...]
     hops: float
 
@@ -72,11 +83,13 @@ class Order(NamedTuple):
 class Position(NamedTuple):
     """One pipeline position. params: (elements, True for an expert's) of its parameters, in the order of the model.
 
-    tied: elements of an embedding that another position has too. kind: equal for positions with equal parameters.
+    elements: of each of its stages. tied: elements of an embedding that another position has too. kind: equal for
+    positions with equal parameters.
     """
 
     numbers: tuple[int, ...]
     params: Params
+    elements: tuple[int, ...]
     tied: int
     is_first: bool
     kind: int
@@ -85,11 +98,13 @@ class Position(NamedTuple):
 class State(NamedTuple):
     """State of a position between steps, and the cost of its update and reductions.
 
-    total: bytes. update_s: of the optimizer. buckets: their number. tied: bytes that leave for the other copy of an
-    embedding. sent: for each data group its name, and the calls and bytes of one reduction and of one gather.
+    total: bytes. waiting: of each stage the whole gradients between its first and last backward. update_s: of the
+    optimizer. buckets: their number. tied: bytes that leave for the other copy of an embedding. sent: for each data
+    group its name, and the calls and bytes of one reduction and of one gather.
     """
 
     total: int
+    waiting: tuple[int, ...]
     update_s: float
     buckets: int
     tied: int
@@ -148,7 +163,7 @@ class Estimates:
             sent = replace(source, micro_batch_size=micro).sent_bytes() if layout.num_stages > 1 else 0
             hop = communication_of(groups, "pp", "send", 1, sent, self.device).seconds if sent else 0.0
             order = order_of(run.schedule, layout, count)
-            held = [activations_of(place, rows, order, sent) for place in places]
+            held = [activations_of(place, rows, order, sent) for place in places]  # (bytes, has_begun) of some moments
             mean = sum(row.forward_s + row.backward_s for row in rows) / len(rows)
             busy = max(count * sum(rows[n].forward_s + rows[n].backward_s for n in place.numbers) for place in places)
             # The slowest position sets the pace of all. Who waits on a shared core leaves it to others.
@@ -162,10 +177,12 @@ class Estimates:
                         states[key] = self._state(zero, here, place, groups)
                     if place.kind not in behind:
                         behind[place.kind] = self._behind(here, place, states[key], groups, rows)
-                peak = max(
-                    states[zero, place.kind, count > 1].total + activations
-                    for place, activations in zip(places, held, strict=True)
-                )
+                peak = 0
+                for place, moments in zip(places, held, strict=True):
+                    state = states[zero, place.kind, count > 1]
+                    for activations, has_begun in moments:
+                        waiting = sum(compress(state.waiting, has_begun))
+                        peak = max(peak, state.total + activations + waiting)
                 seconds = max(end + behind[place.kind] for place, end in zip(places, ends, strict=True))
                 yield Estimate(choice._replace(zero=zero, micro=micro), peak, seconds)
 
@@ -205,7 +222,6 @@ class Estimates:
             held[PARAMETERS] += int(each[PARAMETERS] * numel) // spread.params
             held[MASTERS] += int(each[MASTERS] * kept)
             held[MOMENTS] += int(each[MOMENTS] * kept)
-            held[WHOLE] += int(each[GRADIENTS] * numel) if run.gradients_wait else 0
             held[POOL] += 0 if residency.keeps_whole else int(each[GRADIENTS] * pool_numel(buckets))
             if spread.params > 1 and not mapped:
                 together = max(sum(buckets[n : n + WINDOW + 1]) for n in range(len(buckets)))
@@ -213,7 +229,9 @@ class Estimates:
                     together = numel
                 held[GATHERED] += int(each[PARAMETERS] * together)
         tied = int(each[GRADIENTS] * place.tied) // residency.spread(groups.size("dp_cp")).states
-        return State(sum(held.values()), optimizer_seconds(held, owned, self.device, count), max(1, count), tied, sent)
+        waiting = tuple(int(each[GRADIENTS] * numel) * run.gradients_wait for numel in place.elements)
+        update_s = optimizer_seconds(held, owned, self.device, count)
+        return State(sum(held.values()), waiting, update_s, max(1, count), tied, sent)
 
     def _behind(
         self, run: Run, place: Position, state: State, groups: PlannedGroups, rows: Sequence[LayerCosts]
@@ -286,25 +304,37 @@ def places_of(run: Run, parts: Sequence[Sequence[Any]], figures: Mapping[Any, Pa
         numbers = layout.stages_of(position)
         names = tuple(part for number in numbers for part in parts[number])
         params = [param for name in names for param in figures[name].params]
+        elements = [sum(numel for name in parts[number] for numel, _ in figures[name].params) for number in numbers]
         ends = {0, last} & set(numbers)
         tied = 0
         if run.source.is_tied and len(ends) == 1 and last > 0:
             embedding = figures[parts[0][0]].params[0]
             tied = embedding[0]
-            params += [embedding] * (0 not in numbers)
+            if 0 not in numbers:
+                params.append(embedding)
+                elements[-1] += tied
         kind = kinds.setdefault((names, position == 0), len(kinds))
-        found.append(Position(numbers, params, tied, position == 0, kind))
+        found.append(Position(numbers, params, tuple(elements), tied, position == 0, kind))
     return found
 
 
-def activations_of(place: Position, rows: Sequence[LayerCosts], order: Order, sent: int) -> int:
-    """Bytes of one position at the highest point of a step. sent: what one stage sends the next for a microbatch."""
+def activations_of(
+    place: Position, rows: Sequence[LayerCosts], order: Order, sent: int
+) -> list[tuple[int, tuple[bool, ...]]]:
+    """Bytes of one position where most are alive, and of which stages backwards have begun by then.
+
+    sent: what one stage sends the next for a microbatch.
+    """
     last = len(rows) - 1
     kept = {number: rows[number].saved - sent * (number < last) for number in place.numbers}  # what is sent is freed
-    alive = dict(zip(place.numbers, order.in_flight[place.numbers[0] % len(order.in_flight)], strict=True))
     highest = max(rows[number].highest - kept[number] for number in place.numbers)
-    received = sum(count for number, count in alive.items() if number > 0) + any(n < last for n in place.numbers)
-    return sum(count * kept[number] for number, count in alive.items()) + highest + received * sent
+    found = []
+    for moment in order.in_flight[place.numbers[0] % len(order.in_flight)]:
+        alive = dict(zip(place.numbers, moment.counts, strict=True))
+        received = sum(count for number, count in alive.items() if number > 0) + any(n < last for n in place.numbers)
+        nbytes = sum(count * kept[number] for number, count in alive.items()) + highest + received * sent
+        found.append((nbytes, moment.has_begun))
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -312,21 +342,24 @@ def order_of(schedule: str, layout: PipelineLayout, microbatches: int) -> Order:
     """Summary of a schedule's order; more microbatches than four a rank only repeat."""
     stages = layout.num_stages
     if stages == 1:
-        return Order(((1,),), (0.0,), 0.0)
+        return Order(((InFlight((1,), (True,)),),), (0.0,), 0.0)
     rank = layout.pp if find_schedule(schedule).name == "Interleaved1F1B" else stages
     count = microbatches if microbatches <= 4 * rank else 2 * rank
     orders = actions_of_ranks(schedule, layout, count)
+    more = microbatches - count if find_schedule(schedule).name == "GPipe" else 0  # all forwards come first
     in_flight = []
     for place, actions in enumerate(orders):
-        alive = dict.fromkeys(layout.stages_of(place), 0)
-        most = tuple(alive.values())
+        alive = dict.fromkeys(layout.stages_of(place), more)
+        done = dict.fromkeys(alive, 0)
+        most: dict[tuple[bool, ...], tuple[int, ...]] = {}
         for action in actions:
             alive[action.stage] += action.kind == "F"
-            most = max(most, tuple(alive.values()), key=sum)
-            alive[action.stage] -= action.kind in ("B", "W")
-        in_flight.append(most)
-    if find_schedule(schedule).name == "GPipe":
-        in_flight = [(microbatches,)] * layout.pp
+            has_begun = tuple(0 < backwards < count for backwards in done.values())
+            most[has_begun] = max(most.get(has_begun, ()), tuple(alive.values()), key=sum)
+            has_ended = action.kind in ("B", "W")
+            alive[action.stage] -= has_ended
+            done[action.stage] += has_ended
+        in_flight.append(tuple(InFlight(counts, has_begun) for has_begun, counts in most.items()))
     seconds = {(kind, n): 2.0 if kind == "B" else 1.0 for kind in "FBIW" for n in range(stages)}
     small = 1e-3
     spans, later = (pipeline_spans(orders, seconds, hop, stages) for hop in (0.0, small))
