@@ -22,6 +22,7 @@ from core.distributed.guard.inputs import MOST_FORWARDS
 
 LEAST_COLUMN = 4  # outputs; fewer lie on a line by chance
 ON_A_LINE = 1e-4  # how far gradients may be off it, relative
+BLOCK = 2**16  # elements that a CPU casts at a time
 OTHER_TARGET = 1e-3  # by how much it must differ between two steps, relative
 
 Target = tuple[float, float]  # the one that all outputs of a forward seem to have, and the size of these numbers
@@ -92,8 +93,7 @@ class Outputs:
         tensor = next(iter(tensors_of(given)), None)
         if tensor is None or not (self.is_forward or (self.is_backward and torch.is_grad_enabled())):
             return
-        values = tensor.detach()
-        sums = torch.stack([values.sum(dtype=torch.float32), values.abs().sum(dtype=torch.float32)])
+        sums = sums_of(tensor.detach())
         if self.is_forward:
             self.sums.setdefault(id(module), []).append(sums)
         else:
@@ -164,6 +164,22 @@ def _target(outputs: torch.Tensor, gradients: torch.Tensor) -> Target | None:
         target = at - height / rise
         return target, abs(target) + abs(at) + width
     return None
+
+
+def sums_of(values: torch.Tensor) -> torch.Tensor:
+    """[2] in fp32: the sum, and that of magnitudes. Takes no memory worth counting: a copy of a layer's input could be
+    the highest point of a step.
+
+    A GPU reads any dtype as it sums. A CPU casts what has 16 bits first, so there it comes in blocks.
+    """
+    wide = torch.promote_types(values.dtype, torch.float32)
+    rows = values.flatten(0, -2) if values.dim() > 2 else values
+    is_read_whole = values.device.type != "cpu" or values.numel() <= BLOCK
+    blocks = [rows] if is_read_whole else rows.split(max(1, BLOCK * len(rows) // rows.numel()))
+    each = [
+        torch.stack([block.sum(dtype=wide), torch.linalg.vector_norm(block, 1, dtype=wide)]).float() for block in blocks
+    ]
+    return torch.stack(each).sum(dim=0)
 
 
 def tensors_of(output: Any) -> Sequence[torch.Tensor]:

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.plan_jobs import peak_of
 from core import parallel_state
+from core.distributed.guard.outputs import BLOCK, sums_of
 from tests.unit_tests.distributed.guard.loops import WIDTH, Net, _Sum, report_of, samples
 from tests.unit_tests.distributed.guard.test_first_steps import Steps, check, sgd, train
 from tests.unit_tests.ranks import ranks
@@ -147,6 +149,16 @@ def said_in_evaluation(model: Any) -> list[str]:
         model(samples(0, rank=0))
         model(samples(0, rank=0))
     return [str(each.message) for each in caught if "training mode" in str(each.message)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (2, 3, 5), (8 * BLOCK,), (1, 8, BLOCK), (3, 2 * BLOCK)])
+def test_an_input_is_summed_without_a_copy_of_it(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    taken = peak_of(lambda: sums_of(values), [], alone=True)
+    assert taken <= max(BLOCK, shape[-1] if shape else 1) * 4 + 4096
+    wide = values.double()
+    torch.testing.assert_close(sums_of(values).double(), torch.stack([wide.sum(), wide.abs().sum()]), rtol=1e-4, atol=1)
 
 
 @ranks(1, 2)
