@@ -122,7 +122,7 @@ def describe(path: Path) -> dict[str, Description]:
 
 
 def _holds_safetensors(path: Path) -> bool:
-    """True for a file of safetensors, by its first bytes where they tell, else by its suffix."""
+    """True for a file of safetensors: by its first bytes, or by its suffix where torch has not written them."""
     with open_regular(path) as stream:
         start = stream.read(9)
     return start[:2] != b"PK" and (path.suffix == SAFE_SUFFIX or start[8:] == b"{")
