@@ -253,6 +253,10 @@ class DistributedDataParallelConfig:
         """True if the optimizer's state is sharded over data parallelism."""
         return self.residency.sharded
 
+    def grad_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a parameter's dtype are added up and reduced."""
+        return torch.promote_types(dtype, torch.float32) if self.grad_reduce_in_fp32 else dtype
+
     @property
     def shards_gradients(self) -> bool:
         """True if a rank keeps only its shard of a reduced gradient."""

@@ -15,7 +15,7 @@ from core.plan.fake_collectives import fake_collectives
 from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
 from core.plan.state_bytes import is_tagged
-from core.plan.step_figures import PartFigures, layers_in_words, watch_step
+from core.plan.step_figures import GradDtype, PartFigures, layers_in_words, watch_step
 from core.plan.without_values import WithoutValues
 from core.transformer.transformer_config import TransformerConfig
 
@@ -92,22 +92,24 @@ class GptSource:
         return layers_in_words(has_experts, again if kind.recomputed else "")
 
     def figures(
-        self, parts: Sequence[str | LayerKind], groups: PlannedGroups, sizes: Sequence[int]
+        self, parts: Sequence[str | LayerKind], groups: PlannedGroups, sizes: Sequence[int], grad_dtype_of: GradDtype
     ) -> list[dict[str | LayerKind, PartFigures]]:
         """For each size of a microbatch the figures of the ends, and of the kinds of layers among `parts`."""
-        return [replace(self, micro_batch_size=size)._figures(parts, groups) for size in sizes]
+        return [replace(self, micro_batch_size=size)._figures(parts, groups, grad_dtype_of) for size in sizes]
 
-    def _figures(self, parts: Sequence[str | LayerKind], groups: PlannedGroups) -> dict[str | LayerKind, PartFigures]:
+    def _figures(
+        self, parts: Sequence[str | LayerKind], groups: PlannedGroups, grad_dtype_of: GradDtype
+    ) -> dict[str | LayerKind, PartFigures]:
         found: dict[str | LayerKind, PartFigures] = {}
         kinds = [part for part in dict.fromkeys(parts) if isinstance(part, LayerKind)]
         for recomputed in (False, True):
             some = [kind for kind in kinds if kind.recomputed == recomputed]
             if some or not (recomputed or kinds):
-                found |= self._watch(some, groups, recomputed)
+                found |= self._watch(some, groups, recomputed, grad_dtype_of)
         return found
 
     def _watch(
-        self, kinds: Sequence[LayerKind], groups: PlannedGroups, recomputed: bool
+        self, kinds: Sequence[LayerKind], groups: PlannedGroups, recomputed: bool, grad_dtype_of: GradDtype
     ) -> dict[str | LayerKind, PartFigures]:
         config = replace(
             self.config,
@@ -132,7 +134,7 @@ class GptSource:
                 loss: Tensor = model(tokens, labels=labels).mean()
                 return loss
 
-            figures = watch_step(model, list(model.decoder.layers), run, groups.ledger, mode)
+            figures = watch_step(model, list(model.decoder.layers), run, groups.ledger, mode, grad_dtype_of)
         return {
             BEFORE: figures[BEFORE],
             AFTER: figures[AFTER],

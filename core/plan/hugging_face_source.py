@@ -31,7 +31,7 @@ from core.plan.chunked_head import ChunkedHead
 from core.plan.fake_collectives import fake_collectives
 from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
-from core.plan.step_figures import PartFigures, layers_in_words, watch_step, with_more
+from core.plan.step_figures import GradDtype, PartFigures, layers_in_words, watch_step, with_more
 from core.plan.without_values import WithoutValues, take_values
 from core.training.errors import ConfigError
 
@@ -300,7 +300,7 @@ class HuggingFaceSource:
     # -- what a microbatch costs -----------------------------------------------------------------------------------
 
     def figures(
-        self, parts: Sequence[str | int], groups: PlannedGroups, sizes: Sequence[int]
+        self, parts: Sequence[str | int], groups: PlannedGroups, sizes: Sequence[int], grad_dtype_of: GradDtype
     ) -> list[dict[str | int, PartFigures]]:
         """For each size of a microbatch the figures of the ends, and of the kinds of layers among `parts`."""
         found: list[dict[str | int, PartFigures]] = [{} for _ in sizes]
@@ -312,7 +312,7 @@ class HuggingFaceSource:
             ends_differ = self.sequence_parallel in OVER_TENSOR and self.kinds[1:2] == [0] and last > 1
             if self.recompute or ends_differ:  # the next layer keeps what one that is run again gives
                 numbers = sorted({*numbers, *([0, 1] if ends_differ else ()), last})
-            for of_size, watched in zip(found, self._watch(numbers, groups, sizes), strict=True):
+            for of_size, watched in zip(found, self._watch(numbers, groups, sizes, grad_dtype_of), strict=True):
                 of_size |= {number: watched[str(place)] for place, number in enumerate(numbers)}
                 of_size |= {BEFORE: watched[BEFORE], AFTER: watched[AFTER]}
                 if ends_differ:
@@ -322,23 +322,28 @@ class HuggingFaceSource:
                         of_size[AFTER], of_size[last], of_size.get(self.kinds[last], of_size[last])
                     )
         if BETWEEN in parts:
-            for of_size, figures in zip(found, self._between(groups, sizes), strict=True):
+            for of_size, figures in zip(found, self._between(groups, sizes, grad_dtype_of), strict=True):
                 of_size[BETWEEN] = figures
         return found
 
-    def _between(self, groups: PlannedGroups, sizes: Sequence[int]) -> list[PartFigures]:
+    def _between(self, groups: PlannedGroups, sizes: Sequence[int], grad_dtype_of: GradDtype) -> list[PartFigures]:
         """Parts before the layers of a later stage; they are the same for any expert ranks."""
-        known = self._whole_model.between.setdefault(
-            (groups.size("tp"), groups.size("cp"), self.sequence_parallel, self.sequence_length, self.has_documents), {}
-        )
+        sizes_of_groups = groups.size("tp"), groups.size("cp")
+        own = self.sequence_parallel, self.sequence_length, self.has_documents, grad_dtype_of(self.dtype)
+        known = self._whole_model.between.setdefault((*sizes_of_groups, *own), {})
         new = [size for size in sizes if size not in known]
         if new:
-            watched = self._watch([], groups, new, later=True)
+            watched = self._watch([], groups, new, grad_dtype_of, later=True)
             known |= {size: figures[BEFORE] for size, figures in zip(new, watched, strict=True)}
         return [known[size] for size in sizes]
 
     def _watch(
-        self, numbers: Sequence[int], groups: PlannedGroups, sizes: Sequence[int], later: bool = False
+        self,
+        numbers: Sequence[int],
+        groups: PlannedGroups,
+        sizes: Sequence[int],
+        grad_dtype_of: GradDtype,
+        later: bool = False,
     ) -> list[dict[str, PartFigures]]:
         """A step of a microbatch of each size; later: True for a stage of the last layer alone, behind others."""
         family = self.plan(groups).family
@@ -354,7 +359,7 @@ class HuggingFaceSource:
             with self._without_values(mode, groups):
                 head = ChunkedHead(model, self.logits_chunk, groups, self.vocabulary_multiple)
                 runs = [self._run(model, head, groups, size, later) for size in sizes]
-                return [watch_step(model, layers, run, groups.ledger, mode) for run in runs]
+                return [watch_step(model, layers, run, groups.ledger, mode, grad_dtype_of) for run in runs]
         except PlanError:
             raise
         except Exception as error:  # the model's own code raises anything

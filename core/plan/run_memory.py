@@ -17,7 +17,7 @@ from core.pipeline_parallel.schedules import arrivals, find_schedule
 from core.plan.planned_groups import PlannedGroups, planned_groups
 from core.plan.schedule_order import actions_of_ranks
 from core.plan.state_bytes import TierBytes, UserOptimizer, state_bytes, whole_gradients
-from core.plan.step_figures import PartFigures
+from core.plan.step_figures import GradDtype, PartFigures
 from core.plan.step_memory import HighPoint, Saved, StageFigures, memory_along
 from core.watch.collector_pause import collector_paused
 
@@ -55,7 +55,7 @@ class Source(Protocol):
         """Layers of a kind in words. All other keys of `figures` are words."""
 
     def figures(
-        self, parts: Sequence[Any], groups: PlannedGroups, sizes: Sequence[int]
+        self, parts: Sequence[Any], groups: PlannedGroups, sizes: Sequence[int], grad_dtype_of: GradDtype
     ) -> Sequence[Mapping[Any, PartFigures]]:
         """For each size of a microbatch, in sequences, what it costs in each of some parts."""
 
@@ -96,6 +96,10 @@ class Run:
             embedding_ranks=self.layout.embedding_ranks,
             over_gloo=self.on_cpu,
         )
+
+    def figures(self, parts: Sequence[Any], sizes: Sequence[int]) -> Sequence[Mapping[Any, PartFigures]]:
+        """For each size of a microbatch, in sequences, what it costs in each of some parts of the first rank."""
+        return self.source.figures(parts, self.groups_of(0), sizes, self.ddp.grad_dtype_of)
 
     def first_ranks(self) -> list[int]:
         """The first rank of each pipeline position: ranks of one position hold as much as each other."""
@@ -156,7 +160,7 @@ def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
     """The figures of the parts of each stage of the pipeline. What a stage sends is freed when it has arrived."""
     parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
     kinds = list(dict.fromkeys(part for row in parts.values() for part in row))
-    (figures,) = run.source.figures(kinds, run.groups_of(0), [run.source.micro_batch_size])
+    (figures,) = run.figures(kinds, [run.source.micro_batch_size])
     names = {part: part if isinstance(part, str) else run.source.name_of_layers(part) for part in kinds}
     named = {part: replace(figures[part], name=name) for part, name in names.items()}
     found = {stage: [named[part] for part in row] for stage, row in parts.items()}

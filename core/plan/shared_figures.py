@@ -37,7 +37,7 @@ class SharedFigures:
             for part in missing:
                 figures = between(low[part], high[part], share)
                 if figures is None:  # not the same operators
-                    figures = run.source.figures(missing, run.groups_of(0), [micro])[0][part]
+                    figures = run.figures(missing, [micro])[0][part]
                 found[part] = figures
         return found
 
@@ -45,9 +45,7 @@ class SharedFigures:
         known = self._watched.setdefault(split, ({}, {}))
         missing = [part for part in parts if part not in known[0]]
         if missing:  # groups of its own, because they count what is sent
-            for of_size, found in zip(
-                known, run.source.figures(missing, run.groups_of(0), (LOW, self.high)), strict=True
-            ):
+            for of_size, found in zip(known, run.figures(missing, (LOW, self.high)), strict=True):
                 of_size.update((part, found[part]) for part in missing)
         return known
 

@@ -23,6 +23,9 @@ Sent = Mapping[tuple[str, str], tuple[int, int]]  # (group, collective) -> (call
 
 Params = Sequence[tuple[int, bool]]
 
+# By a parameter's dtype, that in which its wrapper adds gradients up.
+GradDtype = Callable[[torch.dtype], torch.dtype]
+
 
 @dataclass(frozen=True)
 class PartFigures:
@@ -74,17 +77,24 @@ def layers_in_words(has_experts: bool | None, again: str, of_type: str = "") -> 
 
 
 def watch_step(
-    module: nn.Module, layers: Sequence[nn.Module], run: Callable[[], Tensor], ledger: Ledger, mode: WithoutValues
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    run: Callable[[], Tensor],
+    ledger: Ledger,
+    mode: WithoutValues,
+    grad_dtype_of: GradDtype,
 ) -> dict[str, PartFigures]:
     """Forward and backward of a model whose tensors are fake, part by part; call it inside `mode`.
 
     layers: in the order of the forward; the n-th is the part "n". run: the forward; what it returns is differentiated.
-    Gradients of parameters are added to `.grad`, which is made here as a wrapper would.
+    Gradients of parameters are added to `.grad`, which is made here as a wrapper would. So a part's work has what this
+    takes in each microbatch, and of 16-bit gradients that are added up in fp32 the cast.
     """
     known = [*module.parameters(), *module.buffers()]
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad_dtype = grad_dtype_of(parameter.dtype)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             known.append(parameter.grad)
     live = LiveMemory(known)
     ledger.sent.clear()  # of a step that was watched before

@@ -251,8 +251,7 @@ def _specs(
         contract = contracts[name]
         kind = param.dtype, contract.data_group
         if kind not in keys:
-            fp32 = ddp_config.grad_reduce_in_fp32
-            grads = torch.promote_types(param.dtype, torch.float32) if fp32 else param.dtype
+            grads = ddp_config.grad_dtype_of(param.dtype)
             keys[kind] = BufferKey(dtype_name(param.dtype), dtype_name(grads), contract.data_group)
         whole = not contract.crosses_stages and stays_whole(param, ddp_config.keep_params_whole)
         yield ParamSpec(name, tuple(param.shape), keys[kind], contract.crosses_stages, whole)

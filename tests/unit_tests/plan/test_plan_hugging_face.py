@@ -184,7 +184,7 @@ def test_figures_of_several_sizes_are_those_of_each(said: ModelRun) -> None:
     for sizes in ([1, 3], [1], [3]):
         run = run_of_model(replace(said), said.tp * said.pp * said.cp * said.ep)
         parts = [part for stage in (0, 1) for part in run.source.parts_of_stage(run.layout, stage)]
-        found += run.source.figures(parts, run.groups_of(0), sizes)
+        found += run.figures(parts, sizes)
     assert found[:2] == found[2:]
     assert found[0] != found[1]
 

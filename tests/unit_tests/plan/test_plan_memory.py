@@ -164,6 +164,10 @@ ACTIVATIONS_OF = {
         "--model.dtype",
         "bfloat16",
     ],
+    "bf16, gradients in fp32": [
+        *("--tp", "1", "--model.hidden-size", "256", "--model.dtype", "bfloat16"),
+        *("--ddp.grad-reduce-in-fp32", "--run.global-batch-size", "2"),
+    ],
     "dropout": ["--tp", "2", "--model.hidden-dropout", "0.1", "--model.attention-dropout", "0.1"],
     "ring": ["--tp", "1", "--cp", "2"],
     "pp": ["--tp", "1", "--pp", "2"],

@@ -13,7 +13,8 @@ from core.pipeline_parallel.schedules import actions_in, build_schedule, find_sc
 from core.plan import Link, plan_run, read_device
 from core.plan.communication import hops_seconds, link_of, rate_between
 from core.plan.job_run import run_of_job
-from core.plan.live_memory import Work
+from core.plan.live_memory import BACKWARD, Work
+from core.plan.run_memory import parts_of_stages
 from core.plan.schedule_order import Action, StageStandIn, actions_of_ranks
 from core.plan.step_time import work_seconds
 from core.plan.time_line import pipeline_spans, shared_spans
@@ -52,6 +53,19 @@ def test_a_rank_with_several_stages_waits_less() -> None:
     plain, several = (plan(flags + more, 2) for more in ("", "--parallel.vpp 2 --parallel.schedule Interleaved1F1B"))
     assert [memory.stages for memory in several.memories] == [(0, 2), (1, 3)]
     assert 0 < several.time.bubble < plain.time.bubble
+
+
+def test_adding_gradients_up_takes_its_bytes_in_each_microbatch() -> None:
+    """A bf16 gradient is read, and the sum read and written: 6 bytes. In fp32 a cast comes first: 6 bytes and 12."""
+
+    def moved(more: str) -> tuple[int, int]:
+        run = run_of_job(load_config([*TINY.split(), "--tp", "1", "--model.dtype", "bfloat16", *more.split()]), 1)
+        layer = parts_of_stages(run)[0][1]
+        each = [count * work.nbytes for work, count in layer.work[BACKWARD].items()]
+        return sum(each), sum(numel for numel, _ in layer.params if numel > 64)  # those of norms are fp32 before
+
+    (in_bf16, numel), (in_fp32, _) = moved(""), moved("--ddp.grad-reduce-in-fp32")
+    assert in_fp32 - in_bf16 == (6 + 12 - 6) * numel > 0
 
 
 def test_positions_that_wait_leave_their_cores_to_others() -> None:
