@@ -37,16 +37,23 @@ OTHER_NAMES = {
     "--profile": "--logging.profile",
     "--checkpoint.async": "--checkpoint.asynchronous",
 }  # Python keeps `async` for itself
-# What other trainers call an option of ours.
+# What other trainers call an option of ours, or one of several, as an answer says it.
 FOREIGN_NAMES = {
     "learning-rate": "--optimizer.lr",
     "epochs": "--run.steps",
+    "num-epochs": "--run.steps",
     "num-train-epochs": "--run.steps",
     "max-steps": "--run.steps",
     "train-iters": "--run.steps",
+    "save-steps": "--checkpoint.every",
+    "eval-steps": "--run.validate-every",
+    "logging-steps": "--logging.print-every",
     "output-dir": "--run.directory",
+    "batch-size": "--run.micro-batch-size or --run.global-batch-size",
+    "train-batch-size": "--run.micro-batch-size or --run.global-batch-size",
     "per-device-train-batch-size": "--run.micro-batch-size",
     "gradient-accumulation-steps": "--run.global-batch-size",
+    "model-name": "--model.path",
     "model-name-or-path": "--model.path",
     "dataset": "--data.file",
     "train-file": "--data.file",
@@ -54,7 +61,10 @@ FOREIGN_NAMES = {
     "seq-length": "--model.sequence-length",
     "max-grad-norm": "--optimizer.clip-grad",
     "lora-rank": "--lora.r",
-    "bf16": "--model.dtype",
+    "bf16": "--model.dtype bfloat16",
+    "fp16": "--model.dtype",
+    "mixed-precision": "--model.dtype",
+    "torch-dtype": "--model.dtype",
     "tensor-model-parallel-size": "--parallel.tp",
     "pipeline-model-parallel-size": "--parallel.pp",
 }
@@ -104,7 +114,8 @@ def read_over(
     except SystemExit as error:
         if error.code:
             text = one_line(refusal.getvalue())
-            raise ConfigError(text + perhaps_meant(text, config, short)) from None
+            meant = perhaps_meant(text, config, short)
+            raise ConfigError(text.partition(" Perhaps you meant")[0] + meant if meant else text) from None
         if group is not None:
             print(help_text(shown.getvalue(), config, prog, about, group))
         raise
@@ -118,23 +129,36 @@ def saved_options(kind: type[Config], saved: Mapping[str, Any]) -> Config:
 
 
 def perhaps_meant(refusal: str, config: Any, short: Mapping[str, str]) -> str:
-    """Options that resemble the unknown ones of a refusal; empty where it already says, or none does. Pure."""
-    unknown, meant = refusal.partition("Unrecognized options: ")[2].partition(" Perhaps you meant")[::2]
+    """Options that the unknown ones of a refusal resemble; empty where none does. Pure.
+
+    The same word in another section, and a name of other trainers, come before what is spelled alike.
+    """
     known = [
-        flag(section.name, option.name)
+        flag(section.name, f"{no}{option.name}")
         for section in dataclasses.fields(config)
-        if dataclasses.is_dataclass(getattr(config, section.name))
-        for option in dataclasses.fields(getattr(config, section.name))
+        if dataclasses.is_dataclass(options := getattr(config, section.name))
+        for option in dataclasses.fields(options)
+        for no in (("", "no_") if isinstance(getattr(options, option.name), bool) else ("",))
     ]
-    by_word = {name.rpartition(".")[2]: name for name in known} | {name.lstrip("-"): name for name in (*known, *short)}
-    by_word |= {word: name for word, name in FOREIGN_NAMES.items() if name in known}
+    by_word: dict[str, str] = {}
+    for name in known:
+        word = name.rpartition(".")[2]
+        by_word[word] = f"{by_word[word]} or {name}" if word in by_word else name
+    by_word |= {name.lstrip("-"): name for name in (*known, *short)}
+    by_word |= {word: names for word, names in FOREIGN_NAMES.items() if named_in(names) <= set(known)}
+    unknown = refusal.partition("Unrecognized options: ")[2].partition(" Perhaps you meant")[0]
     words = [word.lstrip("-").replace("_", "-") for word in unknown.split(", ") if word.startswith("--")]
     near = []
     for word in words:
         parts = (word, word.rpartition(".")[2])  # the second is without the section
         alike = [each for part in parts for each in difflib.get_close_matches(part, by_word, n=1, cutoff=0.75)]
-        near += [by_word[each] for each in alike[:1]]
-    return "" if meant or not near else f". Perhaps you meant {', '.join(dict.fromkeys(near))}"
+        near += [by_word[each] for each in [part for part in parts if part in by_word][:1] or alike[:1]]
+    return f". Perhaps you meant {', '.join(dict.fromkeys(near))}" if near else ""
+
+
+def named_in(names: str) -> set[str]:
+    """The options in a text of FOREIGN_NAMES."""
+    return {word for word in names.split() if word.startswith("--")}
 
 
 def one_line(box: str) -> str:
