@@ -79,6 +79,15 @@ class AdoptedOptimizer(DistributedOptimizer):
         return self.shaped
 
     def _inner_optimizer(self, torch_groups: list[dict[str, Any]], segments: list[Segment]) -> torch.optim.Optimizer:
+        """The user's own. Groups list masters in the order of the user's parameters, not in that of buckets.
+
+        Transformers' AdafactorSchedule takes a group's learning rate from the state of its first parameter.
+        """
+        place = {id(param): number for number, param in enumerate(itertools.chain.from_iterable(self.user_params))}
+        for group in torch_groups:
+            group["params"] = []
+        for segment in sorted(segments, key=lambda segment: place[id(segment.shards[0].param)]):
+            torch_groups[segment.group]["params"].append(segment.master)
         return self.user
 
     def _take_over(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:

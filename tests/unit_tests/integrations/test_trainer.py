@@ -204,6 +204,31 @@ def test_adafactor_of_transformers_trains_like_one_process_and_is_resumed(
         assert_trained(resumed.model_wrapped.state_dict(), expected)
 
 
+@ranks(2)
+def test_a_schedule_that_reads_the_state_of_adafactor_logs_what_plain_trainer_logs(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    """It takes a group's rate from the size of its first parameter, which a bucket has last."""
+
+    def first_rates(kind: Any, model: Any, **given: Any) -> list[float]:
+        adafactor = transformers.optimization.Adafactor(model.parameters(), warmup_init=True)
+        options = {"use_cpu": True, "report_to": [], "save_strategy": "no", "max_steps": 3, "logging_steps": 1}
+        arguments = transformers.TrainingArguments(str(tmp_path), disable_tqdm=True, **options)
+        schedule = transformers.optimization.AdafactorSchedule(adafactor)
+        trainer = kind(model, arguments, train_dataset=Rows(), optimizers=(adafactor, schedule), **given)
+        trainer.train()
+        return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+    from core.integrations import Trainer
+
+    with launched(rank, world):
+        config = DistributedDataParallelConfig(bucket_size=500, initial_weights="broadcast")
+        found = first_rates(Trainer, new_model(False), ddp_config=config)
+        expected = first_rates(transformers.Trainer, new_model(False))
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert expected[-1] > expected[1] > 0
+
+
 def test_fsdp_of_the_arguments_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
     with launched(0, 1):
         trainer = r"TrainingArguments\(fsdp=\.\.\.\).*data_parallel_sharding_strategy=\"optim_grads_params\""
