@@ -6,10 +6,12 @@ All layouts that can be built are estimated. Those that are shown are planned ex
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.pipeline_parallel.schedules import find_schedule
@@ -31,7 +33,38 @@ from core.watch.collector_pause import collector_paused
 SURE = 1.2  # an estimate is closer than this to its plan, as a test holds
 PLANNED = 4  # times as many layouts as are asked for are planned exactly at most; as many that do not fit are borne
 LEAST = 5  # layouts that hold least are planned where no other is found
+EQUAL = 1.01  # steps that differ by less take as long: a plan does not know better
 STEPS = 16  # at most so many numbers of ranks are tried up to the next power of two
+
+
+class Rated(Protocol):
+    """A layout with the time of its step and the bytes of its fullest rank, planned or estimated."""
+
+    @property
+    def choice(self) -> Choice: ...  # noqa: D102
+
+    @property
+    def seconds(self) -> float: ...  # noqa: D102
+
+    @property
+    def peak(self) -> int: ...  # noqa: D102
+
+
+Layout = TypeVar("Layout", bound=Rated)
+
+
+def in_order(found: Iterable[Layout]) -> list[Layout]:
+    """The best first. Of the fastest, and those whose steps take up to EQUAL times as long, that which holds least
+    comes first; then the same of the rest. So none comes before one that is faster by more.
+    """
+    by_time = sorted(found, key=lambda one: (one.seconds, one.peak, one.choice))
+    ends = [one.seconds for one in by_time]
+    ordered: list[Layout] = []
+    while len(ordered) < len(by_time):
+        begin = len(ordered)
+        equal = by_time[begin : bisect_right(ends, EQUAL * ends[begin])]
+        ordered += sorted(equal, key=lambda one: one.peak)
+    return ordered
 
 
 @dataclass(frozen=True)
@@ -47,9 +80,14 @@ class Candidate:
     flags: str = ""
 
     @property
-    def rating(self) -> tuple[float, int, Choice]:
-        """The smaller the better. Of layouts whose steps take as long to three digits, that which holds less."""
-        return float(f"{self.plan.time.seconds:.3g}"), self.plan.fullest.peak, self.choice
+    def seconds(self) -> float:
+        """Time of a step."""
+        return self.plan.time.seconds
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank."""
+        return self.plan.fullest.peak
 
 
 @dataclass(frozen=True)
@@ -110,7 +148,7 @@ def advise(
     if isinstance(config, (str, Path)):
         config = load_config(["--config", str(config)])
     search = Search(config, read_device(device) if isinstance(device, str) else device, fixed or {})
-    found = sorted(search.estimates(ranks), key=_by_time)
+    found = in_order(search.estimates(ranks))
     if not found:
         raise ConfigError(search.why_none(ranks))
     room = search.device.room(ranks)
@@ -126,7 +164,7 @@ def _compared(
     """The place of the best layout of some sizes among all, and why it is not first."""
     name = " ".join(f"{axis} {size}" for axis, size in sizes.items())
     own = Search(search.config, search.device, {**search.fixed, **sizes})
-    mine = sorted(own.estimates(ranks), key=_by_time)
+    mine = in_order(own.estimates(ranks))
     if not mine:
         return f"{name}: {own.why_none(ranks)}"
     room = search.device.room(ranks)
@@ -138,10 +176,16 @@ def _compared(
     if not planned.plan.fits:
         held = gib(min(one.peak for one in mine))
         return f"{name} does not fit: the layout that holds least would hold {held} of {gib(room)}"
-    seconds = planned.plan.time.seconds
-    faster = {one.choice.axes for one in found if one.peak <= room and one.seconds < seconds} - {planned.choice.axes}
-    reason = _reason(best[0], planned) if best and best[0].rating < planned.rating else "no layout is better"
-    return f"{name} stands at place {1 + len(faster)}, as {words}: {seconds:.3g} s, {reason}"
+    shown = {one.choice.axes: one for one in best if one.choice.axes != planned.choice.axes}
+    everything: list[Estimate | Candidate] = in_order([planned, *shown.values()])
+    if everything[-1] is planned:  # behind all that are shown, others may be better, by estimate
+        known = {planned.choice.axes, *shown}
+        others = [one for one in found if one.peak <= room and one.choice.axes not in known]
+        everything = in_order([planned, *shown.values(), *others])
+    better = {one.choice.axes for one in takewhile(lambda one: one is not planned, everything)}
+    is_best = not better and in_order([planned, *best[:1]])[0] is planned
+    reason = "no layout is better" if is_best or not best else _reason(best[0], planned)
+    return f"{name} stands at place {1 + len(better)}, as {words}: {planned.seconds:.3g} s, {reason}"
 
 
 class Search:
@@ -265,8 +309,8 @@ class Search:
         for estimate in fitting:
             if estimate.choice.axes in best or estimate.peak > room * (SURE, 1.0, 1 / SURE)[min(misfits // limit, 2)]:
                 continue
-            in_order = sorted(best.values(), key=lambda candidate: candidate.rating)
-            enough = len(in_order) >= most and estimate.seconds > SURE * in_order[most - 1].plan.time.seconds
+            ordered = in_order(best.values())
+            enough = len(ordered) >= most and estimate.seconds > SURE * ordered[most - 1].seconds
             if enough or fits == limit or misfits == 3 * limit:
                 break
             found = self.exactly(estimate.choice, ranks)
@@ -279,8 +323,7 @@ class Search:
             least = sorted(fitting, key=lambda one: one.peak)[:LEAST]
             planned = (self.exactly(estimate.choice, ranks) for estimate in least)
             best = {found.choice.axes: found for found in planned if found is not None}
-        shown = sorted(best.values(), key=lambda candidate: candidate.rating)[:most]
-        return sorted((self._with_instances(one, ranks) for one in shown), key=lambda candidate: candidate.rating)
+        return in_order(self._with_instances(one, ranks) for one in in_order(best.values())[:most])
 
     def _with_instances(self, found: Candidate, ranks: int) -> Candidate:
         """The better of a layout and the same with an instance of the optimizer on each machine."""
@@ -292,7 +335,7 @@ class Search:
         if choice.zero == 0 or near == 1 or sharing <= near or sharing % near:
             return found
         other = self.exactly(choice._replace(instances=sharing // near), ranks)
-        return found if other is None or found.rating <= other.rating else other
+        return found if other is None else in_order([found, other])[0]
 
     def fewest(self, ranks: int) -> int | None:
         """The smallest number of ranks on which some layout fits: of all up to `ranks`, or else of some above.
@@ -339,10 +382,6 @@ def _is_legal(run: Run, micro: int) -> bool:
     return run.layout.num_stages == 1 or kind.legal_microbatches(run.microbatches // micro, run.layout)
 
 
-def _by_time(estimate: Estimate) -> tuple[float, int]:
-    return float(f"{estimate.seconds:.3g}"), estimate.peak
-
-
 def _reason(first: Candidate, other: Candidate) -> str:
     """The part of a step that grows most."""
     words = {
@@ -355,7 +394,7 @@ def _reason(first: Candidate, other: Candidate) -> str:
     times = first.plan.time, other.plan.time
     grown = {name: getattr(times[1], name) - getattr(times[0], name) for name in words}
     most = max(grown, key=lambda name: grown[name])
-    if other.rating[0] == first.rating[0]:
-        return f"as fast, and holds {gib(other.plan.fullest.peak - first.plan.fullest.peak)} more"
-    pace = other.plan.time.seconds / first.plan.time.seconds
+    if other.seconds <= EQUAL * first.seconds and other.peak >= first.peak:
+        return f"as fast, and holds {gib(other.peak - first.peak)} more"
+    pace = other.seconds / first.seconds
     return f"{pace:.2f} times the time: {grown[most]:.3g} s more of {words[most]}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core.plan import ModelRun, advise, plan_run, read_device
-from core.plan.advise import PLANNED, SURE, Candidate, Search
+from core.plan.advise import PLANNED, SURE, Candidate, Search, in_order
 from core.plan.choices import Choice, Sizes, choices, flags_of, stages_a_rank, uneven_stages, with_choice
 from core.plan.command import main
 from core.plan.estimates import Estimate
@@ -89,12 +89,20 @@ def test_no_layout_is_left_out_but_those_that_cannot_be_built() -> None:
     assert {(choice.tp, choice.pp) for choice, _ in choices(Sizes.of(config), 4, {"tp": 2, "dp": 1})} == {(2, 2)}
 
 
+def test_of_steps_that_take_as_long_the_one_that_holds_least_comes_first() -> None:
+    """As long as the fastest, up to a percent; so none comes before one that is faster by more."""
+    sizes = [(1.0, 9), (1.009, 5), (1.0099, 7), (1.011, 4), (1.02, 3), (1.03, 1), (2.0, 0)]
+    rows = [Estimate(Choice(1, 1, micro=place), peak, seconds) for place, (seconds, peak) in enumerate(sizes)]
+    ordered = [(one.seconds, one.peak) for one in in_order(reversed(rows))]
+    assert ordered == [(1.009, 5), (1.0099, 7), (1.0, 9), (1.02, 3), (1.011, 4), (1.03, 1), (2.0, 0)]
+    assert in_order([rows[0]] * 2) == [rows[0]] * 2 and in_order(rows[:0]) == []
+
+
 def test_what_is_shown_is_in_the_order_of_plans() -> None:
     config = small()
     found = advise(config, 4, most=3)
     assert len(found.candidates) == 3
-    ratings = [candidate.rating for candidate in found.candidates]
-    assert ratings == sorted(ratings)
+    assert list(found.candidates) == in_order(found.candidates)
     for candidate in found.candidates:
         plan = plan_run(with_choice(config, candidate.choice), 4)
         assert (plan.time.seconds, plan.fullest.peak) == (candidate.plan.time.seconds, candidate.plan.fullest.peak)
