@@ -98,8 +98,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def stays_whole(param: nn.Parameter, wanted: bool | str) -> bool:
-    """True if a parameter lies in one shard under this value of keep_params_whole: True is for matrices and stacks."""
-    if not wanted or getattr(param, "is_embedding_or_output_parameter", False):
+    """True if a parameter lies in one shard under keep_params_whole: "all", or True, for matrices and stacks alone."""
+    if getattr(param, "is_embedding_or_output_parameter", False):
         return False
     return wanted == "all" or param.dim() >= 2
 
@@ -253,7 +253,8 @@ def _specs(
         if kind not in keys:
             grads = ddp_config.grad_dtype_of(param.dtype)
             keys[kind] = BufferKey(dtype_name(param.dtype), dtype_name(grads), contract.data_group)
-        whole = not contract.crosses_stages and stays_whole(param, ddp_config.keep_params_whole)
+        wanted = ddp_config.keep_params_whole
+        whole = bool(wanted) and not contract.crosses_stages and stays_whole(param, wanted)
         yield ParamSpec(name, tuple(param.shape), keys[kind], contract.crosses_stages, whole)
 
 
