@@ -1,6 +1,4 @@
-"""MemoryTier: memory of shards that are not on the device. HostTier: the host's memory, with a GPU. On a CPU it is
-files (file_tier.py).
-"""
+"""MemoryTier: memory of shards that are not on the device: HostTier with a GPU, and files (file_tier.py) on a CPU."""
 
 from __future__ import annotations
 

@@ -115,9 +115,7 @@ class ModelOrder:
                 )
 
     def refusal(self, reducer: Reducer) -> str | None:
-        """Return why this model must not be reduced now: other ranks are about to reduce another one. None if all
-        reduce this one. Collective; only where the communicator is shared.
-        """
+        """Return why this model must not be reduced now, if other ranks reduce another one; else None. Collective."""
         models = self._alive()
         own = next(number for number, other in models.items() if other is reducer)
         most, minus_least, *gone = self._largest([own, -own, *self._gone(models)])

@@ -167,9 +167,7 @@ class Budget:
         self.saved, self.recomputed = Kept(), Kept()
 
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """After the first step ranks agree on what it took, and more buckets stay from now on. Where a later one took
-        more than that on any rank, fewer do. Collective.
-        """
+        """Agree on what the first step took: more buckets stay. Fewer do after one that took more. Collective."""
         self.steps += 1
         self.place = 0
         if self.steps == 0:

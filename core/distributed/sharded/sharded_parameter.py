@@ -98,7 +98,9 @@ class ShardedParameter(GatheredParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         owner = cls.owner()
-        if _asks_about(func) or (owner is not None and _asks_for_edge(func, args) and not owner.runs()):
+        # By `param.view_as(param)` torch's pipelines find a leaf's node in the graph.
+        asks_for_edge = getattr(func, "__name__", "") == "view_as" and args[0] is args[1]
+        if _asks_about(func) or (owner is not None and asks_for_edge and not owner.runs()):
             with attributes_alone():
                 return func(*args, **kwargs)
         if owner is None:  # all ranks may still map one memory, where a write would reach the others
@@ -158,11 +160,6 @@ def _asks_about(func: Any) -> bool:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return attribute != "data" if name == "__set__" else attribute not in VALUES
     return name in ABOUT
-
-
-def _asks_for_edge(func: Any, args: Any) -> bool:
-    """True for `param.view_as(param)`, by which torch's pipelines find a leaf's node in the graph."""
-    return getattr(func, "__name__", "") == "view_as" and args[0] is args[1]
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
