@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.pipeline_parallel.schedules import find_schedule
@@ -37,20 +37,7 @@ EQUAL = 1.01  # steps that differ by less take as long: a plan does not know bet
 STEPS = 16  # at most so many numbers of ranks are tried up to the next power of two
 
 
-class Rated(Protocol):
-    """A layout with the time of its step and the bytes of its fullest rank, planned or estimated."""
-
-    @property
-    def choice(self) -> Choice: ...  # noqa: D102
-
-    @property
-    def seconds(self) -> float: ...  # noqa: D102
-
-    @property
-    def peak(self) -> int: ...  # noqa: D102
-
-
-Layout = TypeVar("Layout", bound=Rated)
+Layout = TypeVar("Layout", bound="Estimate | Candidate")
 
 
 def in_order(found: Iterable[Layout]) -> list[Layout]:

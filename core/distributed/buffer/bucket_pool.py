@@ -34,7 +34,7 @@ class BucketPool:
         self.memory = memory  # [pool_numel of the buffer's buckets]
         self.held: list[torch.Tensor | None] = [None] * POOL_BUCKETS  # at the beginning, and at the end
         # What waits for a reduction, and its memory; oldest first: handles are waited for in launch order
-        self.in_flight: deque[tuple[Callable[[], object], torch.Tensor | None]] = deque()
+        self.in_flight: deque[tuple[Callable[[], object], torch.Tensor]] = deque()
 
     def has_room(self, numel: int) -> bool:
         """True if `acquire` would not wait."""

@@ -247,13 +247,13 @@ def _specs(
     ddp_config: DistributedDataParallelConfig,
 ) -> Iterator[ParamSpec]:
     keys: dict[tuple[torch.dtype, str], BufferKey] = {}
+    wanted = ddp_config.keep_params_whole
     for name, param in params.items():
         contract = contracts[name]
         kind = param.dtype, contract.data_group
         if kind not in keys:
             grads = ddp_config.grad_dtype_of(param.dtype)
             keys[kind] = BufferKey(dtype_name(param.dtype), dtype_name(grads), contract.data_group)
-        wanted = ddp_config.keep_params_whole
         whole = bool(wanted) and not contract.crosses_stages and stays_whole(param, wanted)
         yield ParamSpec(name, tuple(param.shape), keys[kind], contract.crosses_stages, whole)
 
