@@ -78,16 +78,14 @@ class AdoptedOptimizer(DistributedOptimizer):
     def _needs_shapes(self, torch_group: dict[str, Any]) -> bool:
         return self.shaped
 
-    def _inner_optimizer(self, torch_groups: list[dict[str, Any]], segments: list[Segment]) -> torch.optim.Optimizer:
-        """The user's own. Groups list masters in the order of the user's parameters, not in that of buckets.
-
-        Transformers' AdafactorSchedule takes a group's learning rate from the state of its first parameter.
+    def _listed(self, segments: list[Segment]) -> list[Segment]:
+        """In the order of the user's parameters: transformers' AdafactorSchedule takes a group's learning rate from the
+        state of its first one.
         """
         place = {id(param): number for number, param in enumerate(itertools.chain.from_iterable(self.user_params))}
-        for group in torch_groups:
-            group["params"] = []
-        for segment in sorted(segments, key=lambda segment: place[id(segment.shards[0].param)]):
-            torch_groups[segment.group]["params"].append(segment.master)
+        return sorted(segments, key=lambda segment: place[id(segment.shards[0].param)])
+
+    def _inner_optimizer(self, torch_groups: list[dict[str, Any]], segments: list[Segment]) -> torch.optim.Optimizer:
         return self.user
 
     def _take_over(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:

@@ -84,7 +84,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             huge_pages.give_back()  # what was freed while offloaded masters were made
         self.scratch = Scratch(self.masters, config)
         segments = [segment for masters in self.masters for segment in masters.segments]
-        for segment in segments:
+        for segment in self._listed(segments):
             torch_groups[segment.group]["params"].append(segment.master)
         self.optimizer = self._inner_optimizer(torch_groups, segments)
         self.built_groups = save_groups(self.optimizer.param_groups)  # what differs later, a schedule has written
@@ -114,6 +114,10 @@ class MegatronOptimizer(torch.optim.Optimizer):
     def _needs_shapes(self, torch_group: dict[str, Any]) -> bool:
         """True if the algorithm of a group must see whole parameters in their shape."""
         return algorithm_needs_shapes(torch_group["optimizer"])
+
+    def _listed(self, segments: list[Segment]) -> list[Segment]:
+        """The segments, in the order in which groups list their masters."""
+        return segments
 
     def _inner_optimizer(self, torch_groups: list[dict[str, Any]], segments: list[Segment]) -> torch.optim.Optimizer:
         """The torch optimizer of these groups, which hold the masters of `segments`."""
