@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.simulated_wire import Wire
 from core.distributed.buffer.grad_buffer import dtype_named
-from core.distributed.layout.model_plan import stays_whole
+from core.distributed.layout.model_plan import param_specs
 from core.distributed.layout.param_layout import ParamLayout, ParamSpec, group_by_key, launch_order, plan_buffer
 from core.distributed.wire.collective_events import CollectiveEvent
 
@@ -77,14 +77,9 @@ def record_backward(model: nn.Module, clock: Callable[[], float] = time.perf_cou
     """
     wrapped: Any = model
     plan, config = wrapped.plan, wrapped.ddp_config
-    home = {slot.name: buffer.key for buffer in plan.layout.buffers for slot in buffer.slots}
-    specs = []
-    for name, param in plan.params.items():
-        crosses = plan.contracts[name].crosses_stages
-        whole = stays_whole(param, config.keep_params_whole) and not crosses
-        specs.append(ParamSpec(name, tuple(param.shape), home[name], own_bucket=crosses, whole=whole))
+    specs = tuple(param_specs(plan.params, plan.contracts, config))
     shards = max((buffer.shards for buffer in plan.layout.buffers), default=1)
-    times = BackwardTimes(tuple(specs), shards, config.sharded, config.shards_gradients)
+    times = BackwardTimes(specs, shards, config.sharded, config.shards_gradients)
     begin = clock()
 
     def note(name: str) -> Callable[[Any], None]:

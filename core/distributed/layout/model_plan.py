@@ -97,7 +97,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def stays_whole(param: nn.Parameter, wanted: bool | str) -> bool:
+def _stays_whole(param: nn.Parameter, wanted: bool | str) -> bool:
     """True if a parameter lies in one shard under keep_params_whole: "all", or True, for matrices and stacks alone."""
     if getattr(param, "is_embedding_or_output_parameter", False):
         return False
@@ -182,7 +182,7 @@ def plan_model(
     rules = (*DEFAULT_RULES, *ddp_config.sync_rules)
     contracts = read_contracts(params.items(), modules.values(), groups, config, rules)
     _check_rules(rules, contracts, groups)
-    layout = _plan_layout(_specs(params, contracts, ddp_config), ddp_config, groups, one_bucket)
+    layout = _plan_layout(param_specs(params, contracts, ddp_config), ddp_config, groups, one_bucket)
     frozen_specs = _frozen_specs(frozen) if ddp_config.shards_parameters else ()
     return ModelPlan(
         named,
@@ -241,11 +241,12 @@ def _plan_layout(
     return ParamLayout(tuple(buffers))
 
 
-def _specs(
+def param_specs(
     params: dict[str, nn.Parameter],
     contracts: dict[str, GradientContract],
     ddp_config: DistributedDataParallelConfig,
 ) -> Iterator[ParamSpec]:
+    """Specs of the trainable parameters in registration order, which the layout is planned from."""
     keys: dict[tuple[torch.dtype, str], BufferKey] = {}
     wanted = ddp_config.keep_params_whole
     for name, param in params.items():
@@ -254,7 +255,7 @@ def _specs(
         if kind not in keys:
             grads = ddp_config.grad_dtype_of(param.dtype)
             keys[kind] = BufferKey(dtype_name(param.dtype), dtype_name(grads), contract.data_group)
-        whole = bool(wanted) and not contract.crosses_stages and stays_whole(param, wanted)
+        whole = bool(wanted) and not contract.crosses_stages and _stays_whole(param, wanted)
         yield ParamSpec(name, tuple(param.shape), keys[kind], contract.crosses_stages, whole)
 
 
