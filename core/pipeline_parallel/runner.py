@@ -302,7 +302,8 @@ class PipelineRunner:
             if orders is not None:
                 known = arrivals(orders.values())
                 for stage in stages:
-                    stage.arrived, stage.leaving_back = known, stages[0].leaving_back
+                    stage.arrived = known
+                    stage.leaving, stage.leaving_back = stages[0].leaving, stages[0].leaving_back
             self._built = (key, schedule, stages)
         return self._built[1], self._built[2]
 

@@ -183,6 +183,14 @@ class Arrivals(NamedTuple):
         return user == sender and number < count
 
 
+def passed(sent: tuple[int, int], received: tuple[int, int]) -> bool:
+    """True if activations that a rank has sent have been used when others reach a later stage of it.
+
+    Both are (stage, microbatch). A microbatch that arrives has been through all stages before.
+    """
+    return sent[0] < received[0] and sent[1] == received[1]
+
+
 def arrivals(rows: Iterable[Sequence[Action]]) -> Arrivals:
     """The order in which neighbouring stages use each other's messages, read from the rows of all ranks."""
     found = Arrivals({}, {}, {})

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from core.pipeline_parallel.layout import PipelineLayout
-from core.pipeline_parallel.schedules import Arrivals
+from core.pipeline_parallel.schedules import Arrivals, passed
 from core.tensor_parallel.deferred_weights import WeightWork, deferred_weight_gradients
 from core.watch.waiting import PeerLost
 
@@ -114,9 +114,10 @@ class Stage(PipelineStage):
         self.backwards_left = 0  # of this step, counted where weight gradients are done
         self.weight_work: WeightWork = []
         self.arrived: Arrivals | None = None  # of this schedule; None where torch waits for what this stage sends
-        self.leaving: dict[int, list[dist.Work]] = {}  # microbatch -> its activations under way
+        # (stage, microbatch) -> its activations under way, and its gradients, of all stages of the rank
+        self.leaving: dict[tuple[int, int], list[dist.Work]] = {}
+        self.leaving_back: dict[tuple[int, int], list[dist.Work]] = {}
         self.posted: list[dist.P2POp] = []  # the last sends that torch waits for
-        self.leaving_back: dict[tuple[int, int], list[dist.Work]] = {}  # gradients under way, of all stages of the rank
 
     def begin_step(self, microbatches: int) -> None:
         """So many backwards will come."""
@@ -136,6 +137,7 @@ class Stage(PipelineStage):
         if self.arrived is not None and not self.is_first:
             received = self.stage_index, fwd_chunk_id
             _let_go(self.leaving_back, [sent for sent in self.leaving_back if self.arrived.used(sent, received)])
+            _let_go(self.leaving, [sent for sent in self.leaving if passed(sent, received)])
         with _unwrapped(), self._timed("forward", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.inputs.let_go(fwd_chunk_id)
@@ -156,7 +158,7 @@ class Stage(PipelineStage):
         """Backward; without weight gradients of linear layers unless `full_backward`."""
         if self.arrived is not None:
             used = self.arrived.outputs.get((self.stage_index, bwd_chunk_id), 0)
-            _let_go(self.leaving, [sent for sent in self.leaving if sent < used])
+            _let_go(self.leaving, [sent for sent in self.leaving if sent[0] == self.stage_index and sent[1] < used])
         self.posted.clear()  # torch has waited for them, and keeps the list until the next ones
         if full_backward:
             if self.backwards_left == 1:
@@ -200,7 +202,7 @@ class Stage(PipelineStage):
         if self.arrived is None or not ops:
             self.posted = ops
             return ops
-        self.leaving[fwd_chunk_id] = dist.batch_isend_irecv(ops)
+        self.leaving[self.stage_index, fwd_chunk_id] = dist.batch_isend_irecv(ops)
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:

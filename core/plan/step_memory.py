@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from core.pipeline_parallel.schedules import Arrivals
+from core.pipeline_parallel.schedules import Arrivals, passed
 from core.plan.schedule_order import Action
 from core.plan.step_figures import PartFigures
 
@@ -139,8 +139,7 @@ def memory_along(
     for a send before the next forward. ahead: so many receives are posted before the action that needs them.
     """
     back: set[tuple[int, int]] = set()  # gradients sent that are not known to have been used
-    under_way = dict.fromkeys(stages, 0)  # sends that are not known to have arrived
-    forwarded = dict.fromkeys(stages, 0)
+    under_way: set[tuple[int, int]] = set()  # activations sent that are not known to have been used
     in_flight = dict.fromkeys(stages, 0)
     done = dict.fromkeys(stages, 0)  # backwards that have made gradients of parameters
     moments = []
@@ -163,16 +162,17 @@ def memory_along(
         received += action.kind != "F" and action.stage < num_stages - 1
         place = action.stage, action.microbatch
         if action.kind in ("B", "I"):
-            known = forwarded[action.stage] if arrived is None else arrived.outputs.get(place, 0)
-            under_way[action.stage] = max(0, forwarded[action.stage] - known)
+            known = microbatches if arrived is None else arrived.outputs.get(place, 0)
+            under_way = {sent for sent in under_way if sent[0] != action.stage or sent[1] >= known}
         elif action.kind == "F" and arrived is not None and action.stage > 0:
             back = {sent for sent in back if not arrived.used(sent, place)}
-        received += ahead + len(back) + sum(under_way[one] for one in stages if one in sends)
+            under_way = {sent for sent in under_way if not passed(sent, place)}
+        received += ahead + len(back) + len(under_way)
         held |= {WHOLE: waiting - begun + highest.waiting, RECEIVED: received * sent_bytes}
         moments.append(HighPoint(action, held, dict(in_flight), highest.parts))
         if action.kind == "F":
-            forwarded[action.stage] += 1
-            under_way[action.stage] = 1 if arrived is None else under_way[action.stage] + 1
+            under_way = set() if arrived is None else under_way
+            under_way |= {place} if action.stage in sends else set()
         if arrived is not None and action.kind in ("B", "I") and action.stage in returns:
             back.add(place)
         ends = action.kind in ("B", "W")
