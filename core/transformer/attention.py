@@ -91,6 +91,8 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.rotary is not None:
             query, key = self.rotary(query, key, positions=positions)
+            if self.q_layernorm is None:  # a view would keep all of `mixed` for backward, which needs no more of it
+                value = value.contiguous()
         if self.recompute_core and self.training:
             context = checkpoint(self._attend, False, query, key, value, documents)
         else:

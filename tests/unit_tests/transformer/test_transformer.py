@@ -94,6 +94,26 @@ def test_attention_is_a_causal_softmax_of_scaled_products(groups: int) -> None:
     torch.testing.assert_close(attention(x), F.linear(context.flatten(2), projection.weight, projection.bias))
 
 
+@pytest.mark.parametrize("groups", [4, 2])
+def test_with_rotary_positions_backward_does_not_keep_the_projection(groups: int) -> None:
+    """Values alone come from it unchanged, and as a view they would hold the memory of queries and keys too."""
+    settings = config(num_query_groups=groups, position_embedding_type="rope")
+    attention = SelfAttention(settings, pg_collection=ALONE, name="attention")
+    weights = {param.untyped_storage().data_ptr() for param in attention.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        context = attention(normal(6, 2, 16).requires_grad_())
+    projection = 6 * 2 * (4 + 2 * groups) * 4 * 8
+    assert max(saved.values()) == context.nbytes < projection, sorted(saved.values())
+
+
 @ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_gradients_of_norms_over_split_heads_are_partial_whatever_the_modules_name(
