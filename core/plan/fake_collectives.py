@@ -2,6 +2,7 @@
 
 Experts have even loads, a ring has a neighbour, and there are random streams for dropout. Tensors without values are on
 the CPU, where torch drops otherwise than on a GPU: it writes scores of attention out, and a mask in the input's dtype.
+There a norm is several operators too, and no product of 16 bits adds to fp32.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from core.hugging_face.dropout import ForwardStream
 from core.moe import token_dispatcher
 from core.moe.token_dispatcher import HostCounts
 from core.plan.live_memory import LiveMemory
-from core.tensor_parallel import chunked_loss
+from core.tensor_parallel import chunked_loss, layers
 from core.tensor_parallel.random import DROPOUT_STREAMS, RNGState, get_rng_tracker
 
 
@@ -78,6 +79,40 @@ def dropout_of_gpu(input: Tensor, p: float = 0.5, training: bool = True, inplace
     return found
 
 
+class NormOfGpu(torch.autograd.Function):
+    """rms_norm as one kernel, which keeps its input and a number a row. Its operators stand for the same bytes."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        """Read the input, and write the output."""
+        ctx.save_for_backward(input, input.new_empty(input.shape[:-1], dtype=torch.float32))
+        return input * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Read both, and write the input's gradient; read again for the weight's."""
+        input, _ = ctx.saved_tensors
+        return grad + input, grad.flatten(0, -2).sum(dim=0)
+
+
+def rms_norm_of_gpu(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """torch has the kernel for an input and a weight of one dtype."""
+    if weight is None or weight.dtype != input.dtype:
+        return RMS_NORM(input, normalized_shape, weight, eps)
+    found: Tensor = NormOfGpu.apply(input, weight)
+    return found
+
+
+def add_product_of_gpu(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
+    """One product of 16 bits that adds to fp32, where a CPU multiplies two copies in fp32."""
+    if main_grad.dtype == torch.float32 and grad.dtype in (torch.float16, torch.bfloat16):
+        torch.addmm(main_grad, grad.t(), input, out_dtype=torch.float32, out=main_grad)
+    else:
+        ADD_PRODUCT(main_grad, grad, input)
+
+
 def few_chunks(tokens: int, chunk: int) -> Iterator[slice]:
     """A whole chunk of tokens, which counts for all of them, and the smaller last one."""
     whole, rest = divmod(tokens, chunk)
@@ -91,7 +126,8 @@ def few_chunks(tokens: int, chunk: int) -> Iterator[slice]:
         yield slice(whole * chunk, tokens)
 
 
-ATTENTION, DROPOUT = F.scaled_dot_product_attention, F.dropout  # torch's own
+ATTENTION, DROPOUT, RMS_NORM = F.scaled_dot_product_attention, F.dropout, F.rms_norm  # torch's own
+ADD_PRODUCT = layers.add_product
 
 
 @contextmanager
@@ -101,7 +137,8 @@ def fake_collectives(chosen: float, *, on_cpu: bool) -> Iterator[None]:
     token_dispatcher.HOST_COUNTS, ring.pass_on = EvenLoads(chosen), pass_on
     chunked_loss.rows_of_chunks = few_chunks
     if not on_cpu:
-        F.scaled_dot_product_attention, F.dropout = attention_of_gpu, dropout_of_gpu
+        F.scaled_dot_product_attention, F.dropout, F.rms_norm = attention_of_gpu, dropout_of_gpu, rms_norm_of_gpu
+        layers.add_product = chunked_loss.add_product = add_product_of_gpu
     ForwardStream.meets_ranks = False
     tracker = get_rng_tracker()
     streams = tracker.get_states()
@@ -113,4 +150,5 @@ def fake_collectives(chosen: float, *, on_cpu: bool) -> Iterator[None]:
         tracker.set_states(streams)
         ForwardStream.meets_ranks = True
         token_dispatcher.HOST_COUNTS, ring.pass_on, chunked_loss.rows_of_chunks = before
-        F.scaled_dot_product_attention, F.dropout = ATTENTION, DROPOUT
+        F.scaled_dot_product_attention, F.dropout, F.rms_norm = ATTENTION, DROPOUT, RMS_NORM
+        layers.add_product = chunked_loss.add_product = ADD_PRODUCT

@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from core.distributed import DistributedDataParallelConfig
 from core.models.gpt import GPTModel
 from core.pipeline_parallel import PipelineLayout, build_gpt_stages, gpt_activations
 from core.plan.fake_collectives import fake_collectives
 from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
 from core.plan.state_bytes import is_tagged
-from core.plan.step_figures import GradDtype, PartFigures, layers_in_words, watch_step
+from core.plan.step_figures import PartFigures, layers_in_words, watch_step
 from core.plan.without_values import WithoutValues
+from core.transformer.rotary import RotaryEmbedding
 from core.transformer.transformer_config import TransformerConfig
 
 
@@ -92,24 +94,28 @@ class GptSource:
         return layers_in_words(has_experts, again if kind.recomputed else "")
 
     def figures(
-        self, parts: Sequence[str | LayerKind], groups: PlannedGroups, sizes: Sequence[int], grad_dtype_of: GradDtype
+        self,
+        parts: Sequence[str | LayerKind],
+        groups: PlannedGroups,
+        sizes: Sequence[int],
+        ddp: DistributedDataParallelConfig,
     ) -> list[dict[str | LayerKind, PartFigures]]:
         """For each size of a microbatch the figures of the ends, and of the kinds of layers among `parts`."""
-        return [replace(self, micro_batch_size=size)._figures(parts, groups, grad_dtype_of) for size in sizes]
+        return [replace(self, micro_batch_size=size)._figures(parts, groups, ddp) for size in sizes]
 
     def _figures(
-        self, parts: Sequence[str | LayerKind], groups: PlannedGroups, grad_dtype_of: GradDtype
+        self, parts: Sequence[str | LayerKind], groups: PlannedGroups, ddp: DistributedDataParallelConfig
     ) -> dict[str | LayerKind, PartFigures]:
         found: dict[str | LayerKind, PartFigures] = {}
         kinds = [part for part in dict.fromkeys(parts) if isinstance(part, LayerKind)]
         for recomputed in (False, True):
             some = [kind for kind in kinds if kind.recomputed == recomputed]
             if some or not (recomputed or kinds):
-                found |= self._watch(some, groups, recomputed, grad_dtype_of)
+                found |= self._watch(some, groups, recomputed, ddp)
         return found
 
     def _watch(
-        self, kinds: Sequence[LayerKind], groups: PlannedGroups, recomputed: bool, grad_dtype_of: GradDtype
+        self, kinds: Sequence[LayerKind], groups: PlannedGroups, recomputed: bool, ddp: DistributedDataParallelConfig
     ) -> dict[str | LayerKind, PartFigures]:
         config = replace(
             self.config,
@@ -129,12 +135,14 @@ class GptSource:
             if whole:  # the next layer keeps what the last one gives, and not the head, which keeps it in fp32
                 model.decoder.layers[-1].self_attention = model.decoder.layers[-1].mlp = PassOn()
             tokens, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+            for rotary in (one for one in model.modules() if isinstance(one, RotaryEmbedding)):
+                rotary(torch.empty(shape[1], 1, 1, rotary.head_size, dtype=config.params_dtype))  # makes what it keeps
 
             def run() -> Tensor:
                 loss: Tensor = model(tokens, labels=labels).mean()
                 return loss
 
-            figures = watch_step(model, list(model.decoder.layers), run, groups.ledger, mode, grad_dtype_of)
+            figures = watch_step(model, list(model.decoder.layers), run, groups.ledger, mode, ddp)
         return {
             BEFORE: figures[BEFORE],
             AFTER: figures[AFTER],

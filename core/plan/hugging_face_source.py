@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from core.booster.mixed_precision.fp8 import use_fp8_linears
+from core.distributed import DistributedDataParallelConfig
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.hugging_face import Plan, PlanError, cut_parts, stages_config
 from core.hugging_face.cut_places import find_cut, list_of_layers
@@ -31,7 +32,7 @@ from core.plan.chunked_head import ChunkedHead
 from core.plan.fake_collectives import fake_collectives
 from core.plan.live_memory import AFTER, BEFORE
 from core.plan.planned_groups import PlannedGroups
-from core.plan.step_figures import GradDtype, PartFigures, layers_in_words, watch_step, with_more
+from core.plan.step_figures import PartFigures, layers_in_words, watch_step, with_more
 from core.plan.without_values import WithoutValues, take_values
 from core.training.errors import ConfigError
 
@@ -300,7 +301,11 @@ class HuggingFaceSource:
     # -- what a microbatch costs -----------------------------------------------------------------------------------
 
     def figures(
-        self, parts: Sequence[str | int], groups: PlannedGroups, sizes: Sequence[int], grad_dtype_of: GradDtype
+        self,
+        parts: Sequence[str | int],
+        groups: PlannedGroups,
+        sizes: Sequence[int],
+        ddp: DistributedDataParallelConfig,
     ) -> list[dict[str | int, PartFigures]]:
         """For each size of a microbatch the figures of the ends, and of the kinds of layers among `parts`."""
         found: list[dict[str | int, PartFigures]] = [{} for _ in sizes]
@@ -312,28 +317,28 @@ class HuggingFaceSource:
             ends_differ = self.sequence_parallel in OVER_TENSOR and self.kinds[1:2] == [0] and last > 1
             if self.recompute or ends_differ:  # the next layer keeps what one that is run again gives
                 numbers = sorted({*numbers, *([0, 1] if ends_differ else ()), last})
-            for of_size, watched in zip(found, self._watch(numbers, groups, sizes, grad_dtype_of), strict=True):
+            for of_size, watched in zip(found, self._watch(numbers, groups, sizes, ddp), strict=True):
                 of_size |= {number: watched[str(place)] for place, number in enumerate(numbers)}
                 of_size |= {BEFORE: watched[BEFORE], AFTER: watched[AFTER]}
                 if ends_differ:
                     of_size[BEFORE] = with_more(of_size[BEFORE], of_size[0], of_size[1])
                     of_size[0] = of_size[1]
-                    of_size[AFTER] = with_more(
-                        of_size[AFTER], of_size[last], of_size.get(self.kinds[last], of_size[last])
-                    )
+                    alike = of_size.get(self.kinds[last], of_size[last])
+                    of_size[AFTER] = with_more(of_size[AFTER], of_size[last], alike)
         if BETWEEN in parts:
-            for of_size, figures in zip(found, self._between(groups, sizes, grad_dtype_of), strict=True):
+            for of_size, figures in zip(found, self._between(groups, sizes, ddp), strict=True):
                 of_size[BETWEEN] = figures
         return found
 
-    def _between(self, groups: PlannedGroups, sizes: Sequence[int], grad_dtype_of: GradDtype) -> list[PartFigures]:
+    def _between(
+        self, groups: PlannedGroups, sizes: Sequence[int], ddp: DistributedDataParallelConfig
+    ) -> list[PartFigures]:
         """Parts before the layers of a later stage; they are the same for any expert ranks."""
-        sizes_of_groups = groups.size("tp"), groups.size("cp")
-        own = self.sequence_parallel, self.sequence_length, self.has_documents, grad_dtype_of(self.dtype)
-        known = self._whole_model.between.setdefault((*sizes_of_groups, *own), {})
+        own = groups.size("tp"), groups.size("cp"), self.sequence_parallel, self.sequence_length, self.has_documents
+        known = self._whole_model.between.setdefault((*own, ddp.grad_dtype_of(self.dtype)), {})
         new = [size for size in sizes if size not in known]
         if new:
-            watched = self._watch([], groups, new, grad_dtype_of, later=True)
+            watched = self._watch([], groups, new, ddp, later=True)
             known |= {size: figures[BEFORE] for size, figures in zip(new, watched, strict=True)}
         return [known[size] for size in sizes]
 
@@ -342,7 +347,7 @@ class HuggingFaceSource:
         numbers: Sequence[int],
         groups: PlannedGroups,
         sizes: Sequence[int],
-        grad_dtype_of: GradDtype,
+        ddp: DistributedDataParallelConfig,
         later: bool = False,
     ) -> list[dict[str, PartFigures]]:
         """A step of a microbatch of each size; later: True for a stage of the last layer alone, behind others."""
@@ -359,7 +364,7 @@ class HuggingFaceSource:
             with self._without_values(mode, groups):
                 head = ChunkedHead(model, self.logits_chunk, groups, self.vocabulary_multiple)
                 runs = [self._run(model, head, groups, size, later) for size in sizes]
-                return [watch_step(model, layers, run, groups.ledger, mode, grad_dtype_of) for run in runs]
+                return [watch_step(model, layers, run, groups.ledger, mode, ddp) for run in runs]
         except PlanError:
             raise
         except Exception as error:  # the model's own code raises anything

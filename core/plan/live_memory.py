@@ -30,6 +30,7 @@ SAME_WORK = {
     "aten._scaled_dot_product_flash_attention_for_cpu": "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": "aten._scaled_dot_product_flash_attention_backward",
     "aten._scaled_mm_v2": "aten.mm",
+    "aten.addmm_": "aten.addmm",
 }
 EIGHT_BITS = torch.float8_e4m3fn  # stands for all products in 8 bits, which have one speed
 FLOPS = {str(operator): count for operator, count in flop_registry.items()}
@@ -45,7 +46,8 @@ class Phase(NamedTuple):
 class Work(NamedTuple):
     """One operator: floating-point operations, bytes read and written, dtype, name.
 
-    dtype: that of its first result, and of a product in 8 bits EIGHT_BITS.
+    dtype: of a product or of attention that of its arguments with the fewest bits, and EIGHT_BITS of a product in 8
+    bits; of the others that of the first result.
     """
 
     flops: int
@@ -62,12 +64,15 @@ class Work(NamedTuple):
         name = str(func.overloadpacket)
         count = FLOPS.get(SAME_WORK.get(name, name))
         attends = "scaled_dot_product" in name
-        counted = _with_all_heads(args) if attends else args
+        counted = _with_all_heads(args) if attends else [arg for arg in args if not isinstance(arg, torch.dtype)]
         flops = 0 if count is None else int(count(*counted, **kwargs, out_val=result))
         if attends and name in SAME_WORK and any(value is True for value in args):  # causal: half of it is left out
             flops //= 2
-        nbytes = sum(tensor.nbytes for tensor in (*tensors_in((args, kwargs)), *made))
-        return cls(flops, nbytes, EIGHT_BITS if "scaled_mm" in name else made[0].dtype, name)
+        read = tensors_in((args, [value for key, value in kwargs.items() if key != "out"]))
+        nbytes = sum(tensor.nbytes for tensor in (*read, *made))
+        numbers = [tensor.dtype for tensor in read if tensor.is_floating_point()] if flops else []
+        dtype = EIGHT_BITS if "scaled_mm" in name else min(numbers, key=lambda one: one.itemsize, default=made[0].dtype)
+        return cls(flops, nbytes, dtype, name)
 
 
 def _with_all_heads(args: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from core.pipeline_parallel.schedules import arrivals, find_schedule
 from core.plan.planned_groups import PlannedGroups, planned_groups
 from core.plan.schedule_order import actions_of_ranks
 from core.plan.state_bytes import TierBytes, UserOptimizer, state_bytes, whole_gradients
-from core.plan.step_figures import GradDtype, PartFigures
+from core.plan.step_figures import PartFigures
 from core.plan.step_memory import HighPoint, Saved, StageFigures, memory_along
 from core.watch.collector_pause import collector_paused
 
@@ -55,7 +55,7 @@ class Source(Protocol):
         """Layers of a kind in words. All other keys of `figures` are words."""
 
     def figures(
-        self, parts: Sequence[Any], groups: PlannedGroups, sizes: Sequence[int], grad_dtype_of: GradDtype
+        self, parts: Sequence[Any], groups: PlannedGroups, sizes: Sequence[int], ddp: DistributedDataParallelConfig
     ) -> Sequence[Mapping[Any, PartFigures]]:
         """For each size of a microbatch, in sequences, what it costs in each of some parts."""
 
@@ -99,7 +99,7 @@ class Run:
 
     def figures(self, parts: Sequence[Any], sizes: Sequence[int]) -> Sequence[Mapping[Any, PartFigures]]:
         """For each size of a microbatch, in sequences, what it costs in each of some parts of the first rank."""
-        return self.source.figures(parts, self.groups_of(0), sizes, self.ddp.grad_dtype_of)
+        return self.source.figures(parts, self.groups_of(0), sizes, self.ddp)
 
     def first_ranks(self) -> list[int]:
         """The first rank of each pipeline position: ranks of one position hold as much as each other."""
@@ -165,8 +165,8 @@ def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
     named = {part: replace(figures[part], name=name) for part, name in names.items()}
     found = {stage: [named[part] for part in row] for stage, row in parts.items()}
     for row in list(found.values())[:-1]:
-        kept = max(0, row[-1].saved - run.source.sent_bytes())
-        row[-1] = replace(row[-1], saved=kept, name=f"{row[-1].name}, output sent")
+        last = row[-1]
+        row[-1] = replace(last, saved=last.saved - last.output, name=f"{last.name}, output sent")
     return found
 
 

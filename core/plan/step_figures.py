@@ -6,6 +6,7 @@ figures of one layer of each kind, so a model of any depth takes as long to plan
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.distributed import DistributedDataParallelConfig
 from core.distributed.buffer.grad_placeholder import tensors_in
 from core.plan.live_memory import AFTER, BACKWARD, BEFORE, FORWARD, LiveMemory, Phase, Work
 from core.plan.planned_groups import Ledger
@@ -23,9 +25,6 @@ Sent = Mapping[tuple[str, str], tuple[int, int]]  # (group, collective) -> (call
 
 Params = Sequence[tuple[int, bool]]
 
-# By a parameter's dtype, that in which its wrapper adds gradients up.
-GradDtype = Callable[[torch.dtype], torch.dtype]
-
 
 @dataclass(frozen=True)
 class PartFigures:
@@ -34,7 +33,7 @@ class PartFigures:
     saved: bytes that its forward leaves for backward. forward, backward: most bytes while it runs, without what
     earlier parts have saved. work, sent: of both phases, by name. params: (elements on this rank, True for an
     expert's) of each trainable parameter. Those before the layers are the first part's, and those behind them the
-    last part's. name: in a table.
+    last part's. name: in a table. output: bytes of `saved` that the part gives to the next one, which keeps them.
     """
 
     saved: int
@@ -44,6 +43,7 @@ class PartFigures:
     sent: Mapping[str, Sent]
     params: Params = ()
     name: str = ""
+    output: int = 0
 
 
 def with_more(part: PartFigures, layer: PartFigures, alike: PartFigures) -> PartFigures:
@@ -82,22 +82,25 @@ def watch_step(
     run: Callable[[], Tensor],
     ledger: Ledger,
     mode: WithoutValues,
-    grad_dtype_of: GradDtype,
+    ddp: DistributedDataParallelConfig,
 ) -> dict[str, PartFigures]:
     """Forward and backward of a model whose tensors are fake, part by part; call it inside `mode`.
 
     layers: in the order of the forward; the n-th is the part "n". run: the forward; what it returns is differentiated.
-    Gradients of parameters are added to `.grad`, which is made here as a wrapper would. So a part's work has what this
-    takes in each microbatch, and of 16-bit gradients that are added up in fp32 the cast.
+    Gradients of parameters are added to `.grad`, which is made here as a wrapper of `ddp` would. So a part's work has
+    what this takes in each microbatch: the cast of 16-bit gradients that are added up in fp32, or the product that adds
+    to `main_grad` itself.
     """
     known = [*module.parameters(), *module.buffers()]
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.grad_dtype = grad_dtype_of(parameter.dtype)
+            parameter.grad_dtype = ddp.grad_dtype_of(parameter.dtype)
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            parameter.main_grad = None if ddp.shards_gradients else parameter.grad
             known.append(parameter.grad)
     live = LiveMemory(known)
     ledger.sent.clear()  # of a step that was watched before
+    given: dict[str, list[weakref.ref[torch.UntypedStorage]]] = {}  # by each part to the next one
 
     def enter(phase: str, part: str) -> None:
         live.enter(phase, part)
@@ -112,11 +115,13 @@ def watch_step(
                 return
             enter(FORWARD, part)
             if first:
+                given[BEFORE] = _storages((args, kwargs))
                 _when_differentiated((args, kwargs), lambda: enter(BACKWARD, BEFORE))
 
         def end(_: Any, args: Any, output: Any, part: str = str(number), last: bool = last) -> None:
             if live.place.phase == BACKWARD:
                 return
+            given[part] = _storages(output)
             _when_differentiated(output, lambda: enter(BACKWARD, part))
             if last:
                 enter(FORWARD, AFTER)
@@ -127,12 +132,14 @@ def watch_step(
             enter(FORWARD, BEFORE if layers else AFTER)
             output = run()
             saved = dict(live.live_of)
+            kept = {part: _alive(refs) for part, refs in given.items()}
             enter(BACKWARD, AFTER)
             output.backward(None if output.numel() == 1 else torch.empty_like(output))
     finally:
         for handle in handles:
             handle.remove()
-    return _figures(live, saved, ledger, _params(module, layers))
+    figures = _figures(live, saved, ledger, _params(module, layers))
+    return {part: replace(one, output=min(one.saved, kept.get(part, 0))) for part, one in figures.items()}
 
 
 def _params(module: nn.Module, layers: Sequence[nn.Module]) -> dict[str, Params]:
@@ -172,6 +179,16 @@ def _figures(
         )
         before += saved.get(part, 0)
     return figures
+
+
+def _storages(value: Any) -> list[weakref.ref[torch.UntypedStorage]]:
+    """Of the tensors in `value` that have a gradient."""
+    return [weakref.ref(item.untyped_storage()) for item in tensors_in(value) if item.requires_grad]
+
+
+def _alive(storages: Sequence[weakref.ref[torch.UntypedStorage]]) -> int:
+    """Bytes of those that something keeps."""
+    return sum(storage.nbytes() for storage in (ref() for ref in storages) if storage is not None)
 
 
 def _when_differentiated(value: Any, call: Callable[[], None]) -> None:

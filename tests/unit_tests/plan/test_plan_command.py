@@ -35,7 +35,7 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit" in shown
     changes = shown.partition("it would fit with one of these:\n")[2].splitlines()
     assert len(changes) == 3
-    assert changes[0].split()[:2] == ["--run.micro-batch-size", "2"]
+    assert changes[0].split()[:2] == ["--run.micro-batch-size", "4"]
 
 
 def test_what_would_fit_is_looked_for_on_all_axes() -> None:

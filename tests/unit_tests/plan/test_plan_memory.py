@@ -194,8 +194,11 @@ def test_activations_are_planned_within_five_percent(rank: int, world: int, layo
     torch.manual_seed(rank)
     job = GptJob(config, world)
     job.step()  # what is made once is there
-    job.clear()
-    measured = peak_of(job.compute, job.known(), alone=layout.startswith(("plain", "recompute")))
+    peaks = []
+    for _ in range(5):  # in some, what another thread has not freed yet counts too
+        job.clear()
+        peaks.append(peak_of(job.compute, job.known(), alone=layout.startswith(("plain", "recompute"))))
+    measured = min(peaks)
     in_step = sum(planned.highest.held.values())
     assert in_step == pytest.approx(measured, rel=0.05), (in_step / measured, planned.highest)
 

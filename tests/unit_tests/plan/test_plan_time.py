@@ -55,17 +55,34 @@ def test_a_rank_with_several_stages_waits_less() -> None:
     assert 0 < several.time.bubble < plain.time.bubble
 
 
+def backward_of_layer(more: str) -> tuple[Counter[Work], list[int]]:
+    """Work of a layer's backward in bf16, and elements of its parameters."""
+    run = run_of_job(load_config([*TINY.split(), "--tp", "1", "--model.dtype", "bfloat16", *more.split()]), 1)
+    layer = parts_of_stages(run)[0][1]
+    return layer.work[BACKWARD], [numel for numel, _ in layer.params]
+
+
+def bytes_of(work: Counter[Work]) -> int:
+    return sum(count * one.nbytes for one, count in work.items())
+
+
 def test_adding_gradients_up_takes_its_bytes_in_each_microbatch() -> None:
     """A bf16 gradient is read, and the sum read and written: 6 bytes. In fp32 a cast comes first: 6 bytes and 12."""
+    (in_bf16, numels), (in_fp32, _) = backward_of_layer(""), backward_of_layer("--ddp.grad-reduce-in-fp32")
+    assert bytes_of(in_fp32) - bytes_of(in_bf16) == (6 + 12 - 6) * sum(numels) > 0
 
-    def moved(more: str) -> tuple[int, int]:
-        run = run_of_job(load_config([*TINY.split(), "--tp", "1", "--model.dtype", "bfloat16", *more.split()]), 1)
-        layer = parts_of_stages(run)[0][1]
-        each = [count * work.nbytes for work, count in layer.work[BACKWARD].items()]
-        return sum(each), sum(numel for numel, _ in layer.params if numel > 64)  # those of norms are fp32 before
 
-    (in_bf16, numel), (in_fp32, _) = moved(""), moved("--ddp.grad-reduce-in-fp32")
-    assert in_fp32 - in_bf16 == (6 + 12 - 6) * numel > 0
+@pytest.mark.parametrize(("strategy", "adds"), [("optim", True), ("optim_grads", False)])
+def test_a_product_that_adds_to_the_buffer_makes_no_gradient_in_16_bits(strategy: str, adds: bool) -> None:
+    """It reads and writes fp32, 8 bytes instead of 2 + 6 + 12, at the speed of bf16. Without memory of whole gradients
+    there is nothing to add to."""
+    more = f"--ddp.grad-reduce-in-fp32 --ddp.data-parallel-sharding-strategy {strategy}"
+    (apart, numels), (fused, _) = (backward_of_layer(more + f) for f in ("", " --model.gradient-accumulation-fusion"))
+    matrices = sum(numel for numel in numels if numel > 1024)
+    assert bytes_of(apart) - bytes_of(fused) == (2 + 6 + 12 - 8) * matrices * adds
+    products = [work for work in fused if work.name == "aten.addmm"]
+    assert bool(products) == adds and {work.dtype for work in products} <= {torch.bfloat16}
+    assert sum(one.flops * n for one, n in apart.items()) == sum(one.flops * n for one, n in fused.items())
 
 
 def test_positions_that_wait_leave_their_cores_to_others() -> None:
