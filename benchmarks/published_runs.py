@@ -7,12 +7,14 @@ benchmarks/plans.md, whose table `python -m benchmarks published` prints.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 from benchmarks.report import add_json, write_json
-from core.plan import Link, RunPlan, plan_run, read_device
+from core.plan import Link, RunPlan, fake_collectives, plan_run, read_device
 from core.training.config_file import load_config
 
 ALL_CUT = "--ddp.data-parallel-sharding-strategy optim_grads_params --ddp.no-overlap-param-gather"
@@ -21,6 +23,7 @@ PARTS = f"{SELECTIVE} --model.recompute-modules layernorm mlp_act"
 DROPOUT = "--model.hidden-dropout 0.1 --model.attention-dropout 0.1"
 WHOLE = "--parallel.sequence-parallel False"
 FP32_GRADIENTS = "--ddp.grad-reduce-in-fp32"
+FUSED = f"{FP32_GRADIENTS} --model.gradient-accumulation-fusion"
 UNTIED = "--model.no-share-embeddings-and-output-weights"
 
 
@@ -29,7 +32,8 @@ class PublishedRun:
     """One run. shape, layout: options of the main job. seconds: of a step, as published; else tokens_per_s of a GPU, or
     mfu. gib: published memory of a GPU. hardware: what its source says of the GPUs that differs from the device's file.
     within: what the ratio of time is to lie within; None where it lies elsewhere, for the reason that the page gives.
-    gathers_late: in backward, arithmetic waited for the gathers of parameters.
+    gathers_late: in backward, arithmetic waited for the gathers of parameters. torch_of_today: False for the kernels
+    that torch had before 2.9.
     """
 
     name: str
@@ -47,6 +51,7 @@ class PublishedRun:
     hardware: Mapping[str, Any] = field(default_factory=dict)
     within: Range | None = None
     gathers_late: bool = False
+    torch_of_today: bool = False
 
     @property
     def flags(self) -> str:
@@ -56,7 +61,9 @@ class PublishedRun:
 
     def plan(self) -> RunPlan:
         """Its plan."""
-        return plan_run(load_config(self.flags.split()), self.ranks, replace(read_device(self.device), **self.hardware))
+        device = replace(read_device(self.device), **self.hardware)
+        with nullcontext() if self.torch_of_today else norms_of_operators():
+            return plan_run(load_config(self.flags.split()), self.ranks, device)
 
     @property
     def published(self) -> str:
@@ -93,6 +100,13 @@ class PublishedRun:
         return self.mfu * slower / plan.time.mfu
 
 
+@contextmanager
+def norms_of_operators() -> Iterator[None]:
+    """Inside, an RMSNorm on a GPU is several operators in fp32, as in torch before 2.9."""
+    with mock.patch.object(fake_collectives, "rms_norm_of_gpu", fake_collectives.RMS_NORM):
+        yield
+
+
 def shape(layers: int, hidden: int, heads: int, vocabulary: int, more: str) -> str:
     """Options of a model's sizes."""
     return (
@@ -126,7 +140,7 @@ GPT_22B, GPT_175B = (
 BLOOM = shape(70, 14336, 112, 250880, MEGATRON)
 EVEN_405B = "--parallel.layers-per-stage 0 " + "1 " * 126 + "0 --parallel.schedule Interleaved1F1B"
 
-FLASH_2 = {"attention_flops": {"bfloat16": 335e12}}  # of H100: attention of runs before torch took cuDNN's kernel
+FLASH_2 = {"attention_flops": {"bfloat16": 286e12}}  # of H100: attention of runs before torch took cuDNN's kernel
 HBM2E = {"memory_bandwidth": 0.85 * 2.4e12, "memory_bytes": 96_000_000_000}  # of torchtitan's H100
 OMNI_PATH = {"between": Link(8.4e-6, 0.8 * 400e9 / 8 / 8, 14e-6)}  # four links of 100 Gbit/s for 8 GPUs
 Range = tuple[float, float]
@@ -164,7 +178,7 @@ def _mpt(
     )  # fmt: skip
 
 
-def _titan(cp: int, tokens: int, rate: int, gib: float, within: Range | None = LONG) -> PublishedRun:
+def _titan(cp: int, tokens: int, rate: int, gib: float) -> PublishedRun:
     layout = f"--tp 1 --cp {cp} {ALL_CUT} {RECOMPUTED} --run.micro-batch-size 1"
     return row(
         f"torchtitan Llama 8B, 8 H100, cp {cp}, {tokens:,} tokens",
@@ -176,16 +190,30 @@ def _titan(cp: int, tokens: int, rate: int, gib: float, within: Range | None = L
         tokens_per_s=rate,
         gib=gib,
         hardware=HBM2E | FLASH_2,
-        within=within,
+        within=LONG,
     )
 
 
-def _meta(ranks: int, mfu: float, more: str = "") -> PublishedRun:
-    """Section 3.3.2 of the paper: 8K tokens were trained without activation checkpointing. more: options."""
-    layout = f"--tp 8 --pp 16 {EVEN_405B} --run.micro-batch-size 1 --ddp.data-parallel-sharding-strategy optim {more}"
-    name = f"Llama 3 405B, {ranks:,} H100{', parts computed again' * bool(more)}"
-    within = None if more else NEAR
-    return row(name, "llama3", ranks, LLAMA_405B, layout, (2048, 8192), mfu=mfu, within=within, hardware=FLASH_2)
+def _titan_8k(ranks: int, device: str, sequences: int, rate: int, gib: float | None = None) -> list[PublishedRun]:
+    """A part of each layer was computed again, so the run lies between two plans: of nothing again, and of all."""
+    layout = f"--tp 1 {ALL_CUT} --run.micro-batch-size {sequences} --ddp.bucket-size 40000000"
+    batch = ranks * sequences, 8192
+    more = {"tokens_per_s": rate, "gib": gib, "device": device, "hardware": HBM2E | FLASH_2 if device == "h100" else {}}
+    name = f"torchtitan Llama 8B, {ranks} {device.upper()}, 8,192 tokens"
+    return [
+        row(f"{name}, {again} again", "torchtitan", ranks, LLAMA_8B, f"{layout} {options}", batch, **more)
+        for again, options in (("nothing", ""), ("all", RECOMPUTED))
+    ]
+
+
+def _meta(ranks: int, mfu: float, options: str = "") -> PublishedRun:
+    """Section 3.3.2 of the paper: gradients of microbatches are added up in fp32, and 8K tokens were trained without
+    activation checkpointing."""
+    strategy = f"--ddp.data-parallel-sharding-strategy optim {FUSED}"
+    layout = f"--tp 8 --pp 16 {EVEN_405B} --run.micro-batch-size 1 {strategy} {options}"
+    name = f"Llama 3 405B, {ranks:,} H100{', parts computed again' * bool(options)}"
+    more = {"mfu": mfu, "within": NEAR, "hardware": FLASH_2, "torch_of_today": True}
+    return row(name, "llama3", ranks, LLAMA_405B, layout, (2048, 8192), **more)
 
 
 def _megatron(name: str, sizes: str, ranks: int, layout: str, sequences: int, seconds: float) -> PublishedRun:
@@ -206,10 +234,13 @@ ROWS = (
     _mpt("MPT-70B, 64 H100, recomputed", (80, 8192, 64), 64, (2048, 2048), 8, 1039, recomputed=True, within=NEAR),
     _mpt("MPT-7B, 8,192 tokens, recomputed", (32, 4096, 32), 8, (128, 8192), 8, 6935, recomputed=True, within=NEAR),
     _mpt("MPT-7B, 32,768 tokens, recomputed", (32, 4096, 32), 8, (32, 32768), 2, 3318, recomputed=True, within=LONG),
+    *_titan_8k(64, "a100", 1, 2904),
+    *_titan_8k(8, "h100", 2, 5762, 82.4),
+    *_titan_8k(128, "h100", 2, 5605, 67.0),
     _titan(1, 32768, 3890, 83.9),
     _titan(2, 65536, 2540, 84.2),
-    _titan(4, 131072, 1071, 84.0, None),
-    _titan(8, 262144, 548, 84.5, None),
+    _titan(4, 131072, 1071, 84.0),
+    _titan(8, 262144, 548, 84.5),
     row(
         "TRL Qwen3-8B, 8 H100, cp 8, 1,048,576 tokens, recomputed",
         "trl",
@@ -218,12 +249,23 @@ ROWS = (
         f"--tp 1 --cp 8 {ALL_CUT} {RECOMPUTED} --run.micro-batch-size 1",
         (1, 1048576),
         seconds=379.8,
+        torch_of_today=True,
         within=LONG,
     ),
     _meta(8192, 0.43),
     _meta(16384, 0.41),
     _meta(8192, 0.43, PARTS),
     _meta(16384, 0.41, PARTS),
+    row(
+        "GPT 175B, 96 H100",
+        "Megatron-LM",
+        96,
+        shape(96, 12288, 96, 131072, ""),
+        "--tp 8 --pp 12 --run.micro-batch-size 1",
+        (1152, 4096),
+        mfu=0.47,
+        hardware=FLASH_2,
+    ),
     _megatron("GPT 22B, 8 A100, all recomputed", GPT_22B, 8, f"{T22} {RECOMPUTED}", 4, 1.42),
     _megatron("GPT 22B, 8 A100, selective", GPT_22B, 8, f"{T22} {SELECTIVE}", 4, 1.10),
     _megatron("GPT 175B, 64 A100, all recomputed", GPT_175B, 64, f"{T175} {RECOMPUTED}", 64, 18.13),
