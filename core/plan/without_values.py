@@ -129,8 +129,12 @@ def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     shadows, named = mapped(args, shadow_of), mapped(kwargs, shadow_of)
     base: Any = args[0].shadow if args and isinstance(args[0], Hollow) else None
     before = None if base is None else (id(base.untyped_storage()), base.storage_offset())
-    is_grouped = func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16
-    result = (_grouped_product if is_grouped else func)(*shadows, **named)
+    compute = func
+    if func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
+        compute = _grouped_product
+    elif func.name() == "aten::addmm.dtype_out":  # which torch 2.11 has on GPUs alone
+        compute = _product_into
+    result = compute(*shadows, **named)
 
     def maker(one: Any) -> Any:
         if not isinstance(one, Tensor):
@@ -167,6 +171,11 @@ def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, 
         assert offs is not None, "two matrices are cut into groups by offsets"
         return first.new_empty(len(offs), first.shape[0], second.shape[1])
     return first.new_empty(*first.shape[:-1], second.shape[-1])
+
+
+def _product_into(*_: Any, out: Tensor, **__: Any) -> Tensor:
+    """Result of a product that is written into `out`."""
+    return out
 
 
 def described(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """Times that one can work out by hand: a pipeline's bubble, a roofline, what travels."""
 
+import warnings
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from core.plan.run_memory import parts_of_stages
 from core.plan.schedule_order import Action, StageStandIn, actions_of_ranks
 from core.plan.step_time import work_seconds
 from core.plan.time_line import pipeline_spans, shared_spans
+from core.plan.without_values import KNOWN
 from core.training.config_file import load_config
 
 H100 = read_device("h100")
@@ -83,6 +85,25 @@ def test_a_product_that_adds_to_the_buffer_makes_no_gradient_in_16_bits(strategy
     products = [work for work in fused if work.name == "aten.addmm"]
     assert bool(products) == adds and {work.dtype for work in products} <= {torch.bfloat16}
     assert sum(one.flops * n for one, n in apart.items()) == sum(one.flops * n for one, n in fused.items())
+
+
+def test_the_product_that_adds_is_planned_by_a_torch_that_has_it_on_gpus_alone() -> None:
+    """torch 2.11 says nothing of its result where there are no values."""
+
+    def refuse(*_: Any, **__: Any) -> torch.Tensor:
+        raise NotImplementedError("no kernel for the meta device")
+
+    fused = "--ddp.grad-reduce-in-fp32 --model.gradient-accumulation-fusion"
+    expected = backward_of_layer(fused)
+    KNOWN.clear()
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has a kernel of its own there
+        library.impl("addmm.dtype_out", refuse)
+    try:
+        assert backward_of_layer(fused) == expected
+    finally:
+        library._destroy()
 
 
 def test_positions_that_wait_leave_their_cores_to_others() -> None:
