@@ -7,8 +7,8 @@ benchmarks/plans.md, whose table `python -m benchmarks published` prints.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -100,11 +100,9 @@ class PublishedRun:
         return self.mfu * slower / plan.time.mfu
 
 
-@contextmanager
-def norms_of_operators() -> Iterator[None]:
+def norms_of_operators() -> AbstractContextManager[Any]:
     """Inside, an RMSNorm on a GPU is several operators in fp32, as in torch before 2.9."""
-    with mock.patch.object(fake_collectives, "rms_norm_of_gpu", fake_collectives.RMS_NORM):
-        yield
+    return mock.patch.object(fake_collectives, "rms_norm_of_gpu", fake_collectives.RMS_NORM)
 
 
 def shape(layers: int, hidden: int, heads: int, vocabulary: int, more: str) -> str:

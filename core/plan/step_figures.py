@@ -138,8 +138,7 @@ def watch_step(
     finally:
         for handle in handles:
             handle.remove()
-    figures = _figures(live, saved, ledger, _params(module, layers))
-    return {part: replace(one, output=min(one.saved, kept.get(part, 0))) for part, one in figures.items()}
+    return _figures(live, saved, kept, ledger, _params(module, layers))
 
 
 def _params(module: nn.Module, layers: Sequence[nn.Module]) -> dict[str, Params]:
@@ -156,7 +155,11 @@ def _params(module: nn.Module, layers: Sequence[nn.Module]) -> dict[str, Params]
 
 
 def _figures(
-    live: LiveMemory, saved: Mapping[str, int], ledger: Ledger, params: Mapping[str, Params]
+    live: LiveMemory,
+    saved: Mapping[str, int],
+    kept: Mapping[str, int],
+    ledger: Ledger,
+    params: Mapping[str, Params],
 ) -> dict[str, PartFigures]:
     figures = {}
     before = 0  # what earlier parts have saved
@@ -176,6 +179,7 @@ def _figures(
                 for phase in places
             },
             params[part],
+            output=min(saved.get(part, 0), kept.get(part, 0)),
         )
         before += saved.get(part, 0)
     return figures
