@@ -17,6 +17,7 @@ EXTRAS = {
     "transformers": [TRANSFORMERS, "safetensors"],
     "peft": ["peft", "safetensors"],
     "integrations": ["accelerate", TRANSFORMERS, "lightning-fabric", "safetensors"],
+    "trl": ["trl>=1.16,<1.17", "peft", "accelerate", TRANSFORMERS, "datasets", "safetensors"],
     "data": ["datasets"],
     "test": ["pytest", "pytest-timeout", "pytest-xdist", "psutil", "setuptools>=77"],
     "check": ["ruff", "mypy"],

@@ -75,8 +75,35 @@ class TrainerParts(Base):
 
 
 @functools.cache
-def derived() -> Any:
-    """The class to use: Transformers', with these parts. MissingExtra where a package is not installed."""
+def over(trainer_class: type[Any]) -> Any:
+    """Derive the class that trains in any layout from a Trainer class.
+
+        from trl import KTOTrainer
+
+        trainer = over(KTOTrainer)(model, args=arguments, train_dataset=data, plugin=HybridParallelPlugin(...))
+
+    Args:
+        trainer_class: transformers.Trainer or a subclass, of TRL or your own.
+
+    Returns:
+        A class with the name of `trainer_class` that takes `ddp_config` or `plugin` too. One that has these parts
+        already comes back unchanged.
+
+    Raises:
+        TypeError: If `trainer_class` does not derive from transformers.Trainer.
+        MissingExtra: If accelerate or transformers is not installed.
+    """
     for_accelerate.derived()
-    theirs = require("transformers", "core.integrations.Trainer", "integrations")
-    return type("Trainer", (LayoutParts, TrainerParts, theirs.Trainer), {"__doc__": TrainerParts.__doc__})
+    theirs = require("transformers", "core.integrations.over", "integrations")
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, theirs.Trainer)):
+        raise TypeError(f"over takes a class derived from transformers.Trainer, and was given {trainer_class!r}")
+    if issubclass(trainer_class, TrainerParts):
+        return trainer_class
+    own = {"__doc__": TrainerParts.__doc__, "__module__": __name__}
+    return type(trainer_class.__name__, (LayoutParts, TrainerParts, trainer_class), own)
+
+
+def derived() -> Any:
+    """Return Transformers' Trainer with these parts. MissingExtra if a package is not installed."""
+    for_accelerate.derived()
+    return over(require("transformers", "core.integrations.Trainer", "integrations").Trainer)

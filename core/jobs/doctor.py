@@ -30,6 +30,7 @@ EXTRAS = {
     "transformers": ("transformers", "safetensors"),
     "peft": ("peft", "safetensors"),
     "integrations": ("accelerate", "transformers", "lightning-fabric", "safetensors"),
+    "trl": ("trl", "peft", "accelerate", "transformers", "datasets", "safetensors"),
     "data": ("datasets",),
 }
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

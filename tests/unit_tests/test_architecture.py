@@ -70,6 +70,7 @@ EXTRA_PACKAGES = {
     "lightning",
     "lightning_fabric",
     "datasets",
+    "trl",
     "pytest",
     "triton",
     "wandb",
