@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
-from core.distributed.guard.first_steps import note_microbatch
+from core.distributed.guard.first_steps import drop_notes, note_microbatch
 from core.groups.process_groups import ProcessGroups
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
@@ -167,6 +167,9 @@ class PipelineRunner:
                     stage.end_step()
                 worked_s = sum(event.end_s - event.start_s for event in self.events)
                 add_wait(time.perf_counter() - begun_s - worked_s)
+        except BaseException:
+            drop_notes(self.chunks)
+            raise
         finally:
             for sync in self.syncs:
                 sync.leave()

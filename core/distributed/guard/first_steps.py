@@ -107,6 +107,7 @@ class FirstSteps:
         self.seen = 0  # steps that count
         self.tries = 0  # steps that do not
         self.inputs, self.microbatches = Inputs(), Inputs()
+        self.given_up = 0  # inputs noted before a zero_grad, until the next forward
         self.outputs = Outputs(module)
         self.sees_evaluation = ddp_config.first_steps != "ignore"
         self.tables = Tables(self.buckets, groups)
@@ -127,10 +128,24 @@ class FirstSteps:
         lower = torch.get_float32_matmul_precision() != "highest"
         self.computes_in_16_bits |= torch.is_autocast_enabled(kind) or lower
         if trains:
+            self.begin_notes()
+            if self.outputs.is_forward:  # the forward before did not end: it raised an error
+                del self.inputs.noted[-1:]
             self.inputs.note({**dict(enumerate(args)), **kwargs})
             self.outputs.begin_forward()
             for tokens in whole_numbers((args, kwargs)) if self.seen == 0 else ():
                 self.tables.note(tokens)
+
+    def begin_notes(self) -> None:
+        """Drop what was noted before a zero_grad if no gradient has come since: that step was given up."""
+        if self.given_up and not any(1 in bucket.used for bucket in self.buckets):
+            self.drop_notes()
+        self.given_up = 0
+
+    def drop_notes(self) -> None:
+        """Forget the inputs of a step that has failed or was given up, so that the next one is compared alone."""
+        self.inputs.noted.clear()
+        self.microbatches.noted.clear()
 
     @property
     def speaks(self) -> bool:
@@ -159,6 +174,7 @@ class FirstSteps:
     def note_begin(self, *, keep: bool) -> None:
         """A step begins: the first gradient has come, or those before it were dropped. keep: may add to them."""
         self.mixed = ""
+        self.given_up = 0 if keep else len(self.inputs.noted) + len(self.microbatches.noted)
         self.left = [_gradient(sample) for sample in self.samples] if keep and self.seen == 1 else []
 
     def note_optimizer_step(self) -> None:
@@ -192,7 +208,16 @@ def note_microbatch(chunk: nn.Module, microbatch: Any) -> None:
     """The first or the last stage of a pipeline is about to use a microbatch. chunk: its module, wrapped or not."""
     watch = getattr(vars(chunk).get("engine"), "first_steps", None)
     if watch is not None and watch.active and torch.is_grad_enabled():
+        watch.begin_notes()
         watch.microbatches.note(microbatch)
+
+
+def drop_notes(chunks: Iterable[nn.Module]) -> None:
+    """A step of a pipeline has failed. chunks: its modules, wrapped or not."""
+    for chunk in chunks:
+        engine = vars(chunk).get("engine")
+        if engine is not None:
+            engine.first_steps.drop_notes()
 
 
 def look(watches: Sequence[FirstSteps], groups: ProcessGroups, optimizer_steps: int) -> None:

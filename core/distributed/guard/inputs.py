@@ -52,26 +52,27 @@ class Inputs:
     """Checksums of the inputs of one step."""
 
     def __init__(self) -> None:
-        self.noted: list[tuple[str, tuple[int, ...], bool, list[torch.Tensor]]] = []
-        self.forwards = 0
+        self.noted: list[list[tuple[str, tuple[int, ...], bool, list[torch.Tensor]]]] = []  # by forward
 
     def note(self, given: Any) -> None:
         """Note the tensors of one forward. A few small operations a tensor on its device, which is not waited for."""
-        if self.forwards >= MOST_FORWARDS:
+        number = len(self.noted)
+        if number >= MOST_FORWARDS:
             return
+        self.noted.append([])
         for path, tensor in _leaves(given, "", MOST_DEPTH):
             if _is_readable(tensor):
                 varies = (tensor.detach() != tensor.detach().reshape(-1)[0]).any().reshape(1).long()
                 whole = getattr(tensor, OF_WHOLE, None)
                 is_part = whole is not None and _is_readable(whole)
                 numbers = [checksum(tensor), varies, *([checksum(whole)] if is_part else [])]
-                path, is_whole_number = f"forward {self.forwards}{path}", not tensor.is_floating_point()
-                self.noted.append((path, tuple(tensor.shape), is_whole_number, numbers))
-        self.forwards += 1
+                path, is_whole_number = f"forward {number}{path}", not tensor.is_floating_point()
+                self.noted[number].append((path, tuple(tensor.shape), is_whole_number, numbers))
 
     def take(self) -> list[Leaf]:
         """Take what was noted since the last call, read from the device at once."""
-        noted, self.noted, self.forwards = self.noted, [], 0
+        noted = [leaf for forward in self.noted for leaf in forward]
+        self.noted.clear()
         if not noted:
             return []
         device = noted[-1][-1][0].device

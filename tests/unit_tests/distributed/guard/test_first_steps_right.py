@@ -294,7 +294,34 @@ def in_16_bits(dtype: torch.dtype) -> Steps:
     return train(model, ours(model, loss_scale=1.0), lambda step: model(*tokens(step)).float())
 
 
+def tries_a_batch_again() -> Steps:
+    """One rank is given a token that does not exist, and its batch once more after the error."""
+    model = wrap(SplitNet())
+
+    def loss(step: int) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            with pytest.raises(IndexError):
+                model(tokens(step)[0] + 10**6, *tokens(step)[1:])
+        return model(*tokens(step))
+
+    return train(model, sgd(model), loss)
+
+
+def gives_a_batch_up() -> Steps:
+    """The ranks find before backward that they have different batches, and go on with the next one."""
+    model = wrap(SplitNet())
+
+    def loss(step: int) -> torch.Tensor:
+        model(*tokens(step + 100 * (1 + dist.get_rank())))
+        model.zero_grad_buffer()
+        return model(*tokens(step))
+
+    return train(model, sgd(model), loss)
+
+
 RIGHT_OVER_TENSOR: dict[str, Callable[[], Steps]] = {
+    "a forward that failed on one rank": tries_a_batch_again,
+    "a batch without a backward": gives_a_batch_up,
     "split layers": split_program,
     "a clip by the whole norm": clips_by_the_whole_norm,
     "autocast": with_autocast,
