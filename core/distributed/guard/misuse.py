@@ -24,7 +24,7 @@ REMEDY = "Do it before wrapping, or delete the wrapper and wrap the model again"
 class Snapshot(NamedTuple):
     """State of a wrapped model when ModelWatch looked: identities and addresses only."""
 
-    thawed: list[bool]  # of the parameters that were frozen at the wrap
+    thawed: list[bool]  # of the parameters without a place in a buffer
     dtypes: list[torch.dtype]  # of all parameters
     grads: list[int]  # addresses of their gradients
     housed: list[int]  # addresses of the parameters that lie in buffers
@@ -46,6 +46,7 @@ class ModelWatch:
         self.housed = [param for bucket in buckets if bucket.param_data is not None for param in bucket.params]
         self.shapes = [param.shape for param in self.params]
         self.numels = list(map(torch.Tensor.numel, self.params))
+        self.placed = set(map(id, self.params))
         self._watch_tables()
         self.before = self._look()
 
@@ -54,11 +55,8 @@ class ModelWatch:
         now = self._look()
         if now == self.before:
             return []
-        problems = [
-            *self._thawed(),
-            *self._moved(now),
-            *(self._exchanged() if now.tables != self.before.tables else ()),
-        ]
+        changed = now.tables != self.before.tables
+        problems = [*self._unplaced(), *self._moved(now), *(self._removed() if changed else ())]
         if not problems:  # such as a submodule without parameters that was added
             self._watch_tables()
             self.before = self._look()
@@ -67,19 +65,23 @@ class ModelWatch:
     def _look(self) -> Snapshot:
         address = torch.Tensor.data_ptr
         return Snapshot(
-            list(map(attrgetter("requires_grad"), self.plan.frozen.values())),
+            list(map(attrgetter("requires_grad"), self.unplaced)),
             list(map(attrgetter("dtype"), self.params)),
             list(map(address, self.views)),
             list(map(address, self.housed)),
             hash(tuple(map(id, chain.from_iterable(self.tables)))),
         )
 
-    def _thawed(self) -> list[str]:
-        for name, param in self.plan.frozen.items():
-            if param.requires_grad:
+    def _unplaced(self) -> list[str]:
+        """The first parameter that trains and has no place in a buffer, whenever it came."""
+        frozen = set(map(id, self.plan.frozen.values()))
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and id(param) not in self.placed:
+                was = "was exchanged for another one" if name in self.plan.named else "was added"
+                was = "was frozen when the model was wrapped" if id(param) in frozen else f"{was} after the wrap"
                 return [
-                    f"parameter {name!r} was frozen when the model was wrapped and has requires_grad=True now; it has "
-                    "no place in the gradient buffer and would not be reduced. Wrap the model again after unfreezing"
+                    f"parameter {name!r} {was} and has requires_grad=True now; it has no place in the gradient buffer, "
+                    "and each rank would train its own copy. Freeze it, or delete the wrapper and wrap the model again"
                 ]
         return []
 
@@ -95,14 +97,8 @@ class ModelWatch:
             return []
         return [f"parameter {first!r} or its gradient was moved out of the buffers since the wrap. {REMEDY}"]
 
-    def _exchanged(self) -> list[str]:
-        now = dict(self.module.named_parameters())
-        known = set(map(id, self.plan.named.values()))
-        for name, param in now.items():
-            if id(param) not in known and param.requires_grad:
-                change = "was exchanged for another one" if name in self.plan.named else "was added"
-                return [f"parameter {name!r} {change} after the wrap and has no place in the gradient buffer. {REMEDY}"]
-        present = set(map(id, now.values()))
+    def _removed(self) -> list[str]:
+        present = set(map(id, self.module.parameters()))
         for name, param in self.plan.params.items():
             if id(param) not in present:
                 return [f"parameter {name!r} is no longer part of the model, and was when it was wrapped. {REMEDY}"]
@@ -112,6 +108,7 @@ class ModelWatch:
         tables = chain.from_iterable((module._parameters, module._modules) for module in self.module.modules())
         self.tables = [table.values() for table in tables]  # views, which show later changes
         self.kept = list(chain.from_iterable(self.tables))  # keep references, so that no id is used again
+        self.unplaced = [param for param in self.module.parameters() if id(param) not in self.placed]
 
 
 class Reduction(Protocol):

@@ -12,9 +12,10 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, SyncError, finalize_model_grads
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.distributed.test_ddp_experts import Experts, expert_loss, expert_reference
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap
+from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, train, whole_grads, wrap
 
 SETTINGS = [(strategy, overlap) for strategy in ("no_shard", "optim", "optim_grads") for overlap in (False, True)]
 
@@ -189,6 +190,62 @@ def test_a_parameter_that_came_after_the_wrap_is_refused_by_name(rank: int, worl
         loss_of(ddp, rank, 0).backward()
         with pytest.raises(SyncError, match=name):
             finalize_model_grads([ddp])
+
+
+def _adapter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.full(shape, 0.1, dtype=torch.float64), requires_grad=False)
+
+
+class Adapted(nn.Module):
+    """A layer with a low-rank adapter beside it, as peft injects it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = _adapter(2, base.in_features), _adapter(base.out_features, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def _come(model: nn.Module, how: str) -> str:
+    """Give a wrapped model frozen parameters; the name of the first one that its loss uses."""
+    if how == "module":
+        model.third = Adapted(model.third)
+        return "third.down"
+    if how == "in a submodule":
+        model.second.scale = _adapter(11)
+        model.second.register_forward_hook(lambda module, _, output: output + module.scale)
+        return "second.scale"
+    model.norm.bias = _adapter(7)  # in the place of one that was frozen at the wrap
+    return "norm.bias"
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("how", ["module", "in a submodule", "replaced"])
+@pytest.mark.in_suite()
+def test_what_came_frozen_after_the_wrap_and_is_unfrozen_is_refused_by_name(
+    rank: int, world: int, strategy: str, how: str
+) -> None:
+    """An adapter that is added to a running training, and trained later: every rank would train its own copy."""
+    parallel_state.initialize_model_parallel()
+    model = make_net()
+    model.norm.bias.requires_grad_(False)
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.01), [ddp])
+    name = _come(model, how)
+    train(ddp, optimizer, rank, 0, 1)  # frozen, it is a part of the model like others
+    late = model.get_parameter(name).requires_grad_(True)
+    torch_optimizer = torch.optim.SGD([late], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(ddp, rank, 2).backward()
+        with pytest.raises(SyncError, match=rf"'{name}' was (added|exchanged).* requires_grad=True now"):
+            finalize_model_grads([ddp])
+    late.requires_grad_(False)
+    torch_optimizer.zero_grad()
+    train(ddp, optimizer, rank, 3)
 
 
 @ranks(1)
