@@ -3,25 +3,26 @@
 Groups default to `parallel_state`'s. `bucket_cap_mb`: at most so many MiB travel in one collective (a larger tensor
 travels alone). `deterministic`: add in rank order, as the engine's deterministic_reduction.
 
-A parameter that a wrapper has reduced already (core's DistributedDataParallel, or torch's) is left alone by the
-handlers that average over data, so adding one to such a model changes nothing.
+The handlers that average over data skip parameters that a wrapper reduces. Which ones these are is asked in every call,
+because a wrapper may have been deleted since the last one. Gradients of torch's DistributedDataParallel are compared
+between ranks: `no_sync` may have left them local.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import ContractError, data_group_of
 from core.distributed.hooks import engine_of
 from core.distributed.wire.collectives import Collectives
 from core.gradient_handler.base import BaseGradientHandler
-from core.gradient_handler.loose_gradients import GradientHandlerError, LooseGradient, LooseReduction
+from core.gradient_handler.loose_gradients import GradientHandlerError, LooseGradient, LooseReduction, Wrapper
 from core.gradient_handler.registry import GRADIENT_HANDLER
 from core.groups.agree import SyncError
 
@@ -45,10 +46,14 @@ class GroupGradientHandler(BaseGradientHandler):
 
     @abstractmethod
     def gradients(self) -> list[LooseGradient]:
-        """The gradients that this handler reduces, in an order that all ranks of a group share. Asked once."""
+        """List the gradients that this handler is for, in an order that all ranks of a group share. Called once."""
 
-    def not_ready(self) -> Exception | None:
-        """Return what keeps this rank from reducing now, or None."""
+    def wrappers(self) -> dict[int, Wrapper]:
+        """Return who reduces parameters in this handler's place now, by id of the parameter."""
+        return {}
+
+    def not_ready(self, wrappers: Mapping[int, Wrapper]) -> Exception | None:
+        """Return what keeps this rank from reducing now, or None. wrappers: see `wrappers`."""
         if [id(param) for param in self._model.parameters()] != self._planned:
             return GradientHandlerError(
                 "the model's parameters are not those of the first call; make a new handler after changing the model"
@@ -61,10 +66,17 @@ class GroupGradientHandler(BaseGradientHandler):
             return
         if self._reduction is None:
             self._planned = [id(param) for param in self._model.parameters()]
+        wrappers = self.wrappers()
+        failure = self.not_ready(wrappers)
+        if self._reduction is None:
             self._reduction = LooseReduction(
-                self.gradients(), self.collectives, bucket_cap_mb=self.bucket_cap_mb, same_names=self.same_names
+                self.gradients(),
+                self.collectives,
+                bucket_cap_mb=self.bucket_cap_mb,
+                same_names=self.same_names,
+                failure=failure,
             )
-        self._reduction.run(self.not_ready())
+        self._reduction.run(wrappers, failure)
 
 
 @GRADIENT_HANDLER.register_module
@@ -87,34 +99,42 @@ class DataParallelGradientHandler(GroupGradientHandler):
         return self._group if self._group is not None else parallel_state.get_process_groups().require("dp_cp")
 
     def gradients(self) -> list[LooseGradient]:
-        """Every parameter that no wrapper averages."""
+        """List all gradients of the model."""
         scale = 1.0 / dist.get_world_size(self.data_group)
-        averaged = averaged_by_wrappers(self._model)
-        found = []
+        return [LooseGradient(name, p, self._group_of(p), scale) for name, p in self._model.named_parameters()]
+
+    def wrappers(self) -> dict[int, Wrapper]:
+        """Find the wrappers inside the model that average parameters."""
+        return averaged_by_wrappers(self._model)
+
+    def not_ready(self, wrappers: Mapping[int, Wrapper]) -> Exception | None:
+        """Also refuse experts without a wrapper, and a wrapper over fewer ranks than the handler."""
         for name, param in self._model.named_parameters():
-            group = self._group_of(param)
-            if id(param) not in averaged:
-                self._check(name, param)
-                found.append(LooseGradient(name, param, group, scale))
-                continue
-            wrapper, theirs = averaged[id(param)]
-            ours, done = set(dist.get_process_group_ranks(group)), set(dist.get_process_group_ranks(theirs))
-            if not ours <= done:  # neither leaving it nor averaging it again would give the mean over the group
-                raise ContractError(
-                    f"parameter {name!r} is averaged by {wrapper} over ranks {sorted(done)} and by this handler over "
-                    f"{sorted(ours)}; wrap the model with the whole group, or leave the wrapper or the handler out"
-                )
-        return found
+            wrapper = wrappers.get(id(param))
+            error = self._refusal(name, param) if wrapper is None else None
+            if wrapper is not None:
+                ours = set(dist.get_process_group_ranks(self._group_of(param)))
+                done = set(dist.get_process_group_ranks(wrapper.group))
+                if not ours <= done:  # neither leaving it nor averaging it again would give the mean over the group
+                    error = ContractError(
+                        f"parameter {name!r} is averaged by {wrapper.name} over ranks {sorted(done)} and by this "
+                        f"handler over {sorted(ours)}; wrap the model with all of these ranks, or leave the wrapper or "
+                        "the handler out"
+                    )
+            if error is not None:
+                return error
+        return super().not_ready(wrappers)
 
     def _group_of(self, param: nn.Parameter) -> dist.ProcessGroup:
         return self.data_group
 
-    def _check(self, name: str, param: nn.Parameter) -> None:
-        if is_expert(param):
-            raise ContractError(
-                f"parameter {name!r} is an expert's; averaging it over all data-parallel ranks would mix different "
-                "experts. Use MoeGradientHandler"
-            )
+    def _refusal(self, name: str, param: nn.Parameter) -> ContractError | None:
+        if not is_expert(param):
+            return None
+        return ContractError(
+            f"parameter {name!r} is an expert's; averaging it over all data-parallel ranks would mix different "
+            "experts. Use MoeGradientHandler"
+        )
 
 
 @GRADIENT_HANDLER.register_module
@@ -148,8 +168,8 @@ class MoeGradientHandler(DataParallelGradientHandler):
         own = getattr(getattr(param, "moe_info", None), "dp_group", None) or self._expert_group
         return own if own is not None else parallel_state.get_process_groups().require("expt_dp")
 
-    def _check(self, name: str, param: nn.Parameter) -> None:
-        """Experts are served too."""
+    def _refusal(self, name: str, param: nn.Parameter) -> ContractError | None:
+        return None
 
 
 @GRADIENT_HANDLER.register_module
@@ -164,38 +184,40 @@ class PipelineSharedModuleGradientHandler(GroupGradientHandler):
     same_names = False
 
     def gradients(self) -> list[LooseGradient]:
-        """Every parameter that carries a group."""
-        shared = [(name, param) for name, param in self._model.named_parameters() if _stages_of(param) is not None]
-        for name, param in shared:
-            wrapper = engine_of(param)
-            for bucket in [] if wrapper is None else wrapper.reducer.buckets:
-                self._check(name, param, bucket)
-        return [LooseGradient(name, param, _stages_of(param)) for name, param in shared]
+        """List the gradients of parameters that carry a group."""
+        return [LooseGradient(name, param, _stages_of(param)) for name, param in self._shared()]
 
-    def _check(self, name: str, param: nn.Parameter, bucket: Bucket) -> None:
-        """Raise ContractError where a bucket holds the parameter and its gradient is not to be added here."""
-        contract = next((c for held, c in zip(bucket.params, bucket.contracts, strict=True) if held is param), None)
-        if contract is not None and contract.crosses_stages:
-            raise ContractError(
-                f"parameter {name!r} has pipeline_shared_module_pg, and DistributedDataParallel already sums it "
-                "over pipeline stages (shared_embedding or a declaration); drop one of the two"
+    def not_ready(self, wrappers: Mapping[int, Wrapper]) -> Exception | None:
+        """Also refuse gradients that a wrapper has not finalized yet, sums itself, or shards."""
+        for name, param in self._shared():
+            engine = engine_of(param)
+            if engine is None:
+                continue
+            contract, bucket = next(
+                (contract, bucket)
+                for bucket in engine.reducer.buckets
+                for held, contract in zip(bucket.params, bucket.contracts, strict=True)
+                if held is param
             )
-        if contract is not None and bucket.sharded:
-            raise ContractError(
-                f"parameter {name!r}: its gradient is sharded by DistributedDataParallel, so nothing is left in "
-                ".grad to add; set param.shared_embedding = True before wrapping and leave this handler out"
-            )
-
-    def not_ready(self) -> Exception | None:
-        """Also: gradients that a wrapper has not finalized yet."""
-        for param in self._model.parameters():
-            wrapper = engine_of(param)
-            if wrapper is not None and wrapper.reducer.open and _stages_of(param) is not None:
+            if contract.crosses_stages:
+                return ContractError(
+                    f"parameter {name!r} has pipeline_shared_module_pg, and DistributedDataParallel already sums it "
+                    "over pipeline stages (shared_embedding or a declaration); drop one of the two"
+                )
+            if bucket.sharded:
+                return ContractError(
+                    f"parameter {name!r}: its gradient is sharded by DistributedDataParallel, so nothing is left in "
+                    ".grad to add; set param.shared_embedding = True before wrapping and leave this handler out"
+                )
+            if engine.reducer.open:
                 return SyncError(
                     f"rank {dist.get_rank()}: PipelineSharedModuleGradientHandler came before finalize_model_grads; "
                     "call finalize_model_grads([model]) first"
                 )
-        return super().not_ready()
+        return super().not_ready(wrappers)
+
+    def _shared(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, param) for name, param in self._model.named_parameters() if _stages_of(param) is not None]
 
 
 def _stages_of(param: nn.Parameter) -> Any:
@@ -214,16 +236,16 @@ def is_expert(param: nn.Parameter) -> bool:
     return info is not None and getattr(info, "ep_size", 1) > 1
 
 
-def averaged_by_wrappers(model: nn.Module) -> dict[int, tuple[str, dist.ProcessGroup]]:
-    """id of a parameter -> (the wrapper inside the model that averages it, over which ranks)."""
-    found: dict[int, tuple[str, dist.ProcessGroup]] = {}
+def averaged_by_wrappers(model: nn.Module) -> dict[int, Wrapper]:
+    """Return the wrapper inside the model that averages a parameter, by id of the parameter."""
+    found: dict[int, Wrapper] = {}
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
+            torchs = Wrapper("torch's DistributedDataParallel", module.process_group, may_be_local=True)
             ignored = module.parameters_to_ignore
-            for name, param in module.module.named_parameters():
-                if name not in ignored:
-                    found[id(param)] = ("torch's DistributedDataParallel", module.process_group)
+            found.update({id(param): torchs for name, param in module.module.named_parameters() if name not in ignored})
     for engine in {engine for param in model.parameters() if (engine := engine_of(param)) is not None}:
         for bucket in engine.reducer.buckets:
-            found.update({id(param): ("DistributedDataParallel", bucket.groups.data) for param in bucket.params})
+            ours = Wrapper("DistributedDataParallel", bucket.groups.data, may_be_local=False)
+            found.update({id(param): ours for param in bucket.params})
     return found

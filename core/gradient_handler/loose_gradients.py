@@ -7,16 +7,19 @@ and step. A difference is an error on all of them, never a wait.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.guard.replicas import pack
+from core.distributed.buffer.grad_attribute import dense
+from core.distributed.buffer.grad_placeholder import GradPlaceholder
+from core.distributed.guard.replicas import first_unequal, pack
 from core.distributed.reduce.sync_rules import IN_PLACE_NUMEL, PACK_NUMEL, PendingSync
 from core.distributed.wire.collectives import Collectives
 from core.groups import agree
@@ -49,6 +52,20 @@ class LooseGradient:
     scale: float = 1.0
 
 
+class Wrapper(NamedTuple):
+    """A wrapper that reduces parameters.
+
+    Args:
+        name: For messages.
+        group: The ranks that it averages over.
+        may_be_local: True if its gradients may differ between ranks after backward, as under torch's `no_sync`.
+    """
+
+    name: str
+    group: dist.ProcessGroup
+    may_be_local: bool
+
+
 def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
     """The gradient to reduce: that of a sharded parameter's `colo_attr` where it holds one, else `param.grad`."""
     sharded: Any = getattr(param, "colo_attr", None)
@@ -72,34 +89,45 @@ class LooseReduction:
         *,
         bucket_cap_mb: float | None = None,
         same_names: bool = True,
+        failure: Exception | None = None,
     ) -> None:
         self.collectives = collectives
         self.cap_bytes = None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self.alone = [g for g in gradients if dist.get_world_size(g.group) == 1]
         self.shared = _by_group([g for g in gradients if dist.get_world_size(g.group) > 1])
-        agree.same(
+        facts = (
             ("a gradient handler", group, [_fact(number, g, same_names) for number, g in enumerate(served)])
             for group, served in self.shared.items()
         )
+        agree.same(facts, failure)
 
     @torch.no_grad()
-    def run(self, failure: Exception | None = None) -> None:
-        """Reduce. Collective. failure: what this rank already knows to be wrong; then all ranks of its groups raise.
+    def run(self, wrappers: Mapping[int, Wrapper], failure: Exception | None = None) -> None:
+        """Reduce the gradients that no wrapper has reduced. Collective over the groups of all gradients.
 
         A parameter without a gradient here and with one elsewhere contributes zeros and gets the sum; one without a
         gradient anywhere is left without.
+
+        Args:
+            wrappers: Who reduces a parameter, by its id.
+            failure: This rank's own error. All ranks of its groups raise then.
+
+        Raises:
+            GradientHandlerError: On all ranks of a group, if their gradients cannot be reduced together.
         """
         agreed = []
         for group, served in self.shared.items():
             try:
-                agreed.append(_agree(served, group, failure))
+                codes = _agree(served, group, wrappers, failure)
+                agreed.append(_without_reduced(served, codes, group, wrappers))
             except Exception as error:
                 failure = error
         if failure is not None:
             raise failure
         for gradient in self.alone:
             grad = gradient_of(gradient.param)
-            if grad is not None and gradient.param.requires_grad and gradient.scale != 1.0:
+            is_wrapped = id(gradient.param) in wrappers
+            if grad is not None and gradient.param.requires_grad and gradient.scale != 1.0 and not is_wrapped:
                 grad.mul_(gradient.scale)
         for (group, served), codes in zip(self.shared.items(), agreed, strict=True):
             for dtype in dict.fromkeys(code for code in codes if code not in (MISSING, FROZEN)):
@@ -131,7 +159,7 @@ def _flat(gradient: LooseGradient, dtype: torch.dtype) -> torch.Tensor:
     grad = gradient_of(gradient.param)
     if grad is None:
         return torch.zeros(gradient.param.numel(), dtype=dtype, device=gradient.param.device)
-    return grad.detach().contiguous().view(-1)
+    return dense(grad.detach()).contiguous().view(-1)
 
 
 def _on_wire(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -168,20 +196,66 @@ def _fact(number: int, gradient: LooseGradient, same_names: bool) -> str:
 # -- agreement ------------------------------------------------------------------------------------------------------
 
 
-def _agree(served: Sequence[LooseGradient], group: dist.ProcessGroup, failure: Exception | None) -> list[int]:
+def _without_reduced(
+    served: Sequence[LooseGradient], codes: list[int], group: dist.ProcessGroup, wrappers: Mapping[int, Wrapper]
+) -> list[int]:
+    """Return the codes, with MISSING for gradients that a wrapper has made equal on all ranks. Collective.
+
+    A mean of gradients that some ranks have averaged in part is the mean of all: averaging is linear, and changes
+    nothing that is equal already. So what torch's wrapper has left local is averaged like loose gradients.
+    """
+    compared = []
+    for place, (gradient, code) in enumerate(zip(served, codes, strict=True)):
+        wrapper = wrappers.get(id(gradient.param))
+        if wrapper is not None and code not in (MISSING, FROZEN):
+            compared.append((place, gradient, wrapper))
+    flat = [_flat(gradient, GRAD_DTYPES[codes[place] - 1]) for place, gradient, _ in compared]
+    named = [(f"the gradient of {g.name}", [values]) for (_, g, _), values in zip(compared, flat, strict=True)]
+    difference = first_unequal(named, group, "of a handler") if named else None
+    if difference is None:
+        done = {place for place, *_ in compared}
+        return [MISSING if place in done else code for place, code in enumerate(codes)]
+    for _, gradient, wrapper in compared:
+        grad = gradient_of(gradient.param)
+        wider = dist.get_world_size(wrapper.group) > dist.get_world_size(group)
+        if wider or (grad is not None and grad.layout is not torch.strided):
+            raise GradientHandlerError(
+                f"{difference}, and {wrapper.name} has left it so. This handler cannot average {gradient.name!r}, "
+                f"which {'is averaged over more ranks' if wider else 'is sparse'}; run the last microbatch of a step "
+                "outside of no_sync"
+            )
+    return codes
+
+
+def _agree(
+    served: Sequence[LooseGradient],
+    group: dist.ProcessGroup,
+    wrappers: Mapping[int, Wrapper],
+    failure: Exception | None,
+) -> list[int]:
     """The code of every gradient, MISSING where no rank has one. Raises on all ranks of the group alike."""
+    names = [None if (wrapper := wrappers.get(id(g.param))) is None else wrapper.name for g in served]
+    digest = zlib.crc32(repr(names).encode())
     codes = [MISSING] * len(served)
     if failure is None:
         try:
-            codes = [_code(g) for g in served]
+            codes = [_code(g, wrappers.get(id(g.param))) for g in served]
         except GradientHandlerError as error:
             failure = error
     present = [FROZEN if code == MISSING else code for code in codes]  # so that the least is of a gradient
     what, count = "the gradients of a handler", len(served)
-    least, largest = agree.bounds([*codes, *present, failure is not None], group, what)
+    least, largest = agree.bounds([*codes, *present, digest, failure is not None], group, what)
     if largest[-1]:
         agree.refuse(failure, group, what, GradientHandlerError)
     ranks = dist.get_process_group_ranks(group)
+    if least[-2] != largest[-2]:
+        answers = agree.gather(names, group, what)
+        place = next(i for i, theirs in enumerate(zip(*answers.values(), strict=True)) if len(set(theirs)) > 1)
+        found = {rank: theirs[place] or "nothing" for rank, theirs in answers.items()}
+        raise GradientHandlerError(
+            f"the gradient of {served[place].name!r} is reduced by other wrappers on other ranks: {found}. Wrap the "
+            "model, or delete its wrapper, on all of them"
+        )
     for gradient, any_low, high, low in zip(served, least, largest, least[count:], strict=False):
         if high == FROZEN != any_low:
             raise GradientHandlerError(
@@ -196,18 +270,25 @@ def _agree(served: Sequence[LooseGradient], group: dist.ProcessGroup, failure: E
     return largest[:count]
 
 
-def _code(gradient: LooseGradient) -> int:
+def _code(gradient: LooseGradient, wrapper: Wrapper | None) -> int:
     """This rank's code for a gradient. Raises GradientHandlerError for one that cannot travel."""
     grad = gradient_of(gradient.param)
+    if wrapper is not None and not wrapper.may_be_local:
+        return MISSING
     if not gradient.param.requires_grad:
         return FROZEN
+    if isinstance(grad, GradPlaceholder):
+        raise GradientHandlerError(
+            f"the gradient of {gradient.name!r} is lost: it was sharded by a DistributedDataParallel that is deleted. "
+            "Call model.zero_grad() and run backward again; delete a wrapper after the optimizer's step"
+        )
     if grad is None:
         return MISSING
     if hasattr(grad, "device_mesh"):
         raise GradientHandlerError(
             f"the gradient of {gradient.name!r} is a DTensor, which its own code reduces; leave the handler out"
         )
-    if grad.layout is not torch.strided:
+    if grad.layout is not torch.strided and wrapper is None:
         raise GradientHandlerError(
             f"the gradient of {gradient.name!r} is {grad.layout}; handlers reduce dense gradients in place. Make the "
             "embedding with sparse=False, or wrap the model in core.distributed.DistributedDataParallel, which makes "

@@ -13,6 +13,7 @@ from core import parallel_state
 from core.distributed import ContractError, SyncError, finalize_model_grads
 from core.gradient_handler import (
     DataParallelGradientHandler,
+    GradientHandlerError,
     GradSyncUnsupported,
     MoeGradientHandler,
     PipelineSharedModuleGradientHandler,
@@ -23,7 +24,7 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.gradient_handler.test_gradient_handler import coded, codes_of, counted_calls
 from tests.unit_tests.rank_codes import ODD, Bag
 from tests.unit_tests.ranks import ranks
-from tests.unit_tests.reference import loss_of, make_net, mean_over_ranks, wrap
+from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, wrap
 
 # -- next to wrappers ------------------------------------------------------------------------------------------------
 
@@ -75,6 +76,88 @@ def test_what_a_wrapper_averages_is_not_reduced_again(rank: int, world: int, han
     if wrapper == "ours":
         finalize_model_grads([model])
         ours.handle_gradient()
+    assert codes_of(bag) == {"w": 5.5}
+
+
+@ranks(3)
+@pytest.mark.parametrize("case", ["no_sync", "frozen at the wrap", "half", "twice"])
+@pytest.mark.in_suite()
+def test_what_torchs_wrapper_leaves_local_is_averaged(rank: int, world: int, case: str) -> None:
+    """All microbatches under no_sync and one reduction by the handler; or a wrapper that was told too little."""
+    parallel_state.initialize_model_parallel()
+    model = make_net()
+    expected = mean_over_ranks(model, world, (0, 1))
+    model.norm.requires_grad_(case != "frozen at the wrap")
+    ddp = nn.parallel.DistributedDataParallel(model)
+    model.norm.requires_grad_(True)
+    handler = DataParallelGradientHandler(ddp, None)
+    for microbatch in range(2):
+        ddp.require_backward_grad_sync = case != "no_sync" and (case != "half" or microbatch == 0)
+        loss = loss_of(ddp, rank, microbatch)
+        if case == "twice":
+            (loss / 2).backward(retain_graph=True)
+            loss = loss / 2
+        loss.backward()
+    handler.handle_gradient()
+    handler.handle_gradient()  # a mean of equal gradients changes nothing
+    assert_same({name: param.grad for name, param in model.named_parameters()}, expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_gradients_are_averaged_once_their_wrapper_is_deleted(rank: int, world: int, strategy: str) -> None:
+    """A warm-up in a wrapper, and a plain loop with the same handler after it."""
+    parallel_state.initialize_model_parallel()
+    model = make_net()
+    expected = mean_over_ranks(model, world)
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy)
+    handler = DataParallelGradientHandler(model, None)
+    loss_of(ddp, rank, 0).backward()
+    handler.handle_gradient()
+    finalize_model_grads([ddp])
+    del ddp
+    model.zero_grad()
+    loss_of(model, rank, 0).backward()
+    handler.handle_gradient()
+    assert_same({name: param.grad for name, param in model.named_parameters()}, expected)
+
+
+@ranks(2)
+def test_a_wrapper_that_is_deleted_on_one_rank_only_is_named(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    bag = Bag(v=(3,), w=ODD)
+    ddp = wrap(bag)
+    handler = DataParallelGradientHandler(bag, None)
+    handler.handle_gradient()
+    if rank == 1:
+        del ddp
+    says = r"'v' is reduced by other wrappers on other ranks: \{0: 'DistributedDataParallel', 1: 'nothing'\}"
+    with pytest.raises(GradientHandlerError, match=says):
+        handler.handle_gradient()
+
+
+@ranks(2)
+def test_a_sharded_gradient_that_outlives_its_wrapper_is_named(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    bag = Bag(w=ODD)
+    ddp = wrap(bag, data_parallel_sharding_strategy="optim_grads")
+    ddp(10.0**rank).backward()
+    finalize_model_grads([ddp])
+    del ddp
+    with pytest.raises(GradientHandlerError, match="'w' is lost: it was sharded .* model.zero_grad()"):
+        DataParallelGradientHandler(bag, None).handle_gradient()
+
+
+@ranks(2)
+def test_a_wrapper_that_comes_after_the_first_call_is_known(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    bag = Bag(w=ODD)
+    handler = DataParallelGradientHandler(bag, None)
+    handler.handle_gradient()
+    ddp = wrap(bag)
+    ddp(10.0**rank).backward()
+    handler.handle_gradient()
+    finalize_model_grads([ddp])
     assert codes_of(bag) == {"w": 5.5}
 
 
