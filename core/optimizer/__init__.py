@@ -18,6 +18,7 @@ from core.optimizer.groups.model_check import (
     other_ranks,
     repeated_name,
     split_parameter,
+    spread_group,
     trainable_params,
 )
 from core.optimizer.groups.param_groups import (
@@ -109,6 +110,7 @@ def get_megatron_optimizer(
     )
     for chunk in chunks:
         groups.problem = groups.problem or other_ranks(pg_collection or chunks[0].groups, chunk.groups)
+    groups.problem = groups.problem or spread_group(chunks, (key.algorithm for key in groups.keys))
     groups.problem = groups.problem or split_parameter(chunks, groups.needs_whole)
     groups.problem = groups.problem or cut_by_shards(chunks, groups.needs_whole)
     groups.agree(world)

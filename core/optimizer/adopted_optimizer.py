@@ -6,7 +6,6 @@ scheduler) keeps driving it. Only what the groups list is exchanged: master weig
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
@@ -17,8 +16,14 @@ from torch import nn
 
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.wire.collectives import Collectives
-from core.optimizer.algorithms.names import KNOWN, algorithm_needs_shapes, resolve
-from core.optimizer.groups.model_check import all_rank_groups, check_model, cut_by_shards, split_parameter
+from core.optimizer.algorithms.names import Scope, update_scope
+from core.optimizer.groups.model_check import (
+    all_rank_groups,
+    check_model,
+    cut_by_shards,
+    split_parameter,
+    spread_group,
+)
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.masters.master_weights import Segment
 from core.optimizer.optimizer import DistributedOptimizer
@@ -60,13 +65,12 @@ class AdoptedOptimizer(DistributedOptimizer):
         chunks = [model] if isinstance(model, DistributedDataParallel) else list(model)
         check_model(config, chunks)
         self.user = user
-        declared = needs_shapes(user)
-        self.shaped = declared is not False
-        if self.shaped:
+        self.scope = update_scope(type(user))
+        if self.scope != "element":
             cut = (find(chunks, lambda param: type(user).__name__) for find in (split_parameter, cut_by_shards))
-            problem = next(filter(None, cut), None)
+            problem = spread_group(chunks, [type(user)]) or next(filter(None, cut), None)
             if problem is not None:
-                raise ValueError(problem if declared else f"{unknown_update(user)}. If True, {problem}")
+                raise ValueError(problem)
         groups = AdoptedGroups(user)
         self.user_params = groups.params
         before = dict(user.state)
@@ -75,8 +79,8 @@ class AdoptedOptimizer(DistributedOptimizer):
         if before:
             self._take_over(before)
 
-    def _needs_shapes(self, torch_group: dict[str, Any]) -> bool:
-        return self.shaped
+    def _scope_of(self, torch_group: dict[str, Any]) -> Scope:
+        return self.scope
 
     def _listed(self, segments: list[Segment]) -> list[Segment]:
         """In the order of the user's parameters: transformers' AdafactorSchedule takes a group's learning rate from the
@@ -143,36 +147,6 @@ class AdoptedOptimizer(DistributedOptimizer):
             Collectives().all_reduce(whole, masters.bucket.groups.shard, "a whole gradient").wait()
             return whole.view(param.shape) * factor
         raise ValueError(f"a parameter of shape {list(param.shape)} was asked for that this optimizer does not train")
-
-
-def needs_shapes(optimizer: torch.optim.Optimizer) -> bool | None:
-    """True if the optimizer must see whole parameters in their shape; False if it updates each element alone.
-
-    Known of torch's classes and transformers' Adafactor, and of classes derived from them with the same `step`. Another
-    class says it with `needs_shapes = True` or False; None where it does not: whole parameters are right in any case.
-    """
-    cls = type(optimizer)
-    resolve(cls)  # refuses those that need a closure or sparse gradients
-    if getattr(cls, "needs_shapes", None) is not None:
-        return bool(cls.needs_shapes)
-    for base in cls.__mro__:
-        if base.__module__.startswith(KNOWN) and base is not torch.optim.Optimizer:
-            step: Any = base.__dict__.get("step")
-            if step is not None and inspect.unwrap(step) is inspect.unwrap(cls.step):
-                return algorithm_needs_shapes(base)
-    if cls.__module__.startswith("core.optimizer."):
-        return algorithm_needs_shapes(cls)
-    return None
-
-
-def unknown_update(optimizer: torch.optim.Optimizer) -> str:
-    """Error text for an optimizer that does not say which kind it is, where a wrong guess would train wrongly."""
-    name = type(optimizer).__name__
-    return (
-        f"{name} does not say whether it updates each element alone, so it is not known whether a rank may step a part "
-        f"of a parameter. Set `{name}.needs_shapes = False` if it does (Adam, SGD and their kin), True if it looks at "
-        "whole parameters (LAMB, LARS, Muon)"
-    )
 
 
 def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

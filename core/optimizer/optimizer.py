@@ -22,7 +22,7 @@ from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.finalize_model_grads import models_of
 from core.distributed.wire import huge_pages
 from core.groups.agree import SyncError
-from core.optimizer.algorithms.names import algorithm_needs_shapes
+from core.optimizer.algorithms.names import Scope, update_scope
 from core.optimizer.groups.model_check import buckets_of, params_of
 from core.optimizer.groups.offload import put_states_on_host
 from core.optimizer.groups.param_groups import ParamGroups
@@ -67,7 +67,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self.model_chunks = list(model_chunks)
         self.world_groups = list(world_groups)
         torch_groups = param_groups.torch_groups(config)
-        shaped = [self._needs_shapes(group) for group in torch_groups]
+        scopes = [self._scope_of(group) for group in torch_groups]
+        shaped = [scope != "element" for scope in scopes]
+        self.is_coupled = "group" in scopes  # all parameters are stepped in one call
         put_states_on_host(config, model_chunks, lambda param: torch_groups[param_groups.of(param)])
         self.masters = [
             BucketMasters(
@@ -82,7 +84,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         ]
         if any(masters.tier is not None for masters in self.masters):
             huge_pages.give_back()  # what was freed while offloaded masters were made
-        self.scratch = Scratch(self.masters, config)
+        self.scratch = Scratch(self.masters, config, at_once=self.is_coupled)
         segments = [segment for masters in self.masters for segment in masters.segments]
         for segment in self._listed(segments):
             torch_groups[segment.group]["params"].append(segment.master)
@@ -111,9 +113,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self._measured_of: list[int] | None = None  # `_reductions` of the measured gradients
         self._limits: list[float] = []  # that this step's norm was asked to be clipped to
 
-    def _needs_shapes(self, torch_group: dict[str, Any]) -> bool:
-        """True if the algorithm of a group must see whole parameters in their shape."""
-        return algorithm_needs_shapes(torch_group["optimizer"])
+    def _scope_of(self, torch_group: dict[str, Any]) -> Scope:
+        """Return which gradients one element's update depends on in a group."""
+        return update_scope(torch_group["optimizer"])
 
     def _listed(self, segments: list[Segment]) -> list[Segment]:
         """The segments, in the order in which groups list their masters."""
@@ -215,7 +217,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 masters.take_over_edits()
                 masters.note_spent(factor, loss_scale)
         with self._named():
-            self._update(InnerStep(self.optimizer), factors)
+            self._update(InnerStep(self.optimizer, at_once=self.is_coupled), factors)
         self.note_step(skipped=False)
         self.skip_log.made(self._scale)
         return True
@@ -226,6 +228,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             chunk.begin_param_update()
         at_once = self.config.overlap_param_gather_with_optimizer_step
         streamed = [chunk for chunk in self.model_chunks if at_once or chunk.ddp_config.overlap_param_gather]
+        streamed = [] if self.is_coupled else streamed
         left = {id(masters.bucket): index for index, masters in enumerate(self.masters)}
         for chunk in streamed:
             for bucket in chunk.param_sync.buckets:

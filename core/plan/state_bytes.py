@@ -27,8 +27,8 @@ from core.distributed.sharded.eviction import WINDOW
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import DATA_KINDS
 from core.optimizer import OptimizerConfig
-from core.optimizer.adopted_optimizer import AdoptedGroups, needs_shapes, twin_of
-from core.optimizer.algorithms.names import algorithm_needs_shapes
+from core.optimizer.adopted_optimizer import AdoptedGroups, twin_of
+from core.optimizer.algorithms.names import update_scope
 from core.optimizer.groups.offload import GroupOf, buckets_on_host
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.masters.master_weights import BucketMasters, is_per_element
@@ -227,13 +227,13 @@ def _add_optimizer(
         if of_groups.problem is not None:
             raise ValueError(of_groups.problem)
         torch_groups = of_groups.torch_groups(config)
-        shaped = [algorithm_needs_shapes(group["optimizer"]) for group in torch_groups]
+        shaped = [update_scope(group["optimizer"]) != "element" for group in torch_groups]
         moments = [moments_of(config, group["optimizer"]) for group in torch_groups]
     else:
         optimizer = user([module for module, _ in chunks])
         of_groups = AdoptedGroups(optimizer)
         torch_groups = of_groups.torch_groups(config)
-        shaped = [needs_shapes(optimizer) is not False] * len(torch_groups)
+        shaped = [update_scope(type(optimizer)) != "element"] * len(torch_groups)
         moments = [_kept_by(optimizer, group) for group in torch_groups]
     device = torch.device("cpu" if on_cpu else "cuda")
     on_host = [] if on_cpu else _on_host(chunks, config, lambda param: torch_groups[of_groups.of(param)])

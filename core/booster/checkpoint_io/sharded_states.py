@@ -132,7 +132,7 @@ def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) ->
             entry[key] = value
         elif value.shape == param.shape:
             entry[key] = value.reshape(-1)[offset : offset + numel].clone()
-        elif engine.shaped:
+        elif engine.scope != "element":
             entry[key] = value
         else:
             raise ValueError(

@@ -33,7 +33,8 @@ from core.hugging_face import stages_config
 from core.hugging_face.cut_model import CutModel, Cutting, cut_model
 from core.hugging_face.precision import cast_model
 from core.interface.optimizer import is_number
-from core.optimizer.adopted_optimizer import AdoptedOptimizer, needs_shapes, unknown_update
+from core.optimizer.adopted_optimizer import AdoptedOptimizer
+from core.optimizer.algorithms.names import undeclared, update_scope
 from core.optimizer.loss_scaler import DynamicLossScaler
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.pipeline_parallel import wrap_stages
@@ -188,8 +189,10 @@ class ZeroPluginBase(DPPluginBase):
         """Options by which `boost` wraps this rank's part of a model, with its adapters, and keeps masters and
         moments. Local, also without torch.distributed (`planned_world`).
         """
-        whole = dataclasses.replace(self.ddp_config, keep_params_whole="all") if needs_shapes(optimizer) else None
-        return whole or self.ddp_config, self.optimizer_config
+        config = self.ddp_config
+        if update_scope(type(optimizer)) != "element":
+            config = dataclasses.replace(config, keep_params_whole="all")
+        return config, self.optimizer_config
 
     # -- what the Booster asks ----------------------------------------------------------------------------------------
 
@@ -244,8 +247,8 @@ class ZeroPluginBase(DPPluginBase):
         model: any module where nothing is cut. Otherwise whole, of transformers, with adapters of `enable_lora` or
         without; or on the meta device: load it before its first forward. The optimizer is a torch optimizer over its
         parameters; that of a model that is cut has made no step, and is left with this rank's slices. One that looks at
-        whole parameters (Adafactor, Muon, a class of yours with `needs_shapes = True`) gets every parameter of this
-        rank whole, on one rank. Adapters that the optimizer does not hold are added to it.
+        whole parameters (Adafactor, Muon) gets every parameter of this rank whole, on one rank. A class of yours says
+        what it looks at (`core.optimizer.algorithms.names.update_scope`). Adapters that it does not hold are added.
         """
         names = [] if optimizer is None else self._names_in(optimizer, model)
         model = self._cast(self._broadcast(model))
@@ -272,8 +275,11 @@ class ZeroPluginBase(DPPluginBase):
                 f"{self.cutting.tp_size} ranks before; boost it on the meta device, and call booster.load_model"
             )
         if optimizer is not None:
-            if needs_shapes(optimizer) is None and self.ddp_config.sharded:
-                raise ValueError(unknown_update(optimizer))
+            cut = self.cutting
+            cuts = cut is not None and cut.tp_size * cut.pp_size * cut.ep_size > 1
+            shards = self.ddp_config.sharded and self.world_size > self.extra_dp_size
+            if update_scope(type(optimizer)) == "group" and (cuts or shards):
+                raise ValueError(undeclared(type(optimizer)))
             if optimizer.state and self.cutting is not None and self.cutting.is_needed:
                 raise ValueError(
                     "the optimizer has made steps on the whole model, and its state cannot be cut; boost a new "

@@ -13,6 +13,7 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
     """An optimizer whose update of a parameter depends on norms or means of the whole of it."""
 
     needs_shapes = True
+    couples_parameters = False
 
     def __init__(self, params: Any, **options: Any) -> None:
         for name, value in options.items():

@@ -7,7 +7,8 @@ A label is what a param group and a checkpoint hold of an algorithm: 'adam', 'Ad
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import inspect
+from typing import Any, Literal
 
 import torch
 
@@ -21,6 +22,7 @@ NEEDS_SHAPES = ("Adafactor", "Muon")
 TORCH_REFUSED = {"LBFGS": "its step needs a closure", "SparseAdam": "gradients in a buffer are dense"}
 
 Algorithm = str | type[torch.optim.Optimizer]
+Scope = Literal["element", "parameter", "group"]
 
 
 def resolve(algorithm: Algorithm) -> Algorithm:
@@ -63,12 +65,57 @@ def label(algorithm: Algorithm) -> str:
     return f"{found.__module__}:{found.__qualname__}"
 
 
-def algorithm_needs_shapes(algorithm: Algorithm) -> bool:
-    """True if it must see whole parameters in their shape. Your own class says so with `needs_shapes = True`."""
+def update_scope(algorithm: Algorithm) -> Scope:
+    """Return which gradients one element's update depends on, the rule for every optimizer that steps here.
+
+    Torch's classes, transformers' Adafactor and ours are known, and classes derived from them with the same `step`.
+    Other classes declare it: `needs_shapes = False` for the element alone, `needs_shapes = True` with
+    `couples_parameters = False` for the whole parameter. A class that does not may have one number for several
+    parameters, as Prodigy and D-adaptation do. One call with all of them is right for any algorithm.
+
+    Args:
+        algorithm: A name, a label or a class.
+
+    Returns:
+        "element"; "parameter", if it must see whole parameters in their shape; or "group", if it must also see all of
+        them in one call.
+
+    Raises:
+        ValueError: If it is no algorithm, or one that needs a closure or sparse gradients.
+    """
     found = resolve(algorithm)
     if isinstance(found, str):
-        return found == "muon"
+        return "parameter" if found == "muon" else "element"
+    known = _known_class(found)
     declared = getattr(found, "needs_shapes", None)
-    if declared is not None:
-        return bool(declared)
-    return found.__module__.startswith(KNOWN) and found.__name__ in NEEDS_SHAPES
+    if declared is False:
+        return "element"
+    if declared:
+        uncoupled = known is not None or getattr(found, "couples_parameters", None) is False
+        return "parameter" if uncoupled else "group"
+    if known is None:
+        return "group"
+    return "parameter" if known.__name__ in NEEDS_SHAPES else "element"
+
+
+def _known_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer] | None:
+    """Return the class of KNOWN whose `step` this class runs, or an elementwise one of ours; None for another class."""
+    for base in cls.__mro__:
+        if base.__module__.startswith(KNOWN) and base is not torch.optim.Optimizer:
+            step: Any = base.__dict__.get("step")
+            if step is not None and inspect.unwrap(step) is inspect.unwrap(cls.step):
+                return base
+    return cls if cls.__module__.startswith("core.optimizer.") else None
+
+
+def undeclared(algorithm: Algorithm) -> str:
+    """Return the error text for a class of scope "group" whose parameters are on several ranks."""
+    found = resolve(algorithm)
+    name = found if isinstance(found, str) else found.__name__
+    return (
+        f"{name} does not say which gradients one element's update depends on, and this rank has only a part of its "
+        f"parameters. Set `{name}.needs_shapes = False` if it updates each element alone (Adam, SGD and their kin), or "
+        f"`{name}.needs_shapes = True` and `{name}.couples_parameters = False` if each parameter alone (LAMB, LARS, "
+        "Muon). One that makes a number of several parameters (Prodigy, D-adaptation) trains where each rank has all "
+        "of them: with no_shard, TorchDDPPlugin or GeminiPlugin(strict_ddp_mode=True)"
+    )

@@ -8,7 +8,7 @@ two stages have one name for different parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from core.distributed.finalize_model_grads import models_of
 from core.groups import agree
 from core.groups.process_groups import CHAINS, ProcessGroups, world_chain
 from core.groups.rank_grid import COPY_AXES
+from core.optimizer.algorithms.names import Algorithm, undeclared, update_scope
 from core.optimizer.masters.master_weights import LOW_PRECISION
 from core.optimizer.optimizer_config import OptimizerConfig
 
@@ -221,6 +222,26 @@ def cut_by_shards(
             )
             found.append((wanted == "all", problem))
     return max(found)[1] if found else None
+
+
+def spread_group(model_chunks: Sequence[DistributedDataParallel], algorithms: Iterable[Algorithm]) -> str | None:
+    """Return the error text if an algorithm that must see all of its parameters in one call is given a part of them.
+
+    Args:
+        model_chunks: Wrapped chunks of one model on this rank.
+        algorithms: Algorithms that step it.
+    """
+    coupled = next((each for each in algorithms if update_scope(each) == "group"), None)
+    if coupled is None:
+        return None
+    groups = model_chunks[0].groups
+    sharded = any(
+        chunk.ddp_config.sharded and dist.get_world_size(bucket.groups.shard) > 1
+        for chunk in model_chunks
+        for bucket in buckets_of([chunk])
+    )
+    split = any(groups.size(axis) > 1 for _, _, contract in params_of(model_chunks) for axis in contract.sharded_over)
+    return undeclared(coupled) if sharded or split or groups.size("pp") > 1 else None
 
 
 def all_rank_groups(groups: ProcessGroups) -> list[ProcessGroup]:

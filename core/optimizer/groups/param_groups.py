@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.groups import agree
-from core.optimizer.algorithms.names import Algorithm, algorithm_needs_shapes, label
+from core.optimizer.algorithms.names import Algorithm, label, update_scope
 from core.optimizer.groups.param_key import (
     ParamGroupOverride,
     ParamKey,
@@ -192,7 +192,7 @@ class ParamGroups:
     def needs_whole(self, param: nn.Parameter) -> str | None:
         """The algorithm of a parameter if it must see it whole, in its shape."""
         algorithm = self._key_of[id(param)].algorithm
-        return algorithm if algorithm_needs_shapes(algorithm) else None
+        return algorithm if update_scope(algorithm) != "element" else None
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
         """One empty torch param group a key, with its lr and weight decay; one where there is no parameter at all."""

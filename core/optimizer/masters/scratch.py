@@ -6,6 +6,7 @@ memory is bounded for any size of the model, and an algorithm knows nothing of h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,21 +41,32 @@ def kept_dtype(key: str, config: OptimizerConfig) -> torch.dtype | None:
 class Scratch:
     """The memory, shared by all waves of an optimizer: a tensor for each of master, gradient and packed moment."""
 
-    def __init__(self, masters: Sequence[BucketMasters], config: OptimizerConfig) -> None:
+    def __init__(self, masters: Sequence[BucketMasters], config: OptimizerConfig, *, at_once: bool = False) -> None:
+        """Plan and allocate the memory.
+
+        Args:
+            masters: The optimizer's buckets, whose segments are given their place.
+            config: Says in which dtypes moments are kept.
+            at_once: True to give every segment of all buckets its own place, as they are stepped in one call.
+        """
         self.config = config
         self.extent = 0
         self.memory: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        at = 0
         for bucket_masters in masters:
-            self._plan_waves(bucket_masters)
+            limit = math.inf if at_once else scratch_numel(bucket_masters.grad.device)
+            at = self._plan_waves(bucket_masters, at if at_once else 0, limit)
         for bucket_masters in masters:
             for segment in bucket_masters.segments:
                 if segment.in_scratch:
                     self._bind(bucket_masters, segment)
 
-    def _plan_waves(self, masters: BucketMasters) -> None:
-        """Fill wave after wave; a segment that is longer than scratch (a whole matrix) has one of its own."""
-        limit = scratch_numel(masters.grad.device)
-        wave, at = 0, 0
+    def _plan_waves(self, masters: BucketMasters, at: int, limit: float) -> int:
+        """Fill wave after wave from element `at` on; return the end of the last one.
+
+        A segment that is longer than `limit` (a whole matrix) has a wave to itself.
+        """
+        wave = 0
         for segment in masters.segments:
             if segment.in_scratch:
                 if at and at + segment.numel > limit:
@@ -62,6 +74,7 @@ class Scratch:
                 segment.wave, segment.at = wave, at
                 self.extent = max(self.extent, at + segment.numel)
                 at = -(-(at + segment.numel) // ALIGNMENT) * ALIGNMENT
+        return at
 
     def _bind(self, masters: BucketMasters, segment: Segment) -> None:
 

@@ -26,8 +26,15 @@ class InnerStep:
     An algorithm may count steps in its param groups. So every call begins with the numbers that the first one found.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, at_once: bool = False) -> None:
+        """Note the numbers in the optimizer's groups.
+
+        Args:
+            optimizer: Steps the masters.
+            at_once: True if one call must have all parameters, as numbers of the algorithm are made of several.
+        """
         self.optimizer = optimizer
+        self.at_once = at_once
         groups = optimizer.param_groups
         self._numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
@@ -39,7 +46,7 @@ class InnerStep:
         """
         pairs = list(zip(buckets, factors, strict=True))
         offloaded = [pair for pair in pairs if pair[0].is_apart]
-        if offloaded and len(pairs) > 1:
+        if offloaded and len(pairs) > 1 and not self.at_once:
             for masters, _ in offloaded:  # the gradients of the next one come while one is stepped
                 if masters.sends_ahead:
                     masters.send_grads()
@@ -54,25 +61,38 @@ class InnerStep:
             (segment, factor[segment.norm_group])
             for masters, factor in pairs
             for segment in masters.segments
-            if segment.live and not segment.in_scratch
+            if segment.live and (self.at_once or not segment.in_scratch)
         ]
         calls: dict[float | None, list[tuple[Segment, float]]] = {}
-        for segment, one in here:
-            calls.setdefault(one if segment.grad.itemsize == 2 else None, []).append((segment, one))
+        for segment, one in self._in_order(here) if self.at_once else here:
+            alone = segment.grad.itemsize == 2 and not self.at_once
+            calls.setdefault(one if alone else None, []).append((segment, one))
         for call in calls.values():
-            self.step_segments([segment for segment, _ in call], [factor for _, factor in call])
-        for segment, _ in here:
-            if segment.storage is not None:
-                segment.storage.write(segment.master.data.view(-1))
+            self._step(call, scratch)
         for masters, factor in pairs:
-            for wave in masters.waves:
-                wave = [segment for segment in wave if segment.live]
-                scratch.unpack(wave, self.optimizer.state)
-                self.step_segments(wave, [factor[segment.norm_group] for segment in wave])
-                scratch.pack(wave, self.optimizer.state)
+            for wave in () if self.at_once else masters.waves:
+                self._step([(segment, factor[segment.norm_group]) for segment in wave if segment.live], scratch)
             masters.note_written()
             if masters.tier is not None:
                 masters.keep_moments(self.optimizer.state)
+
+    def _in_order(self, pairs: list[tuple[Segment, float]]) -> list[tuple[Segment, float]]:
+        """Sort segments as the optimizer lists their masters, so that sums over parameters round as on one process."""
+        place = {id(master): at for group in self.optimizer.param_groups for at, master in enumerate(group["params"])}
+        return sorted(pairs, key=lambda pair: place[id(pair[0].master)])
+
+    def _step(self, pairs: Sequence[tuple[Segment, float]], scratch: Scratch) -> None:
+        """Step the masters of some segments in one call, by way of scratch if they have their place there."""
+        segments = [segment for segment, _ in pairs]
+        in_scratch = [segment for segment in segments if segment.in_scratch]
+        if in_scratch:
+            scratch.unpack(in_scratch, self.optimizer.state)
+        self.step_segments(segments, [factor for _, factor in pairs])
+        if in_scratch:
+            scratch.pack(in_scratch, self.optimizer.state)
+        for segment in segments:
+            if segment.storage is not None and not segment.in_scratch:
+                segment.storage.write(segment.master.data.view(-1))
 
     def step_segments(self, segments: Sequence[Segment], factors: Sequence[float]) -> None:
         """Step the masters of these segments, and no other's.
@@ -92,7 +112,7 @@ class InnerStep:
         known = [segment for segment in segments if self.optimizer.state.get(segment.master)]
         fresh = [segment for segment in segments if not self.optimizer.state.get(segment.master)]
         try:
-            for some in (fresh, known):
+            for some in (segments,) if self.at_once else (fresh, known):
                 if some:
                     self._call(some)
         finally:

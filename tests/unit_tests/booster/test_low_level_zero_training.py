@@ -105,6 +105,7 @@ class Whole(torch.optim.Optimizer):
     """Moves each parameter along its gradient by a norm of the whole parameter, as LARS does."""
 
     needs_shapes = True
+    couples_parameters = False
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})

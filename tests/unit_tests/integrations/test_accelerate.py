@@ -193,13 +193,20 @@ def test_fp16_trains_and_skips_an_overflow_of_one_rank_on_both(rank: int, world:
 
 
 class ByNorm(torch.optim.SGD):
-    """Moves each parameter by its own norm, and does not say that it looks at whole parameters."""
+    """Moves each parameter by its own norm, and does not say so."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 param.add_(param.grad, alpha=-group["lr"] * (1 + float(param.norm())))
+
+
+class SaysByNorm(ByNorm):
+    """The same, and says it."""
+
+    needs_shapes = True
+    couples_parameters = False
 
 
 @ranks(2)
@@ -210,22 +217,24 @@ def test_an_optimizer_that_does_not_say_what_it_sees_trains_where_parameters_are
         plain.zero_grad()
         (sum(loss_of(reference, other, step) for other in range(world)) / world).backward()
         plain.step()
-    cut = "ByNorm does not say .*ByNorm.needs_shapes = False.*If True, parameter .*keep_params_whole='all'"
-    for strategy, whole, refused in (
-        ("no_shard", False, False),
-        ("optim", False, True),
-        ("optim", True, True),
-        ("optim", "all", False),
-        ("optim_grads_params", "all", False),
-    ):
+    unknown = "ByNorm does not say .*ByNorm.needs_shapes = False.*ByNorm.couples_parameters = False"
+    cut = "parameter .* is updated by SaysByNorm, which needs it whole.*keep_params_whole='all'"
+    cases: tuple[tuple[str, bool | str, type[ByNorm], str], ...] = (
+        ("no_shard", False, ByNorm, ""),
+        ("optim", "all", ByNorm, unknown),
+        ("optim", True, SaysByNorm, cut),
+        ("optim", "all", SaysByNorm, ""),
+        ("optim_grads_params", "all", SaysByNorm, ""),
+    )
+    for strategy, whole, cls, refused in cases:
         with launched(rank, world):
             from core.integrations import Accelerator
 
             config = replace(config_of(strategy), keep_params_whole=whole)  # type: ignore[arg-type]
             accelerator, net = Accelerator(cpu=True, ddp_config=config), make_net()
-            user = ByNorm(net.parameters(), lr=0.05)
+            user = cls(net.parameters(), lr=0.05)
             if refused:
-                with pytest.raises(ValueError, match=cut):
+                with pytest.raises(ValueError, match=refused):
                     accelerator.prepare(net, user)
                 continue
             model, optimizer = accelerator.prepare(net, user)

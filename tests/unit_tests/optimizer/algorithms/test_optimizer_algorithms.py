@@ -19,7 +19,7 @@ from core.optimizer import (
     get_standard_config_overrides,
 )
 from core.optimizer.algorithms.lion import Lion
-from core.optimizer.algorithms.names import algorithm_needs_shapes, label, resolve
+from core.optimizer.algorithms.names import label, resolve, update_scope
 from core.optimizer.step.inner_optimizer import CombinedOptimizer, inner_optimizer
 from core.optimizer.step.inner_step import InnerStep
 from tests.unit_tests.ranks import ranks
@@ -31,6 +31,8 @@ STEPS = 4
 
 class HalvingSGD(torch.optim.Optimizer):
     """A class of a user's: no weight decay, a state of one tensor and one number."""
+
+    needs_shapes = False
 
     def __init__(self, params: Iterable[Any], lr: float, rate: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "rate": rate})
@@ -217,8 +219,8 @@ def test_names_and_classes_are_resolved_and_what_cannot_work_is_refused() -> Non
     assert resolve("adam") == label("adam") == "adam"
     assert resolve("Adagrad") is torch.optim.Adagrad and label(torch.optim.Adagrad) == "Adagrad"
     assert resolve(label(HalvingSGD)) is HalvingSGD
-    assert [algorithm_needs_shapes(each) for each in ("adam", "lion", "Adagrad", HalvingSGD)] == [False] * 4
-    assert [algorithm_needs_shapes(each) for each in ("muon", "came", "Adafactor", WritesItsShape)] == [True] * 4
+    assert {update_scope(each) for each in ("adam", "lion", "Adagrad", HalvingSGD)} == {"element"}
+    assert {update_scope(each) for each in ("muon", "came", "Adafactor", WritesItsShape)} == {"parameter"}
 
     class Hidden(torch.optim.SGD):
         pass
