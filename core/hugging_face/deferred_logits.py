@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.distributed.buffer.grad_attribute import attributes_alone
@@ -124,6 +125,17 @@ class DeferredLogits(Tensor):
                     value = step(value)
             self.value = value
         return self.value
+
+    @torch.no_grad()
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield this rank's logits [tokens, columns], so many tokens at once. Collective if parameters are sharded."""
+        module = self.head.module
+        with self._reading():
+            for part in self.head.prepared(self.hidden).flatten(0, -2).split(self.tokens_at_once):
+                logits = F.linear(part, module.weight, module.bias)
+                for step in self.steps:
+                    logits = step(logits)
+                yield logits
 
     def losses(self, target: Tensor, vocab_size: int, multiple: int, groups: ProcessGroups) -> Tensor:
         """The loss of each token, over chunks of tokens. target: [...], as for chunked_cross_entropy."""

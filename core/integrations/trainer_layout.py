@@ -20,7 +20,7 @@ from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
 from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, add_over_replicas
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
-from core.integrations import for_accelerate
+from core.integrations import for_accelerate, token_scores
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -79,7 +79,10 @@ class LayoutParts(Base):
 
     def _boost(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[HybridParallelModel, Any]:
         """In the place of `accelerator.prepare`. Collective over the world."""
+        scores = token_scores.take_off(model)
         boosted, wrapped, *_ = self.booster.boost(model, optimizer)
+        if scores and self.plugin is not None and self.plugin.pp_size == 1:
+            token_scores.score_tokens(boosted.unwrap())
         self.boosted = boosted
         boosted.zero_grad = wrapped.zero_grad  # the loop drops gradients by the model
         prepared = for_accelerate.prepared_optimizer(wrapped)
