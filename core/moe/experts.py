@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master, tensor_parallel_slice
-from core.tensor_parallel.discarded_output import computed_again, discard
 from core.tensor_parallel.initialization import InitMethod, normal_init
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from core.tensor_parallel.mappings import resolve_groups
+from core.tensor_parallel.unsaved_output import computed_again, run_unsaved
 from core.transformer.mlp import ACTIVATIONS
 from core.transformer.transformer_config import TransformerConfig
 
@@ -121,9 +121,7 @@ class Experts(nn.Module):
         """The activation, and the second product of it."""
         again = self.recompute_activation and self.training
         active = computed_again(self.activation, wide) if again else self.activation(wide)
-        output = product(active)
-        discard(active, output)
-        return output
+        return run_unsaved(product, active)
 
     def _add_bias2(self, output: Tensor, repeats: Tensor) -> Tensor:
         if self.bias2 is None:

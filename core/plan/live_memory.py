@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from torch.fx.experimental.proxy_tensor import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from core.distributed.buffer.grad_placeholder import tensors_in
-from core.tensor_parallel.discarded_output import WATCHERS
 
 FORWARD, BACKWARD = "forward", "backward"
 BEFORE, AFTER = "embedding", "last norm, logits and loss"  # what runs before the first layer, and after the last one
@@ -86,7 +84,7 @@ def _with_all_heads(args: Any) -> list[Any]:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Follows every storage that an operator makes until it is freed, or gives its memory back.
+    """Follows every storage that an operator makes until it is freed.
 
     Tensors with values are followed while it is entered, those without inside `WithoutValues.followed_by`.
     known: tensors that were there before, whose memory is not counted. times: so often an operator runs that is noted.
@@ -143,20 +141,3 @@ class LiveMemory(TorchDispatchMode):
     def _add(self, key: int, nbytes: int) -> None:
         self.live += nbytes
         self.live_of[self._sizes[key][1]] += nbytes
-
-    @contextmanager
-    def sees_resized(self) -> Iterator[None]:
-        """Inside, storages that give their memory back, and those that get it again, are noted."""
-        WATCHERS.append(self._resized)
-        try:
-            yield
-        finally:
-            WATCHERS.remove(self._resized)
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key in self._followed:
-            before, part = self._sizes[key]
-            self._sizes[key] = storage.nbytes(), part
-            self._add(key, storage.nbytes() - before)
-            self.peak[self.place] = max(self.peak[self.place], self.live)

@@ -195,18 +195,25 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
 
 
 def _stream_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    return contextlib.nullcontext(), _replay(get_rng_tracker().get_states())
+    return contextlib.nullcontext(), _Replay(get_rng_tracker().get_states())
 
 
-@contextlib.contextmanager
-def _replay(states: dict[str, RNGState]) -> Iterator[None]:
-    """Tracker streams at `states` inside the block; torch's own checkpoint does the default one."""
-    tracker = get_rng_tracker()
-    before, outer = tracker.get_states(), tracker.replays
-    tracker.set_states(states)
-    tracker.replays = True
-    try:
-        yield
-    finally:
-        tracker.set_states(before)
-        tracker.replays = outer
+class _Replay(contextlib.AbstractContextManager[None]):
+    """Tracker streams at `states` inside the block; torch's own checkpoint does the default one.
+
+    A graph that is kept (`retain_graph=True`) enters one of these in each of its backwards.
+    """
+
+    def __init__(self, states: dict[str, RNGState]) -> None:
+        self.states = states
+
+    def __enter__(self) -> None:
+        tracker = get_rng_tracker()
+        self.before = tracker.get_states(), tracker.replays
+        tracker.set_states(self.states)
+        tracker.replays = True
+
+    def __exit__(self, *_: object) -> None:
+        tracker = get_rng_tracker()
+        states, tracker.replays = self.before
+        tracker.set_states(states)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from core.tensor_parallel.discarded_output import computed_again, discard
 from core.tensor_parallel.initialization import normal_init
+from core.tensor_parallel.unsaved_output import computed_again, run_unsaved
 from core.transformer.transformer_config import TransformerConfig
 
 
@@ -72,6 +72,8 @@ class MLP(nn.Module):
         wide, _ = self.linear_fc1(hidden)
         again = self.recompute_activation and self.training
         wide = computed_again(self.activation, wide) if again else self.activation(wide)
+        return run_unsaved(self._down, wide)
+
+    def _down(self, wide: Tensor) -> Tensor:
         output, _ = self.linear_fc2(wide)
-        discard(wide, output)
         return output

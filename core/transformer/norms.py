@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.model_parallel_config import ModelParallelConfig
-from core.tensor_parallel.discarded_output import computed_again
+from core.tensor_parallel.unsaved_output import computed_again
 
 
 class LayerNorm(nn.Module):
@@ -16,7 +16,7 @@ class LayerNorm(nn.Module):
     def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False) -> None:
         super().__init__()
         self.eps = eps
-        self.recompute = recompute  # keep the input alone, so that the output can be discarded
+        self.recompute = recompute  # save the input alone, so that the output need not be saved
         self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.zeros(size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
     def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False) -> None:
         super().__init__()
         self.eps = eps
-        self.recompute = recompute  # keep the input alone, so that the output can be discarded
+        self.recompute = recompute  # save the input alone, so that the output need not be saved
         self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from torch import Tensor, nn
 
 from core.context_parallel import PackedTokens
 from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import checkpoint
-from core.tensor_parallel.discarded_output import discard
+from core.tensor_parallel.unsaved_output import run_unsaved
 from core.transformer.attention import SelfAttention
 from core.transformer.dropout import hidden_dropout
 from core.transformer.mlp import MLP
@@ -55,13 +56,13 @@ class TransformerLayer(nn.Module):
     def forward(self, hidden: Tensor, packed: PackedTokens | None = None) -> Tensor:
         """The next hidden state. packed: the tokens' documents and positions, where they are not one sequence."""
         normed = self.input_layernorm(hidden)
-        output = self.self_attention(normed, packed)
-        discard(normed, output)
+        output = run_unsaved(self.self_attention, normed, packed)
+        del normed
         hidden = hidden + self._dropout(output)
         normed = self.pre_mlp_layernorm(hidden)
         again = self.recompute_mlp and self.training
-        output = checkpoint(self.mlp, False, normed) if again else self.mlp(normed)
-        discard(normed, output)
+        output = run_unsaved(partial(checkpoint, self.mlp, False) if again else self.mlp, normed)
+        del normed
         return hidden + self._dropout(output)
 
     def _dropout(self, hidden: Tensor) -> Tensor:

@@ -79,6 +79,9 @@ class GradPlaceholder(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> Any:
         raise SyncError(self.refusal("a copy"))
 
+    def __dlpack__(self, **_: Any) -> Any:  # numpy and other libraries would read memory that is not there
+        raise SyncError(self.refusal("an export to another library"))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise SyncError(self.refusal("pickling"))
 

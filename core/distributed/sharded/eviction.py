@@ -11,27 +11,19 @@ from __future__ import annotations
 import itertools
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from core.distributed.buffer.saved_tensors import Pack, Unpack, active_hooks
 from core.distributed.contract.placement import MemStats, Placement
 from core.distributed.sharded.param_unit import ParamUnit
 from core.groups import agree
 
 WINDOW = 2  # buckets: parameters of one layer often lie in two
-
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
-
-
-def active_hooks() -> tuple[Pack, Unpack] | None:
-    """The innermost saved-tensor hooks of this thread; None where there are none."""
-    found: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found
 
 
 class Kept:

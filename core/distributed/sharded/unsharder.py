@@ -40,9 +40,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_attribute import attributes_alone, backward_runs, call_after_backward, weakly
+from core.distributed.buffer.saved_tensors import active_hooks, load_unchanged, save_unchanged
 from core.distributed.guard.misuse import refuse_reshaped
 from core.distributed.guard.replicas import checksum, first_unequal
-from core.distributed.sharded.eviction import active_hooks
 from core.distributed.sharded.gather_order import GatherOrder, needs_all
 from core.distributed.sharded.param_unit import Gather, KeepGathered, ParamUnit, SavedWeight
 from core.distributed.sharded.plain_params import PlainParams
@@ -267,8 +267,7 @@ class Unsharder(PlainParams):
                 index = bisect_right(unit.starts, offset) - 1
                 version = version_of(unit.params[index])
                 return SavedWeight(unit, index, offset, tensor.shape, tensor.stride(), version)
-        # An output that is saved by its own node would keep the node, and the node the output, for ever.
-        return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+        return save_unchanged(tensor)
 
     def _unpack(self, saved: SavedWeight | tuple[torch.Tensor, int]) -> torch.Tensor:
         if isinstance(saved, SavedWeight):
@@ -281,14 +280,7 @@ class Unsharder(PlainParams):
             if not self.in_backward:
                 self.runs()
             return self._unshard(saved.unit).as_strided(saved.shape, saved.stride, saved.offset)
-        tensor, version = saved
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {list(tensor.shape)} and {tensor.dtype} is at version {tensor._version}; expected "
-                f"version {version} instead"
-            )
-        return tensor
+        return load_unchanged(saved)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 

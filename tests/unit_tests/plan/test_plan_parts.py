@@ -112,7 +112,7 @@ def test_parts_come_to_what_a_forward_leaves(rank: int, world: int, family: str,
     job.clear()
     model: Any = job.chunks[0]
     (batch,) = job.batches
-    with LiveMemory(job.known()) as live, live.sees_resized():
+    with LiveMemory(job.known()) as live:
         if isinstance(job, GptJob):
             loss = model(batch, labels=batch).mean()
         else:

@@ -53,7 +53,7 @@ def step(config: TransformerConfig, groups: ProcessGroups) -> tuple[Tensor, dict
     model_parallel_manual_seed(5, groups)
     model = GPTModel(config, groups)
     tokens = batch()
-    with LiveMemory([*model.parameters(), tokens]) as live, live.sees_resized():
+    with LiveMemory([*model.parameters(), tokens]) as live:
         loss = model(tokens, labels=tokens)
         saved = live.live
     (loss.sum() * 3).backward()
@@ -132,12 +132,61 @@ def test_a_layer_inside_a_checkpoint_of_ones_own_is_right_too(around: str) -> No
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:
-    layer: nn.Module = GPTModel(config_of(ALL_CHEAP[:2], **SWIGLU), ProcessGroups()).decoder.layers[0]
-    hidden = torch.randn(S, B, H).requires_grad_()
-    loss = (layer(hidden) ** 2).sum()
-    first, second = (torch.autograd.grad(loss, [hidden, *layer.parameters()], retain_graph=True) for _ in range(2))
+    """Of every part: users take a penalty's gradient first, or try a step again."""
+    model = GPTModel(config_of(RECOMPUTED_PARTS, **SWIGLU, **EXPERTS, hidden_dropout=0.2), ProcessGroups())
+    model_parallel_manual_seed(5, ProcessGroups())
+    loss = model(batch(), labels=batch()).sum()
+    first, second = (torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for _ in range(2))
+    assert all(gradient.abs().max() > 0 for gradient in first)
     assert all(map(torch.equal, first, second))
-    assert not torch.autograd.grad(loss, [hidden])[0].eq(0).all()
+
+
+@pytest.mark.parametrize("kept_as", ["output", "view", "data"])
+def test_what_a_users_hook_keeps_of_a_norm_or_an_activation_stays_as_it_was(kept_as: str) -> None:
+    """Users log activations so. Memory that is given back under them would end the process when they read it."""
+    keep = {"output": lambda out: out, "view": lambda out: out.flatten()[3:], "data": lambda out: out.data}[kept_as]
+    layer = GPTModel(config_of(ALL_CHEAP[:2]), ProcessGroups()).decoder.layers[0]
+    kept: list[Tensor] = []
+    copies: list[Tensor] = []
+
+    def hook(_: nn.Module, args: tuple[Tensor, ...], output: Any = None) -> None:
+        tensor = keep(args[0] if output is None else output)
+        kept.append(tensor)
+        copies.append(tensor.clone())
+
+    layer.input_layernorm.register_forward_hook(hook)
+    layer.mlp.linear_fc2.register_forward_pre_hook(hook)
+    output = layer(torch.randn(S, B, H, requires_grad=True))
+    assert len(kept) == 2 and all(map(torch.equal, kept, copies))
+    (output**2).sum().backward()
+    assert all(map(torch.equal, kept, copies))
+
+
+def test_a_hook_that_writes_the_output_of_a_norm_has_its_gradient() -> None:
+    def gradients(parts: tuple[str, ...] | None) -> list[Tensor]:
+        layer = GPTModel(config_of(parts), ProcessGroups()).decoder.layers[0]
+        layer.input_layernorm.register_forward_hook(lambda _, args, output: write(output))
+        hidden = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        (layer(hidden) ** 2).sum().backward()
+        return [hidden.grad, *(param.grad for param in layer.parameters())]
+
+    def write(output: Tensor) -> None:
+        with torch.no_grad():
+            output.mul_(3)
+
+    plain = gradients(None)
+    assert all(map(torch.equal, gradients(("layernorm",)), plain))
+
+
+def test_a_write_to_what_the_consumer_of_a_norm_has_saved_is_refused() -> None:
+    """torch compares no versions of what passes through hooks on saved tensors, so these must."""
+    layer = GPTModel(config_of(("layernorm",)), ProcessGroups()).decoder.layers[0]
+    wide: list[Tensor] = []
+    layer.mlp.linear_fc1.register_forward_hook(lambda _, args, output: wide.append(output[0].detach()))
+    output = layer(torch.randn(S, B, H, requires_grad=True))
+    wide[0].mul_(3)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: a tensor of shape \[16, 2, 96\]"):
+        output.sum().backward()
 
 
 @ranks(2)

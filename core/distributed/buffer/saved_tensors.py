@@ -1,0 +1,43 @@
+"""Hooks on tensors that autograd saves for backward: which are active, and how a tensor is saved unchanged.
+
+torch calls the innermost hooks alone, and checks no version of a tensor that passed any. Hooks that have no interest in
+a tensor hand it to the hooks around them, or save it with `save_unchanged`, which keeps the check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+def active_hooks() -> tuple[Pack, Unpack] | None:
+    """Return the innermost saved-tensor hooks of this thread, or None."""
+    found: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+def save_unchanged(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Save a tensor as autograd does without hooks."""
+    # An output that is saved by its own node would keep the node, and the node the output, for ever.
+    return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+
+
+def load_unchanged(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """Return a tensor that `save_unchanged` has saved.
+
+    Raises:
+        RuntimeError: If the tensor was written in place since, as autograd says it without hooks.
+    """
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"tensor of shape {list(tensor.shape)} and {tensor.dtype} is at version {tensor._version}; expected "
+            f"version {version} instead"
+        )
+    return tensor
