@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import nn
 
 from core.booster.checkpoint_io import TorchDDPCheckpointIO
 from core.booster.plugin.dp_plugin_base import DPPluginBase
+from core.booster.plugin.one_backward import OneBackward
 from core.booster.plugin.plugin_base import Boosted
-from core.distributed.guard.outputs import tensors_of
 from core.distributed.wire.fp8_communication import all_reduce as fp8_all_reduce
 from core.interface import ModelWrapper, OptimizerWrapper
 
@@ -59,8 +58,6 @@ class TorchDDPPlugin(DPPluginBase):
             )
         self.ddp_kwargs = {name: given[name] for name in OPTIONS}
         self.fp8_communication = fp8_communication
-        self.backwards = 0
-        self.in_backward = False
 
     def supported_precisions(self) -> list[str]:
         """All that the Booster knows."""
@@ -92,43 +89,12 @@ class TorchDDPPlugin(DPPluginBase):
         if self.fp8_communication:
             # torch reads the hook's annotations, and here they are text; a lambda has none.
             ddp.register_comm_hook(ddp.process_group, lambda group, bucket: average_in_fp8(group, bucket))
-        ddp.register_forward_hook(self._listen)
+        OneBackward(ddp)
         boosted = TorchDDPModel(ddp)
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
             optimizer = OptimizerWrapper(optimizer)
             optimizer.name_parameters(model)
         return boosted, optimizer, criterion, dataloader, lr_scheduler
-
-    def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
-        """Accumulate the gradient of a loss. RuntimeError for a second loss of one forward, which torch leaves local.
-
-        Torch's reducer is ready for one backward after each forward. The next one adds each rank's own gradients.
-        """
-        self.backwards += 1
-        self.in_backward = True
-        try:
-            super().backward(loss, optimizer)
-        finally:
-            self.in_backward = False
-
-    def _listen(self, ddp: nn.parallel.DistributedDataParallel, _: Any, output: Any) -> None:
-        """Give the outputs of a forward, whose gradients torch will reduce, one place to note their backward."""
-        if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
-            first: list[int] = []
-            for tensor in tensors_of(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._refuse_second, first))
-
-    def _refuse_second(self, first: list[int], _: torch.Tensor) -> None:
-        if self.in_backward:
-            first.append(self.backwards)
-            if first[0] != self.backwards:
-                raise RuntimeError(
-                    f"backward {self.backwards} goes through a forward whose gradients torch's "
-                    f"DistributedDataParallel has reduced in backward {first[0]} already: those of this loss would "
-                    "stay local to each rank. Add the losses and call booster.backward once, or run the model again "
-                    "for the second one"
-                )
 
     def control_checkpoint_io(self) -> bool:
         """One rank writes."""

@@ -63,13 +63,10 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
 
     def __init__(self, optim: Any, model: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         super().__init__(optim)
-        # Where each sharded parameter is registered: a gathered one stands there until it is resharded.
-        self._places = [
-            (f"{path}.{leaf}".lstrip("."), module, leaf)
-            for path, module in model.named_modules()
-            for leaf, param in module.named_parameters(recurse=False)
-            if isinstance(param, DTensor)
-        ]
+        self._model = model
+        named = dict(model.named_parameters())
+        self._sharded = {name for name, param in named.items() if isinstance(param, DTensor)}
+        self._local = {param for name, param in named.items() if name not in self._sharded}  # of ignored modules
         self.groups = groups  # of ranks that shard, and of ranks that replicate
         self.device = device
 
@@ -94,20 +91,25 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
         return super().step(*args, **kwargs)
 
     def _check_reduced(self) -> None:
-        """RuntimeError, by the parameter's name, for a whole gradient that FSDP has not reduced.
+        """Raise RuntimeError, by the parameter's name, for a gradient that FSDP has not reduced.
 
         A reentrant checkpoint runs a backward of its own. FSDP takes its end for the last use of the layer, reduces
-        what has come, and keeps no account of uses that come later.
+        what has come, and keeps no account of uses that come later. A parameter that came after boost is in no unit.
         """
-        for name, module, leaf in self._places:
-            param = getattr(module, leaf)
-            if param.grad is not None and not isinstance(param, DTensor):
+        for name, param in self._model.named_parameters():
+            if param.grad is None or isinstance(param, DTensor) or param in self._local:
+                continue
+            if name in self._sharded:
                 raise RuntimeError(
                     f"rank {dist.get_rank()}: FSDP has left a gradient of {name!r} unreduced, so the gradient that it "
                     "did reduce is wrong. The layer is used more than once, and one use runs under "
                     "torch.utils.checkpoint with use_reentrant=True; set use_reentrant=False, which trains right, or "
-                    "leave the layer out of auto_wrap_policy"
+                    "leave the layer out of auto_wrap_policy. Or the parameter was exchanged after boost"
                 )
+            raise RuntimeError(
+                f"rank {dist.get_rank()}: parameter {name!r} was added after TorchFSDPPlugin boosted the model, and "
+                "FSDP does not reduce its gradient, so each rank would train its own copy. Add it before boost"
+            )
 
     def agree_on_overflow(self, found: bool) -> bool:
         """True if any rank found inf or NaN in its shard."""

@@ -177,19 +177,162 @@ class TwoHeads(nn.Module):
         return [head(hidden) for head in self.heads]
 
 
+def _by_booster(booster: Booster, optimizer: Any, loss: torch.Tensor) -> None:
+    booster.backward(loss, optimizer)
+
+
+def _by_optimizer(booster: Booster, optimizer: Any, loss: torch.Tensor) -> None:
+    optimizer.backward(loss, retain_graph=True)
+
+
+def _by_torch(booster: Booster, optimizer: Any, loss: torch.Tensor) -> None:
+    loss.backward(retain_graph=True)
+
+
 @ranks(2)
-def test_a_second_loss_of_one_forward_is_refused_because_torch_leaves_it_local(rank: int, world: int) -> None:
-    booster, model, optimizer = boosted(TwoHeads())
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("door", [_by_booster, _by_optimizer, _by_torch])
+@pytest.mark.in_suite()
+def test_a_second_loss_of_one_forward_is_refused_because_torch_leaves_it_local(
+    rank: int, world: int, door: Any, unused: bool
+) -> None:
+    booster, model, optimizer = boosted(TwoHeads(), find_unused_parameters=unused)
     x, _ = batch(rank, 0, torch.float32)
-    first, second = (out.sum() for out in model(x))
-    booster.backward(first + 0 * second, optimizer)
-    first, second = (out.sum() for out in model(x))  # another forward, and both outputs in one loss
-    torch.autograd.grad(first, model.unwrap().body.weight, retain_graph=True)
-    (first + second).backward(retain_graph=True)  # without the booster nothing is looked at
-    first, second = (out.sum() for out in model(x))
-    booster.backward(first + 0 * second, optimizer)
-    with pytest.raises(RuntimeError, match="backward 3 .* reduced in backward 2 already: .*Add the losses"):
-        booster.backward(second, optimizer)
+    for _ in range(2):
+        first, second = (out.sum() for out in model(x))
+        (first + 0 * second).backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="brings '.*' a second gradient after one forward.*Add the losses"):
+            door(booster, optimizer, first + second)
+        optimizer.zero_grad()
+
+
+@ranks(2)
+def test_two_forwards_before_two_backwards_are_refused_because_torch_reduces_one(rank: int, world: int) -> None:
+    """A GAN's discriminator on real and on fake pictures, each with a backward."""
+    booster, model, optimizer = boosted(TwoHeads())
+    real, fake = (sum(out.sum() for out in model(batch(rank, n, torch.float32)[0])) for n in range(2))
+    booster.backward(real, optimizer)
+    with pytest.raises(RuntimeError, match="a second gradient after one forward"):
+        booster.backward(fake, optimizer)
+
+
+class Nested(TwoHeads):
+    def forward(self, x: torch.Tensor) -> Any:
+        first, second = super().forward(x)
+        return {"heads": (first, {"second": second})}
+
+
+def _both(outputs: Any) -> torch.Tensor:
+    first, second = outputs if isinstance(outputs, list) else (outputs["heads"][0], outputs["heads"][1]["second"])
+    return first.pow(2).sum() + 3 * second.sin().sum()
+
+
+def _gradient_penalty(model: nn.Module, x: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    outputs = _both(model(x))
+    (slope,) = torch.autograd.grad(outputs, x, create_graph=True)
+    (outputs + slope.pow(2).sum()).backward()
+
+
+def _only_inputs_first(model: nn.Module, x: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    outputs = _both(model(x))
+    outputs.backward(inputs=[x], retain_graph=True)
+    outputs.backward()
+
+
+def _weight_penalty_apart(model: nn.Module, x: torch.Tensor) -> None:
+    _both(model(x)).backward()
+    sum(param.pow(2).sum() for param in model.parameters()).backward()
+
+
+def _evaluation_between(model: nn.Module, x: torch.Tensor) -> None:
+    loss = _both(model(x))
+    with torch.no_grad():
+        model(2 * x)
+    loss.backward()
+
+
+def _checkpointed(model: nn.Module, x: torch.Tensor) -> None:
+    hidden = torch.utils.checkpoint.checkpoint(torch.tanh, x.clone().requires_grad_(), use_reentrant=True)
+    _both(model(hidden)).backward()
+
+
+def _two_losses_of_two_forwards(model: nn.Module, x: torch.Tensor) -> None:
+    for scale in (1, 2):
+        _both(model(scale * x)).backward()
+
+
+def _after_an_error(model: nn.Module, x: torch.Tensor) -> None:
+    outputs = _both(model(x))
+    outputs.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        outputs.backward()
+    _both(model(x)).backward()
+
+
+RIGHT = [
+    *(_gradient_penalty, _only_inputs_first, _weight_penalty_apart, _evaluation_between, _checkpointed),
+    *(_two_losses_of_two_forwards, _after_an_error),
+]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [TwoHeads, Nested])
+@pytest.mark.parametrize("program", RIGHT)
+@pytest.mark.in_suite()
+def test_programs_that_torchs_wrapper_reduces_are_let_through(rank: int, world: int, program: Any, kind: Any) -> None:
+    torch.manual_seed(1)
+    _, model, _ = boosted(kind())
+    whole = kind()
+    whole.load_state_dict(model.unwrap().state_dict())
+    program(model, batch(rank, 0, torch.float32)[0])
+    for other in range(world):
+        program(whole, batch(other, 0, torch.float32)[0])
+    for (name, param), ours in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert param.grad.norm() > 1e-3, name
+        torch.testing.assert_close(ours.grad, param.grad / world)
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [tower(x) for tower in self.towers]
+
+
+@ranks(2)
+def test_two_losses_over_other_parameters_of_one_forward_are_right(rank: int, world: int) -> None:
+    torch.manual_seed(1)
+    booster, model, optimizer = boosted(TwoTowers())
+    for out in model(batch(rank, 0, torch.float32)[0]):
+        booster.backward(out.sum(), optimizer)
+    mean = sum(batch(other, 0, torch.float32)[0].sum(0) for other in range(world)) / world
+    for tower in model.unwrap().towers:
+        torch.testing.assert_close(tower.weight.grad, mean.expand(3, 5))
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["unfrozen", "added", "replaced"])
+def test_a_parameter_that_torchs_wrapper_does_not_know_is_refused_by_name(rank: int, world: int, how: str) -> None:
+    plain = TwoHeads()
+    plain.body.bias.requires_grad_(False)
+    booster, model, optimizer = boosted(plain)
+    x, _ = batch(rank, 0, torch.float32)
+    booster.backward(_both(model(x)), optimizer)
+    if how == "unfrozen":
+        plain.body.bias.requires_grad_(True)
+    elif how == "added":
+        plain.heads[1].extra = nn.Parameter(torch.ones(3))
+    else:
+        plain.body.weight = nn.Parameter(plain.body.weight.detach().clone())
+    name = {"unfrozen": "body.bias", "added": "heads.1.extra", "replaced": "body.weight"}[how]
+    with pytest.raises(RuntimeError, match=f"parameter '{name}' was frozen, or not there, when TorchDDPPlugin"):
+        model(x)
+    with torch.no_grad():
+        model(x)
 
 
 @ranks(2)

@@ -270,6 +270,16 @@ def test_ignored_modules_are_neither_sharded_nor_reduced(rank: int, world: int) 
 
 
 @ranks(2)
+def test_a_parameter_that_was_added_after_boost_is_refused_by_name(rank: int, world: int) -> None:
+    booster, model, optimizer = boosted(new_model())
+    model.unwrap().norm.extra = nn.Parameter(torch.ones(7))  # an adapter: every rank would train its own
+    model.unwrap().norm.register_forward_hook(lambda module, _, output: output * module.extra)
+    booster.backward(model(batch(rank, 0, torch.float32)[0]).sum(), optimizer)
+    with pytest.raises(RuntimeError, match="'norm.extra' was added after TorchFSDPPlugin"):
+        optimizer.step()
+
+
+@ranks(2)
 @pytest.mark.parametrize("own", [True, False], ids=["param_init_fn", "reset_parameters"])
 def test_a_model_on_the_meta_device_is_given_values(rank: int, world: int, own: bool) -> None:
     with torch.device("meta"):

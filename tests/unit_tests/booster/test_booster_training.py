@@ -5,11 +5,13 @@ import torch
 
 from core.booster import Booster
 from core.booster.mixed_precision import FP16TorchMixedPrecision
-from core.booster.plugin import DPPluginBase, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from core.booster.plugin import DPPluginBase, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from tests.unit_tests.booster.booster_reference import (
     BOUNDS,
     MAX_NORM,
     assert_same_training,
+    new_model,
+    one_backward,
     train,
     trained_on_one_process,
 )
@@ -83,3 +85,27 @@ def test_an_fp16_gradient_of_a_loss_that_was_not_scaled_is_refused_on_all_ranks(
     assert not optimizer.found_inf
     optimizer.zero_grad()
     optimizer.step()  # without any gradient: nothing to refuse
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", ["torch_ddp", "low_level_zero", "gemini"])
+def test_adapters_that_are_injected_after_boost_are_refused_once_they_train(rank: int, world: int, plugin: str) -> None:
+    """By peft, for an evaluation first (frozen), and trained later: no rank would reduce their gradients."""
+    peft = pytest.importorskip("peft")
+    made = {"gemini": GeminiPlugin(precision="fp32"), "low_level_zero": LowLevelZeroPlugin(precision="fp32")}
+    booster = Booster(plugin=made.get(plugin) or new_plugin(plugin))
+    net = new_model()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    one_backward(booster, model, optimizer, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["second"], r=2), model.unwrap())
+    for name, param in net.named_parameters():
+        param.requires_grad_("lora" not in name)
+    one_backward(booster, model, optimizer, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    net.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="second.lora_A.default.weight"):
+        one_backward(booster, model, optimizer, rank)
+        optimizer.step()
