@@ -20,6 +20,7 @@ from core.groups.rank_grid import AXES
 from core.optimizer.norm.clip_loose import clip_loose_gradients
 from core.optimizer.optimizer import MegatronOptimizer
 from core.optimizer.optimizer_state import plain_numbers
+from core.optimizer.step.scaled_backward import scaled_backward
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -98,7 +99,8 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         if hasattr(self.optim, "backward_by_grad"):
             self.optim.backward_by_grad(tensor, grad)
         else:
-            torch.autograd.backward(tensor, grad)
+            with scaled_backward(getattr(self.optim, "grad_scaler", None)):
+                torch.autograd.backward(tensor, grad)
         self.accumulation.backward_done(tokens)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,11 +10,7 @@ from torch import nn
 from core.optimizer.loss_scaler import LossScaler
 from core.optimizer.norm.clip_loose import clip_loose_gradients
 from core.optimizer.optimizer_state import plain_numbers
-
-NOT_SCALED = (
-    "this step's gradients come from a loss that was not multiplied by the loss scale, and would be divided by it; "
-    "call booster.backward(loss, optimizer) in place of loss.backward(), once or more before each step"
-)
+from core.optimizer.step.scaled_backward import scale_loss
 
 
 class OptimizerWrapper:
@@ -131,7 +127,7 @@ class OptimizerWrapper:
                 f"{type(self).__name__} has no loss scale; scale_loss is for fp16 mixed precision"
             )
         self._scaled = True
-        return loss.float() * self.scaler.value
+        return scale_loss(loss.float(), self.scaler)
 
     def unscale_grad(self) -> None:
         """Divide the gradients by the loss scale. Only with fp16."""

@@ -30,14 +30,25 @@ class LossScaler:
     def __init__(self, scale: float) -> None:
         _expect_scale("scale", scale)
         self.value = float(scale)
+        self.has_scaled = False  # True if a loss of this step was multiplied by `scale_loss`
+        self.is_passed_on = False  # True if a scaled loss of this step has reached no parameter
+        self._is_read = False  # True if user code asked for the factor before the first step
+        self._has_stepped = False
 
     @property
     def scale(self) -> torch.Tensor:
         """The factor, [1] in fp32 on the CPU."""
+        self._is_read = self._is_read or not self._has_stepped
         return torch.tensor([self.value], dtype=torch.float32, device="cpu")
+
+    @property
+    def is_by_hand(self) -> bool:
+        """True if user code may multiply losses by the factor, or pass scaled gradients on, without `scale_loss`."""
+        return self._is_read or self.is_passed_on
 
     def update(self, found_inf: bool) -> None:
         """A step ended; found_inf: True if a gradient of any rank overflowed."""
+        self._has_stepped, self.has_scaled, self.is_passed_on = True, False, False
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers to continue from."""
@@ -91,6 +102,7 @@ class DynamicLossScaler(LossScaler):
         self.lives = hysteresis
 
     def update(self, found_inf: bool) -> None:
+        super().update(found_inf)
         if found_inf:
             self.good_steps = 0
             self.lives -= 1

@@ -10,6 +10,7 @@ Where a rank owns all of a bucket or only a shard of it, everything here is the 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ from core.optimizer.optimizer_state import (
 )
 from core.optimizer.step.inner_optimizer import inner_optimizer
 from core.optimizer.step.inner_step import Factors, InnerStep
+from core.optimizer.step.scaled_backward import ScaleWatch, scale_loss
 from core.optimizer.step.skip_log import SkipLog
 from core.watch.waiting import calling
 
@@ -103,6 +105,10 @@ class MegatronOptimizer(torch.optim.Optimizer):
             watched=self.model_chunks,
             models=self.model_of_buckets(),
         )
+        me = weakref.ref(self)
+        for chunk in self.model_chunks:
+            in_pipeline = chunk.groups.size("pp") > 1
+            chunk.reducer.scale_watch = ScaleWatch(lambda: getattr(me(), "grad_scaler", None), in_pipeline=in_pipeline)
         self.steps_skipped = 0
         self.skip_log = SkipLog()
         self.note_step(skipped=False)
@@ -158,7 +164,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
         Collective: every rank of the job, once a step.
         """
-        problem = self._take_gradients()
+        watches = filter(None, (chunk.reducer.scale_watch for chunk in self.model_chunks))
+        problem = self._take_gradients() or next(filter(None, (watch.problem for watch in watches)), None)
         again = self._measured_of == self._reductions()
         if not again:
             self._measured_of = self._reductions()
@@ -413,12 +420,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward on. Schedules take it as `config.grad_scale_func = optimizer.scale_loss`."""
-        return loss if self.grad_scaler is None else loss * self.grad_scaler.value
+        return loss if self.grad_scaler is None else scale_loss(loss, self.grad_scaler)
 
     def get_loss_scale(self) -> torch.Tensor:
         """The factor in `scale_loss`, [1] in fp32; 1 without loss scaling."""
-        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value
-        return torch.tensor([scale], dtype=torch.float32, device=self.meter.device)
+        scale = torch.ones(1, device="cpu") if self.grad_scaler is None else self.grad_scaler.scale
+        return scale.to(self.meter.device)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core import parallel_state
-from core.distributed import finalize_model_grads
+from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.distributed.guard.first_steps import drop_notes, note_microbatch
 from core.groups.process_groups import ProcessGroups
@@ -238,7 +238,13 @@ class PipelineRunner:
         if not self.per_token:
             value = value / len(self.microbatches)
         grad_scale = getattr(self.config, "grad_scale_func", None)
-        return value if grad_scale is None or not torch.is_grad_enabled() else grad_scale(value)
+        if grad_scale is not None and torch.is_grad_enabled():
+            return grad_scale(value)
+        for chunk in self.chunks if value.requires_grad else ():
+            watch = chunk.reducer.scale_watch if isinstance(chunk, DistributedDataParallel) else None
+            if watch is not None:
+                watch.note_loss()
+        return value
 
     def _share_of_tokens(self, num_tokens: Tensor | float) -> Tensor:
         """A microbatch's tokens over all context-parallel ranks, a rank's share: the wrapper takes these ranks' mean.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
+from core.distributed.buffer.grad_attribute import weakly
 from core.interface import OptimizerWrapper
-from core.interface.optimizer import NOT_SCALED
 from core.optimizer.loss_scaler import DynamicLossScaler
+from core.optimizer.step.scaled_backward import lacks_scale, scaled_backward, unscaled
 
 
 class TorchAMPOptimizer(OptimizerWrapper):
@@ -23,8 +25,16 @@ class TorchAMPOptimizer(OptimizerWrapper):
         self.scaler: DynamicLossScaler = scaler
         self.found_inf = False  # in the gradients that were unscaled last
         self._unscaled = False
+        self._without_scale: nn.Parameter | None = None  # the first one whose gradient lacks the scale, in this step
         if isinstance(optim, OptimizerWrapper):
             self.param_names = optim.param_names
+        for param in self.parameters:
+            if type(param) is nn.Parameter:  # FSDP's own classes get their gradients otherwise
+                param.register_post_accumulate_grad_hook(weakly(self._look))
+
+    def _look(self, param: nn.Parameter) -> None:
+        if lacks_scale(self.scaler) and self._without_scale is None:
+            self._without_scale = param
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """Accumulate the gradient of the scaled loss."""
@@ -40,15 +50,17 @@ class TorchAMPOptimizer(OptimizerWrapper):
     ) -> None:
         """As OptimizerWrapper's: the gradient carries the scale already."""
         self._scaled = True
-        super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
+        with scaled_backward(self.scaler):
+            super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def unscale_grad(self) -> None:
         """Divide the gradients by the scale, once a step. Collective where ranks hold parts of a gradient."""
         if self._unscaled:
             return
         grads = [_local(param.grad) for param in self.parameters if param.grad is not None]
-        if grads and not self._scaled:
-            raise RuntimeError(NOT_SCALED)
+        if grads and (self._without_scale is not None or not self._scaled):
+            name = self.param_names.get(self._without_scale) if self._without_scale is not None else None
+            raise RuntimeError(unscaled("a gradient" if name is None else f"the gradient of {name!r}", self.scaler))
         finite = True
         if grads:
             # A sum of maxima: inf or NaN anywhere is inf or NaN here, and one read from the device serves all.
@@ -78,13 +90,17 @@ class TorchAMPOptimizer(OptimizerWrapper):
         result = None if self.found_inf else self.optim.step()
         self.note_step(skipped=self.found_inf)
         self.scaler.update(self.found_inf)
-        self._unscaled = self._scaled = False
+        self._begin()
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients; a new step begins."""
-        self._unscaled = self._scaled = False
+        self._begin()
         self.optim.zero_grad(*args, **kwargs)
+
+    def _begin(self) -> None:
+        self._unscaled = self._scaled = False
+        self._without_scale = None
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -27,9 +27,10 @@ from core.groups.agree import SyncError
 from core.hugging_face.cut_model import CutModel
 from core.interface import OptimizerWrapper
 from core.interface.model import all_of
-from core.interface.optimizer import NOT_SCALED, check_clip_value, check_max_norm
+from core.interface.optimizer import check_clip_value, check_max_norm
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_state import plain_numbers
+from core.optimizer.step.scaled_backward import scaled_backward
 
 
 class LowLevelZeroOptimizer(OptimizerWrapper):
@@ -122,8 +123,8 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     ) -> None:
         """Continue with a gradient from elsewhere, which carries the loss scale already."""
         self._expect_open("backward_by_grad")
-        self._scaled = True
-        torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
+        with scaled_backward(self.scaler):
+            torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def unscale_grad(self) -> None:
         """Nothing is to be done: the scale is taken out when the gradient is used."""
@@ -196,10 +197,6 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         # Of reducers, because a stage on which nothing is trained has no bucket.
         done = all(reducer.state not in (*OPEN, StepState.REDUCED) for reducer in reducers)
         stepped = self._finalized() == self._stepped_at
-        # A gradient of this rank has come since the last step.
-        arrived = any(reducer.gradients > 0 for reducer in reducers) and not (done and stepped)
-        if self.scaler is not None and arrived and not self._scaled:
-            raise RuntimeError(NOT_SCALED)
         # Other code, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
         if not done or stepped:
             # A reducer without buckets cannot see that gradients were dropped, so only a forward says it.
@@ -220,7 +217,6 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
     def _begin(self) -> None:
         self._measured = False
-        self._scaled = False
         self._clip_once = None
 
     def _norm(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,19 @@ class NonFiniteGradientError(RuntimeError):
 
 class ReplicaDriftError(RuntimeError):
     """Gradients or weights that must be equal on several ranks are not."""
+
+
+class GradWatch(Protocol):
+    """An object that is told of each gradient that arrives, and finds a problem of the step."""
+
+    @property
+    def problem(self) -> str | None: ...
+
+    def look(self, bucket: Bucket, index: int) -> None: ...
+
+    def note_loss(self) -> None: ...
+
+    def reset(self) -> None: ...
 
 
 class NonFiniteWatch:

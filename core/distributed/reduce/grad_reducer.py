@@ -23,7 +23,7 @@ import torch.distributed as dist
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_attribute import attributes_alone, call_after_backward, weakly
 from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
-from core.distributed.guard.finite import NonFiniteWatch
+from core.distributed.guard.finite import GradWatch, NonFiniteWatch
 from core.distributed.reduce.fused_kernels import check_declared
 from core.distributed.reduce.model_order import ModelOrder
 from core.distributed.wire.collective_events import CollectiveEvent
@@ -105,6 +105,7 @@ class GradReducer:
         self.every_microbatch = every_microbatch
         self.may_join = may_join
         self.watch = watch
+        self.scale_watch: GradWatch | None = None  # set by an optimizer
         self.take_gathers = take_gathers
         # Data groups first, as in `control`: in this order ranks ask each other whose turn it is.
         groups = [bucket.groups.data for entry in control for bucket in entry.buckets]
@@ -137,6 +138,8 @@ class GradReducer:
         bucket.used[index] = 1
         if self.watch is not None:
             self.watch.look(bucket, index)
+        if self.scale_watch is not None:
+            self.scale_watch.look(bucket, index)
         if self.when is Launches.AT_THE_END or (self.no_sync_depth and not self.every_microbatch):
             return
         if self.num_other_models and self.state is StepState.ACCUMULATING:
@@ -259,6 +262,8 @@ class GradReducer:
             bucket.reset(keep=keep)
         if self.watch is not None:
             self.watch.reset()
+        if self.scale_watch is not None:
+            self.scale_watch.reset()
         self.report = self.step_report()
         self.collectives.begin_step()
         self.next = self.polled = self.gradients = self.microbatches = 0
