@@ -26,6 +26,8 @@ from core.optimizer.groups.model_check import (
 )
 from core.optimizer.groups.param_groups import ParamGroups
 from core.optimizer.masters.master_weights import Segment
+from core.optimizer.masters.param_shards import NORM_GROUP
+from core.optimizer.norm.clip_grads import clip_coefficient
 from core.optimizer.optimizer import DistributedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
 
@@ -111,12 +113,21 @@ class AdoptedOptimizer(DistributedOptimizer):
         """Of the whole gradient without the loss scale, before clipping."""
         return self._measured().norm
 
-    def clamp(self, limit: float) -> None:
-        """Bound each element of the measured gradient to [-limit, limit], in memory, and measure again."""
+    def clamp(self, limit: float, max_norm: float = 0.0) -> None:
+        """Bound each element of the measured gradient to [-limit, limit], in memory. Collective.
+
+        Args:
+            limit: Largest magnitude of an element.
+            max_norm: The norm that was clipped to before; `apply` does it, so the memory is bounded higher by as much.
+                0 if no norm was clipped: then the bounded gradient is measured again.
+        """
         stats = self._measured()
         for masters, factor in zip(self.masters, stats.factors, strict=True):
-            masters.bucket.owned_grad.clamp_(-limit / factor, limit / factor)
-        self._stats = self.meter.measure(loss_scale=self._scale)
+            for segment in masters.segments:
+                bound = limit / (factor * clip_coefficient(max_norm, stats.norms[segment.norm_group]))
+                masters.bucket.owned_grad[segment.start : segment.start + segment.numel].clamp_(-bound, bound)
+        if max_norm == 0:
+            self._stats = self.meter.measure(loss_scale=self._scale)
 
     @torch.no_grad()
     def apply(self, max_norm: float) -> bool:
@@ -134,8 +145,13 @@ class AdoptedOptimizer(DistributedOptimizer):
     # -- looking in -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def whole_gradient(self, param: nn.Parameter) -> torch.Tensor:
-        """A parameter's reduced, unscaled, whole gradient, after `prepare_grads`. Collective over its shard group."""
+    def whole_gradient(self, param: nn.Parameter, max_norm: float = 0.0) -> torch.Tensor:
+        """A parameter's reduced, unscaled, full gradient, after `prepare_grads`. Collective over its shard group.
+
+        Args:
+            param: A parameter of the wrapped model.
+            max_norm: The norm that `apply` will clip to; 0 for no limit.
+        """
         for masters, factor in zip(self.masters, self._measured().factors, strict=True):
             if not any(own is param for own in masters.bucket.params):
                 continue
@@ -145,7 +161,8 @@ class AdoptedOptimizer(DistributedOptimizer):
                 if shard.param is param:
                     whole[shard.offset : shard.offset + shard.numel] = reduced[shard.start : shard.end]
             Collectives().all_reduce(whole, masters.bucket.groups.shard, "a whole gradient").wait()
-            return whole.view(param.shape) * factor
+            norm = self._measured().norms[getattr(param, NORM_GROUP, None)]
+            return whole.view(param.shape) * (factor * clip_coefficient(max_norm, norm))
         raise ValueError(f"a parameter of shape {list(param.shape)} was asked for that this optimizer does not train")
 
 

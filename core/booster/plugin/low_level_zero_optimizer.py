@@ -29,6 +29,7 @@ from core.interface import OptimizerWrapper
 from core.interface.model import all_of
 from core.interface.optimizer import check_clip_value, check_max_norm
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
+from core.optimizer.norm.clip_grads import clip_coefficient
 from core.optimizer.optimizer_state import plain_numbers
 from core.optimizer.step.scaled_backward import scaled_backward
 
@@ -74,6 +75,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self.found_inf = False  # in the gradients of the last step
         self._measured = False  # see `_ready`
         self._clip_once: float | None = None  # in place of max_norm, in this step
+        self._is_bounded = False  # True once values were clipped after a norm, in this step
         self._stepped_at = -1  # steps that had been finalized when the last one was made
 
     @property
@@ -134,10 +136,21 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float | None = None, error_if_nonfinite: bool = False, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Clip this step's whole gradient to `max_norm` instead of the plugin's; returns its norm before. Collective.
+        """Clip this step's gradient to `max_norm` instead of the plugin's limit. Collective.
 
-        norm_type: the plugin's, which says what is measured. Raises ValueError on every rank where one passes another
-        `max_norm`, or one that is not positive.
+        Calls of one step act in their order, as with torch's functions.
+
+        Args:
+            max_norm: The largest norm; a number above 0, the same on all ranks.
+            norm_type: The plugin's, which says what is measured.
+            error_if_nonfinite: True to raise for a norm that is not finite.
+
+        Returns:
+            The norm before this call, of the unscaled gradient.
+
+        Raises:
+            ValueError: On every rank, for a `max_norm` that is not positive or differs between ranks.
+            RuntimeError: If a norm and then values were clipped in this step already.
         """
         check_limit("max_norm", max_norm, check_max_norm, self._together)
         measured = self.engine.config.grad_norm_type
@@ -149,25 +162,44 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self._make_ready()
         if self.found_inf and error_if_nonfinite:
             raise RuntimeError(f"the gradient's norm is {self._grad_norm}, so it cannot be clipped")
-        self._clip_once = max_norm
-        return torch.tensor(self._grad_norm, dtype=torch.float64, device="cpu")
+        if self._is_bounded:
+            raise RuntimeError(
+                "clip_grad_by_norm() came after clip_grad_by_norm() and clip_grad_by_value() in one step; leave out "
+                "the first or the last of the three"
+            )
+        before = self._norm()
+        if self._clip_once is not None:  # clipped already, and to the lower one in the end
+            before, max_norm = before * clip_coefficient(self._clip_once, before), min(max_norm, self._clip_once)
+        self._clip_once, self._grad_norm = max_norm, before
+        return torch.tensor(before, dtype=torch.float64, device="cpu")
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Bound each element of the whole, unscaled gradient to [-clip_value, clip_value]. Collective.
+        """Bound each element of this step's unscaled gradient to [-clip_value, clip_value]. Collective.
 
-        Raises ValueError as clip_grad_by_norm does.
+        Calls of one step act in their order, as with torch's functions. The step's own limit, `max_norm` of the plugin,
+        comes last. `get_grad_norm` answers for the bounded gradient, unless a norm was clipped before.
+
+        Raises:
+            ValueError: On every rank, for a `clip_value` that is not positive or differs between ranks.
         """
         check_limit("clip_value", clip_value, check_clip_value, self._together)
         self._make_ready()
-        if not self.found_inf:
+        if self.found_inf:
+            return
+        if self._clip_once is None:
             self.engine.clamp(clip_value)
+            self._grad_norm = self.engine.measured_norm
+        else:
+            self.engine.clamp(clip_value, self._clip_once)
+            self._is_bounded = True
 
     def get_param_grad(self, param: nn.Parameter) -> torch.Tensor:
-        """The whole, reduced, unscaled gradient of a parameter of the model, which has no `.grad` of its own after
-        its reduction. Collective; after the last backward and before `step`.
+        """Return a parameter's full, reduced, unscaled gradient, clipped if this step has clipped it.
+
+        Its `.grad` is empty after the reduction. Collective; after the last backward and before `step`.
         """
         self._make_ready()
-        return self.engine.whole_gradient(param)
+        return self.engine.whole_gradient(param, self._clip_once or 0.0)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Update the parameters, unless a gradient overflowed on some rank: then nothing changes on any. Collective."""
@@ -192,7 +224,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         if self._ready:
             return
         if self._measured:  # of gradients that the model's zero_grad has dropped
-            self._clip_once = None
+            self._begin()
         reducers = [chunk.reducer for chunk in self.chunks]
         # Of reducers, because a stage on which nothing is trained has no bucket.
         done = all(reducer.state not in (*OPEN, StepState.REDUCED) for reducer in reducers)
@@ -216,7 +248,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         return sum(chunk.reducer.steps for chunk in self.chunks)
 
     def _begin(self) -> None:
-        self._measured = False
+        self._measured = self._is_bounded = False
         self._clip_once = None
 
     def _norm(self) -> float:

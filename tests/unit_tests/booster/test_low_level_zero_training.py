@@ -402,6 +402,50 @@ def test_clipping_by_hand_and_looking_at_gradients(rank: int, world: int) -> Non
             torch.testing.assert_close(ours.double(), theirs, atol=bound, rtol=bound)
 
 
+ORDERS = ("value", "norm", "norm value", "value norm", "norm norm", "value norm value", "norm value value")
+
+
+@ranks(2)
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (2, "bf16")])
+def test_clippings_of_one_step_act_in_the_order_of_their_calls(
+    rank: int, world: int, stage: int, precision: str
+) -> None:
+    """Limits that each change the gradient; values, norms and weights are those of torch's functions."""
+    bound = 1e-6 if precision == "fp32" else 2e-2
+    for order in ORDERS:
+        booster, reference = new_booster(stage, precision), new_model().double()
+        model, optimizer, *_ = booster.boost(net := new_model(), new_optimizer(net))
+        sgd = new_optimizer(reference)
+        sum((net_loss(reference, r, 0) / world for r in range(world)), torch.zeros(())).backward()
+        booster.backward(net_loss(model, rank, 0), optimizer)
+        params = list(reference.parameters())
+        calls = order.split()
+        for number, call in enumerate(calls):
+            if call == "norm":
+                limit = (0.3, 0.1, 0.05)[number]
+                norm = float(nn.utils.clip_grad_norm_(params, limit))
+                assert norm > 1.2 * limit
+                assert float(optimizer.clip_grad_by_norm(limit)) == pytest.approx(norm, rel=bound)
+            else:
+                limit = (0.03, 0.02, 0.01)[number]
+                nn.utils.clip_grad_value_(params, limit)
+                optimizer.clip_grad_by_value(limit)
+                if "norm" not in calls[:number]:
+                    norm = float(nn.utils.get_total_norm([param.grad for param in params if param.grad is not None]))
+            assert optimizer.get_grad_norm() == pytest.approx(norm, rel=bound)
+        if calls[:2] == ["norm", "value"]:
+            with pytest.raises(
+                RuntimeError, match="clip_grad_by_norm.. came after .* in one step; leave out"
+            ):
+                optimizer.clip_grad_by_norm(1.0)
+        for ours, theirs in zip(model.unwrap().parameters(), params, strict=True):
+            torch.testing.assert_close(optimizer.get_param_grad(ours).double(), theirs.grad, atol=bound, rtol=bound)
+        sgd.step()
+        optimizer.step()
+        for ours, theirs in zip(model.unwrap().parameters(), params, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, atol=bound, rtol=bound)
+
+
 @ranks(2)
 def test_calls_that_cannot_be_meant_are_refused(rank: int, world: int) -> None:
     booster = new_booster()
