@@ -34,7 +34,7 @@ class ReplicaDriftError(RuntimeError):
 
 
 class GradWatch(Protocol):
-    """An object that is told of each gradient that arrives, and finds a problem of the step."""
+    """A check of each gradient that arrives, which can refuse the step."""
 
     @property
     def problem(self) -> str | None: ...
