@@ -23,6 +23,6 @@ def __getattr__(name: str) -> Any:
     if name in _OF_TRL:
         return over(getattr(require("trl", f"core.integrations.{name}", "trl"), name))
     if name not in _PLACES:
-        known = ", ".join((*__all__, *_PLACES, *_OF_TRL))
+        known = ", ".join((*_PLACES, *_OF_TRL, *__all__))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; known are {known}")
     return importlib.import_module(f"core.integrations.{_PLACES[name]}").derived()

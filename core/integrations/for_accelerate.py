@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.integrations.evaluation import EvaluationLoader, concatenated
 from core.integrations.loop_optimizer import LoopOptimizer, config_or_default, data_parallel_groups, finalize_new
 from core.optimizer.grad_scaler import GradScaler
 from core.training.extras import require
@@ -41,6 +42,8 @@ class AcceleratorParts(Base):
         super().__init__(*args, **kwargs)
         _check_parallelism(self.parallelism_config)  # which environment variables may have made
         self.ddp_config = config
+        self.evaluated: EvaluationLoader | None = None  # that a Trainer runs now
+        self.replica_ranks = list(range(self.num_processes))  # one rank of each replica of the model
         if str(self.distributed_type.value) not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise ValueError(
                 f"accelerate is set up for {self.distributed_type.value}, which wraps models itself; leave its plugin "
@@ -151,6 +154,31 @@ class AcceleratorParts(Base):
                 "ranks as many batches (even_batches=True, accelerate's default)"
             )
         return super().join_uneven_inputs(joinables, even_batches)
+
+    # -- values of all replicas --------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the values of all replicas, one after another. Collective.
+
+        In an evaluation of a Trainer the rows that only fill a batch are left out.
+        """
+        from accelerate.utils import recursively_apply
+
+        gather = super().gather
+        if self.evaluated is None and len(self.replica_ranks) == self.num_processes:
+            return gather(tensor)
+
+        def of_replicas(value: torch.Tensor) -> torch.Tensor:
+            rows = self.evaluated.rows_of(value) if self.evaluated is not None else torch.atleast_1d(value)
+            return concatenated(rows, gather, self.replica_ranks)
+
+        return recursively_apply(of_replicas, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As accelerate's. In an evaluation of a Trainer `gather` has left out what does not count."""
+        if self.evaluated is None or use_gather_object:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        return self.gather(input_data)
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import torch
+
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from core.integrations import for_accelerate
+from core.integrations.evaluation import EvaluationLoader
 from core.integrations.loop_optimizer import LoopOptimizer
 from core.integrations.trainer_layout import LayoutParts
 from core.training.extras import require
@@ -35,6 +38,10 @@ class TrainerParts(Base):
         self.ddp_config = ddp_config
         super().__init__(*args, **kwargs)
 
+    def accelerator_class(self) -> Any:
+        """Return the class of Accelerator that trains."""
+        return for_accelerate.derived()
+
     def create_accelerator_and_postprocess(self) -> None:
         """As Transformers' does, with our Accelerator in the place of accelerate's."""
         import transformers.trainer
@@ -43,10 +50,35 @@ class TrainerParts(Base):
             for handler in kwargs_handlers:
                 if self.args.ddp_find_unused_parameters is None and hasattr(handler, "find_unused_parameters"):
                     handler.find_unused_parameters = False  # Transformers' own choice, which would be warned of
-            return for_accelerate.derived()(kwargs_handlers=kwargs_handlers, ddp_config=self.ddp_config, **options)
+            kind = self.accelerator_class()
+            return kind(kwargs_handlers=kwargs_handlers, ddp_config=self.ddp_config, **options)
 
         with mock.patch.object(transformers.trainer, "Accelerator", ours):
             super().create_accelerator_and_postprocess()
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run Transformers' evaluation, on any number of ranks the one of one process. Collective.
+
+        A batch's loss is that of its own rows, and counts by their number, each row once.
+        """
+        loader = EvaluationLoader.of(dataloader) if self.args.world_size > 1 else dataloader
+        self.accelerator.evaluated = loader if isinstance(loader, EvaluationLoader) else None
+        try:
+            return super().evaluation_loop(loader, *args, **kwargs)
+        finally:
+            self.accelerator.evaluated = None
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        gather, world = self.accelerator.gather, self.args.world_size
+
+        def of_each_rank(count: torch.Tensor) -> torch.Tensor:
+            if self.accelerator.evaluated is not None:  # the loss of the batch alone
+                return count.expand(world)
+            counts: torch.Tensor = gather(count)  # of each replica
+            return counts.repeat_interleave(world // len(counts))
+
+        with mock.patch.object(self.accelerator, "gather", of_each_rank):
+            return super()._get_num_items_in_batch(batch_samples, device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Transformers' does. Collective: every rank calls it, and the first one writes."""

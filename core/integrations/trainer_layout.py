@@ -7,6 +7,7 @@ one replica get the same rows, a training step is a batch through the pipeline, 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,41 +19,128 @@ import torch.distributed as dist
 
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
-from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, add_over_replicas
+from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
 from core.integrations import for_accelerate, token_scores
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
-else:
-    Base = object
 
-NOT_TAKEN = {
-    "compute_loss_func": "computes a loss of logits that a rank has in part; leave it out: the model's own is used",
-    "compute_metrics": "takes the logits of all rows, and an evaluation of a split model gives its loss; leave it out",
-    "model_init": "would make a second model after the first is split; make the model before",
+    from core.integrations.for_accelerate import AcceleratorParts
+else:
+    Base = AcceleratorParts = object
+
+LOSS = "a pipeline computes the model's own loss, on its last stage. Split by tp_size, or leave it out"
+NOT_IN_STAGES = {
+    "compute_loss_func": LOSS,
+    "compute_metrics": "the logits are on the last stage, and an evaluation gives the loss. Split by tp_size",
 }
+# What a pipeline replaces. The losses of these classes are the model's own.
+REPLACED = ("compute_loss", "training_step", "prediction_step")
+OWN_LOSS = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
+
+
+class LayoutAcceleratorParts(AcceleratorParts):
+    """Differences from our Accelerator for a model that a plugin splits."""
+
+    def lay_out(self, plugin: HybridParallelPlugin) -> None:
+        """Make the plugin's groups, and deal rows to replicas from now on. Collective over the world."""
+        plugin.groups()
+        places = super().gather(torch.tensor([plugin.data_rank()], device=self.device)).tolist()
+        self.replica_ranks = [places.index(replica) for replica in range(plugin.data_size())]
+        self.plugin, self.booster = plugin, Booster(plugin=plugin)
+        self.boosted: HybridParallelModel | None = None
+        self.boosted_optimizer: Any = None
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's; the ranks of a replica get the same batches."""
+        with _dealt_to(self.plugin.data_rank(), self.plugin.data_size()):
+            return super().prepare_data_loader(*args, **kwargs)
+
+    def boost(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[HybridParallelModel, Any]:
+        """Split a model, and return it with its optimizer as accelerate's loops take them. Collective."""
+        scores = token_scores.take_off(model)
+        boosted, wrapped, *_ = self.booster.boost(model, optimizer)
+        boosted.losses_are_local = True
+        boosted.zero_grad = wrapped.zero_grad  # the loop drops gradients by the model
+        if scores and self.plugin.pp_size == 1:
+            token_scores.score_tokens(boosted.unwrap())
+        self.boosted, self.boosted_optimizer = boosted, wrapped
+        prepared = for_accelerate.prepared_optimizer(wrapped)
+        self._optimizers.append(prepared)
+        return boosted, prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As accelerate's; a pipeline has computed its gradients with the loss. Collective after a step's last one."""
+        if self.boosted is None:
+            super().backward(loss, **kwargs)
+        elif self.plugin.pp_size == 1:
+            self.booster.backward(loss, self.boosted_optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As accelerate's, of all parameters of the split model at once. Collective."""
+        if self.boosted is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        given = {id(param) for param in parameters if param.requires_grad}
+        own = {id(param) for param in self.boosted.parameters() if param.requires_grad}
+        if given != own:
+            raise ValueError(
+                f"clip_grad_norm_ was given {len(given)} parameters, and the split model trains {len(own)}: their norm "
+                "is computed over all ranks. Pass model.parameters()"
+            )
+        self.boosted_optimizer.sync_grad()
+        if math.isinf(max_norm):
+            return self.boosted_optimizer.get_grad_norm()
+        return self.boosted_optimizer.clip_grad_by_norm(max_norm, norm_type)
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module inside the wrapper; of a pipeline, this rank's first stage."""
+        inner = model.unwrap() if isinstance(model, HybridParallelModel) else model
+        return super().unwrap_model(inner, *args, **kwargs)
 
 
 class LayoutParts(Base):
-    """Differences from Transformers' class where a `plugin` is given; without one there are none.
+    """Differences from Transformers' class if a `plugin` is given; without one there are none.
+
+    Tensor, sequence, expert and data parallelism run `compute_loss`, also the one of a subclass. A pipeline computes
+    the loss inside the model's last stage, and subclasses that compute another one are refused.
 
     plugin: a HybridParallelPlugin. It decides the precision; `bf16` and `fp16` of the arguments are refused. With
-    stages, a batch of a replica is cut into its microbatches, so give `dataloader_drop_last=True` where the last batch
+    stages, a batch of a replica is cut into its microbatches, so give `dataloader_drop_last=True` if the last batch
     may be smaller. A model is trained once.
     """
 
     def __init__(self, *args: Any, plugin: HybridParallelPlugin | None = None, **kwargs: Any) -> None:
         self.plugin = plugin
-        self.booster: Any = None if plugin is None else Booster(plugin=plugin)
-        self.boosted: HybridParallelModel | None = None
         if plugin is not None:
             _check_given(plugin, kwargs)
+            _check_overridden(plugin, type(self))
         super().__init__(*args, **kwargs)
         if plugin is not None:
-            _check_arguments(self.args)
+            _check_arguments(plugin, self.args)
+            _check_loss(plugin, self)
 
-    # -- what the loop is made of ------------------------------------------------------------------------------------
+    @property
+    def boosted(self) -> HybridParallelModel | None:
+        """The split model; None before training, and without a plugin."""
+        return getattr(self.accelerator, "boosted", None)
+
+    @property
+    def booster(self) -> Booster | None:
+        """The Booster of the plugin."""
+        return getattr(self.accelerator, "booster", None)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def accelerator_class(self) -> Any:
+        """Return the class of Accelerator that trains."""
+        return super().accelerator_class() if self.plugin is None else _accelerator_class()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Transformers' does."""
+        super().create_accelerator_and_postprocess()
+        if self.plugin is not None:
+            self.accelerator.lay_out(self.plugin)
 
     def get_tp_size(self) -> int:
         """Number of ranks that have the same rows: those of a replica."""
@@ -60,98 +148,60 @@ class LayoutParts(Base):
             return int(super().get_tp_size())
         return dist.get_world_size() // self.plugin.data_size()
 
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        if self.plugin is None:
-            return super()._get_dataloader(*args, **kwargs)
-        self.plugin.groups()
-        with _dealt_to(self.plugin.data_rank(), self.plugin.data_size()):
-            return super()._get_dataloader(*args, **kwargs)
+    def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._wrap_model(model, *args, **kwargs) if self.boosted is None else self.boosted
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         if self.plugin is None:
-            return super()._prepare_for_training(*args, **kwargs)
+            return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
         if self.boosted is not None:
             raise RuntimeError(
                 "train() was called again, and the model is split by now; make a new Trainer of the model"
             )
+        _check_loader(train_dataloader, self.plugin.data_size())
         with mock.patch.object(self.accelerator, "prepare", self._boost):
-            return super()._prepare_for_training(*args, **kwargs)
+            return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
 
     def _boost(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[HybridParallelModel, Any]:
-        """In the place of `accelerator.prepare`. Collective over the world."""
-        scores = token_scores.take_off(model)
-        boosted, wrapped, *_ = self.booster.boost(model, optimizer)
-        if scores and self.plugin is not None and self.plugin.pp_size == 1:
-            token_scores.score_tokens(boosted.unwrap())
-        self.boosted = boosted
-        boosted.zero_grad = wrapped.zero_grad  # the loop drops gradients by the model
-        prepared = for_accelerate.prepared_optimizer(wrapped)
-        self.accelerator._optimizers.append(prepared)
+        """In place of `accelerator.prepare`. Collective over the world."""
+        boosted, prepared = self.accelerator.boost(model, optimizer)
+        boosted.gathers_logits = _computes_of_logits(self)
+        self.model = boosted.unwrap()
         return boosted, prepared
 
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward of a replica's batch; its share of the step's loss, equal on all ranks. Collective."""
-        if self.plugin is None:
-            return super().training_step(model, inputs, num_items_in_batch)
-        model.train()
-        inputs = _on_device(inputs, self.args.device)
-        by_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        parts = 1 if by_items else self.current_gradient_accumulation_steps
-        if by_items:
-            inputs = {**inputs, NUM_ITEMS: num_items_in_batch}
-        optimizer = self.optimizer.optimizer
-        if self.plugin.pp_size > 1:
-            criterion = functools.partial(_share, parts=parts)
-            outcome = self.booster.execute_pipeline(iter([inputs]), model, criterion, optimizer)
-            return outcome["loss"].detach().to(self.args.device)
-        loss = _share(model(**inputs), inputs, parts)
-        self.booster.backward(loss, optimizer)
-        return loss.detach()
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        if self.plugin is None:
-            return super()._clip_grad_norm(model)
-        return self.optimizer.optimizer.clip_grad_by_norm(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if self.plugin is None:
-            return super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.optimizer.optimizer.sync_grad()
-        return self.optimizer.optimizer.get_grad_norm() if grad_norm is None else grad_norm
-
-    # -- evaluation --------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def evaluation_loop(
-        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *args: Any, **kwargs: Any
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean over rows of the batches' losses, of all replicas. Collective. Without predictions."""
-        if self.plugin is None:
-            return super().evaluation_loop(dataloader, description, prediction_loss_only, *args, **kwargs)
-        from transformers.trainer_utils import EvalLoopOutput
-
-        if self.boosted is None:
-            raise RuntimeError("evaluate() came before train(), which splits the model; evaluate the model before it")
-        self.boosted.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        for inputs in dataloader:
-            batch = _on_device(inputs, self.args.device)
-            rows = len(next(value for value in batch.values() if isinstance(value, torch.Tensor)))
-            if self.plugin.pp_size > 1:
-                loss = self.booster.execute_pipeline(iter([batch]), self.boosted, _share)["loss"]
+        """As Transformers'. With stages the batch goes through the pipeline, forward and backward. Collective then."""
+        if self.plugin is None or self.plugin.pp_size == 1 or self.boosted is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        assert self.booster is not None, "made with the plugin"
+        parts = 1
+        if not torch.is_grad_enabled():
+            outcome = self.booster.execute_pipeline(iter([inputs]), self.boosted, _share)
+        else:
+            if num_items_in_batch is None:
+                parts = self.current_gradient_accumulation_steps  # which Transformers divides the loss by
             else:
-                loss = self.boosted(**batch).loss
-            sums += torch.stack([loss.double() * rows, loss.new_tensor(rows).double()])
-        add_over_replicas(sums, self.boosted.cut.groups)
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        metrics = {f"{prefix}_loss": float(sums[0] / sums[1])}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(sums[1]))
+                inputs = {**inputs, NUM_ITEMS: num_items_in_batch}
+            criterion = functools.partial(_share, parts=parts)
+            optimizer = self.optimizer.optimizer
+            outcome = self.booster.execute_pipeline(iter([inputs]), self.boosted, criterion, optimizer)
+        loss = outcome["loss"].detach().to(self.args.device) * parts
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """As Transformers'. With stages there is the loss alone."""
+        if self.plugin is None or self.plugin.pp_size == 1 or self.boosted is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Transformers' does. Collective: every rank calls it, and the first one writes the whole model."""
-        if self.boosted is None:
+        if self.boosted is None or self.booster is None:
             super().save_model(output_dir, _internal_call)
             return
         folder = output_dir or self.args.output_dir
@@ -171,16 +221,15 @@ class LayoutParts(Base):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_best_model(self) -> None:
-        if self.boosted is None:
+        if self.boosted is None or self.booster is None:
             super()._load_best_model()
             return
         self.booster.load_model(self.boosted, self.state.best_model_checkpoint)
 
 
-def _on_device(inputs: dict[str, Any], device: torch.device) -> Any:
-    from accelerate.utils import send_to_device
-
-    return send_to_device(inputs, device)
+@functools.cache
+def _accelerator_class() -> Any:
+    return type("Accelerator", (LayoutAcceleratorParts, for_accelerate.derived()), {})
 
 
 def _share(outputs: Any, batch: Any, parts: int = 1) -> torch.Tensor:
@@ -207,19 +256,34 @@ def _check_given(plugin: HybridParallelPlugin, given: dict[str, Any]) -> None:
     """ValueError for arguments of Trainer that a split model cannot serve."""
     if given.get("ddp_config") is not None:
         raise ValueError("Trainer was given ddp_config and plugin; the plugin's zero_stage says what is sharded")
-    for name, why in NOT_TAKEN.items():
+    if given.get("model_init") is not None:
+        raise ValueError("Trainer with a plugin: model_init would make a second model; make the model before")
+    for name, why in NOT_IN_STAGES.items() if plugin.pp_size > 1 else ():
         if given.get(name) is not None:
-            raise ValueError(f"Trainer over {type(plugin).__name__}: {name} {why}")
+            raise ValueError(f"Trainer with {name} and pp_size={plugin.pp_size}: {why}")
 
 
-def _check_arguments(arguments: Any) -> None:
+def _check_overridden(plugin: HybridParallelPlugin, kind: type) -> None:
+    """ValueError for a subclass that computes in its own way what a pipeline computes."""
+    for name in REPLACED if plugin.pp_size > 1 else ():
+        for owner in kind.__mro__:
+            if name in vars(owner) and owner is not LayoutParts and not _has_own_loss(owner):
+                raise ValueError(f"{owner.__name__}.{name} with pp_size={plugin.pp_size}: {LOSS}")
+
+
+def _has_own_loss(owner: type) -> bool:
+    return (owner.__module__, owner.__name__) in OWN_LOSS or owner.__module__ == "transformers.trainer"
+
+
+def _check_arguments(plugin: HybridParallelPlugin, arguments: Any) -> None:
     """ValueError for training arguments that a split model cannot serve."""
     refused = {
         "bf16": "give the plugin precision='bf16'",
         "fp16": "give the plugin precision='fp16'",
-        "label_smoothing_factor": "it computes a loss of logits that a rank has in part",
         "auto_find_batch_size": "the model is split once",
     }
+    if plugin.pp_size > 1:
+        refused |= {"label_smoothing_factor": LOSS, "activation_offloading": "stages keep their own activations"}
     for name, instead in refused.items():
         if getattr(arguments, name, False):
             raise ValueError(f"TrainingArguments({name}={getattr(arguments, name)}) with a plugin: {instead}")
@@ -228,3 +292,29 @@ def _check_arguments(arguments: Any) -> None:
             "TrainingArguments(average_tokens_across_devices=False) with a plugin: the loss is the mean over the "
             "tokens of all replicas; leave it out"
         )
+
+
+def _check_loss(plugin: HybridParallelPlugin, trainer: Any) -> None:
+    """ValueError for options of TRL's SFTTrainer whose loss is not the model's own, over stages."""
+    if plugin.pp_size > 1 and getattr(trainer.args, "loss_type", "nll") != "nll":
+        raise ValueError(f"SFTConfig(loss_type={trainer.args.loss_type!r}) with pp_size={plugin.pp_size}: {LOSS}")
+    if plugin.pp_size > 1 and getattr(trainer, "aux_loss_enabled", False):
+        raise ValueError(f"router_aux_loss_coef={trainer.router_aux_loss_coef} with pp_size={plugin.pp_size}: {LOSS}")
+
+
+def _check_loader(loader: Any, replicas: int) -> None:
+    """ValueError for rows that are dealt to ranks, if the ranks of one replica need the same ones."""
+    sampler: Any = getattr(loader, "sampler", None)
+    if getattr(sampler, "num_replicas", replicas) != replicas:
+        raise ValueError(
+            f"the training loader deals rows to {sampler.num_replicas} ranks, and the model has {replicas} replicas, "
+            "whose ranks need the same rows; return self.accelerator.prepare(DataLoader(...)) without that sampler"
+        )
+
+
+def _computes_of_logits(trainer: Any) -> bool:
+    """True if a loss or a metric is computed of logits, outside of the model."""
+    if trainer.compute_loss_func is not None or trainer.compute_metrics is not None or trainer.label_smoother:
+        return True
+    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind) and kind is not LayoutParts)
+    return not _has_own_loss(owner)

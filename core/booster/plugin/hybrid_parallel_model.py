@@ -14,7 +14,7 @@ from torch.utils import _pytree as tree
 from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, given_items, loss_of_whole_batch
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.hugging_face.label_counts import count_labels
-from core.hugging_face.parallel_loss import refuse_use_of_split_logits
+from core.hugging_face.parallel_loss import refuse_use_of_split_logits, with_whole_logits
 from core.parallel_state import get_rank_watch
 from core.watch.waiting import is_peers
 
@@ -26,6 +26,8 @@ class HybridParallelModel(LowLevelZeroModel):
     ranks' labels together, by a small collective over 'dp'.
     """
 
+    losses_are_local = False  # True: a loss of given num_items_in_batch is of this rank's rows, as under torch's DDP
+    gathers_logits = False  # True: a causal model's outputs have the logits of the whole vocabulary
     runner: Any = None  # of the pipeline, made at its first batch
     bytes_read = 0  # of files, by this rank, in its last load of weights
 
@@ -38,7 +40,8 @@ class HybridParallelModel(LowLevelZeroModel):
             )
         self.expect_values()
         count = total = None
-        if self.engine is not None and torch.is_grad_enabled():
+        is_local = self.losses_are_local and kwargs.get(NUM_ITEMS) is not None
+        if self.engine is not None and torch.is_grad_enabled() and not is_local:
             names = self._positional if args else ()
             inputs = {**dict(zip(names, args, strict=False)), **kwargs}
             count = count_labels(self.unwrap(), inputs)
@@ -49,7 +52,7 @@ class HybridParallelModel(LowLevelZeroModel):
             output = super().forward(*args, **kwargs)
             if count is not None:
                 output = self._with_whole_loss(output, count, total)
-        return refuse_use_of_split_logits(self.unwrap(), output)
+        return (with_whole_logits if self.gathers_logits else refuse_use_of_split_logits)(self.unwrap(), output)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `generate` on this rank's slices; ranks of tp draw the same tokens.

@@ -56,9 +56,12 @@ def run_pipeline(
         ) from None
     batch = model.cast(dict(given))
     groups, head = model.cut.groups, stage_of(model.chunks[-1]).model
-    parts = microbatches_of(batch, *microbatches, main=head.main_input_name, config=head.config)
     outputs: list[Any] = []
     trains = optimizer is not None and torch.is_grad_enabled()
+    rows = len(batch.get(head.main_input_name, ()))
+    if not trains and rows % (microbatches[0] or microbatches[1] or 1):
+        microbatches = 1, None  # the last batch of an evaluation
+    parts = microbatches_of(batch, *microbatches, main=head.main_input_name, config=head.config)
     # An evaluation is this replica's own: others may have fewer batches.
     replicas = groups.size("dp") if trains else 1
     total = count_labels(head, batch)

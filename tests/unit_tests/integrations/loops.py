@@ -42,6 +42,19 @@ def launched(rank: int, world: int) -> Iterator[None]:
             _forget()
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, accelerate and Transformers see one process without torch.distributed, which the tests have started."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            patch.delenv(name, raising=False)
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
 def _forget() -> None:
     with contextlib.suppress(ImportError):
         from accelerate.state import AcceleratorState, GradientState

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+
+from core.booster.plugin import HybridParallelPlugin
+from tests.unit_tests.integrations.loops import alone, launched
+from tests.unit_tests.integrations.over_cases import arguments_of, llama, logged, rows, tokenizer
+from tests.unit_tests.ranks import ranks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -28,3 +37,247 @@ def test_the_trainers_of_trl_are_there_by_name() -> None:
     for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer"):
         found = getattr(integrations, name)
         assert issubclass(found, getattr(trl, name)) and found is integrations.over(getattr(trl, name))
+
+
+def plugin_of(tp: int, pp: int, **options: Any) -> HybridParallelPlugin:
+    micro = {"num_microbatches": 2} if pp > 1 else {}
+    return HybridParallelPlugin(tp, pp, precision="fp32", **{"zero_stage": 1, **micro, **options})
+
+
+def of_trl(kind: str, folder: Path, batch: int, parts: Any = None, model: Any = None, **options: Any) -> Any:
+    """A trainer of TRL, as "DPO", or with adapters as "DPO LoRA". parts: `over`, or None for TRL's own."""
+    trl = pytest.importorskip("trl")
+    kind, _, adapters = kind.partition(" ")
+    config, task = getattr(trl, f"{kind}Config"), "sft" if kind == "SFT" else "pairs"
+    more = {name: options.pop(name) for name in ("plugin", "ddp_config", "ref_model", "peft_config") if name in options}
+    name = "AutoModelForSequenceClassification" if kind == "Reward" else "AutoModelForCausalLM"
+    model = model or llama(name, **({"num_labels": 1} if kind == "Reward" else {}))
+    if adapters:
+        peft = pytest.importorskip("peft")
+        more["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    elif kind == "DPO":
+        more.setdefault("ref_model", llama())
+    trainer = getattr(trl, f"{kind}Trainer")
+    given = arguments_of(config, folder, batch, **options)
+    data = {"train_dataset": rows(task), "eval_dataset": rows(task, 13), "processing_class": tokenizer()}
+    torch.manual_seed(1)  # of adapters
+    return (trainer if parts is None else parts(trainer))(model, args=given, **data, **more)
+
+
+FIGURES = {
+    "SFT": ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"),
+    "DPO": ("loss", "grad_norm", "entropy", "logits/chosen", "rewards/margins", "logps/rejected", "num_tokens"),
+    "Reward": ("loss", "grad_norm", "accuracy", "max_reward", "mean_reward", "num_tokens"),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward", "SFT LoRA", "DPO LoRA"])
+def test_a_trainer_of_trl_logs_in_any_layout_what_it_logs_on_one_process(
+    rank: int, world: int, kind: str, tp: int, pp: int, tmp_path: Path
+) -> None:
+    from core.integrations import over
+
+    replicas = world // (tp * pp)
+    with launched(rank, world):
+        if pp > 1 and not kind.startswith("SFT"):
+            with pytest.raises(ValueError, match="Trainer.compute_loss with pp_size=2: a pipeline computes"):
+                of_trl(kind, tmp_path, 4, over, plugin=plugin_of(tp, pp))
+            return
+        trainer = of_trl(kind, tmp_path, 4 // replicas, over, plugin=plugin_of(tp, pp))
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+    with alone():
+        single = of_trl(kind, tmp_path, 4)
+        single.train()
+        expected = single.evaluate()["eval_loss"]
+    names = FIGURES[kind.split()[0]][: None if pp == 1 else 2]
+    found, wanted = torch.tensor(logged(trainer, *names)), torch.tensor(logged(single, *names))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert (wanted[0, 0] - wanted[-1, 0]).abs() > 1e-3, "nothing is learned"
+    assert loss == pytest.approx(expected, abs=1e-5)
+
+
+class Backwards(torch.utils.data.Sampler[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count - 1, -1, -1))
+
+
+def weighted_trainer(base: Any) -> Any:
+    """A user's own: a loss of the logits, an entry of every log, an order of the rows, a step size, a metric."""
+
+    class Weighted(base):  # type: ignore[misc]
+        loss_is_scaled_for_ga = False
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            logits = outputs["logits"][:, :-1]
+            losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+            loss = 3 * losses.view(len(labels), -1).square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            super().log({**logs, "thrice": 3 * logs.get("loss", 0.0)}, *args, **kwargs)
+
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return Backwards(len(self.train_dataset))
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.args.learning_rate, momentum=0.5)
+            return self.optimizer
+
+    return Weighted
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(40, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def own_trainer(kind: Any, folder: Path, batch: int, **options: Any) -> Any:
+    class Counter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        steps = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            Counter.steps += 1
+            control.should_evaluate = state.global_step == 2
+
+    def accuracy(given: Any) -> dict[str, float]:
+        guessed, wanted = torch.tensor(given.predictions).argmax(-1)[:, :-1], torch.tensor(given.label_ids)[:, 1:]
+        return {"accuracy": float((guessed == wanted).float().mean()), "rows": float(len(wanted))}
+
+    options.setdefault("compute_metrics", accuracy)
+    more = {name: options.pop(name) for name in ("label_smoothing_factor",) if name in options}
+    given = arguments_of(transformers.TrainingArguments, folder, batch, per_device_eval_batch_size=2, **more)
+    data = {"train_dataset": Tokens(32), "eval_dataset": Tokens(13)}
+    trainer = kind(llama(), given, **data, callbacks=[Counter], **options)
+    trainer.counter = Counter
+    return trainer
+
+
+def assert_same(trainer: Any, single: Any) -> None:
+    """All that was logged is equal, and so is the number of rows of the evaluation."""
+    assert trainer.counter.steps == single.counter.steps == 4
+    found, wanted = trainer.state.log_history, single.state.log_history
+    names = [name for name in wanted[0] if name in ("loss", "grad_norm", "thrice")]
+    assert "loss" in names and len(found) == len(wanted)
+    torch.testing.assert_close(
+        torch.tensor(logged(trainer, *names)), torch.tensor(logged(single, *names)), atol=1e-5, rtol=1e-5
+    )
+    for entry, expected in zip(found, wanted, strict=True):
+        for name in ("eval_loss", "eval_accuracy", "eval_rows"):
+            assert entry.get(name) == pytest.approx(expected.get(name), abs=1e-5)
+    assert any("eval_loss" in entry for entry in wanted)
+
+
+@ranks(2)
+@pytest.mark.parametrize("derive", ["over", "subclass"])
+@pytest.mark.parametrize("tp", [2, 1])
+@pytest.mark.in_suite()
+def test_a_trainer_of_ones_own_logs_what_it_logs_on_one_process(
+    rank: int, world: int, tp: int, derive: str, tmp_path: Path
+) -> None:
+    """Its loss was dropped for the model's: a third of the gradient, without a word."""
+    from core.integrations import Trainer, over
+
+    kind = over(weighted_trainer(transformers.Trainer)) if derive == "over" else weighted_trainer(Trainer)
+    with launched(rank, world):
+        trainer = own_trainer(kind, tmp_path, 4 * tp // world, plugin=plugin_of(tp, 1))
+        trainer.train()
+    with alone():
+        single = own_trainer(weighted_trainer(transformers.Trainer), tmp_path, 4)
+        single.train()
+    assert_same(trainer, single)
+
+
+def smooth(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.3)
+    return total / (num_items_in_batch if num_items_in_batch is not None else labels[:, 1:].numel())
+
+
+@ranks(2)
+@pytest.mark.parametrize("option", [{"compute_loss_func": smooth}, {"label_smoothing_factor": 0.3}])
+@pytest.mark.parametrize("tp", [2, 1])
+@pytest.mark.in_suite()
+def test_a_loss_that_the_options_ask_for_is_the_one_of_one_process(
+    rank: int, world: int, tp: int, option: dict[str, Any], tmp_path: Path
+) -> None:
+    from core.integrations import Trainer
+
+    with launched(rank, world):
+        trainer = own_trainer(Trainer, tmp_path, 4 * tp // world, plugin=plugin_of(tp, 1), **option)
+        trainer.train()
+    with alone():
+        single = own_trainer(transformers.Trainer, tmp_path, 4, **option)
+        single.train()
+        plain = own_trainer(transformers.Trainer, tmp_path, 4)
+        plain.train()
+    assert_same(trainer, single)
+    assert abs(logged(single, "loss")[0][0] - logged(plain, "loss")[0][0]) > 1e-3, "the option changes nothing"
+
+
+@ranks(2)
+def test_what_a_pipeline_would_drop_is_refused_by_name(rank: int, world: int, tmp_path: Path) -> None:
+    from core.integrations import Trainer
+
+    kind = weighted_trainer(Trainer)
+    with launched(rank, world):
+        with pytest.raises(ValueError, match="Weighted.compute_loss with pp_size=2: a pipeline computes the model's"):
+            own_trainer(kind, tmp_path, 4, plugin=plugin_of(1, 2), compute_metrics=None)
+        with pytest.raises(ValueError, match="label_smoothing_factor=0.3\\) with a plugin: a pipeline computes"):
+            options = {"compute_metrics": None, "label_smoothing_factor": 0.3}
+            own_trainer(Trainer, tmp_path, 4, plugin=plugin_of(1, 2), **options)
+        with pytest.raises(ValueError, match="compute_metrics and pp_size=2: the logits are on the last stage"):
+            own_trainer(Trainer, tmp_path, 4, plugin=plugin_of(1, 2))
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", ["sharded", "tp", "pp", "dp"])
+def test_an_evaluation_is_the_one_of_one_process(rank: int, world: int, layout: str, tmp_path: Path) -> None:
+    """13 rows of unequal numbers of labels: the last rows filled batches, and were weighed with others' labels."""
+    from core.distributed import DistributedDataParallelConfig
+    from core.integrations import Trainer
+    from tests.unit_tests.integrations.test_trainer import Rows, new_model
+
+    data = [Rows()[number] for number in range(13)]
+
+    def losses(kind: Any, **options: Any) -> list[float]:
+        found = []
+        for size in (1, 2, 4, 16):
+            batches = {"per_device_eval_batch_size": size, "per_device_train_batch_size": 2, "max_steps": 1}
+            more = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+            given = transformers.TrainingArguments(str(tmp_path), learning_rate=1e-9, **batches, **more)
+            trainer = kind(new_model(False), given, train_dataset=Rows(), eval_dataset=data, **options)
+            trainer.train()
+            found.append(trainer.evaluate()["eval_loss"])
+        return found
+
+    with launched(rank, world):
+        if layout == "sharded":
+            config = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", initial_weights="broadcast")
+            found = losses(Trainer, ddp_config=config)
+        else:
+            sizes = {"tp": (2, 1), "pp": (1, 2), "dp": (1, 1)}
+            found = losses(Trainer, plugin=plugin_of(*sizes[layout]))
+    with alone():
+        expected = losses(transformers.Trainer)
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert max(expected) - min(expected) > 1e-3, "the batches make no difference"

@@ -155,5 +155,5 @@ def test_what_a_split_model_cannot_serve_is_refused(rank: int, world: int, tmp_p
             trainer_of(tmp_path, 1, 1, world, bf16=True)
         from core.integrations import Trainer
 
-        with pytest.raises(ValueError, match="compute_metrics takes the logits of all rows"):
-            Trainer(new_model(False), plugin=HybridParallelPlugin(1, 1, precision="fp32"), compute_metrics=print)
+        with pytest.raises(ValueError, match="model_init would make a second model; make the model before"):
+            Trainer(plugin=HybridParallelPlugin(1, 1, precision="fp32"), model_init=lambda: new_model(False))
