@@ -194,8 +194,10 @@ class LayoutParts(Base):
         """As Transformers'. With stages there is the loss alone."""
         if self.plugin is None or self.plugin.pp_size == 1 or self.boosted is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        from accelerate.utils import send_to_device
+
         with torch.no_grad():
-            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+            return self.compute_loss(model, send_to_device(inputs, self.args.device)), None, None
 
     # -- files -------------------------------------------------------------------------------------------------------
 
