@@ -40,8 +40,9 @@ optimizer_param_scheduler core.optimizer OptimizerParamScheduler get_canonical_l
 
 tensor_parallel @tensor_parallel.layers @tensor_parallel.mappings @tensor_parallel.random @tensor_parallel.data
     @tensor_parallel.cross_entropy @tensor_parallel.utils
-tensor_parallel.layers core.tensor_parallel ColumnParallelLinear RowParallelLinear VocabParallelEmbedding
-    linear_with_grad_accumulation_and_async_allreduce set_tensor_model_parallel_attributes
+tensor_parallel.layers .layers ColumnParallelLinear RowParallelLinear
+    linear_with_grad_accumulation_and_async_allreduce
+    core.tensor_parallel VocabParallelEmbedding set_tensor_model_parallel_attributes
     .mappings copy_tensor_model_parallel_attributes set_defaults_if_not_set_tensor_model_parallel_attributes
     param_is_not_tensor_parallel_duplicate
 tensor_parallel.mappings .mappings gather_from_sequence_parallel_region reduce_scatter_to_sequence_parallel_region

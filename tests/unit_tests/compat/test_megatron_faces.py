@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import core.compat.megatron as mcore
-from core import parallel_state
+from core import parallel_state, tensor_parallel
 from core.checkpoint.global_slices import global_slices
 from core.compat.megatron.faces import configs, groups, hyper_comm_grid, mappings, modules, schedules
 from core.compat.megatron.faces.configs import ModelParallelConfig
@@ -71,6 +71,25 @@ def test_initialize_model_parallel_takes_the_spelling_of_both_versions(rank: int
     assert (groups.get_pg_rank(pp), groups.get_pg_rank(None), groups.get_pg_size(None)) == (rank, 0, 1)
 
 
+@ranks(2)
+def test_a_buffer_whose_storage_a_program_frees_says_what_to_do_instead(rank: int, world: int) -> None:
+    """Programs that train and generate in turns free gradients in between."""
+    mcore.mpu.initialize_model_parallel()
+    torch.manual_seed(3)
+    model = nn.Linear(4, 2)
+    config = mcore.ModelParallelConfig()
+    ddp_config = mcore.distributed.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    ddp = mcore.distributed.DistributedDataParallel(config, ddp_config, model)
+    for buffer in ddp.buffers:
+        for memory in (buffer.grad_data, buffer.param_data):
+            assert memory.storage().size() == memory.numel() == len(memory.storage())
+            with pytest.raises(RuntimeError, match="cannot be resized to 0 elements: .* delete the wrapper and the op"):
+                memory.storage().resize_(0)
+    ddp(torch.ones(1, 4) * (rank + 1)).sum().backward()
+    ddp.finish_grad_sync(force_all_reduce=True)
+    assert model.weight.main_grad.unique().tolist() == [1.5] and ddp.buffers[0].grad_data.sum() == 1.5 * 8 + 2
+
+
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
 
 
@@ -82,6 +101,18 @@ def test_mappings_and_loss_take_megatrons_arguments(rank: int, world: int) -> No
     column = mcore.tensor_parallel.ColumnParallelLinear(4, 8, config=config, init_method=nn.init.normal_, bias=False)
     wide, _ = column(torch.ones(3, 4))
     assert wide.shape == (3, 4) and column.weight.tensor_model_parallel
+    kind = mcore.tensor_parallel.ColumnParallelLinear
+    assert isinstance(tensor_parallel.ColumnParallelLinear(4, 8, config=config, init_method=nn.init.normal_), kind)
+    row = mcore.tensor_parallel.RowParallelLinear(
+        8, 4, config=config, init_method=nn.init.ones_, bias=False, input_is_parallel=True, skip_bias_add=False,
+        stride=1, keep_master_weight_for_test=False, is_expert=False, tp_comm_buffer_name="fc2", tp_group=None
+    )  # fmt: skip
+    assert row(torch.ones(3, 4))[0].tolist() == [[8.0] * 4] * 3 and not isinstance(row, kind)
+    megatrons = {"embedding_activation_buffer": None, "grad_output_buffer": None, "disable_grad_reduce": False}
+    kind(4, 8, config=config, init_method=nn.init.normal_, is_expert=False, tp_comm_buffer_name=None, **megatrons)
+    for other in ({"is_expert": True}, {"disable_grad_reduce": True}, {"grad_output_buffer": []}):
+        with pytest.raises(ValueError, match=rf"Linear\({next(iter(other))}=.*is not supported; leave it"):
+            kind(4, 8, config=config, init_method=nn.init.normal_, **other)
     with pytest.raises(ValueError, match="use_te_rng_tracker=True.* is not supported.*one tracker has all"):
         mappings.get_cuda_rng_tracker(use_te_rng_tracker=True)
     logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(1))

@@ -20,11 +20,44 @@ ParamAndGradBucketGroup: Any = never_made("ParamAndGradBucketGroup", Bucket, _AD
 BufferType = Enum("BufferType", "PARAM GRAD")
 
 
+class BufferMemory(Tensor):
+    """The memory of a buffer."""
+
+    def storage(self) -> Any:
+        """Return the storage; programs free buffers by its `resize_(0)`, which is refused."""
+        return _Storage(super().storage())
+
+
+class _Storage:
+    """A storage that keeps its size."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def __len__(self) -> int:
+        return len(self._storage)
+
+    def resize_(self, size: int) -> None:
+        raise RuntimeError(
+            f"a buffer's storage cannot be resized to {size} elements: parameters or `.grad` are views of it, and "
+            "ranks of one host may map it. To free it, save optimizer.state_dict() on all ranks, delete the wrapper "
+            "and the optimizer, and make both again later. Buffers are smaller with data_parallel_sharding_strategy="
+            "'optim_grads' or 'optim_grads_params'"
+        )
+
+
 class BufferList(list[GradBuffer]):
     """Gradient buffers, as Megatron's `ddp.buffers`. A call gives the module's own buffers, as torch's method does."""
 
     def __init__(self, buffers: Iterable[GradBuffer], method: Callable[[bool], Iterator[Tensor]]) -> None:
         super().__init__(buffers)
+        for buffer in self:
+            buffer.grad_data = buffer.grad_data.as_subclass(BufferMemory)
+            if buffer.param_data is not None:
+                buffer.param_data = buffer.param_data.as_subclass(BufferMemory)
         self._method = method
 
     def __call__(self, recurse: bool = True) -> Iterator[Tensor]:

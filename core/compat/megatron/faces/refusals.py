@@ -79,6 +79,15 @@ modules say their place by global_names | A: sharded_offsets
 core.checkpoint.CheckpointSaver(asynchronous=True) saves while the program continues | A: async_sharded_save
 gathers use the gradients' group | A: create_all_gather_group
 gradients lie in .grad | A: use_decoupled_grad
+experts are built from layers of Megatron's own megatron.core, or by core.moe | A: is_expert
+a weight is cut from its master when the layer is made, and the master is not kept | A: keep_master_weight_for_test
+weight gradients are computed in backward | A: embedding_activation_buffer grad_output_buffer
+    wgrad_deferral_limit=0
+the gradient of the layer's input is summed over the tensor-parallel ranks, or it would be wrong | A:
+    disable_grad_reduce
+it is an old name of allreduce_dgrad; give that | A: async_grad_allreduce
+cast the output | A: output_dtype
+weights are not gathered over further groups | A: gtp_remat_size
 [without effect]
 gradients of parameters with param.pipeline_parallel = True are summed over the stages in any case | M:
     has_cond_embedder
@@ -148,15 +157,15 @@ def refusal(sentence: str) -> Callable[..., None]:
     return refused
 
 
-class _StandsFor(type):
-    """The class of `never_made`: an instance of our class, which the engine makes, is one of it."""
+class StandsFor(type):
+    """A class of Megatron's name. Instances of our class in its `stands_for`, which we make, are instances of it."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return super().__instancecheck__(instance) or isinstance(instance, cls.__mro__[1])
+        return super().__instancecheck__(instance) or isinstance(instance, vars(cls).get("stands_for", ()))
 
 
 def never_made(name: str, ours: type, advice: str) -> Any:
     """A class for isinstance. Making one is a NotImplementedError with the advice."""
     refused = refusal(f"{name} cannot be made by Megatron's arguments: {advice}")
-    space = {"__init__": refused, "__doc__": advice, "__module__": __name__, "is_never_made": True}
-    return _StandsFor(name, (ours,), space)
+    space = {"stands_for": ours, "__init__": refused, "__doc__": advice, "__module__": __name__, "is_never_made": True}
+    return StandsFor(name, (ours,), space)
