@@ -138,16 +138,19 @@ class ParamClasses(NamedTuple):
 
 
 @lru_cache
-def _untraced() -> Any:
-    """A gather changes classes, and torch 2.11 fails where it traces that. The compiler is imported here: 1.5 s."""
-    return classmethod(torch.compiler.disable(vars(ShardedParameter)["__torch_function__"].__func__))
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch.compile calls and does not trace. The compiler is imported here: 1.5 s."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function)
+    return disabled
 
 
 def owned_by(owner: Callable[[], Owner | None]) -> ParamClasses:
     """Classes that ask this owner."""
     shared = {"owner": staticmethod(owner)}
+    # A gather changes classes, and torch 2.11 fails if it traces that.
+    function = classmethod(untraced(vars(ShardedParameter)["__torch_function__"].__func__))
     return ParamClasses(
-        type("ShardedParameter", (ShardedParameter,), {**shared, "__torch_function__": _untraced()}),
+        type("ShardedParameter", (ShardedParameter,), {**shared, "__torch_function__": function}),
         type("Parameter", (GatheredParameter,), shared),
         type("Parameter", (LentParameter,), shared),
     )

@@ -46,7 +46,7 @@ from core.distributed.guard.replicas import checksum, first_unequal
 from core.distributed.sharded.gather_order import GatherOrder, needs_all
 from core.distributed.sharded.param_unit import Gather, KeepGathered, ParamUnit, SavedWeight
 from core.distributed.sharded.plain_params import PlainParams
-from core.distributed.sharded.sharded_parameter import ShardedParameter, owned_by
+from core.distributed.sharded.sharded_parameter import ShardedParameter, owned_by, untraced
 from core.distributed.wire import huge_pages
 from core.distributed.wire.collectives import Collectives
 from core.groups import agree
@@ -79,6 +79,8 @@ class Unsharder(PlainParams):
         self.loaded: dict[str, object] | None = None  # inside `loading`: checksums of the whole values that were taken
         self.awaits_others = False  # True if other ranks may be writing their shards
         self.hooks: saved_tensors_hooks | None = None
+        # A compiler that traced these would take storage addresses and versions for values of the graph.
+        self._begin, self._end = untraced(Unsharder._begin_outermost), untraced(Unsharder._end_outermost)
         classes = owned_by(weakref.ref(self))
         for unit in self.units:
             unit.param_classes = classes
@@ -90,7 +92,20 @@ class Unsharder(PlainParams):
     # -- when values are there --------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """A forward of one of the model's modules begins."""
+        """Begin a forward of one of the model's modules."""
+        if self.depth > 0 and not self.awaits_others:
+            self.depth += 1
+        else:
+            self._begin(self)
+
+    def leave(self) -> None:
+        """End a forward of one of the model's modules."""
+        if self.depth > 1:
+            self.depth -= 1
+        else:
+            self._end(self)
+
+    def _begin_outermost(self) -> None:
         runs = self.depth > 0 or self.is_held or not torch.is_grad_enabled() or self.runs()
         if self.awaits_others:
             self.barrier()
@@ -111,12 +126,10 @@ class Unsharder(PlainParams):
             self.hooks = saved_tensors_hooks(*watched)
             self.hooks.__enter__()
 
-    def leave(self) -> None:
+    def _end_outermost(self) -> None:
         if self.depth == 0:  # a hook of user code has failed before ours was called
             return
         self.depth -= 1
-        if self.depth > 0:
-            return
         hooks, self.hooks = self.hooks, None
         if hooks is not None:
             hooks.__exit__()

@@ -170,10 +170,12 @@ def compiled(model: nn.Module, how: str) -> nn.Module:
 
 @ranks(2, timeout_s=120.0)
 @pytest.mark.parametrize("share", [pytest.param(True, marks=pytest.mark.nightly), False])
+@pytest.mark.parametrize("buckets", ["one", "several"])
 @pytest.mark.parametrize(
-    "how", ["around", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("inside", "layers", "function"))]
+    "how", ["around", "module", *(pytest.param(h, marks=pytest.mark.nightly) for h in ("inside", "layers", "function"))]
 )
-def test_a_compiled_model_trains_as_the_plain_one(rank: int, world: int, how: str, share: bool) -> None:
+@pytest.mark.in_suite(2)
+def test_a_compiled_model_trains_as_the_plain_one(rank: int, world: int, how: str, buckets: str, share: bool) -> None:
     parallel_state.initialize_model_parallel()
     torch._dynamo.reset()
     plain = UsesCompiledFunction() if how == "function" else make_net(torch.float32)
@@ -181,9 +183,11 @@ def test_a_compiled_model_trains_as_the_plain_one(rank: int, world: int, how: st
     losses = []
     for compiles in (False, True):
         model = compiled(copy.deepcopy(plain), how) if compiles else copy.deepcopy(plain)
-        ddp = sharded(model, share_host_memory=share, bucket_size=64)
-        assert len(unsharder_of(ddp).units) > 2
+        ddp = sharded(model, share_host_memory=share, bucket_size=None if buckets == "one" else 64)
+        assert (len(unsharder_of(ddp).units) == 1) is (buckets == "one")
         outside = torch.compile(ddp, backend="aot_eager") if compiles and how == "around" else ddp
+        if compiles and how == "module":
+            ddp.module.compile(backend="aot_eager")
         optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, clip_grad=0.0), [outside])
         losses.append([])
         for _ in range(3):
