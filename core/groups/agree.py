@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from core.watch.waiting import complete, waiting
+from core.watch.waiting import PeerLost, complete, waiting
 
 T = TypeVar("T")
 Groups: TypeAlias = "dist.ProcessGroup | Sequence[dist.ProcessGroup] | None"
+ROUNDED_TO = 128  # numbers that ranks agree on at a time
 SAME_MODEL = (
     "The ranks of this group must hold the same model; did they build it from different configurations or in a "
     "different order?"
@@ -37,17 +39,35 @@ class LayoutMismatch(RuntimeError):
 
 
 def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> tuple[list[Any], list[Any]]:
-    """The least and the largest of each value over all ranks: one small maximum a group. values: numbers, or a [n]."""
-    both = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
-    count, both = both.numel(), torch.cat([-both, both])
+    """Return the least and the largest of each value over all ranks: one small maximum a group.
+
+    Args:
+        values: Numbers, or a tensor [n].
+        groups: A group, or a chain of groups.
+        what: The subject, in words. Its hash travels too.
+
+    Returns:
+        The least and the largest values.
+
+    Raises:
+        PeerLost: On every rank of a group whose ranks came to agree on different subjects. gloo would mix their
+            numbers, or abort the process if they have different sizes; so sizes are rounded up.
+    """
+    values = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
+    count = 1 + values.numel()
+    values = torch.cat([values.new_tensor([zlib.crc32(what.encode()) % 2**20]), values])  # exact in fp32
+    values = torch.nn.functional.pad(values, (0, -count % ROUNDED_TO))
+    both = torch.cat([-values, values])
     for group in _chain(groups):
         with record_function(f"core::agree {what}"), waiting(what, group):
             both = both.to(control_device(group))
             work = dist.all_reduce(both, dist.ReduceOp.MAX, group, async_op=True)
             complete(work) if both.is_cpu else work.wait()
             both = both.cpu()  # waits for a device
-    found = both.tolist()
-    return [-value for value in found[:count]], found[count:]
+            if -both[0] != both[values.numel()]:
+                raise PeerLost("another rank came to agree on something else")
+    least, largest = -both[: values.numel()], both[values.numel() :]
+    return least[1:count].tolist(), largest[1:count].tolist()
 
 
 def any(flag: bool, groups: Groups, what: str) -> bool:

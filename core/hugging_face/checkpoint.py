@@ -76,7 +76,7 @@ def load_split(
     options = {"trust_remote_code": False, **options}
     parts: list[Any] = []
     # Any error: what is wrong with a file on one rank, transformers says by errors of many kinds.
-    with refusing_together(f"loading {os.fspath(directory)!r}", Exception, groups=how.ranks):
+    with refusing_together("the loading of a model", Exception, groups=how.ranks):
         kind = _class_of(directory, kind, options["trust_remote_code"])
         checked = _checked_files(directory, groups, layout)
         stages: Sequence[int | None] = [None]
@@ -371,7 +371,7 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
                 writer.save_pretrained(directory, state_dict=whole, is_main_process=True, **options)
             except FAILURES as failure:
                 error = failure
-    agree.refuse(error, None, f"saving to {os.fspath(directory)!r}")
+    agree.refuse(error, None, "a save of the model")  # ranks may write the path differently
 
 
 def _pass_targets(parts: Sequence[Any], groups: ProcessGroups) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -54,7 +57,7 @@ def place_of_main_thread(before: Place) -> Place:
     if wait is None:
         words, waits = place_in_code(frame)
         step = f", step {steps.number}" if steps.number else ""
-        return Place(f"{words}{step}", time.monotonic(), waits, (), key)
+        return Place(f"{words}{step}", time.monotonic(), waits, _partners(frame) if waits else (), key)
     try:
         ranks = wait.ranks
     except (KeyError, ValueError):  # the wait has just ended, and its group is destroyed
@@ -66,13 +69,31 @@ def place_of_main_thread(before: Place) -> Place:
 def group_of_main_thread() -> dist.ProcessGroup | None:
     """The group of what the main thread waits for, as far as that is known."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename.endswith(COLLECTIVES):
-        group = frame.f_locals.get("group")
-        if isinstance(group, dist.ProcessGroup):
-            return group
-        frame = frame.f_back
+    for arguments in _arguments(frame):
+        if isinstance(arguments.get("group"), dist.ProcessGroup):
+            return arguments["group"]
     wait = current_wait(threading.main_thread())
     return wait.group if wait is not None and isinstance(wait.group, dist.ProcessGroup) else None
+
+
+def _arguments(frame: FrameType | None) -> Iterator[dict[str, Any]]:
+    """The arguments of the calls of torch.distributed that a frame is in, innermost first."""
+    while frame is not None and frame.f_code.co_filename.endswith(COLLECTIVES):
+        yield frame.f_locals
+        frame = frame.f_back
+
+
+def _partners(frame: FrameType) -> tuple[int, ...]:
+    """The ranks that a call of torch.distributed waits for; () if its arguments do not say."""
+    for arguments in _arguments(frame):
+        if "tag" in arguments:  # a send or a receive
+            peer = arguments.get("src", arguments.get("dst"))
+            return (peer,) if isinstance(peer, int) else ()
+        if "group" in arguments:
+            with suppress(KeyError, ValueError):  # it is destroyed by now
+                return tuple(dist.get_process_group_ranks(arguments["group"]))
+            return ()
+    return ()
 
 
 def place_in_code(innermost: FrameType) -> tuple[str, bool]:

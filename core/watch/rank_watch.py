@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -52,6 +52,8 @@ EXPECTED_S = 1.0  # in one wait, before a rank that has left is missed
 GRACE_S = 3.0  # a process closes its connections before it counts as ended, and others may fail a little later
 STUCK_S = 2.0  # in one place, before torch's flight recorder is asked for the collective
 END_AFTER_S = 60.0  # in one wait after a rank has ended, before this process is ended too
+LEFT_BEATS = 5  # from one look whether the ranks that are waited for have left to the next
+LEAVE_S = 10.0  # for a process to exit after an error
 COMPARE_BEATS = 4  # from one look at everybody's step times to the next
 LEFT_EARLY = "has left without an error, and others wait for it: it ended, or called destroy_model_parallel"
 PREFIX = "core.watch.rank_watch"  # of its keys in the job's store
@@ -92,6 +94,7 @@ class RankWatch:
         self.unfinished = ""  # the collective that the backend is at, if the place has not changed for a while
         self.failed = ""  # the last wait that failed here, in words
         self.stragglers = Stragglers()
+        self._visits: Counter[str] = Counter()  # to places in the store
         self._num_read: Counter[int] = Counter()  # findings about each rank that were read
         self._beats: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when this rank saw it change
         self._beat = 0
@@ -159,7 +162,18 @@ class RankWatch:
             self._publish(self.rank, BACK, words, _place_of(error))
 
     def _end(self) -> None:
-        self.stop(sys.exc_info()[1] or getattr(sys, "last_value", None))
+        """Leave the job, because the process exits. After an error it exits within LEAVE_S.
+
+        A collective in flight would keep it: the interpreter waits for the thread that runs it. faulthandler's timer
+        is the only one that runs to the end of the interpreter.
+        """
+        failure = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        self.stop(failure)
+        if failure is not None or self.failed:
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
     @property
     def neighbours(self) -> list[RankProcess]:
@@ -197,9 +211,19 @@ class RankWatch:
         stuck = in_vain(beats, patience_s)
         return {rank: beats[rank]["beat"] for rank in stuck} if self.rank in stuck else {}
 
-    def come(self, place: str, times: int) -> int:
-        """Come so many times to a place in the job's store; how often ranks have come there."""
-        return int(self.store.add(f"place/{place}", times))
+    def gone(self, ranks: Collection[int]) -> list[int]:
+        """Those of `ranks` that have ended, or have left the job, as far as is known by now."""
+        ended = {rank for rank, finding in self.lost.items() if finding.kind in (DEAD, MISSED)}
+        return sorted((ended | self.left) & set(ranks))
+
+    def come(self, place: str) -> tuple[int, int]:
+        """Come to a place in the job's store; how often all ranks have come there, and how often this one has."""
+        self._visits[place] += 1
+        return int(self.store.add(f"place/{place}", 1)), self._visits[place]
+
+    def came(self, place: str) -> int:
+        """How often all ranks have come to a place in the job's store."""
+        return int(self.store.add(f"place/{place}", 0))
 
     def _find_lost(self, others: Sequence[int]) -> None:
         """Wait until a rank is known to be lost, or until all `others` have failed too; GRACE_S at most."""
@@ -285,6 +309,8 @@ class RankWatch:
     def _look_for_those_who_left(self) -> None:
         """Ranks that this one has waited for since they ended without an error."""
         if self.place.waits and time.monotonic() - self.place.since > EXPECTED_S:
+            if self._beat % LEFT_BEATS == 0:  # of the next rank it is known
+                self._beats_of(self.place.ranks)
             for rank in sorted(self.left & set(self.place.ranks)):
                 self._miss(rank)
 

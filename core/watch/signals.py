@@ -12,19 +12,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 from types import FrameType
 
-import torch
 import torch.distributed as dist
 
 from core.watch.interrupts import SAME_PRESS_S
 from core.watch.place import NOWHERE, group_of_main_thread, place_of_main_thread
-from core.watch.waiting import forget_wait
+from core.watch.waiting import end_waits_of, forget_wait
 
 STAYS_S = 0.3  # in one wait after a Ctrl-C, before that wait is ended
-TAG = 1 << 20  # of a message that never comes
 
 
 class SignalThread:
@@ -73,8 +69,8 @@ class SignalThread:
 class WaitEnder:
     """Between start and stop, a Ctrl-C that shall raise KeyboardInterrupt ends the main thread's wait in gloo.
 
-    Without a handler of the program's own. gloo ends all waits of a group where one of them reaches its limit. The
-    group's connections are lost by that, and a wait that was interrupted could not be finished anyway.
+    Without a handler of the program's own. The group's connections are lost by that, and a wait that was interrupted
+    could not be finished anyway.
     """
 
     def __init__(self) -> None:
@@ -104,10 +100,7 @@ class WaitEnder:
         heard_s = time.monotonic()
         time.sleep(STAYS_S)
         if self.raised_s < heard_s - SAME_PRESS_S and place_of_main_thread(NOWHERE).waits:
-            group = group_of_main_thread() or dist.group.WORLD
-            with suppress(RuntimeError, ValueError):  # no gloo in it, or it is destroyed by now
-                other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-                group.recv([torch.empty(1, device="cpu")], other, TAG).wait(timedelta(milliseconds=1))
+            end_waits_of(group_of_main_thread() or dist.group.WORLD)
 
 
 _started: set[int] = set()  # the pipes' ends that signals are written into

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,12 +18,14 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 SHOWN = 8  # ranks of a long list
 LOOK_S = 1.5  # from one look at where the other ranks are to the next, in a wait that may be in vain
 SLICE = timedelta(seconds=LOOK_S)
 PATIENCE_S = 5.0  # in one wait, before a rank counts as one that may wait forever
+NEVER_SENT = 1 << 20  # tag of a message that no rank sends
 RECENT = 10  # steps whose own time is remembered
 BACKENDS_WORDS = re.compile(
     "gloo|nccl|connection (closed|reset|refused)|timed out|application timeout|broken pipe|socket", re.IGNORECASE
@@ -46,8 +49,14 @@ class Watch(Protocol):
     def beats_in_vain(self, patience_s: float) -> dict[int, int]:
         """Rank -> last beat, of the ranks that wait forever."""
 
-    def come(self, place: str, times: int) -> int:
-        """Come so many times to a place in the job's store; how often ranks have come there."""
+    def gone(self, ranks: Collection[int]) -> list[int]:
+        """Those of `ranks` that have ended, or have left the job."""
+
+    def come(self, place: str) -> tuple[int, int]:
+        """Come to a place in the job's store; how often all ranks have come there, and how often this one has."""
+
+    def came(self, place: str) -> int:
+        """How often all ranks have come to a place in the job's store."""
 
 
 _watch: Watch | None = None  # of this process
@@ -178,58 +187,100 @@ def expect(ranks: Collection[int]) -> None:
 
 
 def complete(work: dist.Work, slack_s: float | None = 0.0) -> None:
-    """Wait for a collective of CPU tensors. Raises PeerLost within seconds where ranks wait for each other for ever.
+    """Wait for a collective of CPU tensors. A rank that computes is waited for, as long as that takes.
 
-    Call it inside `waiting`, which says for what. A rank that computes is waited for, as long as that takes. slack_s:
-    how long the collective itself may take; None to wait without a look at the other ranks. The wait comes back to
-    Python every LOOK_S, where Ctrl-C is heard. Not for sends and receives, whose connection gloo closes at a limit.
+    Call it inside `waiting`, which names the wait. The wait comes back to Python every LOOK_S, where Ctrl-C is heard.
+    Not for sends and receives, whose connection gloo closes at a limit.
+
+    Args:
+        work: The collective.
+        slack_s: Time that the collective itself may take. None if ranks that wait for each other are not looked for.
+
+    Raises:
+        PeerLost: If the wait can never end: ranks wait for each other, or one has left. The group's connections are
+            closed before. Otherwise the collective would meet a later one of another rank, and keep the process from
+            exiting.
     """
-    look = None if _watch is None or slack_s is None else VainLook(_watch, slack_s)
+    look = VainLook(slack_s)
     while not work.is_completed():
         try:
             work.wait(SLICE)
             return
         except RuntimeError:  # the time is over, or the collective has failed and says so below
-            if look is not None and not work.is_completed():
+            if work.is_completed():
+                break
+            try:
                 look.refuse_vain()
+            except PeerLost:
+                wait = current_wait(threading.current_thread())
+                if wait is not None and isinstance(wait.group, dist.ProcessGroup):
+                    end_waits_of(wait.group)
+                raise
     work.wait()
 
 
-class VainLook:
-    """Looks of one wait at where the other ranks are. slack_s: as in `complete`."""
+def end_waits_of(group: dist.ProcessGroup) -> None:
+    """End all of this process's waits in a gloo group, and with them the group's connections.
 
-    def __init__(self, watch: Watch, slack_s: float = 0.0) -> None:
-        self.watch = watch
+    gloo closes a group's connections if one of its waits reaches its limit. The other ranks' waits end by that too. A
+    wait for a first connection (TORCH_GLOO_LAZY_INIT) has no limit, so a thread makes it.
+    """
+    thread = threading.Thread(target=_wait_in, args=(group,), name="core-end-waits", daemon=True)
+    thread.start()
+    thread.join(1.0)
+
+
+def _wait_in(group: dist.ProcessGroup) -> None:
+    with suppress(RuntimeError, ValueError):  # no gloo in it, or it is destroyed by now
+        other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        group.recv([torch.empty(1, device="cpu")], other, NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+class VainLook:
+    """Looks of one wait at the other ranks, at most every LOOK_S; none without a watch. slack_s: as in `complete`."""
+
+    def __init__(self, slack_s: float | None = 0.0) -> None:
         self.slack_s = slack_s
+        self.began = self.looked = time.monotonic()
         self.before: Mapping[int, int] = {}
 
     def refuse_vain(self) -> None:
         """Raise PeerLost if this look and the one before have found that this wait can never end."""
-        beats = self.watch.beats_in_vain(PATIENCE_S + self.slack_s)
+        if _watch is None or time.monotonic() < self.looked + 0.9 * LOOK_S:
+            return
+        self.looked = time.monotonic()
+        patience_s = PATIENCE_S + (self.slack_s or 0.0)
+        wait = current_wait(threading.current_thread())
+        gone = [] if wait is None or self.looked < self.began + patience_s else _watch.gone(wait.ranks)
+        if gone:  # what they have sent before has arrived by now
+            raise PeerLost(f"{in_words(gone)} left before") from None
+        if self.slack_s is None:
+            return
+        beats = _watch.beats_in_vain(patience_s)
         # A rank that cannot say where it is keeps its beat, and may be elsewhere by now.
         if beats and beats.keys() == self.before.keys() and all(beats[rank] > self.before[rank] for rank in beats):
             raise PeerLost(f"{in_words(list(beats))} wait for different things, and none can continue") from None
         self.before = beats
 
 
-def meet_in_store(place: str, count: int) -> None:
-    """Come to a place in the job's store, and wait until ranks have come there `count` times. Without a watch, nothing.
+def meet_in_store(call: str, ranks: Sequence[int]) -> None:
+    """Wait in the job's store until all of `ranks` have made this call as often. Without a watch, nothing.
 
-    Call it inside `waiting`, as `complete`.
+    Call it inside `waiting`, before the first collective of a call that one rank may make alone: its collective would
+    meet another one of the other ranks, and take its values or end the process.
     """
     if _watch is None:
         return
-    watch, look, pause_s, looked = _watch, VainLook(_watch), 0.0005, time.monotonic()
-    came = watch.come(place, 1)
-    while came < count:
+    look, pause_s = VainLook(), 0.0005
+    place = f"{call} {zlib.crc32(repr(list(ranks)).encode())}"
+    came, count = _watch.come(place)
+    while came < count * len(ranks):
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
-        if time.monotonic() > looked + LOOK_S:
-            looked = time.monotonic()
-            look.refuse_vain()
-            if watch.lost:
-                raise PeerLost(f"lost: {in_words(list(watch.lost))}")
-        came = watch.come(place, 0)
+        look.refuse_vain()
+        if _watch.lost:
+            raise PeerLost(f"lost: {in_words(list(_watch.lost))}")
+        came = _watch.came(place)
 
 
 @contextmanager

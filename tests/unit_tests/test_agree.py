@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core import parallel_state
 from core.groups import agree
 from core.groups.agree import LayoutMismatch
 from core.groups.process_groups import ProcessGroups, world_groups
+from core.watch.waiting import PeerLost
 from tests.unit_tests.ranks import ranks
 
 
@@ -98,3 +100,15 @@ def test_the_profiler_shows_what_ranks_agree_on(rank: int, world: int) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         agree.any(False, None, "a certain fact")
     assert any(re.fullmatch("core::agree a certain fact", event.key) for event in profile.key_averages())
+
+
+@ranks(2)
+def test_ranks_that_agree_on_different_things_all_learn_so_at_once(rank: int, world: int) -> None:
+    """A guard that rank 0 alone is asked for meets the agreement of a step. Their numbers would be mixed silently if
+    they are equally many, and gloo aborts the process if they are not.
+    """
+    parallel_state.initialize_model_parallel()
+    what, count = ("the weights", 5) if rank == 0 else ("the end of a step", 20)
+    words = f"rank {rank} waited .* for {what}.*another rank came to agree on something else.*rank {1 - rank} waited"
+    with pytest.raises(PeerLost, match=words):
+        agree.bounds([0] * count, None, what)

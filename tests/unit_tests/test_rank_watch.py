@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from core.verify import rank_pool
 from core.verify.rank_pool import RankFailure, RankPool
 from core.watch import processes, rank_watch
 from core.watch.flight_recorder import unfinished_collective
+from core.watch.place import COLLECTIVES, _partners
 from core.watch.prompt_store import PromptStore
 from core.watch.stragglers import Stragglers
 from core.watch.waiting import calling, waiting
@@ -386,7 +388,9 @@ def ask_where_the_other_is(rank: int) -> None:
     assert watch is not None
     if rank == 1:
         time.sleep(rank_watch.STUCK_S + 3 * rank_watch.BEAT_S)
-        logging.warning(watch._beat_of(0)["place"])
+        beat = watch._beat_of(0)
+        assert beat["ranks"] == [0, 1]
+        logging.warning(beat["place"])
     dist.all_reduce(torch.ones(5, 3))
     until = time.monotonic() + 10.0  # gloo's thread writes down that it has ended after the caller has gone on
     while unfinished_collective() and time.monotonic() < until:
@@ -419,6 +423,22 @@ def test_a_rank_that_was_stopped_and_goes_on_is_no_longer_lost_and_named_again_w
     assert run_plain(stop_go_on_and_fall, tmp_path, 2, store.port) == [0, -signal.SIGKILL]
     stopped, back, ended = said_by(tmp_path, 0)
     assert "is stopped, by SIGSTOP or a debugger" in stopped and "runs again" in back and "has ended" in ended
+
+
+@pytest.mark.parametrize(
+    ("call", "partners"),
+    [("recv(tensor, src=2, group=None, tag=0)", (2,)), ("recv(tensor, src=None, group=None, tag=0)", ())],
+)
+def test_a_receive_waits_for_its_sender_alone(call: str, partners: tuple[int, ...]) -> None:
+    """A rank that waits for a later stage, which computes, does not keep the others waiting in vain."""
+    space: dict[str, Any] = {}
+    exec(
+        compile(
+            f"import sys\ndef {call.replace('tensor', 'tensor=None')}: return sys._getframe()", COLLECTIVES[0], "exec"
+        ),
+        space,
+    )
+    assert _partners(space["recv"]()) == partners
 
 
 # --- stragglers -------------------------------------------------------------------------------------------------------

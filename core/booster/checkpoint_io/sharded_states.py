@@ -21,8 +21,13 @@ from core.distributed.wire.collectives import Collectives
 from core.groups import agree
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_state import MASTER, Entry, plain_numbers
+from core.watch.waiting import meet_in_store, waiting
 
 PLACE = ("offset", "numel")
+ALL_RANKS = (
+    "The state of a sharded optimizer is in shards on all ranks, and its state_dict() is collective: call it on all of "
+    "them, and write the file on rank 0"
+)
 OWN_OPTIONS = ("params", "param_names", "fused", "foreach")  # of a group, which saved ones do not replace
 
 
@@ -41,24 +46,32 @@ class StatePiece(NamedTuple):
 
 @torch.no_grad()
 def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, whole state) of each parameter that has been updated, in order. Collective: every rank exhausts it.
+    """Yield (number, full state) of each parameter that has been updated, in order.
 
-    Whole tensors have the parameter's shape, and lie where the gradients do.
+    Collective if the optimizer is sharded: every rank exhausts it. Tensors have the parameter's shape, and are on the
+    device of the gradients.
+
+    Raises:
+        PeerLost: Within seconds, if other ranks do not come.
     """
+    for group, _ in _names_by_group(engine):
+        with waiting("the state of a sharded optimizer", group, advice=ALL_RANKS):
+            meet_in_store("the state of a sharded optimizer", dist.get_process_group_ranks(group))
     mine = engine.state_by_parameter()
     pieces = _pieces_of_all_ranks(engine, mine)
     group_of = {name: group for group, names in _names_by_group(engine) for name in names}
     for number, param in enumerate(itertools.chain.from_iterable(engine.user_params)):
-        name = engine.names.get(id(param))
+        name = engine.names.get(id(param), "")
         # torch's optimizers set up the state of a parameter where they find none at all.
-        if name is None or not pieces[name] or not (pieces[name][0].values or set(pieces[name][0].dtypes) - {MASTER}):
+        found = pieces.get(name, [])
+        if not found or not (found[0].values or set(found[0].dtypes) - {MASTER}):
             continue
-        state: dict[str, Any] = dict(pieces[name][0].values)
-        for key, dtype in pieces[name][0].dtypes.items():
+        state: dict[str, Any] = dict(found[0].values)
+        for key, dtype in found[0].dtypes.items():
             whole = torch.zeros(param.numel(), dtype=dtype, device=engine.meter.device)
             for entry in mine.get(name, []):
                 whole[entry["offset"] : entry["offset"] + entry["numel"]].copy_(entry[key])
-            for piece in pieces[name]:
+            for piece in found if name in group_of else ():
                 part = whole[piece.start : piece.end]
                 Collectives().broadcast(part, group_of[name], f"the state of {name}", piece.rank)
             state[key] = whole.view(param.shape)
@@ -86,18 +99,21 @@ def of_all_stages(items: Iterator[Any], group: dist.ProcessGroup | None) -> Iter
 
 
 def _names_by_group(engine: AdoptedOptimizer) -> list[tuple[dist.ProcessGroup, list[str]]]:
-    """Shard groups and the names of what is sharded over them, alike on all ranks."""
+    """Return shard groups and the names of what is sharded over them, in one order on all ranks."""
     found: dict[dist.ProcessGroup, list[str]] = {}
     for masters in engine.masters:
+        if not masters.bucket.sharded:  # the full state is here
+            continue
         found.setdefault(masters.bucket.groups.shard, []).extend(engine.names[id(p)] for p in masters.bucket.params)
     return list(found.items())
 
 
 def _pieces_of_all_ranks(engine: AdoptedOptimizer, mine: Mapping[str, Sequence[Entry]]) -> dict[str, list[StatePiece]]:
-    pieces: dict[str, list[StatePiece]] = {}
+    pieces = {name: [_piece(0, entry) for entry in entries] for name, entries in mine.items()}
     for group, names in _names_by_group(engine):
         rank = dist.get_rank(group)
         here = {name: [_piece(rank, entry) for entry in mine.get(name, [])] for name in names}
+        pieces.update((name, []) for name in names)
         for theirs in agree.gather(here, group, "the pieces of states").values():
             for name, found in theirs.items():
                 pieces.setdefault(name, []).extend(found)

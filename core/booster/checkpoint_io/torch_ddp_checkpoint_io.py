@@ -32,7 +32,7 @@ class TorchDDPCheckpointIO(GeneralCheckpointIO):
     def agree(self, error: Exception | None, what: str) -> None:
         """Raise on every rank if any has an error; so a rank that returns knows that all have come this far."""
         self._expect_others(what)
-        agree.refuse(error, self.group, what)
+        agree.refuse(error, self.group, "a save or load")  # ranks may write the path differently
 
     def _expect_others(self, what: str) -> None:
         """CheckpointError on the rank that writes if the others do not come, and PeerLost at once if one has ended.

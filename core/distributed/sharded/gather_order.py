@@ -5,7 +5,6 @@ compare it, because a gather that meets another bucket's gather would give it wr
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -39,22 +38,15 @@ class GatherOrder:
     """A rank's gathers, in order."""
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()  # that made all parameters whole
         self.gathers: dict[str, list[str]] = {}  # by collectives of a data group, since ranks have compared them last
         self.next_of: dict[LastTwo, ParamUnit | None] = {}
         self.last_two: LastTwo = (None, None)  # units that were gathered since the last write
 
     def come_together(self, caller: str, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Wait until all ranks have made this call. PeerLost where some wait elsewhere, and would for ever.
-
-        Ranks meet in the job's store. A collective of a rank that calls alone would meet another one's collective, and
-        take its values or end the process.
-        """
-        self.calls[caller] += 1
+        """Wait until all ranks have made this call. Raises PeerLost if some wait for each other elsewhere."""
         for group in groups:
-            ranks = dist.get_process_group_ranks(group)
             with needs_all(caller, group):
-                meet_in_store(f"{caller} {zlib.crc32(repr(ranks).encode())}", self.calls[caller] * len(ranks))
+                meet_in_store(caller, dist.get_process_group_ranks(group))
 
     def note(self, unit: ParamUnit, why: str) -> None:
         """A gather that other ranks take part in begins."""

@@ -25,7 +25,7 @@ from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
 from core.distributed.wire.shared_memory import HostChannel, channel_of
 from core.watch.waiting import complete, waiting
 
-SLOW_NETWORK = 50e6  # bytes a second; a wait for a gather over a slower one may look like one in vain
+SLOW_NETWORK = 50e6  # bytes a second; a wait over a slower one may look like one in vain
 
 Op = Literal["sum", "mean", "max"]
 
@@ -64,7 +64,6 @@ class Handle:
     finish: Callable[[], object] | None = None
     keep: tuple[torch.Tensor, ...] = ()  # memory the backend reads or writes until the wait
     first: InFlight | None = None  # what has to be complete before `finish`
-    takes_s: float = 0.0  # at most, of CPU tensors; where given, ranks that wait for each other in vain are looked for
 
     def is_done(self) -> bool:
         # The backend is asked: a callback would run in a thread of its, which may find the interpreter gone at the end.
@@ -74,7 +73,7 @@ class Handle:
         if self.first is not None:
             self.first.wait()
         for work in self.works:
-            complete(work, self.takes_s or None) if self.keep and self.keep[0].is_cpu else work.wait()
+            complete(work, takes_s(self.keep[0])) if self.keep and self.keep[0].is_cpu else work.wait()
         if self.finish is not None:
             self.finish()
         self.works, self.finish, self.keep, self.first = (), None, (), None
@@ -241,7 +240,7 @@ class Collectives:
             # One broadcast a rank, all at once, is faster than gloo's all-gather (2 to 6 times from 1 to 64 MB).
             parts = full.view(-1).split(part)
             works = [dist.broadcast(each, group=group, group_src=r, async_op=True) for r, each in enumerate(parts)]
-            return Handle(works, None, (full,), takes_s=full.nbytes / SLOW_NETWORK if full.is_cpu else 0.0)
+            return Handle(works, None, (full,))
         work = _all_gather(full, full[rank * part : (rank + 1) * part], group=group, async_op=True)
         return Handle((work,), None, (full,))
 
@@ -268,9 +267,14 @@ class Collectives:
                 if part.numel()
             ]
             for send in sends:
-                complete(send, None) if flat.is_cpu else send.wait()
+                complete(send, takes_s(flat)) if flat.is_cpu else send.wait()
 
-        return Handle((work,), finish, (received, flat))
+        return Handle((work,), finish, (flat, received))
+
+
+def takes_s(tensor: torch.Tensor) -> float:
+    """The time that a collective of a CPU tensor may take over a slow network."""
+    return tensor.nbytes / SLOW_NETWORK
 
 
 def _works_of(flight: InFlight | None) -> list[dist.Work]:

@@ -37,7 +37,7 @@ from core.distributed.wire.backend import backend_of, timeout_of
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
 from core.groups import agree
 from core.watch.processes import boot_id, runs
-from core.watch.waiting import PeerLost
+from core.watch.waiting import PeerLost, VainLook, waiting
 
 STRIDE = 8  # int64 between two counters: a cache line each
 PLACES = 3 * STRIDE  # where the places of launches begin, behind the counters
@@ -147,7 +147,8 @@ class HostChannel:
 
     def meet(self) -> None:
         """Wait until every rank has called it as often."""
-        self._launch(self.own[:0], (), 1.0, False).wait()
+        with waiting("all ranks to have read or written shards", [member.rank for member in self.members]):
+            self._launch(self.own[:0], (), 1.0, False).wait()
 
     def _launch(self, tensor: torch.Tensor, actions: tuple[Action, ...], scale: float, mean: bool) -> HostHandle:
         if len(self.in_flight) >= RING:
@@ -242,7 +243,7 @@ class HostHandle:
         if self not in self.channel.in_flight:
             return
         begun = looked = time.monotonic()
-        looks = 0
+        looks, vain = 0, VainLook()
         while not self.is_done():
             looks += 1
             if looks < SPINS:
@@ -253,6 +254,7 @@ class HostHandle:
             if now - looked > LOOK_S:
                 looked = now
                 self.channel.raise_if_lost(self, now - begun)
+                vain.refuse_vain()
         self.channel.in_flight.remove(self)
 
 
