@@ -217,12 +217,12 @@ class RankWatch:
         return sorted((ended | self.left) & set(ranks))
 
     def come(self, place: str) -> tuple[int, int]:
-        """Come to a place in the job's store; how often all ranks have come there, and how often this one has."""
+        """Come to a place in the job's store. Return how often ranks have come there, and how often this one has."""
         self._visits[place] += 1
         return int(self.store.add(f"place/{place}", 1)), self._visits[place]
 
     def came(self, place: str) -> int:
-        """How often all ranks have come to a place in the job's store."""
+        """Return the number of times that ranks have come to a place in the job's store."""
         return int(self.store.add(f"place/{place}", 0))
 
     def _find_lost(self, others: Sequence[int]) -> None:

@@ -53,10 +53,10 @@ class Watch(Protocol):
         """Those of `ranks` that have ended, or have left the job."""
 
     def come(self, place: str) -> tuple[int, int]:
-        """Come to a place in the job's store; how often all ranks have come there, and how often this one has."""
+        """Come to a place in the job's store. Return how often ranks have come there, and how often this one has."""
 
     def came(self, place: str) -> int:
-        """How often all ranks have come to a place in the job's store."""
+        """Return the number of times that ranks have come to a place in the job's store."""
 
 
 _watch: Watch | None = None  # of this process

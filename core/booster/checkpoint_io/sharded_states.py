@@ -102,7 +102,7 @@ def _names_by_group(engine: AdoptedOptimizer) -> list[tuple[dist.ProcessGroup, l
     """Return shard groups and the names of what is sharded over them, in one order on all ranks."""
     found: dict[dist.ProcessGroup, list[str]] = {}
     for masters in engine.masters:
-        if not masters.bucket.sharded:  # the full state is here
+        if masters.bucket.shard_range == (0, masters.bucket.layout.numel):  # the full state is here
             continue
         found.setdefault(masters.bucket.groups.shard, []).extend(engine.names[id(p)] for p in masters.bucket.params)
     return list(found.items())
