@@ -12,7 +12,7 @@ ALIGNMENT = 64  # bytes; every dtype may begin there, and a cache line does
 
 
 class SnapshotMemory:
-    """One block of CPU memory, page-locked where tensors come from a CUDA device; it grows to the largest snapshot.
+    """One block of CPU memory, page-locked if tensors come from an accelerator; it grows to the largest snapshot.
 
     Fresh pages cost several times the copy itself, so the block is never given back. There is one snapshot at a time:
     the next `take` overwrites it.
@@ -34,12 +34,12 @@ class SnapshotMemory:
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of `tensors`; once this has returned, the originals may change."""
         needed = self.bytes_for(tensors)
-        on_cuda = [tensor for tensor in tensors if tensor.is_cuda]
-        if self.bytes < needed or (on_cuda and not self._block.is_pinned()):
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        if self.bytes < needed or (devices and not self._block.is_pinned()):
             self._block = torch.empty(
                 0, dtype=torch.uint8, device="cpu"
             )  # free the old block before the new one exists
-            self._block = torch.empty(needed, dtype=torch.uint8, device="cpu", pin_memory=bool(on_cuda))
+            self._block = torch.empty(needed, dtype=torch.uint8, device="cpu", pin_memory=bool(devices))
         storage, offset, copies = self._block.untyped_storage(), 0, []
         for tensor in tensors:
             size = tensor.numel() * tensor.element_size()
@@ -48,11 +48,11 @@ class SnapshotMemory:
                 copy.set_(storage[offset : offset + size], 0, tensor.shape, row_strides(tensor.shape))
             else:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            copy.copy_(tensor.detach(), non_blocking=not tensor.is_cpu)
             copies.append(copy)
             offset += _aligned(size)
-        for device in {tensor.device for tensor in on_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
         return copies
 
 

@@ -26,6 +26,7 @@ from core.distributed.guard.agreement import ControlGroup, Moment, agree_on_step
 from core.distributed.guard.finite import GradWatch, NonFiniteWatch
 from core.distributed.reduce.fused_kernels import check_declared
 from core.distributed.reduce.model_order import ModelOrder
+from core.distributed.reduce.producer_streams import ProducerStreams
 from core.distributed.wire.collective_events import CollectiveEvent
 from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.overlap import measure_overlap
@@ -98,6 +99,7 @@ class GradReducer:
         take_gathers: Callable[[], dict[str, list[str]]],
     ) -> None:
         self.buckets = list(buckets)  # in launch order
+        self.producers = ProducerStreams.of(self.buckets[0].device) if self.buckets else None  # None on the CPU
         self.collectives = collectives
         self.control = list(control)
         self.problems = problems
@@ -132,6 +134,8 @@ class GradReducer:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def arrive(self, bucket: Bucket, index: int) -> None:
+        if self.producers is not None:
+            self.producers.record()
         if self.state not in OPEN:
             self._begin_by_gradient(bucket, index)
         self.gradients += 1
@@ -154,6 +158,7 @@ class GradReducer:
         if self.next < len(self.buckets):
             following = self.buckets[self.next]
             if bucket is following and bucket.pool is not None:
+                self._join_streams()
                 bucket.fill(bucket.pool, index)
             if following.pending <= 0:
                 self._launch_ready()
@@ -181,8 +186,14 @@ class GradReducer:
             with self.named("backward"):
                 raise
 
+    def _join_streams(self) -> None:
+        """Let the current stream wait for every stream that this model's gradients came on."""
+        if self.producers is not None:
+            self.producers.join()
+
     def _launch_next(self, *, watched: bool = True) -> None:
         bucket = self.buckets[self.next]
+        self._join_streams()
         bucket.launch(self.collectives, watched=watched)
         self.next += 1
         self.launches += 1
@@ -217,6 +228,7 @@ class GradReducer:
     def _next_microbatch(self) -> None:
         if self.microbatches:
             self._learn()
+            self._join_streams()
             for bucket in self.buckets:
                 bucket.next_microbatch()
             self.next = self.polled = 0
@@ -256,6 +268,7 @@ class GradReducer:
 
         keep: add to the reduced gradients that are still in `.grad`, as torch does.
         """
+        self._join_streams()
         if self.at_begin is not None:
             self.at_begin(keep=keep)
         for bucket in self.buckets:
@@ -366,6 +379,7 @@ class GradReducer:
         if not self.open:
             return
         begun = time.perf_counter()
+        self._join_streams()
         with self.named("finalize_model_grads"):
             late = self._complete(then)
         self._learn()

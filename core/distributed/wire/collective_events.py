@@ -1,6 +1,6 @@
-"""CollectiveEvent: when one collective was launched, done and waited for, by the host's clock or by CUDA's streams.
+"""CollectiveEvent: when one collective was launched, done and waited for, by the host's clock or a device's streams.
 
-On CPU the host sees collectives, so marks are perf_counter seconds. On CUDA the host only queues work. There a mark is
+On CPU the host sees collectives, so marks are perf_counter seconds. On a GPU the host only queues work. There a mark is
 an event on the current stream, and the end of a collective is an event on a side stream that waits for it. So neither
 the host nor the model's stream waits. `resolve` turns those events into seconds after the step. They count from the
 moment at which the host queued the step's first mark, so differences between marks of one step are exact.
@@ -86,7 +86,7 @@ class HostClock:
 
 
 class StreamClock(HostClock):
-    """Marks are events on CUDA streams.
+    """Marks are events on the streams of a device.
 
     new_event: makes an event that can `record()` itself on the current stream and say `elapsed_time(other)` in ms.
     on_side_stream: a context in which the current stream is one that nothing else uses.
@@ -138,7 +138,7 @@ def resolve(events: Iterable[CollectiveEvent]) -> None:
 
 def clock_for(device: torch.device) -> HostClock:
     """The clock of a model whose gradients lie on `device`."""
-    if device.type != "cuda":
+    if device.type in ("cpu", "meta"):
         return HostClock()
-    side = torch.cuda.Stream(device)
-    return StreamClock(lambda: torch.cuda.Event(enable_timing=True), lambda: torch.cuda.stream(side))
+    side = torch.Stream(device)
+    return StreamClock(lambda: torch.Event(device, enable_timing=True), lambda: side)

@@ -110,10 +110,14 @@ class CopyStorage(ParameterStorage):
 def _take_edits(master: torch.Tensor, param: torch.Tensor) -> None:
     """Give the master the parameter's value in every element in which the parameter is not the master rounded.
 
-    The comparison is of bits. Waits for a GPU.
+    The comparison is of bits. On a GPU the master is written in any case, because the host would have to wait for the
+    result of the comparison.
     """
     rounded = master.to(param.dtype)  # the master itself where nothing is rounded
     kind = INTEGERS[param.element_size()]
+    if not master.is_cpu:
+        master.copy_(torch.where(rounded.view(kind) == param.view(kind), master, param))
+        return
     wide = 8 // param.element_size()
     flat = (
         t.dim() == 1 and t.is_contiguous() and not (t.numel() | t.storage_offset()) % wide for t in (rounded, param)

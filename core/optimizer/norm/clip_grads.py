@@ -136,7 +136,7 @@ class GradMeter:
             factors = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in pending])
         else:
             # Pinned, for a copy from other memory would have the host wait for all that the device has queued.
-            here = torch.tensor(pending, dtype=torch.float64, device="cpu", pin_memory=self.device.type == "cuda")
+            here = torch.tensor(pending, dtype=torch.float64, device="cpu", pin_memory=self.device.type != "cpu")
             factors = here.to(self.device, non_blocking=True)
         return factors / loss_scale
 

@@ -58,13 +58,20 @@ def _python_headers() -> str:
 
 
 def on_second_device(built: Path, store: Path, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function on a rank of a pool, with groups over both devices in the place of the pool's."""
+    """Call a function on a rank of a pool, with groups over both devices in the place of the pool's.
+
+    Raises:
+        RaceError: If accesses of the function to the device's memory were in no order.
+    """
+    from tests.unit_tests.second_device.order import ordered
+
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.barrier()  # the other rank may still be connecting, and would find this one's sockets closed
     dist.destroy_process_group()
     start(built)
     dist.init_process_group(f"cpu:gloo,{NAME}:second", init_method=f"file://{store}", rank=rank, world_size=world)
-    return function(torch.device(NAME, 0), *arguments)
+    with ordered():
+        return function(torch.device(NAME, 0), *arguments)
 
 
 def start(built: Path) -> None:
@@ -94,7 +101,8 @@ def _module_of_torch() -> types.ModuleType:
     module._is_in_bad_fork = lambda: False
     module.current_device = lambda: 0
     module.device_count = lambda: 1
-    module.set_device = module.manual_seed_all = module.synchronize = lambda *_: None
+    module.set_device = module.manual_seed_all = lambda *_: None
+    module.synchronize = lambda *_: library.synchronize()
     module.mem_get_info = lambda *_: (MEMORY, MEMORY)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module

@@ -1,7 +1,8 @@
 // A second device for tests, which torch knows as "privateuse1": memory of the host, kept apart from the CPU's.
 //
-// It computes by torch's kernels for CPUs, on copies, so nothing but a copy takes a tensor of it beside one of the CPU.
-// Its collectives are gloo's, on the memory where it lies. Streams and events exist, and nothing is asynchronous.
+// Operators run torch's CPU kernels on copies and refuse CPU tensors next to tensors of this device. Collectives are
+// gloo's, on the device's memory. Streams, events, the caching allocator and pinned memory follow CUDA's rules, but
+// every operator computes at once: a listener (order.py) hears of each launch, event and wait and checks their order.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -16,32 +17,100 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <map>
+#include <mutex>
+#include <set>
+#include <tuple>
 
 namespace {
+
+namespace py = pybind11;
 
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
 const c10::Device DEVICE(KIND, 0);
 
+// -- the listener ----------------------------------------------------------------------------------------------------
+
+// The Python object that hears of launches, events and waits; null if nobody listens. Never freed, only replaced.
+std::atomic<PyObject*> listener{nullptr};
+thread_local int64_t current_stream = 0;
+thread_local int inside_kernel = 0;  // operators and copies inside a kernel are part of that kernel
+
+struct InsideKernel {
+  InsideKernel() { ++inside_kernel; }
+  ~InsideKernel() { --inside_kernel; }
+};
+
+template <class... Arguments>
+void tell(const char* what, Arguments&&... arguments) {
+  if (listener.load() == nullptr) return;
+  py::gil_scoped_acquire gil;
+  PyObject* to = listener.load();
+  if (to != nullptr) py::handle(to).attr(what)(std::forward<Arguments>(arguments)...);
+}
+
+template <class... Arguments>
+void tell_quietly(const char* what, Arguments&&... arguments) noexcept {
+  try {
+    tell(what, std::forward<Arguments>(arguments)...);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "the listener failed in %s: %s\n", what, error.what());
+  }
+}
+
 // -- memory ----------------------------------------------------------------------------------------------------------
 
+constexpr int POISON = 0xff;  // every float is NaN, every signed integer -1
 std::atomic<int64_t> bytes_now{0}, bytes_most{0};
 
 struct Block {
   void* memory;
   int64_t nbytes;
+  size_t room;
+  int64_t stream;                 // that it was allocated on
+  std::set<int64_t> recorded;     // other streams that record_stream has named
 };
+
+// Freed memory by (stream, room). As in CUDA's allocator, the stream that it was allocated on gets it again at once,
+// last freed first; a size is rounded up to a power of two, so that memory comes back as often as possible.
+std::mutex pool_lock;
+std::map<std::pair<int64_t, size_t>, std::vector<void*>> pool;
 
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   bytes_now -= block->nbytes;
-  std::free(block->memory);
+  std::memset(block->memory, POISON, block->nbytes);
+  if (!block->recorded.empty()) {
+    std::vector<int64_t> streams(block->recorded.begin(), block->recorded.end());
+    tell_quietly("freed", reinterpret_cast<int64_t>(block->memory), static_cast<int64_t>(block->room), streams);
+  }
+  {
+    std::lock_guard guard(pool_lock);
+    pool[{block->stream, block->room}].push_back(block->memory);
+  }
   delete block;
 }
 
 struct Heap final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     if (nbytes == 0) return {nullptr, DEVICE};
-    auto* block = new Block{std::malloc(nbytes), static_cast<int64_t>(nbytes)};
+    size_t room = 512;
+    while (room < nbytes) room *= 2;
+    void* memory = nullptr;
+    {
+      std::lock_guard guard(pool_lock);
+      auto& free = pool[{current_stream, room}];
+      if (!free.empty()) {
+        memory = free.back();
+        free.pop_back();
+      }
+    }
+    if (memory == nullptr) {
+      memory = std::malloc(room);
+      tell_quietly("grown", reinterpret_cast<int64_t>(memory), static_cast<int64_t>(room));
+    }
+    std::memset(memory, POISON, room);
+    auto* block = new Block{memory, static_cast<int64_t>(nbytes), room, current_stream, {}};
     int64_t now = bytes_now += block->nbytes;
     int64_t most = bytes_most;
     while (now > most && !bytes_most.compare_exchange_weak(most, now)) {
@@ -60,30 +129,109 @@ void resize_bytes(const c10::Storage& storage, size_t nbytes) {
   storage.set_nbytes(nbytes);
 }
 
-// -- what torch asks of a device -------------------------------------------------------------------------------------
+// Pinned memory of the host, by its first byte.
+std::mutex pinned_lock;
+std::map<int64_t, int64_t> pinned;
+
+bool is_pinned_at(const void* memory) {
+  auto place = reinterpret_cast<int64_t>(memory);
+  std::lock_guard guard(pinned_lock);
+  auto next = pinned.upper_bound(place);
+  return next != pinned.begin() && place < std::prev(next)->first + std::prev(next)->second;
+}
+
+void free_pinned(void* memory) {
+  auto place = reinterpret_cast<int64_t>(memory);
+  int64_t nbytes = 0;
+  {
+    std::lock_guard guard(pinned_lock);
+    nbytes = pinned[place];
+    pinned.erase(place);
+  }
+  std::memset(memory, POISON, nbytes);
+  tell_quietly("grown", place, nbytes);  // torch's pinned allocator waits for copies before it lends memory again
+  std::free(memory);
+}
+
+struct PinnedHeap final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    if (nbytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(at::kCPU)};
+    void* memory = nullptr;
+    TORCH_CHECK(posix_memalign(&memory, 64, nbytes) == 0, "no pinned memory");
+    std::memset(memory, POISON, nbytes);
+    {
+      std::lock_guard guard(pinned_lock);
+      pinned[reinterpret_cast<int64_t>(memory)] = nbytes;
+    }
+    return {memory, memory, &free_pinned, c10::Device(at::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+  void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
+};
+PinnedHeap pinned_heap;
+
+// -- streams and events ----------------------------------------------------------------------------------------------
+
+std::atomic<int64_t> streams{0}, events{0};
+
+c10::Stream stream_of(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, DEVICE, id); }
+
+struct Event {
+  int64_t id;
+  std::chrono::steady_clock::time_point at;
+};
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = KIND;
-  mutable std::atomic<int64_t> streams{0};
   c10::DeviceType type() const override { return KIND; }
   c10::Device exchangeDevice(c10::Device) const override { return DEVICE; }
   c10::Device getDevice() const override { return DEVICE; }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, DEVICE); }
-  c10::Stream getDefaultStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, DEVICE); }
-  c10::Stream getNewStream(c10::Device, int) const override {
-    return c10::Stream(c10::Stream::UNSAFE, DEVICE, ++streams);
+  c10::Stream getStream(c10::Device) const override { return stream_of(current_stream); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream_of(++streams); }
+  c10::Stream getNewStream(c10::Device, int) const override { return stream_of(++streams); }
+  c10::Stream exchangeStream(c10::Stream to) const override {
+    auto from = stream_of(current_stream);
+    current_stream = to.id();
+    return from;
   }
-  c10::Stream exchangeStream(c10::Stream) const override { return c10::Stream(c10::Stream::DEFAULT, DEVICE); }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Event{++events};
+    auto* recorded = static_cast<Event*>(*event);
+    recorded->at = std::chrono::steady_clock::now();
+    tell("recorded", recorded->id, stream.id());
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) tell("waited", static_cast<Event*>(event)->id, stream.id());
+  }
+  // Unless the host knows better, an event is not done when it is first asked, as on a device that is late.
+  bool queryEvent(void* event) const override {
+    if (event == nullptr || listener.load() == nullptr) return true;
+    py::gil_scoped_acquire gil;
+    PyObject* to = listener.load();
+    return to == nullptr || py::handle(to).attr("queried")(static_cast<Event*>(event)->id).cast<bool>();
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  bool queryStream(const c10::Stream& stream) const override {
+    tell("host_waited_stream", stream.id(), false);
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override { tell("host_waited_stream", stream.id(), true); }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) tell("host_waited_event", static_cast<Event*>(event)->id);
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    std::chrono::duration<double, std::milli> passed = static_cast<Event*>(to)->at - static_cast<Event*>(from)->at;
+    return passed.count();
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override { tell("host_waited_device"); }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    auto* block = static_cast<Block*>(memory.get_context());
+    if (block != nullptr && stream.id() != block->stream) block->recorded.insert(stream.id());
+  }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -91,8 +239,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::DeviceType::CPU); }
-  bool isPinnedPtr(const void*) const override { return true; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_heap; }
+  bool isPinnedPtr(const void* memory) const override { return is_pinned_at(memory); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     resize_bytes(storage, nbytes);
   }
@@ -105,6 +253,51 @@ const bool registered = [] {
 }();
 
 // -- operators -------------------------------------------------------------------------------------------------------
+
+// One access of a kernel: [first byte, last byte + 1), whether it writes, and the argument's name.
+using Access = std::tuple<int64_t, int64_t, bool, std::string>;
+using Accesses = std::vector<Access>;
+constexpr int64_t MOST_RUNS = 256;  // a tensor of more contiguous runs counts as all that lies between its ends
+
+void add_access(Accesses& accesses, const at::Tensor& tensor, bool writes, const std::string& name) {
+  if (!tensor.defined() || tensor.numel() == 0 || !tensor.has_storage()) return;
+  auto first = reinterpret_cast<int64_t>(tensor.const_data_ptr());
+  if (first == 0) return;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size) in bytes, without those of stride 0 or size 1
+  int64_t item = tensor.itemsize();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) > 1 && tensor.stride(dim) > 0) dims.emplace_back(tensor.stride(dim) * item, tensor.size(dim));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t run = item;  // bytes of one contiguous run
+  size_t next = 0;
+  while (next < dims.size() && dims[next].first == run) run *= dims[next++].second;
+  int64_t runs = 1, span = run;
+  for (size_t dim = next; dim < dims.size(); ++dim) {
+    runs *= dims[dim].second;
+    span += dims[dim].first * (dims[dim].second - 1);
+  }
+  if (runs > MOST_RUNS) {
+    accesses.emplace_back(first, first + span, writes, name);
+    return;
+  }
+  for (int64_t index = 0; index < runs; ++index) {
+    int64_t at = first, rest = index;
+    for (size_t dim = next; dim < dims.size(); ++dim) {
+      at += dims[dim].first * (rest % dims[dim].second);
+      rest /= dims[dim].second;
+    }
+    accesses.emplace_back(at, at + run, writes, name);
+  }
+}
+
+void add_value(Accesses& accesses, const c10::IValue& value, bool writes, const std::string& name) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined() && !value.toTensor().is_cpu()) add_access(accesses, value.toTensor(), writes, name);
+  } else if (value.isList()) {
+    for (const auto& each : value.toListRef()) add_value(accesses, each, writes, name);
+  }
+}
 
 // The same memory, which stays as long as what is made here.
 at::Tensor on_cpu(const at::Tensor& tensor) {
@@ -160,7 +353,21 @@ at::Tensor& set_source(at::Tensor& self, at::Storage source) {
   return set_storage(self, std::move(source), 0, {numel}, {});
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
+  if (inside_kernel == 0 && listener.load() != nullptr) {
+    Accesses accesses;
+    for (const auto* tensor : {&self, &to}) {
+      if (!tensor->is_cpu() || is_pinned_at(tensor->const_data_ptr())) {
+        add_access(accesses, *tensor, tensor == &to, tensor == &to ? "self" : "src");
+      }
+    }
+    bool host = self.is_cpu() || to.is_cpu();
+    bool pageable = host && !is_pinned_at((self.is_cpu() ? self : to).const_data_ptr());
+    // From pageable memory the driver copies to memory of its own before it returns.
+    bool waits = host && (!non_blocking || (pageable && to.is_cpu()));
+    tell("launched", "copy_", current_stream, accesses, waits);
+  }
+  InsideKernel inside;
   on_cpu(to).copy_(on_cpu(self));
   return to;
 }
@@ -171,6 +378,23 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 }
 
 bool is_pinned(const at::Tensor&, std::optional<at::Device>) { return false; }
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
+}
+
+// Operators whose result the host reads, so that it waits for the stream.
+bool waits_for_host(const c10::FunctionSchema& schema, const Accesses& inputs) {
+  static const std::set<std::string> names{"aten::nonzero",    "aten::masked_select",      "aten::_unique2",
+                                           "aten::unique_dim", "aten::unique_consecutive", "aten::equal"};
+  if (inputs.empty()) return false;
+  if (names.count(schema.name())) return true;
+  for (const auto& each : schema.returns()) {
+    auto kind = each.type()->kind();
+    if (kind == c10::TypeKind::NumberType || kind == c10::TypeKind::BoolType) return true;
+  }
+  return false;
+}
 
 // As on a GPU, an operator takes a tensor of the CPU only if that is one number, or indices.
 void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -184,7 +408,28 @@ void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       }
     }
   }
-  at::native::cpu_fallback(op, stack, true);
+  if (inside_kernel > 0 || listener.load() == nullptr) {
+    at::native::cpu_fallback(op, stack, true);
+    return;
+  }
+  const auto& schema = op.schema();
+  Accesses accesses;
+  const auto begin = stack->size() - schema.arguments().size();
+  for (size_t index = 0; index < schema.arguments().size(); ++index) {
+    const auto& argument = schema.arguments()[index];
+    bool writes = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    add_value(accesses, (*stack)[begin + index], writes, argument.name());
+  }
+  bool waits = waits_for_host(schema, accesses);
+  {
+    InsideKernel inside;
+    at::native::cpu_fallback(op, stack, true);
+  }
+  const auto results = stack->size() - schema.returns().size();
+  for (size_t index = 0; index < schema.returns().size(); ++index) {
+    if (schema.returns()[index].alias_info() == nullptr) add_value(accesses, (*stack)[results + index], true, "result");
+  }
+  tell("launched", name, current_stream, accesses, waits);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_cpu>()); }
@@ -202,6 +447,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("is_pinned", &is_pinned);
+  m.impl("record_stream", &record_stream);
 }
 
 // -- collectives -----------------------------------------------------------------------------------------------------
@@ -226,46 +472,118 @@ std::vector<Tensors> on_device(const std::vector<Tensors>& lists) {
   return found;
 }
 
+// A collective in flight. `wait` makes the current stream wait for it, and memory is kept until then. gloo's part is
+// waited for by the host, which no program can notice.
+struct Later final : c10d::Work {
+  Wait inner;
+  std::vector<at::Tensor> held;
+  int64_t number;
+  Later(Wait work, std::vector<at::Tensor> tensors, int64_t token)
+      : inner(std::move(work)), held(std::move(tensors)), number(token) {}
+  ~Later() override {
+    try {
+      if (!held.empty() && !inner->isCompleted()) inner->wait(kNoTimeout);
+    } catch (...) {
+    }
+  }
+  bool isCompleted() override {
+    if (!inner->isCompleted()) return false;
+    if (number < 0 || listener.load() == nullptr) return true;
+    py::gil_scoped_acquire gil;
+    PyObject* to = listener.load();
+    return to == nullptr || py::handle(to).attr("queried")(number).cast<bool>();
+  }
+  bool isSuccess() const override { return inner->isSuccess(); }
+  std::exception_ptr exception() const override { return inner->exception(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    bool done = inner->wait(timeout);
+    if (number >= 0) tell("waited", number, current_stream);
+    held.clear();
+    return done;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  void abort() override { inner->abort(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner->getFuture(); }
+  std::vector<at::Tensor> result() override { return inner->result(); }
+};
+
 struct Collectives final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
+  int64_t stream = ++streams;                // of this communicator
+  std::map<std::pair<int, bool>, int64_t> of_peers;  // streams of its messages between two ranks
   explicit Collectives(c10::intrusive_ptr<c10d::Backend> inner)
       : Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)) {}
   const std::string getBackendName() const override { return "second"; }
+
+  // As NCCL: an asynchronous collective runs on the communicator's stream, which waits for the current one first.
+  template <class Start>
+  Wait launch(const char* name, const Tensors& reads, const Tensors& writes, int64_t on, Start start) {
+    int64_t number = -1;
+    if (listener.load() != nullptr) {
+      Accesses accesses;
+      for (const auto& each : reads) add_access(accesses, each, false, "input");
+      for (const auto& each : writes) add_access(accesses, each, true, "output");
+      number = ++events;
+      tell("collective", std::string("c10d::") + name, current_stream, on, accesses, number);
+    }
+    Tensors held(reads);
+    held.insert(held.end(), writes.begin(), writes.end());
+    InsideKernel inside;
+    return c10::make_intrusive<Later>(start(), std::move(held), number);
+  }
+  int64_t stream_for(bool is_async) const { return is_async ? stream : current_stream; }
+
   Wait broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     auto here = on_device(tensors);
-    return gloo->broadcast(here, options);
+    bool sends = getRank() == options.rootRank;
+    return launch("broadcast", sends ? tensors : Tensors{}, sends ? Tensors{} : tensors, stream_for(options.asyncOp),
+                  [&] { return gloo->broadcast(here, options); });
   }
   Wait allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     auto here = on_device(tensors);
-    return gloo->allreduce(here, options);
+    return launch("all_reduce", {}, tensors, stream_for(options.asyncOp),
+                  [&] { return gloo->allreduce(here, options); });
   }
   Wait allgather(std::vector<Tensors>& to, Tensors& from, const c10d::AllgatherOptions& options) override {
     auto outputs = on_device(to);
     auto inputs = on_device(from);
-    return gloo->allgather(outputs, inputs, options);
+    Tensors writes;
+    for (const auto& list : to) writes.insert(writes.end(), list.begin(), list.end());
+    return launch("all_gather", from, writes, stream_for(options.asyncOp),
+                  [&] { return gloo->allgather(outputs, inputs, options); });
   }
   Wait _allgather_base(at::Tensor& to, at::Tensor& from, const c10d::AllgatherOptions& options) override {
     auto output = on_device(to), input = on_device(from);
-    return gloo->_allgather_base(output, input, options);
+    return launch("all_gather", {from}, {to}, stream_for(options.asyncOp),
+                  [&] { return gloo->_allgather_base(output, input, options); });
   }
   Wait _reduce_scatter_base(at::Tensor& to, at::Tensor& from, const c10d::ReduceScatterOptions& options) override {
     auto output = on_device(to), input = on_device(from);
-    return gloo->_reduce_scatter_base(output, input, options);
+    return launch("reduce_scatter", {from}, {to}, stream_for(options.asyncOp),
+                  [&] { return gloo->_reduce_scatter_base(output, input, options); });
   }
   Wait alltoall_base(at::Tensor& to, at::Tensor& from, std::vector<int64_t>& to_sizes,
                      std::vector<int64_t>& from_sizes, const c10d::AllToAllOptions& options) override {
     auto output = on_device(to), input = on_device(from);
-    return gloo->alltoall_base(output, input, to_sizes, from_sizes, options);
+    return launch("all_to_all", {from}, {to}, stream_for(options.asyncOp),
+                  [&] { return gloo->alltoall_base(output, input, to_sizes, from_sizes, options); });
+  }
+  int64_t peer_stream(int peer, bool sends) {
+    auto& found = of_peers[{peer, sends}];
+    return found != 0 ? found : found = ++streams;
   }
   Wait send(Tensors& tensors, int to, int tag) override {
     auto here = on_device(tensors);
-    return gloo->send(here, to, tag);
+    return launch("send", tensors, {}, peer_stream(to, true), [&] { return gloo->send(here, to, tag); });
   }
   Wait recv(Tensors& tensors, int from, int tag) override {
     auto here = on_device(tensors);
-    return gloo->recv(here, from, tag);
+    return launch("recv", {}, tensors, peer_stream(from, false), [&] { return gloo->recv(here, from, tag); });
   }
-  Wait barrier(const c10d::BarrierOptions& options) override { return gloo->barrier(options); }
+  Wait barrier(const c10d::BarrierOptions& options) override {
+    tell("host_waited_stream", current_stream, true);
+    return gloo->barrier(options);
+  }
 };
 
 }  // namespace
@@ -274,6 +592,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("collectives", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<Collectives>(std::move(gloo));
   });
+  m.def("listen", [](py::object to) { listener = to.is_none() ? nullptr : to.inc_ref().ptr(); });
+  m.def("is_pinned", [](int64_t place) { return is_pinned_at(reinterpret_cast<void*>(place)); });
+  m.def("synchronize", [] { tell("host_waited_device"); });
   m.def("bytes_now", [] { return bytes_now.load(); });
   m.def("take_bytes_most", [] {
     auto most = bytes_most.load();
