@@ -10,6 +10,7 @@ A derived class says in five methods what is special; how files look is written 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.booster.checkpoint_io.adapters import CONFIG as ADAPTER_CONFIG
+from core.booster.checkpoint_io.adapters import is_adapted, names_to_save, read_adapters, write_adapters
 from core.booster.checkpoint_io.async_writer import AsyncWriter
 from core.booster.checkpoint_io.checks import (
     StrPath,
@@ -113,9 +116,10 @@ class CheckpointIO:
         """Write a model's weights under the names of the plain module.
 
         checkpoint: a file; with `shard` a directory, which gets files of about `size_per_shard` MiB, an index, and the
-        config of a Hugging Face model. prefix: before the names of these files. use_async: return as soon as the
-        weights are copied; files are complete after `synchronize`, the next save or the next load. Without it one shard
-        is in memory at a time.
+        config of a Hugging Face model. Of a model with adapters the directory gets what peft's `save_pretrained`
+        writes: the adapters, without the base model. prefix: before the names of these files. use_async: return as
+        soon as the weights are copied; files are complete after `synchronize`, the next save or the next load. Without
+        it one shard is in memory at a time.
         """
 
         def begin() -> Path:
@@ -125,6 +129,9 @@ class CheckpointIO:
             return self._ready_for(path, gather_dtensor)
 
         path = self._checked(begin, checkpoint)
+        if shard and is_adapted(self.whole_module(model)):
+            self._save_adapters(model, path, use_safetensors, use_async)
+            return
         tensors = self.model_tensors(model)
         if not shard:
             content = self._collect("model", tensors, use_async)
@@ -156,8 +163,10 @@ class CheckpointIO:
         """Read a model's weights, whole or sharded, torch's or safetensors; `checkpoint` is a file or a directory.
 
         strict: names must be the same on both sides. low_cpu_mem_mode: one file at a time; otherwise files are read
-        by `num_threads` threads. Returns the model.
+        by `num_threads` threads. A directory of adapters goes into a model with these adapters. Returns the model.
         """
+        if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
+            return self._load_adapters(model, Path(checkpoint))
         path = self._find(checkpoint, optimizer=False, prefix=None)
 
         def load() -> None:
@@ -324,16 +333,35 @@ class CheckpointIO:
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
         """Write the adapters of a peft model, and their configuration, into a directory."""
-        module = self._checked(lambda: _adapted(self.whole_module(model)), checkpoint)
-        trained = {name for name, param in module.named_parameters() if param.requires_grad or "lora_" in name}
-        adapters = (item for item in self.model_tensors(model) if item[0] in trained)
-        content = self._collect("adapters", adapters, False)
-        path = str(checkpoint)
-        self._write(
-            lambda: module.save_pretrained(path, safe_serialization=use_safetensors, state_dict=content),
-            False,
-            checkpoint,
-        )
+        self._checked(lambda: _adapted(self.whole_module(model)), checkpoint)
+        self._save_adapters(model, Path(checkpoint), use_safetensors, use_async=False)
+
+    def _save_adapters(self, model: nn.Module, path: Path, use_safetensors: bool, use_async: bool) -> None:
+        """Write what peft's `save_pretrained` writes. Collective."""
+        module: Any = self.whole_module(model)
+        names = self._checked(lambda: names_to_save(module), path)
+        adapters = (item for item in self.model_tensors(model) if item[0] in names)
+        content = self._collect("adapters", adapters, use_async)
+        write = partial(write_adapters, module, content, str(path), use_safetensors=use_safetensors)
+        self._write(write, use_async, path)
+
+    def _load_adapters(self, model: nn.Module, directory: Path) -> nn.Module:
+        """Read a directory of adapters. Collective."""
+        self.synchronize()
+
+        def load() -> None:
+            expect_model(model, "load_model")
+            module = self.whole_module(model)
+            if not is_adapted(module):
+                raise ValueError(
+                    f"{directory} holds adapters, and the model has none; boost PeftModel.from_pretrained(base, "
+                    "directory, is_trainable=True), or call booster.enable_lora before boost"
+                )
+            content = read_adapters(module, directory)
+            self._load(model, [lambda: content], None, False)
+
+        self._checked(load, directory)
+        return model
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -419,11 +447,23 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def save_config(model: nn.Module, directory: Path) -> None:
-    """Save what from_pretrained needs to build a Hugging Face model, next to its shards."""
-    for name in ("config", "generation_config"):
-        config: Any = getattr(model, name, None)
-        if hasattr(config, "save_pretrained"):
-            config.save_pretrained(str(directory))
+    """Save what from_pretrained needs to build a Hugging Face model, as its `save_pretrained` does."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    whole: Any = model
+    if hasattr(whole, "save_pretrained"):
+        config = copy.deepcopy(config)
+        config.dtype = str(whole.dtype).removeprefix("torch.")
+        config.architectures = [type(whole).__name__]
+        if getattr(whole, "is_remote_code", bool)():  # a class of a directory's own files
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(whole, str(directory), config=config)
+    config.save_pretrained(str(directory))
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(str(directory))
 
 
 def _adapted(module: nn.Module) -> Any:

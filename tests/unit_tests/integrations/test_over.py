@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from core.booster.plugin import HybridParallelPlugin
 from tests.unit_tests.integrations.loops import alone, launched
@@ -97,6 +98,38 @@ def test_a_trainer_of_trl_logs_in_any_layout_what_it_logs_on_one_process(
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     assert (wanted[0, 0] - wanted[-1, 0]).abs() > 1e-3, "nothing is learned"
     assert loss == pytest.approx(expected, abs=1e-5)
+
+
+@ranks(2)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_adapters_that_a_trainer_saves_are_peft_s_and_it_resumes_from_them(
+    rank: int, world: int, tp: int, pp: int, tmp_path: Path
+) -> None:
+    """Every checkpoint had the base's config.json, and loaded as a model of random weights."""
+    from core.integrations import over
+
+    peft = pytest.importorskip("peft")
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    with launched(rank, world):
+        trainer = of_trl(
+            "SFT LoRA", tmp_path, 4, over, plugin=plugin_of(tp, pp), load_best_model_at_end=True, **options
+        )
+        trainer.train()
+        trainer.save_model(str(tmp_path / "end"))
+        dist.barrier()
+        resumed = of_trl("SFT LoRA", tmp_path, 4, over, plugin=plugin_of(tp, pp), **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        resumed.save_model(str(tmp_path / "resumed"))
+        dist.barrier()
+    with alone():
+        single = of_trl("SFT LoRA", tmp_path, 4, **{**options, "save_strategy": "no", "eval_strategy": "no"})
+        single.train()
+    for name in ("end", "checkpoint-4", "resumed"):
+        loaded = dict(peft.PeftModel.from_pretrained(llama(), str(tmp_path / name)).named_parameters())
+        for key, value in single.model.named_parameters():
+            torch.testing.assert_close(loaded[key], value.detach(), atol=1e-5, rtol=0, msg=f"{name}: {key}")
+    begun = dict(peft.PeftModel.from_pretrained(llama(), str(tmp_path / "checkpoint-2")).named_parameters())
+    assert max(float((begun[key] - value).abs().max()) for key, value in single.model.named_parameters()) > 1e-3
 
 
 class Backwards(torch.utils.data.Sampler[int]):
