@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core import parallel_state
-from core.distributed.guard.inputs import note_whole
 from core.number_ranges import either, nearest_multiples
+
+OF_WHOLE = "whole_of_this_part"  # the attribute of a part of tokens, which core.verify compares between ranks
 
 
 def check_sequence_length(length: int, cp: int, tp: int = 1, sequence_parallel: bool = False) -> None:
@@ -45,7 +46,10 @@ def split_sequence(whole: Tensor, dim: int, cp: int, rank: int) -> Tensor:
     check_sequence_length(whole.shape[dim], cp)
     chunk = whole.shape[dim] // (2 * cp)
     head, tail = rank * chunk, (2 * cp - 1 - rank) * chunk
-    return note_whole(whole, torch.cat([whole.narrow(dim, head, chunk), whole.narrow(dim, tail, chunk)], dim))
+    part = torch.cat([whole.narrow(dim, head, chunk), whole.narrow(dim, tail, chunk)], dim)
+    if not (whole.is_floating_point() or whole.is_complex()):  # activations are large, and would live as long
+        setattr(part, OF_WHOLE, whole)
+    return part
 
 
 def join_sequence(parts: Tensor, dim: int, cp: int) -> Tensor:

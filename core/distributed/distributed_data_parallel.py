@@ -21,9 +21,9 @@ from core.distributed.distributed_data_parallel_config import DistributedDataPar
 from core.distributed.engine import Engine
 from core.distributed.guard.finite import Finding
 from core.distributed.guard.misuse import StepGuard, refuse_reshaped
-from core.distributed.guard.replicas import broadcast_weights, refuse_unequal, unequal_within_stage
+from core.distributed.guard.replicas import copies_of_stage, refuse_unequal, unequal_within_stage
 from core.distributed.hooks import hook, owned_params
-from core.distributed.materialize import MARK, Init, make_all, make_and_cut
+from core.distributed.materialize import MARK, Init, broadcast_weights, make_all, make_and_cut
 from core.distributed.reduce.grad_reducer import StepReport
 from core.distributed.wire.collective_events import resolve
 from core.distributed.wire.overlap import OverlapReport
@@ -111,13 +111,13 @@ class DistributedDataParallel(nn.Module):
         self.expert_parallel_buffers = [b for b in engine.buffers if b.layout.key.data_group == "expt_dp"]
         self.nan_watch = engine.reducer.watch
         self.reducer, self.grad_sync, self.param_sync = engine.reducer, engine.grad_sync, engine.params
-        self.step_guard = StepGuard(self, self.reducer, engine.ids)
+        self.step_guard = StepGuard(self, self.reducer, engine.ids, engine.weights)
         if init is not None:
             make_and_cut(self.module, init, engine.params, engine.plan, self.groups, self.ddp_config.initial_weights)
         elif self.ddp_config.initial_weights == "broadcast":
             broadcast_weights(engine.plan, self.groups, engine.params.collectives)
         elif self.ddp_config.initial_weights == "check":
-            finding = unequal_within_stage(engine.plan, self.groups)
+            finding = unequal_within_stage(copies_of_stage(engine.plan, self.groups), self.groups)
             refuse_unequal(finding, self.groups, step=0)
         if init is None:
             engine.params.cut_all(engine.plan.named.values())
@@ -345,15 +345,8 @@ class DistributedDataParallel(nn.Module):
             buckets[name].restore(shard)
 
     def unequal_weights(self) -> Finding | None:
-        """The first weight whose copies within this stage are not equal. Collective over all groups of such copies.
-
-        Of sharded parameters ranks compare their shards, of which data ranks hold no copies. Frozen ones that are
-        sharded are not compared: nothing writes them.
-        """
-        parts = ((name, self.param_shard(param)) for name, param in self.plan.named.items())
-        frozen = self.plan.frozen
-        shards = {name: part[1][:0] if name in frozen else part[1] for name, part in parts if part is not None}
-        return unequal_within_stage(self.plan, self.groups, shards=shards)
+        """The first weight whose copies within this stage are not equal. Collective over all groups of such copies."""
+        return unequal_within_stage(self.engine.weights.copies(), self.groups)
 
     def reading(self) -> AbstractContextManager[None]:
         """Parameters can be read here without a forward, each bucket of sharded ones while it is used."""

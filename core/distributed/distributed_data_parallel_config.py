@@ -126,8 +126,8 @@ class DistributedDataParallelConfig:
         next backward: fewer gathers, and memory for the whole model.
     placement: which buckets stay whole, and which are offloaded. None: all is sharded,
         as the strategy says, and lies on the device.
-    first_steps: 'check' the first two steps for what a wrong program does (see core/distributed/guard/first_steps.py),
-        'warn' where that would raise, or 'ignore' it.
+    first_steps: 'check' that copies of gradients and weights are equal in the first two steps (see
+        core/distributed/guard/first_steps.py), 'warn' in place of an error, or 'ignore' it.
     broadcast_buffers: torch DDP's option of this name. True: a forward begins with the first data rank's buffers of
         modules, such as a BatchNorm's statistics, if the forward before it recorded gradients outside no_sync; in one
         broadcast, and in none where there are no buffers. Where gradients are sharded, once a step. All ranks then run

@@ -23,6 +23,7 @@ from core.distributed.guard.agreement import ControlGroup
 from core.distributed.guard.finite import NonFiniteWatch
 from core.distributed.guard.first_steps import FirstSteps
 from core.distributed.guard.misuse import ModelWatch
+from core.distributed.guard.weights import WeightWatch
 from core.distributed.layout.model_plan import ModelPlan, groups_of, option_table, plan_model
 from core.distributed.layout.places import Places, places_of
 from core.distributed.materialize import DeferredParameter
@@ -119,16 +120,14 @@ class Engine:
         )
         self.grad_sync = GradSync(self.buckets, plan.rules, groups, plain, list(plan.params))
         self.buffer_sync = BufferSync.chosen(module, plan.contracts, groups, ddp_config.broadcast_buffers)
-        own_part = self.params.own_part_of
-        self._make_first_steps = partial(FirstSteps, module, plan, self.buckets, groups, ddp_config, config, own_part)
+        self.weights = WeightWatch(plan, groups, self.params, ddp_config)
+        self.reducer.at_begin = self.weights.note
+        self._make_first_steps = partial(FirstSteps, module, plan, self.buckets, groups, ddp_config, config)
 
     @functools.cached_property
     def first_steps(self) -> FirstSteps:
         """The watch of the first two steps, made in the first of them."""
-        watch = self._make_first_steps()
-        if watch.active:
-            self.reducer.at_begin = watch.note_begin
-        return watch
+        return self._make_first_steps()
 
 
 def _finish_begun_steps(groups: ProcessGroups) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -18,7 +18,7 @@ from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
 from core.distributed.guard.first_steps import look
-from core.distributed.guard.replicas import refuse_unequal, unequal_across_stages
+from core.distributed.guard.weights import compare_weights
 from core.distributed.reduce.grad_reducer import StepState, link_chunks
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
 from core.groups.agree import SyncError
@@ -54,8 +54,7 @@ def finalize_model_grads(
     groups, config = chunks[0].groups, chunks[0].config
     if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
         num_tokens = torch.tensor(num_tokens, dtype=torch.float64, device="cpu")
-    numbered = itertools.groupby(zip(models_of(chunks), chunks, strict=True), key=itemgetter(0))  # raises if some lack
-    models = [[chunk for _, chunk in of_model] for _, of_model in numbered]
+    models = _by_model(chunks)  # raises if some lack
     _check_arguments(chunks, config, num_tokens, groups, pg_collection)
     with chunks[0].reducer.named("finalize_model_grads"):
         _reduce_and_guard(chunks, models, num_tokens, force_all_reduce)
@@ -238,46 +237,37 @@ def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
     return total.masked_fill(total <= 0, 1)
 
 
-def _check_weights(parts: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:
-    """Compare the copies of one model's weights, in its first two steps and at the interval."""
-    config, watch = parts[0].ddp_config, parts[0].engine.first_steps
-    step = parts[0].reducer.steps + 1
-    is_due = config.check_weights_interval > 0 and step % config.check_weights_interval == 0
-    if config.initial_weights == "ignore" or not (is_due or watch.active or step == 1):
-        return
-    findings = [part.unequal_weights() for part in parts] if is_due or watch.active else []
-    with torch.no_grad(), ExitStack() as stack:  # nothing is saved for a backward, so chunks may be read together
-        for part in parts:
-            stack.enter_context(part.reading())
-        findings.append(unequal_across_stages([part.plan for part in parts], groups))
-    finding = next((found for found in findings if found is not None), None)
-    refuse_unequal(finding, groups, step=step, warns=watch.active and watch.warns)
+def compare_before_update(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Compare the copies of the weights that an optimizer is about to write, if that is due.
+
+    Collective: every rank of the job. Raises LayoutMismatch or ReplicaDriftError on all of them.
+    """
+    for parts in _by_model(chunks):
+        weights = [part.engine.weights for part in parts]
+        compare_weights(weights, parts[0].reducer.steps, parts[0].step_guard.describe, at_once=True)
+
+
+def _by_model(chunks: Sequence[DistributedDataParallel]) -> Models:
+    numbered = itertools.groupby(zip(models_of(chunks), chunks, strict=True), key=itemgetter(0))
+    return [[chunk for _, chunk in of_model] for _, of_model in numbered]
 
 
 def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: ProcessGroups) -> None:
     for parts in models:
-        _check_weights(parts, groups)
+        weights = [part.engine.weights for part in parts]
+        compare_weights(weights, parts[0].reducer.steps + 1, parts[0].step_guard.describe)
     watches = [c.nan_watch for c in chunks if c.nan_watch is not None and c.ddp_config.check_for_nan_in_grad]
     if watches:
         check_finite(watches, groups)
     if any(chunk.ddp_config.check_replicas for chunk in chunks):
         check_replicas([bucket for chunk in chunks for bucket in chunk.reducer.buckets], groups)
     for parts in models:
-        if parts[0].engine.first_steps.active:
-            _look(parts, groups)
-
-
-def _look(parts: Sequence[DistributedDataParallel], groups: ProcessGroups) -> None:
-    """Look at one of the first two steps of a model."""
-    watches = [part.engine.first_steps for part in parts]
-    with attributes_alone():
-        look(watches, groups, optimizer_steps=sum(part.step_guard.steps for part in parts))
-    if not watches[0].active:
+        first_steps = [part.engine.first_steps for part in parts]
+        if first_steps[0].active:
+            with attributes_alone():
+                look(first_steps, [part.engine.weights for part in parts], groups)
         for part in parts:
-            part.reducer.at_begin = None
-        if watches[0].mixed:  # a warning that the next step of an optimizer gives, or the next begin drops
-            parts[0].step_guard.at_step = watches[0].note_optimizer_step
-            parts[0].reducer.at_begin = watches[0].note_begin
+            part.engine.weights.next_is_due(part.reducer.steps + 1, counts=not first_steps[0].is_paused)
 
 
 def models_of(chunks: Sequence[Any]) -> list[int]:

@@ -77,10 +77,9 @@ def _begin_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
         )
     if torch.is_grad_enabled():
         engine.reducer.note_forward()
-        if engine.first_steps.active:
-            engine.first_steps.note_forward(args, kwargs, trains=module.training)
-    elif module.training:
-        engine.first_steps.note_evaluation()
+        engine.weights.note()
+        if engine.first_steps.active and module.training:
+            engine.first_steps.note_forward(args, kwargs)
 
 
 def _finish_gathers(module: nn.Module, *_: Any) -> None:

@@ -6,7 +6,7 @@ so that no rank ever holds the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import methodcaller
 from typing import Any
 
@@ -15,15 +15,17 @@ from torch import nn
 
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.guard.replicas import (
-    broadcast_weights,
     checksum,
     control_of_stage,
     refuse_unequal,
     unequal_within_stage,
+    within_stage,
 )
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.sharded.plain_params import PlainParams
 from core.distributed.wire import huge_pages
+from core.distributed.wire.collectives import Collectives
+from core.distributed.wire.packs import flat_of, packs_of
 from core.groups import agree
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
@@ -138,8 +140,24 @@ def make_and_cut(
             kept = 0
     agree.refuse(error, control_of_stage(groups), "the initial weights")
     if initial_weights == "check":
-        refuse_unequal(unequal_within_stage(plan, groups, sums), groups, step=0)
+        copies = {name: {key: sums[key] for key in held} for name, held in within_stage(plan, groups)}
+        refuse_unequal(unequal_within_stage(copies, groups), groups, step=0)
     params.cut_all(())
+
+
+@torch.no_grad()
+def broadcast_weights(
+    plan: ModelPlan, groups: ProcessGroups, collectives: Collectives, only: Collection[str] | None = None
+) -> None:
+    """Make all copies within a stage, or `only` these, equal to those of each group's first rank. Collective."""
+    for name, held in within_stage(plan, groups):
+        for pack in packs_of(param for key, param in held.items() if only is None or key in only):
+            in_place = len(pack) == 1 and pack[0].is_contiguous()
+            flat = pack[0].data if in_place else flat_of(pack)
+            collectives.broadcast(flat, groups.require(name), "the initial weights")
+            if not in_place and groups.rank(name) > 0:
+                for param, part in zip(pack, flat.split([param.numel() for param in pack]), strict=True):
+                    param.data.copy_(part.view_as(param))
 
 
 def _make(part: nn.Module, init: Init, names: Mapping[int, str]) -> None:

@@ -19,9 +19,10 @@ from torch import nn
 
 from core.distributed.buffer.grad_attribute import dense
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
-from core.distributed.guard.replicas import first_unequal, pack
+from core.distributed.guard.replicas import first_unequal
 from core.distributed.reduce.sync_rules import IN_PLACE_NUMEL, PACK_NUMEL, PendingSync
 from core.distributed.wire.collectives import Collectives
+from core.distributed.wire.packs import pack
 from core.groups import agree
 from core.groups.agree import control_device
 

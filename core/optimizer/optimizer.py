@@ -20,7 +20,7 @@ import torch.distributed as dist
 from core.distributed.buffer.bucket import BucketState
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
-from core.distributed.finalize_model_grads import models_of
+from core.distributed.finalize_model_grads import compare_before_update, models_of
 from core.distributed.wire import huge_pages
 from core.groups.agree import SyncError
 from core.optimizer.algorithms.names import Scope, update_scope
@@ -231,6 +231,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     def _update(self, step: InnerStep, factors: Sequence[Factors]) -> None:
         """Step every bucket, and gather what other ranks have updated."""
+        compare_before_update(self.model_chunks)
         for chunk in self.model_chunks:
             chunk.begin_param_update()
         at_once = self.config.overlap_param_gather_with_optimizer_step
@@ -278,9 +279,6 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Leave word of the last step for schedulers, which hold this optimizer or the torch optimizer in it."""
         inner: Any = self.optimizer
         self.step_was_skipped = inner.step_was_skipped = skipped
-        for chunk in self.model_chunks:
-            if chunk.step_guard.at_step is not None and not skipped:
-                chunk.step_guard.at_step()
 
     def model_of_buckets(self) -> list[Hashable]:
         """For each bucket the number of its model: the chunks of a virtual pipeline are one, others are not."""

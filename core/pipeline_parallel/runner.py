@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
-from core.distributed.guard.first_steps import drop_notes, note_microbatch
 from core.groups.process_groups import ProcessGroups
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
@@ -167,9 +166,6 @@ class PipelineRunner:
                     stage.end_step()
                 worked_s = sum(event.end_s - event.start_s for event in self.events)
                 add_wait(time.perf_counter() - begun_s - worked_s)
-        except BaseException:
-            drop_notes(self.chunks)
-            raise
         finally:
             for sync in self.syncs:
                 sync.leave()
@@ -208,8 +204,6 @@ class PipelineRunner:
                 self.param_syncs[position + 1]()
         hidden = None if not received else received[0] if len(received) == 1 else received
         is_last = self.stage_numbers[position] == self.layout.num_stages - 1
-        if is_last or self.stage_numbers[position] == 0:
-            note_microbatch(self.chunks[position], self.microbatches[number])
         output = self.forward_step(self.chunks[position], self.microbatches[number], hidden)
         if not is_last:
             return output

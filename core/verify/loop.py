@@ -15,15 +15,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.context_parallel.sequence_split import OF_WHOLE
 from core.distributed import DistributedDataParallel
+from core.distributed.buffer.grad_placeholder import tensors_in
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.groups import agree
 from core.pipeline_parallel import PipelineRunner
+from core.verify.also_seen import AlsoSeen
 from core.verify.check import NOISE, compare
 from core.verify.diagnosis import BEFORE, ELSEWHERE, NO_SIZE, NO_SUM
 from core.verify.gathered import cast, kept, on_tensors
 from core.verify.microbatch_weights import microbatches_at_fault
-from core.verify.microbatches import Given, JoinFn, Microbatch, other_inputs, same_data, whole_batch
+from core.verify.microbatches import (
+    Given,
+    JoinFn,
+    Microbatch,
+    other_ends,
+    other_inputs,
+    other_wholes,
+    same_data,
+    whole_batch,
+)
 from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob
 from core.verify.reference import ModelFn, Reference
 from core.verify.report import GradientReport
@@ -144,6 +156,9 @@ class StepCheck:
         self.autocast: torch.dtype | None = None
         self.until_over = ExitStack()
         self.until_over.enter_context(job.watched(self._finish))
+        self.also = AlsoSeen(job)
+        self.until_over.callback(self.also.stop)
+        self.wholes: list[str] = []  # of batches that tokens were cut from
 
     def prepare(self) -> None:
         """Build the reference, with the weights as they are. Collective over the world. Raises as verify_with."""
@@ -175,6 +190,8 @@ class StepCheck:
         kind = self.job.model.device.type
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.forwards.append(kept((args, kwargs)))
+        for tensor in tensors_in([list(args), kwargs]):
+            self.wholes += _digests(((getattr(tensor, OF_WHOLE, None),), {}))
 
     def look_inside(self, module: nn.Module) -> None:
         """A module inside of the model is about to be called: autocast, or a cast of the weights, shows here."""
@@ -187,7 +204,7 @@ class StepCheck:
 
     def forget(self) -> None:
         """A step was skipped, whose gradients were not finite: the next one is compared."""
-        self.forwards, self.noted = [], []
+        self.forwards, self.noted, self.wholes = [], [], []
 
     def _finish(self) -> None:
         """Compare the step that has just been closed. Collective over the world."""
@@ -225,7 +242,13 @@ class StepCheck:
         end = 0 if stage == 0 else -1 if stage == groups.size("pp") - 1 else None
         parts = _on_cpu(mine) if groups.rank("tp") == 0 and end is not None else None
         given = Given(
-            groups.rank(axis), groups.rank("cp"), groups.rank("tp"), end, [_digests(part) for part in mine], parts
+            groups.rank(axis),
+            groups.rank("cp"),
+            groups.rank("tp"),
+            end,
+            [_digests(part) for part in mine],
+            parts,
+            self.wholes,
         )
         answers = agree.gather(given, None, "the microbatches of the first step")
         counts = {rank: len(given.digests) for rank, given in answers.items()}
@@ -240,6 +263,7 @@ class StepCheck:
         job.microbatches = reference.microbatches = len(mine)
         reference.scale = job.scale
         got = job.gradients()  # a diagnosis clears them
+        self.also.end_step(got, len(mine))
         compute = self.autocast or job.model.dtype
         with torch.autocast(job.model.device.type, self.autocast, enabled=self.autocast is not None):
             report = compare(
@@ -252,8 +276,10 @@ class StepCheck:
                 title=f"{TITLES[self.done]}, {_counted(dist.get_world_size(), 'rank')}, "
                 f"{_counted(len(mine), 'microbatch')} each",
             )
-            report = replace(report, notes=same_data(answers))
-            other = "" if report.ok else other_inputs(answers)
+            differences = [other_inputs(answers), other_wholes(answers), other_ends(answers)]
+            notes = [*same_data(answers), *(text for text in differences if text), *self.also.lines()]
+            report = replace(report, notes=tuple(notes))
+            other = "" if report.ok else differences[0]
             at_fault = ""
             unexplained = report.cause.startswith((NO_SUM, BEFORE, ELSEWHERE)) or NO_SIZE in report.cause
             if report.wrong and not other and unexplained:

@@ -25,6 +25,7 @@ class Given(NamedTuple):
     stage: int | None
     digests: list[list[str]]  # of the tensors of each microbatch
     parts: list[Microbatch] | None  # None where another rank has the same
+    wholes: list[str]  # of batches that tokens of the forwards were cut from
 
 
 def whole_batch(answers: Mapping[int, Given], join: JoinFn | None) -> list[list[Microbatch]]:
@@ -91,7 +92,7 @@ def same_data(answers: Mapping[int, Given]) -> tuple[str, ...]:
         if given.cp == 0 and given.stage == 0 and any(given.digests):
             by_data.setdefault(repr(given.digests), set()).add(given.data_rank)
     return tuple(
-        f"data: data ranks {sorted(ranks)} were given the same microbatches, so they train as one; choose data by "
+        f"data ranks {sorted(ranks)} were given the same microbatches, so they train as one; choose data by "
         "parallel_state.get_data_parallel_rank(), or with a DistributedSampler, unless this is meant"
         for ranks in by_data.values()
         if len(ranks) > 1
@@ -99,16 +100,50 @@ def same_data(answers: Mapping[int, Given]) -> tuple[str, ...]:
 
 
 def other_inputs(answers: Mapping[int, Given]) -> str:
-    """Ranks of one place that were given other microbatches, in words.
+    """Name ranks of one place that were given other microbatches.
 
-    Named only where a gradient is wrong: ranks of sequence parallelism may rightly be given parts.
+    Ranks of sequence parallelism may rightly be given parts, and others their rank's number.
     """
-    firsts: dict[tuple[int, int, int | None], tuple[int, list[list[str]]]] = {}
-    for rank, given in answers.items():
-        first, expected = firsts.setdefault((given.data_rank, given.cp, given.stage), (rank, given.digests))
-        if given.digests != expected:
+    return _difference(
+        {rank: ((given.data_rank, given.cp, given.stage), given.digests) for rank, given in answers.items()},
+        "share one part of the data and were given different inputs",
+    )
+
+
+def other_wholes(answers: Mapping[int, Given]) -> str:
+    """Name ranks of context parallelism whose parts were cut from different batches."""
+    return _difference(
+        {rank: ((given.data_rank, given.tp, given.stage), given.wholes) for rank, given in answers.items()},
+        "hold parts of a sequence that were cut from different batches",
+    )
+
+
+def _difference(facts: Mapping[int, tuple[Any, Any]], what: str) -> str:
+    """facts: by rank, those with which it shares its data, and a fact that they have in common."""
+    firsts: dict[Any, tuple[int, Any]] = {}
+    for rank, (place, fact) in facts.items():
+        first, expected = firsts.setdefault(place, (rank, fact))
+        if fact != expected:
             return (
-                f"ranks {first} and {rank} share one part of the data and were given different inputs: choose data by "
-                "parallel_state.get_data_parallel_rank(), and draw it from one seed in a tensor-parallel group"
+                f"ranks {first} and {rank} {what}: choose data by parallel_state.get_data_parallel_rank(), and draw it "
+                "from one seed among them"
+            )
+    return ""
+
+
+def other_ends(answers: Mapping[int, Given]) -> str:
+    """Name a pipeline whose first and last stage were given microbatches that have no tensor in common."""
+    ends: dict[tuple[int, int, int], dict[int, tuple[int, list[list[str]]]]] = {}
+    for rank, given in answers.items():
+        if given.stage is not None:
+            ends.setdefault((given.data_rank, given.cp, given.tp), {})[given.stage] = rank, given.digests
+    for pair in ends.values():
+        (first, start), (last, end) = pair[0], pair.get(-1, pair[0])
+        paired = [(set(a), set(b)) for a, b in zip(start, end, strict=True) if len(a) == len(b) > 0]
+        if paired and not any(a & b for a, b in paired):
+            return (
+                f"the first stage (rank {first}) and the last one (rank {last}) of a pipeline were given different "
+                "microbatches, so labels may belong to other tokens: choose data by "
+                "parallel_state.get_data_parallel_rank()"
             )
     return ""

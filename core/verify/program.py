@@ -34,6 +34,7 @@ from core.optimizer.loss_scaler import DynamicLossScaler, LossScaler
 from core.optimizer.optimizer import MegatronOptimizer
 from core.pipeline_parallel import PipelineRunner
 from core.pipeline_parallel.forward_backward import DrawingStep
+from core.verify.also_seen import dropped_by
 from core.verify.gathered import kept
 from core.verify.loop import StepCheck, loss_of_call
 from core.verify.losses import is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages
@@ -145,6 +146,7 @@ class ProgramWatch:
         self.drawing: DrawingStep | None = None  # of get_forward_backward_func
         self.optimizers: list[MegatronOptimizer] = []
         self.scale = 1.0  # of the loss, as a scaler has multiplied it last
+        self.dropped = ""  # said of a forward without gradients in training mode
         self.starts_ranks = False  # True if the program has started ranks of its own, which compare
         self.alone = ""  # said of a model that is called before torch.distributed is started
 
@@ -263,10 +265,14 @@ class ProgramWatch:
             for check in self.open:
                 check.look_inside(module)
             return
+        known = self.checks.get(id(module))
         if not module.training or not torch.is_grad_enabled():
             self.open = []
+            if known is not None and torch.is_grad_enabled():
+                known.also.forwards_in_eval += 1
+            elif module.training and not self.dropped:
+                self.dropped = dropped_by(unwrapped(module))
             return
-        known = self.checks.get(id(module))
         if known is None:
             trains = id(module) not in self.inside and any(param.requires_grad for param in module.parameters())
             if not trains:
@@ -356,7 +362,8 @@ class ProgramWatch:
         """The program has ended: print the reports of those models that have run one step alone."""
         for check in self.checks.values():
             if check.listens and check.report is not None:
-                self.show(check.report)
+                notes = (*check.report.notes, *filter(None, [check.also.in_eval()]))
+                self.show(replace(check.report, notes=tuple(dict.fromkeys(notes))))
 
 
 class ProgramCheck(StepCheck):
@@ -389,6 +396,8 @@ class ProgramCheck(StepCheck):
 
     def _compared(self, mine: list[Microbatch]) -> GradientReport:
         report = super()._compared(mine)
+        if self.watch.dropped:
+            report = replace(report, notes=(*report.notes, self.watch.dropped))
         first, scale = report.first_wrong, self.loss_scale
         if first is not None and scale != 1.0 and abs(first.ratio / scale - 1.0) < SCALE_SEEN:
             cause = (

@@ -26,7 +26,7 @@ class Recorder:
 
     outputs, gradients: by point, on the CPU, in the order of forward. Calls are counted over a step, so a layer that is
     called twice in each of two microbatches has the calls 0 to 3. stale: modules that a checkpoint ran again in
-    backward with another output than in forward, and the relative difference.
+    backward on another input, or with another output, than in forward, and the relative difference.
     """
 
     def __init__(self) -> None:
@@ -34,6 +34,7 @@ class Recorder:
         self.gradients: dict[Point, Tensor] = {}
         self.stale: dict[str, float] = {}
         self.calls: dict[str, int] = {}
+        self.inputs: dict[str, list[tuple[float, float]]] = {}  # by module: sum and size of what each call was given
         self.again: set[tuple[str, int]] = set()  # calls that were run again
         self.depth = 0  # of forwards of whole chunks
         self.in_backward: bool | None = None  # None, as in a pipeline: outside of a chunk's forward is backward
@@ -45,6 +46,7 @@ class Recorder:
         for local_name, module in model.named_modules():
             name = name_of(local_name)
             if name not in leave_out:
+                self.handles.append(module.register_forward_pre_hook(self._input_hook(name)))
                 self.handles.append(module.register_forward_hook(self._hook(name)))
         self.handles.append(model.register_forward_hook(lambda *_: self._deeper(-1), always_call=True))
 
@@ -65,10 +67,34 @@ class Recorder:
     def _deeper(self, by: int) -> None:
         self.depth += by
 
+    @property
+    def is_again(self) -> bool:
+        """True if a module that runs now runs again."""
+        return self.depth == 0 if self.in_backward is None else self.in_backward
+
+    def _input_hook(self, name: str) -> Callable[..., None]:
+        """A checkpoint may stop inside a module, once it has what was saved, so that no output is seen."""
+
+        def look(_: nn.Module, given: Any) -> None:
+            tensor = next((each for each in tensors_in(list(given)) if each.is_floating_point()), None)
+            if tensor is None:
+                return
+            wide = _whole(tensor.detach()).double()
+            total, size = float(wide.sum()), float(wide.abs().sum())
+            known = self.inputs.setdefault(name, [])
+            if not self.is_again:
+                known.append((total, size))
+                return
+            off = [(abs(total - a) + abs(size - b)) / max(b, 1e-300) for a, b in known]
+            if off and min(off) > 1e3 * torch.finfo(tensor.dtype).eps:
+                self.stale.setdefault(name, min(off))
+
+        return look
+
     def _hook(self, name: str) -> Callable[..., None]:
         def take(_: nn.Module, __: Any, output: Any) -> None:
             tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-            if self.depth == 0 if self.in_backward is None else self.in_backward:
+            if self.is_again:
                 self._take_again(name, tensors)
                 return
             call = self.calls.get(name, 0)

@@ -36,7 +36,7 @@ class GradientReport:
     every rank's whole gradients. drift: what the guard against drifting copies says of right gradients. share: the
     largest error over its bound. names: of all parameters, in order. where: the modules where the fault begins, if no
     reduction explains it. broken: faults that layout and reference share. notes: what looks unmeant, though no gradient
-    is wrong. reference: what kind of model it is, where there is a choice.
+    is wrong: see core/verify/also_seen.py. reference: what kind of model it is, where there is a choice.
     """
 
     title: str
@@ -69,7 +69,8 @@ class GradientReport:
         return self.wrong[0] if self.wrong else None
 
     def __str__(self) -> str:
-        return "\n  ".join([self._verdict(), *self.notes, *([self.reference] if self.reference else [])])
+        seen = [f"also seen: {note}" for note in self.notes]
+        return "\n  ".join([self._verdict(), *seen, *([self.reference] if self.reference else [])])
 
     def _verdict(self) -> str:
         if self.ok:

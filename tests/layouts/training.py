@@ -109,10 +109,10 @@ def train_gpt(layout: Layout, dtype: str = "fp64", *, optimizer: str = "sgd", st
             norm = _from_rank_zero(theirs.update(expected.grads) if theirs is not None else None)
             try:
                 loss = job.step(batch)
+                updated, our_norm, _ = ours.step()
             except ReplicaDriftError as error:
                 stopped = str(error)
                 break
-            updated, our_norm, _ = ours.step()
             losses.append(abs(loss - expected.loss) / max(abs(expected.loss), 1.0))
             norms.append(abs((our_norm or 0.0) - norm) / norm if updated else float("inf"))
         want = reference.gather(weights_of)

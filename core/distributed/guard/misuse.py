@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from core.distributed.buffer.bucket import Bucket, BucketState
 from core.distributed.buffer.grad_attribute import weakly
+from core.distributed.guard.weights import WeightWatch
 from core.distributed.layout.model_plan import ModelPlan
 from core.groups.agree import SyncError
 
@@ -127,23 +128,24 @@ class StepGuard:
     Without `finalize_model_grads` every rank would train on its own data, without any error. torch calls a hook
     before every `optimizer.step()`; a look costs one flag, and one pass over the parameters of a new optimizer.
 
-    owner: the hook is removed when it goes. params: ids of those that are reduced.
+    owner: the hooks are removed when it goes. params: ids of those that are reduced. weights: compared after each step.
     """
 
-    def __init__(self, owner: nn.Module, reducer: Reduction, params: Collection[int]) -> None:
+    def __init__(self, owner: nn.Module, reducer: Reduction, params: Collection[int], weights: WeightWatch) -> None:
         self.reducer = reducer
         self.params = params
+        self.weights = weights
         self.needs_rules = any(contract.rules for bucket in reducer.buckets for contract in bucket.contracts)
         self.steps = 0  # of such optimizers, ever
-        self.at_step: Callable[[], None] | None = None  # an optimizer steps, of torch or ours
         self.concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         weakref.finalize(owner, register_optimizer_step_pre_hook(weakly(self.check)).remove)
+        weakref.finalize(owner, register_optimizer_step_post_hook(weakly(self.note_step)).remove)
 
     def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise SyncError if this optimizer is about to use gradients of ours that are not whole."""
         ours = self.concerned.get(optimizer)
         if ours is None:
-            held = (param for group in optimizer.param_groups for param in group["params"])
+            held = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
             ours = self.concerned[optimizer] = any(id(param) in self.params for param in held)
         if not ours:
             return
@@ -157,7 +159,8 @@ class StepGuard:
         if reason is not None:
             raise SyncError(
                 f"rank {dist.get_rank()}: {type(optimizer).__name__}.step() was called {reason}. Call "
-                "finalize_model_grads([model]) after the last backward and before the step"
+                "finalize_model_grads([model]) after the last backward and before the step. For steps on a rank's own "
+                "gradients, as in local SGD, train the module without the wrapper and average its weights"
             )
         if not self.reducer.open and any(bucket.scale_is_due for bucket in self.reducer.buckets):
             raise SyncError(
@@ -165,8 +168,22 @@ class StepGuard:
                 "leaves that to the optimizer of core.optimizer.get_megatron_optimizer. Use that one, or set it False"
             )
         self.steps += 1
-        if self.at_step is not None:
-            self.at_step()
+
+    def note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer has stepped."""
+        if self.concerned.get(optimizer):
+            self.weights.note(again=True)
+
+    def describe(self) -> list[str]:
+        """List the steps made on this rank's parameters, and the settings of torch's optimizers that made them."""
+        of_ours = max((bucket.optimizer_steps for bucket in self.reducer.buckets), default=0)
+        lines = [f"made {self.steps + of_ours} optimizer steps"]
+        for optimizer in (each for each, is_ours in self.concerned.items() if is_ours):
+            for group in optimizer.param_groups:
+                numbers = sorted((k, value) for k, value in group.items() if isinstance(value, (int, float)) and value)
+                settings = ", ".join(f"{name}={value:g}" for name, value in numbers)
+                lines.append(f"{type(optimizer).__name__} with {settings}")
+        return lines
 
     def not_ready(self) -> str | None:
         """Return why an optimizer may not step now; None if it may."""

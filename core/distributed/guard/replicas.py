@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,15 @@ from torch import nn
 from core.distributed.contract.global_names import namer, without_transparent
 from core.distributed.guard.finite import Finding, ReplicaDriftError
 from core.distributed.layout.model_plan import ModelPlan
-from core.distributed.wire.collectives import Collectives
+from core.distributed.wire.packs import flat_of, packs_of
 from core.groups import agree
 from core.groups.agree import LayoutMismatch
 from core.groups.process_groups import ProcessGroups, world_groups
 from core.groups.rank_grid import COPY_AXES, DATA_KINDS, MODEL_AXES, STAGE_CROSSING
 
+Describe = Callable[[], list[str]]  # returns lines about this rank
 DATA, WITHIN_STAGE, ACROSS_STAGES = range(3)  # which copies differ
-AFTER_INPUTS = 1  # the order of a finding: other inputs explain more
+AFTER_INPUTS = 1  # the order of a finding
 REMEDIES = {
     DATA: "Seed all data ranks alike, load the same checkpoint, or wrap with initial_weights='broadcast'",
     WITHIN_STAGE: "Each of these ranks holds a copy: draw it from a seed that they share (the model-parallel seed is "
@@ -36,49 +37,15 @@ AFTER_THE_WRAP = (
     "Some ranks have initialised, loaded or written them since. Do it before the wrap, or on all ranks alike."
 )
 RESTART = "Otherwise restart from a checkpoint that was saved before, and look for a lost message or damaged memory"
-CAUSES = {  # of weights that have become unequal in training, likeliest first
-    DATA: "Likeliest: a rank left out an optimizer's step, clipped alone, or stepped with another learning rate, decay "
-    "or seed; or weights were initialised or loaded again on some ranks. All data ranks make the same step. " + RESTART,
-    WITHIN_STAGE: "Likeliest: torch.nn.utils.clip_grad_norm_, which clips by the norm of one rank's own slices; clip "
-    "by OptimizerConfig(clip_grad=...) or optimizer.clip_grad_norm, which count every gradient once. Else: a rank left "
-    "out an optimizer's step, or stepped with another learning rate, decay or seed; or weights were initialised or "
-    "loaded again. " + RESTART,
-    ACROSS_STAGES: "Likeliest: torch.nn.utils.clip_grad_norm_, which clips by the norm of one stage; clip by "
-    "OptimizerConfig(clip_grad=...). Else: stages left out an optimizer's step, or stepped with another learning rate "
-    "or decay. " + RESTART,
-}
-SMALL_NUMEL = 2**16  # a larger parameter is not worth a copy
-PACK_NUMEL = 2**20  # elements of small ones that are copied together
-
-
-def pack(parts: Iterable[torch.Tensor], limit: int, alone: int) -> Iterator[list[torch.Tensor]]:
-    """Cut tensors into lists: one of at least `alone` or `limit` elements alone, small ones up to `limit` together.
-
-    Empty ones are left out. The lists follow from the sizes, so they are the same on ranks with the same model.
-    """
-    together: list[torch.Tensor] = []
-    room = limit
-    for part in parts:
-        numel = part.numel()
-        if together and numel and (numel >= alone or numel > room):
-            yield together
-            together, room = [], limit
-        if numel >= min(alone, limit):
-            yield [part]
-        elif numel:
-            together.append(part)
-            room -= numel
-    if together:
-        yield together
-
-
-def packs_of(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut parameters into lists of one dtype that are compared, or sent, together."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for param in params:
-        by_dtype.setdefault(param.dtype, []).append(param)
-    for alike in by_dtype.values():
-        yield from pack(alike, PACK_NUMEL, SMALL_NUMEL)
+# Causes of weights that have become unequal in training, likeliest first.
+STEPS = (
+    "a rank left out an optimizer's step, clipped alone, or stepped with another learning rate, decay or seed; or "
+    "weights were initialised or loaded again on some ranks. " + RESTART
+)
+CLIPS = (
+    "torch.nn.utils.clip_grad_norm_, which clips by the norm of one rank's part of the model; clip by "
+    "OptimizerConfig(clip_grad=...) or optimizer.clip_grad_norm, which count every gradient once. Else: " + STEPS
+)
 
 
 def first_unequal(
@@ -91,7 +58,7 @@ def first_unequal(
     """
     named, rank, what = list(named), dist.get_rank(), f"the weights of group {group_name}"
     with torch.inference_mode():  # autograd keeps no account of the views
-        sums = [checksum(_flat(pack)).tolist() for pack in packs_of(copies[0] for _, copies in named)]
+        sums = [checksum(flat_of(pack)).tolist() for pack in packs_of(copies[0] for _, copies in named)]
     several = [_sums(copies, rank) for _, copies in named if len(copies) > 1]
     if agree.equal((sums, several), group, what):
         return None
@@ -129,8 +96,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return torch.zeros(3, dtype=torch.int64, device=flat.device)
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    bits = flat.view(torch.uint8).view(integers) if flat.dtype.is_floating_point else flat
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
+    bits = flat.view(torch.uint8).view(integers)  # torch adds neither unsigned integers nor bits
     width = 61
     body, tail = bits[: bits.numel() // width * width].view(-1, width), bits[bits.numel() // width * width :]
     columns = body.sum(dim=0, dtype=torch.int64)
@@ -141,7 +108,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([columns.sum(), by_column.sum(), by_row.sum()])
 
 
-def _within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
+def within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
     """(group, parameters of which each of its ranks holds a copy), in one order of groups on all ranks."""
     others = (rule.group for rule in plan.rules if rule.group not in STAGE_CROSSING)
     for name in dict.fromkeys((*DATA_KINDS, *COPY_AXES, *others)):
@@ -149,46 +116,58 @@ def _within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str,
             yield name, plan.of_group(name) if name in DATA_KINDS else plan.copies_over(name)
 
 
-def unequal_within_stage(
-    plan: ModelPlan,
-    groups: ProcessGroups,
-    values: Mapping[str, torch.Tensor] | None = None,
-    shards: Mapping[str, torch.Tensor] | None = None,
-) -> Finding | None:
-    """The first weight of a model chunk whose copies within its stage are not equal. Collective over their groups.
+def copies_of_stage(
+    plan: ModelPlan, groups: ProcessGroups, shards: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, dict[str, torch.Tensor]]:
+    """List by group the weights of which its ranks hold copies; of sharded parameters this rank's `shards`.
 
-    values: by parameter what is compared in its place, such as a checksum. shards: the same for this rank's part of
-    each sharded parameter, of which data ranks hold no copies, but those of other optimizer instances do.
+    Data ranks hold no copies of shards, but those of other optimizer instances do.
     """
-    finding: Finding | None = None
     shards = shards or {}
-    held_over = dict(_within_stage(plan, groups))
+    held_over = dict(within_stage(plan, groups))
     instances = {f"inter_{name}": name for name in DATA_KINDS if shards and groups.size(f"inter_{name}") > 1}
     held_over |= {name: plan.of_group(kind) for name, kind in instances.items()}
-    for name, held in held_over.items():
-        of = {key: shards.get(key, param) for key, param in held.items()} if values is None else values
-        keys = [key for key in held if key not in shards or name not in DATA_KINDS]
-        found = first_unequal(((key, [of[key]]) for key in keys), groups.control(name), name)
+    return {
+        name: {k: shards.get(k, param) for k, param in held.items() if k not in shards or name not in DATA_KINDS}
+        for name, held in held_over.items()
+    }
+
+
+def unequal_within_stage(copies: Mapping[str, Mapping[str, torch.Tensor]], groups: ProcessGroups) -> Finding | None:
+    """Find the first weight of a model chunk whose copies within its stage differ. Collective over their groups.
+
+    copies: from `copies_of_stage`; a weight may be replaced by its checksum.
+    """
+    finding: Finding | None = None
+    for name, held in copies.items():
+        found = first_unequal(((key, [tensor]) for key, tensor in held.items()), groups.control(name), name)
         # Raised after the loop: ranks of another group may not know of it, and wait in the next comparison.
         if found is not None and finding is None:
-            finding = DATA if name in (*DATA_KINDS, *instances) else WITHIN_STAGE, dist.get_rank(), found
+            is_data = name.removeprefix("inter_") in DATA_KINDS
+            finding = DATA if is_data else WITHIN_STAGE, dist.get_rank(), found
     return finding
 
 
-def unequal_across_stages(plans: Iterable[ModelPlan], groups: ProcessGroups) -> Finding | None:
-    """The first weight whose copies on several pipeline stages are not equal. Collective over groups across stages.
+def copies_across_stages(plan: ModelPlan, groups: ProcessGroups) -> dict[str, dict[str, torch.Tensor]]:
+    """List by group the weights of a chunk of which other pipeline stages hold copies."""
+    names = (*sorted(STAGE_CROSSING - {"pp"}), "pp")  # as in check_stages
+    return {name: dict(plan.copies_over(name)) for name in names if groups.size(name) > 1}
 
-    plans: of one model's chunks on this rank, in the model's order; a weight of one name in several is one weight.
-    Sharded ones are read whole, because stages cut them at other elements.
+
+def unequal_across_stages(
+    chunks: Sequence[Mapping[str, Mapping[str, torch.Tensor]]], groups: ProcessGroups
+) -> Finding | None:
+    """Find the first weight whose copies on several pipeline stages differ. Collective over groups across stages.
+
+    chunks: from `copies_across_stages`, of one model's chunks on this rank, in the model's order; a weight of one name
+    in several is one weight. Sharded ones are read unsharded, because stages cut them at other elements.
     """
     finding: Finding | None = None
-    for name in (*sorted(STAGE_CROSSING - {"pp"}), "pp"):  # as in check_stages
-        if groups.size(name) == 1:
-            continue
+    for name in chunks[0]:
         held: dict[str, list[torch.Tensor]] = {}
-        for plan in plans:
-            for key, param in plan.copies_over(name).items():
-                held.setdefault(key, []).append(param)
+        for copies in chunks:
+            for key, tensor in copies[name].items():
+                held.setdefault(key, []).append(tensor)
         found = first_unequal(held.items(), groups.control(name), name)
         if found is not None and finding is None:
             finding = ACROSS_STAGES, dist.get_rank(), found
@@ -230,11 +209,13 @@ def control_of_stage(groups: ProcessGroups) -> list[dist.ProcessGroup]:
     return [groups.control(name) for name in names if groups.size(name) > 1]
 
 
-def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, step: int, warns: bool = False) -> None:
+def refuse_unequal(
+    finding: Finding | None, groups: ProcessGroups, *, step: int, warns: bool = False, describe: Describe = list
+) -> None:
     """Raise the finding of any rank on all of them.
 
-    Collective: at the wrap over one stage, later over the job. step: 0 at the wrap, then the step that is finalized.
-    warns: give a warning in place of an error.
+    Collective: at the wrap over one stage, later over the job. step: 0 at the wrap, then the step of the comparison.
+    warns: give a warning in place of an error. describe: returns lines that explain the finding if ranks differ.
     """
     asked = control_of_stage(groups) if step == 0 else world_groups(groups)
     finding = agree.first(finding, asked, "the guard of equal weights")
@@ -242,34 +223,22 @@ def refuse_unequal(finding: Finding | None, groups: ProcessGroups, *, step: int,
         return
     kind, rank, found = finding
     if step > 1:
-        error: Exception = ReplicaDriftError(f"{found}, in step {step}. {CAUSES[kind]}")
+        tables = agree.gather(describe(), asked, "the optimizers' steps")
+        differs = any(table != tables[rank] for table in tables.values())
+        likeliest = f"Likeliest: {agree.first_difference(tables)}. Else" if differs else "Likeliest"
+        error: Exception = ReplicaDriftError(
+            f"{found}, in step {step}. {likeliest}: {STEPS if kind == DATA else CLIPS}"
+        )
     elif step == 1 and kind != ACROSS_STAGES:
         error = LayoutMismatch(f"{found}, and they were equal at the wrap. {AFTER_THE_WRAP} {REMEDIES[kind]}")
     else:
         error = LayoutMismatch(f"{found}, at the start. {REMEDIES[kind]}")
+    raise_or_warn(error, rank, warns=warns)
+
+
+def raise_or_warn(error: Exception, rank: int, *, warns: bool) -> None:
+    """Raise an error that all ranks have, or give it as a warning of one rank."""
     if not warns:
         raise error
     if dist.get_rank() == rank:
-        warnings.warn(str(error), stacklevel=5)
-
-
-@torch.no_grad()
-def broadcast_weights(
-    plan: ModelPlan, groups: ProcessGroups, collectives: Collectives, only: Collection[str] | None = None
-) -> None:
-    """Make all copies within a stage, or `only` these, equal to those of each group's first rank. Collective."""
-    for name, held in _within_stage(plan, groups):
-        for pack in packs_of(param for key, param in held.items() if only is None or key in only):
-            in_place = len(pack) == 1 and pack[0].is_contiguous()
-            flat = pack[0].data if in_place else _flat(pack)
-            collectives.broadcast(flat, groups.require(name), "the initial weights")
-            if not in_place and groups.rank(name) > 0:
-                for param, part in zip(pack, flat.split([param.numel() for param in pack]), strict=True):
-                    param.data.copy_(part.view_as(param))
-
-
-@torch.no_grad()
-def _flat(pack: Sequence[torch.Tensor]) -> torch.Tensor:
-    if len(pack) == 1:
-        return pack[0].reshape(-1)
-    return torch.cat([tensor.reshape(-1) for tensor in pack])
+        warnings.warn(f"rank {rank}, the first two steps: {error}", stacklevel=6)

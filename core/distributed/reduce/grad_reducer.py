@@ -124,7 +124,7 @@ class GradReducer:
         self.microbatches = 0  # whose reduction was begun in this step
         self.in_microbatch = False  # True while the end of a running backward is still to be reported
         self.no_sync_depth = 0
-        self.at_begin: Callable[..., None] | None = None  # with keep=, before a step adds to what the memory holds
+        self.at_begin: Callable[[], None] | None = None  # a step begins
         self.at_end: Callable[[], None] | None = None  # after finalize_model_grads, on all ranks
         self.force_all_reduce = False
         self.steps = 0  # finalized, ever
@@ -270,7 +270,7 @@ class GradReducer:
         """
         self._join_streams()
         if self.at_begin is not None:
-            self.at_begin(keep=keep)
+            self.at_begin()
         for bucket in self.buckets:
             bucket.reset(keep=keep)
         if self.watch is not None:

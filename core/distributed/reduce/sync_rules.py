@@ -17,8 +17,8 @@ import torch
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import GradSyncRule
 from core.distributed.guard.agreement import Member, share_used, unequal_copies
-from core.distributed.guard.replicas import pack
 from core.distributed.wire.collectives import Collectives, InFlight
+from core.distributed.wire.packs import pack
 from core.groups import agree
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups

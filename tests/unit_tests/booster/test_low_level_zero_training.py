@@ -434,9 +434,7 @@ def test_clippings_of_one_step_act_in_the_order_of_their_calls(
                     norm = float(nn.utils.get_total_norm([param.grad for param in params if param.grad is not None]))
             assert optimizer.get_grad_norm() == pytest.approx(norm, rel=bound)
         if calls[:2] == ["norm", "value"]:
-            with pytest.raises(
-                RuntimeError, match="clip_grad_by_norm.. came after .* in one step; leave out"
-            ):
+            with pytest.raises(RuntimeError, match="clip_grad_by_norm.. came after .* in one step; leave out"):
                 optimizer.clip_grad_by_norm(1.0)
         for ours, theirs in zip(model.unwrap().parameters(), params, strict=True):
             torch.testing.assert_close(optimizer.get_param_grad(ours).double(), theirs.grad, atol=bound, rtol=bound)

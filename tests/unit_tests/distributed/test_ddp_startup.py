@@ -26,8 +26,8 @@ from core.distributed.contract.gradient_contract import (
     declare_gradient,
     read_contracts,
 )
-from core.distributed.guard import replicas as weight_copies
 from core.distributed.layout.param_layout import BufferKey, ParamSpec, plan_buffer
+from core.distributed.wire import packs as weight_copies
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over_ranks, whole_grads, wrap

@@ -350,7 +350,7 @@ def test_warn_does_not_raise_and_ignore_says_nothing(rank: int, world: int) -> N
         program = train(model, sgd(model), lambda step, model=model: model(*tokens(step)))
         said = report_of(program, steps=1)
         assert (said.kind if said else None) == (kind if rank == 0 else None), said
-        assert model.engine.first_steps.active == (option == "warn")
+        assert not model.engine.first_steps.active
     with pytest.raises(ValueError, match="first_steps 'no' is not one of check, warn, ignore"):
         DistributedDataParallelConfig(first_steps="no")
 
@@ -364,14 +364,12 @@ def test_one_rank_is_not_watched(rank: int, world: int) -> None:
 
 
 @ranks(2)
-def test_after_the_second_step_nothing_is_left_of_the_watch(rank: int, world: int) -> None:
-    parallel_state.initialize_model_parallel()
-    model = wrap(Net())
-    program = train(model, sgd(model), lambda step: model(samples(step)).pow(2).mean())
-    for active in (True, False):
+def test_after_the_first_steps_nothing_is_left_of_the_watch(rank: int, world: int) -> None:
+    """Gradients are compared in the first step, and weights after the first two."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model = wrap(SplitNet())
+    program = train(model, sgd(model), lambda step: model(*tokens(step)))
+    for looks, compares in ((False, True), (False, True), (False, False)):
         next(program)
-        watch = model.engine.first_steps
-        assert watch.active == active
-    assert model.reducer.at_begin is None and not watch.samples and not watch.inputs.noted
-    next(program)
-    assert not watch.inputs.noted
+        assert model.engine.first_steps.active == looks and model.engine.weights.is_due == compares
+    assert not model.engine.first_steps.inputs.noted and model.engine.weights.sums is None

@@ -75,9 +75,7 @@ def test_one_of_two_losses_is_refused_under_plugins(rank: int, world: int, name:
             loss = loss_of(model, rank, number)
             with booster.no_sync(model, optimizer) if number == 0 else nullcontext():
                 booster.backward(loss, optimizer) if is_scaled else loss.backward()
-        with pytest.raises(
-            SyncError, match=r"gradient of '.*' comes from .* by the loss scale .* booster.backward"
-        ):
+        with pytest.raises(SyncError, match=r"gradient of '.*' comes from .* by the loss scale .* booster.backward"):
             optimizer.step()
 
 
