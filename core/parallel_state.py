@@ -18,7 +18,7 @@ from core.groups.device_mesh import arguments_of_mesh, device_mesh_of
 from core.groups.group_options import get_nccl_options as get_nccl_options
 from core.groups.group_options import group_options
 from core.groups.memory_buffer import GlobalMemoryBuffer
-from core.groups.process_groups import FIELDS, ProcessGroups
+from core.groups.process_groups import FIELDS, ProcessGroups, refuse_other_sizes
 from core.groups.rank_grid import DEFAULT_ORDER, EmbeddingRule, RankGrid, group_ranks
 from core.groups.rank_grid import default_embedding_ranks as default_embedding_ranks
 from core.groups.rank_grid import default_position_embedding_ranks as default_position_embedding_ranks
@@ -91,7 +91,7 @@ def initialize_model_parallel(
     each process names, within seconds, a rank that has ended or hangs (core.watch.rank_watch).
 
     Raises RuntimeError where sizes do not come out, torch.distributed is not started, or groups exist already;
-    ValueError on malformed or unsupported arguments.
+    ValueError on malformed or unsupported arguments, and on all ranks if ranks give different ones.
 
         torch.distributed.init_process_group("gloo")
         initialize_model_parallel(tensor_model_parallel_size=2)
@@ -138,6 +138,8 @@ def initialize_model_parallel(
     _state.watch = start_watch(members["pp"].index(dist.get_rank())) if watch_ranks else None  # groups wait for ranks
     use_watch(_state.watch)
     try:
+        instances = {"num_distributed_optimizer_instances": num_distributed_optimizer_instances}
+        refuse_other_sizes({**grid.sizes, "order": grid.order, **instances}, timeout)
         _state.groups = ProcessGroups.build(
             members, timeout=timeout, control_groups=create_gloo_process_groups, options=options
         )

@@ -63,14 +63,15 @@ def committed_name(step: int, sequence: int) -> str:
 
 
 def list_committed(root: Path) -> list[Committed]:
-    """The committed directories, oldest commit first; empty where the root does not exist."""
+    """List the committed directories, oldest commit first; none if the root does not exist."""
     try:
-        entries = [Path(entry.path) for entry in os.scandir(root) if entry.is_dir()]
+        names = [root / name for name in os.listdir(root)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"Cannot list checkpoints: {explain(error, root)}.") from error
-    return sorted(found for path in entries if (found := Committed.from_path(path)) is not None)
+    found = filter(None, map(Committed.from_path, names))
+    return sorted(each for each in found if each.path.is_dir())  # False for a link that leads to itself
 
 
 class SharedHold:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -221,6 +222,40 @@ def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
         store.set(f"{key}/by all", "")
     with waiting(COMING, range(dist.get_world_size())):
         store.wait([f"{key}/by all"], *([timeout] if timeout else []))
+
+
+def refuse_other_sizes(sizes: Mapping[str, object], timeout: timedelta | None) -> None:
+    """Refuse ranks that split the job differently, before any group is made. Collective over the world.
+
+    Such ranks would wait for each other in different groups until the timeout. Each rank counts itself under its sizes
+    in the job's store; the sizes of all ranks are read only if the counts differ.
+
+    Args:
+        sizes: How this rank splits the job: name -> size, or another value.
+        timeout: Of the wait for all ranks; the store's if None.
+
+    Raises:
+        ValueError: On all ranks alike, naming the first rank and size that differ.
+    """
+    if dist.get_backend() == "fake":
+        return
+    place = f"core.groups.process_groups/sizes/{_next_build()}"
+    store, world, mine = dist.group.WORLD.get_group_store(), dist.get_world_size(), json.dumps(dict(sizes))
+    store.set(f"{place}/{dist.get_rank()}", mine)
+    store.add(f"{place}/{mine}", 1)
+    if store.add(f"{place}/all", 1) == world:
+        store.set(f"{place}/come", "")
+    with waiting(COMING, range(world)):
+        store.wait([f"{place}/come"], *([timeout] if timeout else []))
+    if store.add(f"{place}/{mine}", 0) == world:
+        return
+    rows = {rank: json.loads(store.get(f"{place}/{rank}")) for rank in range(world)}
+    rank = next(rank for rank in rows if rows[rank] != rows[0])
+    name = next(name for name in rows[0] if rows[rank].get(name) != rows[0][name])
+    raise ValueError(
+        f"rank {rank} came to initialize_model_parallel with {name}={rows[rank].get(name)}, and rank 0 with "
+        f"{name}={rows[0][name]}. All ranks must split the job alike: give them the same sizes and order"
+    )
 
 
 # Note [Gradient groups]

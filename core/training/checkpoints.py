@@ -70,13 +70,13 @@ class JobCheckpoints:
         except (CheckpointError, ValueError) as error:
             raise ConfigError(str(error)) from error
         notes = compare_configurations(report.configuration, as_json(self.config))
-        check_text(report.extra["text"], self._text())
+        text, sampler, self.run = kept_of(report.extra, report.path, "text", "sampler", "run")
+        check_text(text, self._text())
         try:
-            trainer.sampler.load_state_dict(report.extra["sampler"])
+            trainer.sampler.load_state_dict(sampler)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         trainer.step = self.saved_step = report.step
-        self.run = report.extra["run"]
         if not report.random_restored:
             notes.append(
                 "random streams start again, since they belong to another layout (only dropout draws from them)"
@@ -163,7 +163,8 @@ class BestCheckpoint:
         if self.job.trainer.step > 0:
             with contextlib.suppress(CheckpointNotFound):
                 found = find_intact(self.root, group=self.job.group)
-                self.step, self.loss = found.step, float(found.meta["extra"]["validation_loss"])
+                (loss,) = kept_of(found.meta.get("extra", {}), found.path, "validation_loss")
+                self.step, self.loss = found.step, float(loss)
         self.saver = self.job.open_saver(self.root, 1)
 
     def offer(self, loss: float) -> None:
@@ -177,6 +178,17 @@ class BestCheckpoint:
         if self.step not in (0, self.job.trainer.step):
             load_checkpoint(self.root, self.job.trainer.chunks, group=self.job.group)
         return self.step > 0
+
+
+def kept_of(extra: Mapping[str, Any], path: Path, *names: str) -> list[Any]:
+    """Return what a job keeps of itself in a checkpoint. ConfigError if another program has saved it."""
+    missing = [name for name in names if name not in extra]
+    if missing:
+        raise ConfigError(
+            f"{path} was not saved by this job: its manifest has no {' and no '.join(map(repr, missing))} under "
+            "'extra', so the run cannot continue where it was. Begin another run in another --checkpoint.dir"
+        )
+    return [extra[name] for name in names]
 
 
 def check_text(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Every accessor of parallel_state on real gloo ranks, against values counted in an independent way."""
 
 import inspect
+import time
 from datetime import timedelta
 
 import pytest
@@ -372,6 +373,37 @@ def test_an_initialization_that_fails_half_way_can_be_repeated(rank: int) -> Non
     assert parallel_state._state == parallel_state._ParallelState()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     assert parallel_state.get_data_parallel_world_size() == 2
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("name", "usual", "other", "words"),
+    [
+        (
+            "tensor_model_parallel_size",
+            1,
+            2,
+            "rank 2 came to initialize_model_parallel with tp=2, and rank 0 with tp=1",
+        ),
+        (
+            "order",
+            "tp-cp-ep-dp-pp",
+            "tp-cp-ep-pp-dp",
+            "with order=tp-cp-ep-pp-dp, and rank 0 with order=tp-cp-ep-dp-pp",
+        ),
+        ("num_distributed_optimizer_instances", 1, 2, "with num_distributed_optimizer_instances=2, and rank 0 with"),
+    ],
+)
+def test_ranks_that_split_the_job_differently_are_named_on_all_of_them_at_once(
+    rank: int, world: int, name: str, usual: object, other: object, words: str
+) -> None:
+    """They waited for each other in different groups, until the timeout."""
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=words):
+        parallel_state.initialize_model_parallel(**{name: other if rank == 2 else usual})
+    assert time.monotonic() - begun < 20
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)  # nothing is left behind
+    assert parallel_state.get_tensor_model_parallel_world_size() == 2
 
 
 @ranks(2)

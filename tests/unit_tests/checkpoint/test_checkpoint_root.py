@@ -91,6 +91,17 @@ def test_repointing_a_linked_root_does_not_split_a_run(tmp_path: Path) -> None:
     assert list_steps(first) == [1, 2] and list_steps(second) == []
 
 
+@pytest.mark.parametrize("name", ["latest", "step_00000009.0009"])
+def test_a_link_that_leads_to_itself_hides_no_checkpoint(name: str, tmp_path: Path) -> None:
+    """A copy by a tool that mends links leaves such a one; no checkpoint could be listed, loaded or saved."""
+    save_alone(tmp_path, 1)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(name)
+    assert latest_step(tmp_path) == 1 and find_intact(tmp_path).step == 1
+    save_alone(tmp_path, 2)
+    assert latest_step(tmp_path) == 2 and read_latest(tmp_path) == list_committed(tmp_path)[-1].path.name
+
+
 def test_an_empty_or_missing_root_has_no_checkpoint(tmp_path: Path) -> None:
     for root in (tmp_path, tmp_path / "nowhere"):
         assert latest_step(root) is None and list_steps(root) == []

@@ -23,7 +23,7 @@ from core import parallel_state
 from core.checkpoint import list_steps
 from core.checkpoint.root_directory import list_committed
 from core.training.checkpoint_options import as_json, compare_configurations
-from core.training.checkpoints import check_text
+from core.training.checkpoints import check_text, kept_of
 from core.training.config import JobConfig
 from core.training.config_file import ConfigError, load_config, merge
 from core.training.job import JobResult, train
@@ -325,6 +325,13 @@ def test_another_text_of_the_same_length_is_refused_and_the_same_text_elsewhere_
     check_text(header, {**header, "text": "the same, elsewhere"})
     with pytest.raises(ConfigError, match=r"novels \(12 tokens, digest aaaa\), .* poems \(12 tokens, digest bbbb\)"):
         check_text(header, {**header, "text": "poems", "digest": "bbbb"})
+
+
+def test_a_checkpoint_that_another_program_saved_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    """A loop of the user's own saved it with save_checkpoint; the run ended with KeyError 'text'."""
+    assert kept_of({"text": 1, "run": None}, tmp_path, "run", "text") == [None, 1]
+    with pytest.raises(ConfigError, match="not saved by this job: its manifest has no 'text' and no 'run'"):
+        kept_of({"sampler": {}}, tmp_path, "text", "sampler", "run")
 
 
 def test_options_of_checkpoints_need_a_directory() -> None:
