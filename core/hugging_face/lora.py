@@ -167,7 +167,7 @@ def cut_adapters(adapted: Any, base: Plan, groups: ProcessGroups) -> Plan:
 
 def _check_options(config: Any, kind: type) -> None:
     if not isinstance(config, kind):
-        raise TypeError(f"add_lora takes a peft.LoraConfig, and was given {config!r}")
+        raise TypeError(f"add_lora takes a peft.LoraConfig, and was given a {type(config).__name__}")
     plain_config = kind()
     for name in sorted(vars(config).keys() - KNOWN):
         value, plain = getattr(config, name), getattr(plain_config, name, None)
@@ -224,10 +224,18 @@ def _plan_of_adapters(adapted: Any, base: Plan) -> Plan:
 
 def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
     """(the model without its adapter, the adapter's parameters by their names); a model without one is returned
-    unchanged. ValueError for several adapters, and for one of experts' fused weights.
+    unchanged. ValueError for several adapters, for another method than LoRA, for an adapter that is merged into the
+    weights, and for one of experts' fused weights.
     """
     if not hasattr(model, "peft_config"):
         return model, None
+    others = {kind for kind in map(_method_of, model.peft_config.values()) if kind != "LORA"}
+    if others:
+        raise ValueError(
+            f"the model has adapters of {', '.join(sorted(others))}, and only those of LORA are split with a model. "
+            "Keep the model whole on each rank (tp_size=1, pp_size=1, and no sequence parallelism; zero_stage=3 shards "
+            "it), or train LoRA"
+        )
     if len(model.peft_config) != 1:
         raise ValueError(
             f"the model has the adapters {', '.join(model.peft_config)}, and one is split with a model; delete the "
@@ -239,6 +247,12 @@ def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
         raise ValueError(
             f"the adapters are for the fused weights {', '.join(sorted(fused))} of experts, which are not split with "
             "adapters; name linear layers outside of the experts in target_modules, such as q_proj and v_proj"
+        )
+    merged = next((name for name, layer in model.named_modules() if getattr(layer, "merged_adapters", None)), None)
+    if merged is not None:
+        raise ValueError(
+            f"the adapter is merged into the weight of {merged!r}, and would be added a second time; call "
+            "model.unmerge_adapter() before boost"
         )
     values = {name: param for name, param in model.named_parameters() if MARK in name}
     base = model.unload()
@@ -275,7 +289,35 @@ def put_on(
                 param.data = slice_of(whole.detach().to(param.device), splits.get(name), groups).clone()
             param.data = param.detach().to(like[name].dtype)
             param.requires_grad_(like[name].requires_grad)
+        _set_like(part, shell, adapter_name)
     return list(adapted)
+
+
+def _set_like(adapted: Any, shell: Any, adapter: str) -> None:
+    """Carry over to new adapters what was set on the modules of the old ones, and is not in their configuration.
+
+    These are a layer's scale, its dropout, whether it is switched off, and whether modules are in training.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for name, like in shell.named_modules():
+        try:
+            layer = adapted.get_submodule(name)
+        except AttributeError:  # of another stage
+            continue
+        layer.training = like.training
+        if not isinstance(like, LoraLayer) or not isinstance(layer, LoraLayer) or adapter not in layer.scaling:
+            continue
+        layer.scaling[adapter] = like.scaling[adapter]
+        rate = getattr(like.lora_dropout[adapter], "p", 0.0)
+        layer.lora_dropout[adapter] = nn.Dropout(rate) if rate else nn.Identity()
+        layer.lora_dropout[adapter].training = like.lora_dropout[adapter].training
+        if like.disable_adapters:
+            layer.enable_adapters(False)
+
+
+def _method_of(config: Any) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type))
 
 
 def splits_of(part: Any) -> Mapping[str, Split]:

@@ -16,14 +16,16 @@ KEPT = "_get_dtype_plan"  # transformers' method: patterns of names -> the dtype
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast floating parameters and buffers to fp16 or bf16, in place; complex ones stay. Returns the model. Local.
+    """Cast floating parameters and buffers to fp16 or bf16, in place. Returns the model. Local.
 
-    Transformers models, also inside of others and without memory, get the dtypes that `from_pretrained(dtype=...)`
-    gives: buffers that are made in fp32 (rotary frequencies) are not rounded, and the modules that a family keeps in
-    fp32 are in fp32. A buffer in no file is unchanged if its family makes it in fp32. Other modules are cast whole.
+    Complex tensors and floats of 8 bits stay. Transformers models, also inside of others and without memory, get the
+    dtypes that `from_pretrained(dtype=...)` gives: buffers that are made in fp32 (rotary frequencies) are not rounded,
+    and the modules that a family keeps in fp32 are in fp32. A buffer in no file is unchanged if its family makes it in
+    fp32. Other modules are cast whole.
     """
-    kept = kept_dtypes(model, dtype)
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    in_8_bits = {name: t.dtype for name, t in tensors.items() if t.is_floating_point() and t.dtype.itemsize == 1}
+    kept = kept_dtypes(model, dtype) | in_8_bits
     before = {name: tensors[name].data for name in kept}
     model = model.half() if dtype is torch.float16 else model.bfloat16()  # complex buffers stay, unlike by `to`
     for name, wanted in kept.items():

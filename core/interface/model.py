@@ -8,9 +8,40 @@ from typing import Any
 
 from torch import nn
 
+# Attributes of a transformers model that are right on a part of it. A layer that is returned holds this rank's part.
+PASSED_ON = (
+    *("config", "generation_config", "device", "dtype", "main_input_name", "base_model_prefix", "can_generate"),
+    *("get_input_embeddings", "get_output_embeddings", "peft_config", "active_adapter", "active_adapters"),
+)
+SAVE = (
+    "save_pretrained of a boosted model would write this rank's part of it; call "
+    "booster.save_model(model, directory, shard=True) on all ranks"
+)
+
 
 class ModelWrapper(nn.Module):
-    """Holds a model as `module`. A plugin derives from it to change the forward or what `unwrap` finds."""
+    """Holds a model as `module`. A plugin derives from it to change the forward or what `unwrap` finds.
+
+    Of the attributes of a transformers model it has those that are right on a part of the model (`PASSED_ON`).
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module" not in self._modules:
+                raise
+            inner = self.unwrap()
+            if name in PASSED_ON and hasattr(inner, name):
+                return getattr(inner, name)
+            if name == "save_pretrained":
+                raise AttributeError(SAVE) from None
+            if hasattr(inner, name):
+                raise AttributeError(
+                    f"a boosted model does not pass on {name!r} of {type(inner).__name__}, of which a rank may have a "
+                    f"part; model.unwrap().{name} is this rank's"
+                ) from None
+            raise
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

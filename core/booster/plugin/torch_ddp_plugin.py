@@ -77,6 +77,13 @@ class TorchDDPPlugin(DPPluginBase):
     ) -> Boosted:
         """Move the model, make its batch norms common to all ranks, wrap it."""
         device = self.device()
+        in_8_bits = (n for n, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize == 1)
+        first = next(in_8_bits, None)
+        if first is not None:
+            raise ValueError(
+                f"parameter {first!r} is of 8-bit floats, which torch's DDP cannot broadcast; use LowLevelZeroPlugin "
+                "or HybridParallelPlugin"
+            )
         model = with_common_batch_norm(model.to(device), self.world_size)
         options = dict(self.ddp_kwargs)
         if options["broadcast_buffers"]:

@@ -27,6 +27,7 @@ from core.booster.plugin.plugin_base import Boosted
 from core.checkpoint.tied_tensors import tied_names
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.materialize import MARK as MATERIALIZED
+from core.distributed.wire.collectives import as_bytes
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import GRADIENT_KINDS, RankGrid, axes_of, group_ranks
 from core.hugging_face import stages_config
@@ -313,7 +314,7 @@ class ZeroPluginBase(DPPluginBase):
             if not tensor.is_meta:
                 tensor.data = tensor.detach().to(device)
                 with waiting("the weights of rank 0", world):
-                    dist.broadcast(tensor.detach(), 0)
+                    dist.broadcast(as_bytes(tensor.detach()), 0)
         return model if any(param.is_meta for param in model.parameters()) else model.to(device)
 
     def _cast(self, model: nn.Module) -> nn.Module:

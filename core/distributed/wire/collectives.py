@@ -247,7 +247,8 @@ class Collectives:
     def start_broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> InFlight:
         """`broadcast` without marks."""
         self.traffic.count(tensor.numel() * tensor.element_size())
-        return Handle((dist.broadcast(tensor, group=group, group_src=source, async_op=True),), None, (tensor,))
+        work = dist.broadcast(as_bytes(tensor), group=group, group_src=source, async_op=True)
+        return Handle((work,), None, (tensor,))
 
     def _ordered_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> Handle:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -270,6 +271,11 @@ class Collectives:
                 complete(send, takes_s(flat)) if flat.is_cpu else send.wait()
 
         return Handle((work,), finish, (flat, received))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as bytes if it is of an 8-bit float, which backends do not know; else unchanged."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
 
 
 def takes_s(tensor: torch.Tensor) -> float:
