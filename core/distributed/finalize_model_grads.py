@@ -118,6 +118,10 @@ def wrapped_chunks(model: nn.Module | Sequence[nn.Module], call: str) -> list[Di
     found = [_wrapper_of(chunk, call) for chunk in chunks]
     if not found:
         raise ValueError(f"no model chunk was given; pass this rank's wrapped chunks: {call}")
+    for number, chunk in enumerate(found):
+        first = next(index for index, other in enumerate(found) if other is chunk)
+        if first != number:
+            raise ValueError(f"model chunks {first} and {number} are one wrapped model; give each chunk once: {call}")
     return found
 
 

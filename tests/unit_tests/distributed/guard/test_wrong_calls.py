@@ -48,6 +48,14 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda net, ddp: get_megatron_optimizer(SGD, ddp.parameters()),
         f"Parameter is not wrapped.*{RIGHT_OPTIMIZER}",
     ),
+    "optimizer of one model twice": (
+        lambda net, ddp: get_megatron_optimizer(SGD, [ddp, wrap(net), ddp]),
+        f"model chunks 0 and 2 are one wrapped model.*{RIGHT_OPTIMIZER}",
+    ),
+    "finalize one model twice": (
+        lambda net, ddp: finalize_model_grads([ddp, ddp]),
+        f"model chunks 0 and 1 are one wrapped model.*{RIGHT_FINALIZE}",
+    ),
 }
 
 
