@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,18 @@ from torch import Tensor
 from core.checkpoint.boxes import cut_to_range, row_strides
 from core.checkpoint.global_slices import written_here
 from core.checkpoint.pieces import OPTIMIZER, LocalTensor, Piece, groups_of, module_of
+from core.optimizer.optimizer_state import PLACE, elements_of
 
-PLACE = ("offset", "numel")  # of an entry; everything else in it is state
 WEIGHTS = "master"
 INSTANCES = {"dp_cp": "inter_dp_cp", "expt_dp": "inter_expt_dp"}  # ranks that own the same shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One range of one local parameter in one optimizer, and its state by key: flat tensors [numel], and numbers."""
+    """One range of one local parameter in one optimizer, and its state by key: flat tensors [numel], and numbers.
+
+    elements: the keys of the tensors.
+    """
 
     optimizer: Any
     name: str  # the optimizer's own, with the chunk's number where there are several
@@ -34,6 +37,7 @@ class Entry:
     offset: int
     numel: int
     state: dict[str, Any]
+    elements: Collection[str] = ()
 
     @property
     def holds_first(self) -> bool:
@@ -74,7 +78,8 @@ def entries_of(optimizer: Any, chunks: Sequence[Any], tensors: Sequence[LocalTen
                 )
             for entry in held:
                 state = {key: value for key, value in entry.items() if key not in PLACE and value is not None}
-                found.append(Entry(leaf, name, by_name[name], entry["offset"], entry["numel"], state))
+                place = entry["offset"], entry["numel"]
+                found.append(Entry(leaf, name, by_name[name], *place, state, elements_of(entry)))
     return found
 
 
@@ -149,7 +154,7 @@ def optimizer_pieces(entries: Sequence[Entry]) -> list[Piece]:
             if is_number(value):
                 if entry.holds_first:
                     pieces.append(Piece(entry.key(key), (), (), as_scalar(value)))
-            elif isinstance(value, Tensor) and value.shape == (entry.numel,):
+            elif key in entry.elements:
                 pieces += entry_pieces(entry, key, value.detach().contiguous())
             else:
                 shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -30,6 +30,7 @@ from core.optimizer.masters.param_shards import NORM_GROUP
 from core.optimizer.norm.clip_grads import clip_coefficient
 from core.optimizer.optimizer import DistributedOptimizer
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.optimizer.optimizer_state import cut_entry
 
 
 class AdoptedGroups(ParamGroups):
@@ -99,11 +100,7 @@ class AdoptedOptimizer(DistributedOptimizer):
         entries: dict[str, Any] = {}
         for param in itertools.chain.from_iterable(self.user_params):
             if id(param) in self.names:
-                entry = {"offset": 0, "numel": param.numel()}
-                for key, value in state.get(param, {}).items():
-                    flat = isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step"
-                    entry[key] = value.reshape(-1) if flat else value
-                entries[self.names[id(param)]] = entry
+                entries[self.names[id(param)]] = cut_entry(state.get(param, {}), param, 0, param.numel())
         self.load_state_by_parameter(entries)
 
     # -- a step -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,9 @@ from core.optimizer.masters.param_shards import ParamShard
 from core.optimizer.masters.scratch import Scratch
 
 MASTER = "master"  # an entry's master weights, where they are not the parameters themselves
-PLACE = ("offset", "numel")
+ELEMENTS = "elements"  # of a part that is loaded: keys of its values that have one number for each element
+OTHERS = "not_per_element"  # of an entry: keys of values that have the size of such a one, and are none
+PLACE = ("offset", "numel", ELEMENTS, OTHERS)  # of an entry; everything else in it is state
 GROUP_NAME = "name"  # what a group is found by in a saved state
 
 Entry = dict[str, Any]
@@ -35,16 +37,47 @@ def segment_entries(segment: Segment, state: Mapping[str, Any]) -> Iterator[tupl
     """(shard, its entry) for each shard of a segment. state: what the inner optimizer holds for the segment."""
     for shard in segment.shards:
         low, high = shard.start - segment.start, shard.end - segment.start
-        entry: Entry = {"offset": shard.offset, "numel": shard.numel}
+        elements: Entry = {}
+        numbers: Entry = {}
         master = None if segment.storage is None else segment.storage.saved(low, high)
         if master is not None:
-            entry[MASTER] = master
+            elements[MASTER] = master
         for key, value in state.items():
             if key in segment.moments:
-                entry[key] = segment.moments[key][low:high]
+                elements[key] = segment.moments[key][low:high]
+            elif is_per_element(key, value, segment.master):
+                elements[key] = value.reshape(-1)[low:high]
             else:
-                entry[key] = value.reshape(-1)[low:high] if is_per_element(key, value, segment.master) else value
-        yield shard, entry
+                numbers[key] = value
+        yield shard, _entry(shard.offset, shard.numel, elements, numbers)
+
+
+def cut_entry(state: Mapping[str, Any], param: torch.Tensor, offset: int, numel: int) -> Entry:
+    """Return the entry of some elements of a parameter, from its state in torch's format. Tensors are views."""
+    elements, numbers = {}, {}
+    for key, value in state.items():
+        if is_per_element(key, value, param):
+            elements[key] = value.reshape(-1)[offset : offset + numel]
+        else:
+            numbers[key] = value
+    return _entry(offset, numel, elements, numbers)
+
+
+def _entry(offset: int, numel: int, elements: Entry, numbers: Entry) -> Entry:
+    """Put an entry together: `elements` are flat, [numel], and `numbers` are as the optimizer has made them.
+
+    Sizes alone do not tell them apart: the factors of a row [1, n] have n numbers, and so does the row.
+    """
+    entry: Entry = {"offset": offset, "numel": numel, **elements, **numbers}
+    others = sorted(elements_of(entry) - elements.keys())
+    return entry | {OTHERS: others} if others else entry
+
+
+def elements_of(entry: Entry) -> set[str]:
+    """Return the keys of an entry whose values have one number for each of its elements."""
+    tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor) and key != "step"}
+    sized = {key for key, value in tensors.items() if value.shape == (entry["numel"],)}
+    return sized.difference(entry.get(OTHERS, ()))
 
 
 def needed_part(name: str, shard: ParamShard, saved: Entry | Sequence[Entry]) -> Entry:
@@ -71,24 +104,17 @@ def needed_part(name: str, shard: ParamShard, saved: Entry | Sequence[Entry]) ->
 
 
 def _part(entry: Entry, low: int, high: int) -> Entry:
-    return {
-        key: value[low:high] if _is_of_elements(key, value, entry["numel"]) else value
-        for key, value in entry.items()
-        if key not in PLACE
-    }
-
-
-def _is_of_elements(key: str, value: Any, numel: int) -> bool:
-    return isinstance(value, torch.Tensor) and key != "step" and value.dim() == 1 and value.numel() == numel
+    elements = elements_of(entry)
+    part = {key: value[low:high] if key in elements else value for key, value in entry.items() if key not in PLACE}
+    return {ELEMENTS: elements, **part}
 
 
 def _joined(parts: list[Entry]) -> Entry:
     if len(parts) == 1:
         return parts[0]
-    tensors = {key for key, value in parts[0].items() if isinstance(value, torch.Tensor) and value.dim() == 1}
+    elements = parts[0][ELEMENTS]
     return {
-        key: torch.cat([part[key] for part in parts]) if key in tensors - {"step"} else value
-        for key, value in parts[0].items()
+        key: torch.cat([part[key] for part in parts]) if key in elements else value for key, value in parts[0].items()
     }
 
 
@@ -143,6 +169,7 @@ def _step_counts(part: Entry) -> dict[str, float | None]:
     return {
         key: float(value) if isinstance(value, torch.Tensor) and value.dim() == 0 else None
         for key, value in part.items()
+        if key not in PLACE
     }
 
 
@@ -151,12 +178,13 @@ def load_moments(segment: Segment, parts: list[Entry], inner: torch.optim.Optimi
     fused = bool(inner.param_groups[segment.group].get("fused"))
     device = segment.master.device
     state: dict[str, Any] = {}
-    for key in list(parts[0]):
+    elements = parts[0][ELEMENTS]
+    for key in [key for key in parts[0] if key not in PLACE]:
         of_shards = [part.pop(key) for part in parts]  # two copies of one key live at a time, not of all
         value = of_shards[0]
         if key == MASTER:
             continue
-        if _is_of_elements(key, value, segment.shards[0].numel):
+        if key in elements:
             dtype = segment.master.dtype if value.is_floating_point() else value.dtype
             joined = torch.zeros(segment.master.shape, dtype=dtype, device=device)
             flat = joined.view(-1)

@@ -20,10 +20,9 @@ from core.booster.checkpoint_io.checks import match_groups, packed_groups
 from core.distributed.wire.collectives import Collectives
 from core.groups import agree
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
-from core.optimizer.optimizer_state import MASTER, Entry, plain_numbers
+from core.optimizer.optimizer_state import MASTER, PLACE, Entry, cut_entry, elements_of, plain_numbers
 from core.watch.waiting import meet_in_store, waiting
 
-PLACE = ("offset", "numel")
 ALL_RANKS = (
     "The state of a sharded optimizer is in shards on all ranks, and its state_dict() is collective: call it on all of "
     "them, and write the file on rank 0"
@@ -121,15 +120,12 @@ def _pieces_of_all_ranks(engine: AdoptedOptimizer, mine: Mapping[str, Sequence[E
 
 
 def _piece(rank: int, entry: Entry) -> StatePiece:
-    dtypes: dict[str, torch.dtype] = {}
-    values: dict[str, Any] = {}
-    for key, value in entry.items():
-        if key in PLACE:
-            continue
-        if isinstance(value, torch.Tensor) and key != "step" and value.shape == (entry["numel"],):
-            dtypes[key] = value.dtype
-        else:  # a count of steps, or what is kept for rows and columns
-            values[key] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    dtypes = {key: entry[key].dtype for key in elements_of(entry)}
+    values = {  # counts of steps, and what is kept for rows and columns
+        key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in entry.items()
+        if key not in dtypes and key not in PLACE
+    }
     return StatePiece(rank, entry["offset"], entry["offset"] + entry["numel"], dtypes, values)
 
 
@@ -142,15 +138,12 @@ def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) ->
     name = engine.names.get(id(param), f"number {number}")
     shards = (piece for masters in engine.masters for piece in masters.shards if piece.param is param)
     offset, numel = next(((piece.offset, piece.numel) for piece in shards), (0, 0))
-    entry: Entry = {"offset": offset, "numel": numel}
+    entry = cut_entry(state, param, offset, numel)
+    elements = elements_of(entry)
     for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or key == "step" or (value.dim() == 0 and param.dim() > 0):
-            entry[key] = value
-        elif value.shape == param.shape:
-            entry[key] = value.reshape(-1)[offset : offset + numel].clone()
-        elif engine.scope != "element":
-            entry[key] = value
-        else:
+        if key in elements:
+            entry[key] = entry[key].clone()
+        elif isinstance(value, torch.Tensor) and value.dim() > 0 and engine.scope == "element":
             raise ValueError(
                 f"{key!r} of {name!r} has shape {list(value.shape)} in the checkpoint, and the parameter "
                 f"{list(param.shape)}; it is of another model, or of another algorithm"

@@ -32,6 +32,7 @@ from core.optimizer.masters.param_shards import ParamShard, cut_shards, join_sha
 from core.optimizer.optimizer_config import OptimizerConfig
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+NUMBERS = ("step", "mu_product", "eta", "mu")  # tensors without dimension that torch's algorithms keep of a parameter
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -340,9 +341,20 @@ def _replaced(items: Sequence[Any], old: Any, new: Sequence[Any]) -> list[Any]:
     return [*items[:index], *new, *items[index + 1 :]]
 
 
-def is_per_element(key: str, value: Any, master: torch.Tensor) -> bool:
-    """True if a state value has one number for every element of the master, as moments have and step counts do not."""
-    return isinstance(value, torch.Tensor) and key != "step" and value.shape == master.shape
+def is_per_element(key: str, value: Any, param: torch.Tensor) -> bool:
+    """Return True if a state value has one number for each element, as moments have and step counts do not.
+
+    Decided where an optimizer has made the value, or where a state in torch's format comes in. Entries carry the answer
+    on (optimizer_state.py), because their tensors are flat and have lost the shape.
+
+    Args:
+        key: The value's name in the optimizer's state.
+        value: The value, as the optimizer has made it for `param`.
+        param: What the optimizer steps: a master, or a parameter.
+    """
+    if not isinstance(value, torch.Tensor) or key == "step" or value.shape != param.shape:
+        return False
+    return value.dim() > 0 or key not in NUMBERS
 
 
 def cut_state(key: str, value: Any, master: torch.Tensor, low: int, high: int) -> Any:
