@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.damage import Damage, damage_of, open_manifest, shares
-from core.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, warn_caller
+from core.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from core.checkpoint.manifest import Manifest, TensorRecord
 from core.checkpoint.root_directory import Committed, list_committed, read_latest
 from core.checkpoint.save_arguments import whole_number
+from core.watch.warn_user import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -166,4 +167,4 @@ def _refusal(candidate: Committed, damages: list[tuple[int, Damage]]) -> str:
 
 def _warn(ranks: Ranks, text: str) -> None:
     if ranks.rank == 0:
-        warn_caller(text, RuntimeWarning)
+        warn_user(text, RuntimeWarning)

@@ -6,8 +6,6 @@ import errno
 import os
 import re
 import shutil
-import sys
-import warnings
 from pathlib import Path
 
 
@@ -49,14 +47,6 @@ def explain(error: OSError, path: Path, needed_bytes: int | None = None) -> str:
     if error.errno in NOT_ALLOWED:
         return f"cannot write {where}: {reason}, for user id {os.geteuid()}"
     return f"{where}: {reason}"
-
-
-def warn_caller(text: str, category: type[Warning]) -> None:
-    """A warning whose file and line are those of who called this folder, however deep in it that is."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, category, stacklevel=level)
 
 
 def amount(count: int) -> str:

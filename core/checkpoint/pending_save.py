@@ -20,11 +20,12 @@ from typing import Any
 
 from core.checkpoint.commit import KnownIntact, Part, check_size, part_path, places, wait_for_parts, write_part
 from core.checkpoint.durable_file import sync_directory, write_durably
-from core.checkpoint.errors import explain, warn_caller
+from core.checkpoint.errors import explain
 from core.checkpoint.manifest import COMMIT_NAME, MANIFEST_NAME, METADATA_NAME, CommitRecord, Manifest
 from core.checkpoint.root_directory import TOKEN, Committed, RootDirectory, SharedHold
 from core.checkpoint.save_points import reach
 from core.checkpoint.staging_writer import StagingWriter, tensor_records
+from core.watch.warn_user import warn_user
 
 AFTER_THE_END_S = 10.0  # once training has ended, rank 0 waits for parts while files grow at least so often
 
@@ -157,7 +158,7 @@ class PendingSave:
                 self.known.add(target.path)
                 self.root.prune(self.keep_last, self.known.is_intact)
         except OSError as error:
-            warn_caller(
+            warn_user(
                 f"Step {self.step} is saved, as {target.path}. What comes after a save has failed: "
                 f"{explain(error, self.root.path)}. The next save tries again.",
                 RuntimeWarning,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import core
 from core.checkpoint.agreement import Ranks
-from core.checkpoint.errors import CheckpointError, warn_caller
+from core.checkpoint.errors import CheckpointError
 from core.checkpoint.global_slices import written_here
 from core.checkpoint.optimizer_pieces import (
     WEIGHTS,
@@ -35,6 +35,7 @@ from core.checkpoint.saver import CheckpointSaver, SaveReport
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import AXES
 from core.optimizer.optimizer_state import GROUP_NAME, save_groups
+from core.watch.warn_user import warn_user
 
 CONTENT_FORMAT = 1  # of names and of what `meta` holds
 LAYOUT_AXES = {axis.label: axis.name for axis in AXES if axis.name != "expt_dp"}  # expert dp follows from the others
@@ -185,7 +186,7 @@ def _warn_of_extra_state(chunks: Sequence[Any]) -> None:
     for chunk in chunks:
         for name, value in module_of(chunk).state_dict(keep_vars=True).items():
             if name.endswith("_extra_state") and value is not None:
-                warn_caller(f"{name!r} is no parameter or buffer, and is not saved", UserWarning)
+                warn_user(f"{name!r} is no parameter or buffer, and is not saved", UserWarning)
                 return
 
 

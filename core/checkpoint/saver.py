@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from core.checkpoint.agreement import Ranks
 from core.checkpoint.commit import KnownIntact
-from core.checkpoint.errors import CheckpointError, amount, explain, free_bytes, warn_caller
+from core.checkpoint.errors import CheckpointError, amount, explain, free_bytes
 from core.checkpoint.pending_save import PendingSave
 from core.checkpoint.root_directory import TOKEN, RootDirectory, SharedHold, list_committed
 from core.checkpoint.save_arguments import FILE_BYTES, checked_meta, checked_step, wrong_option
 from core.checkpoint.snapshot import SnapshotMemory
 from core.checkpoint.staging_writer import StagingWriter
+from core.watch.warn_user import warn_user
 
 LOCK_LIMIT_S = 5.0  # a job that has just been killed may have children that end a moment later
 SHARED_LIMIT_S = 10.0  # network file systems show new files late
@@ -317,7 +318,7 @@ class CheckpointSaver:
         if self.on_error == "raise":
             raise CheckpointError(message)
         if self.ranks.rank == 0:
-            warn_caller(f"{message} Training continues without this checkpoint.", RuntimeWarning)
+            warn_user(f"{message} Training continues without this checkpoint.", RuntimeWarning)
         if save is None:
             return SaveReport(step, False, None, False, 0, 0.0, 0.0, 0.0, message)
         return self._report(save, error=message)

@@ -121,7 +121,7 @@ def wrapped_chunks(model: nn.Module | Sequence[nn.Module], call: str) -> list[Di
     for number, chunk in enumerate(found):
         first = next(index for index, other in enumerate(found) if other is chunk)
         if first != number:
-            raise ValueError(f"model chunks {first} and {number} are one wrapped model; give each chunk once: {call}")
+            raise ValueError(f"model chunks {first} and {number} are one wrapped model; give it once, and call {call}")
     return found
 
 

@@ -6,10 +6,11 @@ So does peft's copy of a module that is trained whole (`modules_to_save`): to th
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 from torch import nn
+
+from core.watch.warn_user import warn_user
 
 ADAPTER = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\.")
 COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
@@ -30,9 +31,7 @@ def add_adapters(model: nn.Module, optimizer: Any) -> None:
             continue
         group = None if origin is None else group_of.get(id(origin))
         if group is None:
-            warnings.warn(
-                f"adapter {name!r} adapts a weight that is not in the optimizer and is not trained", stacklevel=5
-            )
+            warn_user(f"adapter {name!r} adapts a weight that is not in the optimizer and is not trained")
             continue
         group["params"].append(param)
         group_of[id(param)] = group

@@ -56,6 +56,8 @@ class GeminiPlugin(ZeroPluginBase):
     a small forward that the cut is proved with; None to have it made from the model's main input.
     enable_sequence_parallelism, enable_flash_attention: with it, the sequence is cut too, and attention is torch's
     scaled_dot_product_attention.
+    broadcast_buffers: give rank 0's buffers, such as a BatchNorm's statistics, to all ranks before forwards, as
+    TorchDDPPlugin does; for models that save any.
     extra_dp_size: shard within data ranks / extra_dp_size neighbours only, and replicate across.
     enable_async_reduce: reduce chunks during backward. fp8_communication: gradients travel in 8 bits. use_fp8:
     linear layers multiply in 8 bits; with 'bf16', where the machine can. verbose: log what is wrapped how.
@@ -112,6 +114,7 @@ class GeminiPlugin(ZeroPluginBase):
         offload_directory: str | os.PathLike[str] | None = None,
         memory_budget_bytes: int | None = None,
         example: Mapping[str, Any] | None = None,
+        broadcast_buffers: bool = True,
     ) -> None:
         given = locals()
         super().__init__(
@@ -126,6 +129,7 @@ class GeminiPlugin(ZeroPluginBase):
             extra_dp_size=extra_dp_size,
         )
         self.tp_size = tp_size
+        self.broadcast_buffers = broadcast_buffers
         self._given = {name: given[name] for name in (*OF_MODULES, *OF_SLICES)}
         warn_without_effect("GeminiPlugin", self._given)
         of_slices = {name: given[name] for name in OF_SLICES}

@@ -28,6 +28,8 @@ class LowLevelZeroPlugin(ZeroPluginBase):
     extra_dp_size: shard within world / extra_dp_size neighbouring ranks only, and replicate across: an update gathers
     within these. reduce_microbatches: with stage 2 and `no_sync`, keep whole gradients until the 'last' microbatch, or
     reduce 'every' one (less memory, more traffic).
+    broadcast_buffers: give rank 0's buffers, such as a BatchNorm's statistics, to all ranks before forwards, as
+    TorchDDPPlugin does; for models that save any.
 
     Experts (parameters with allreduce = False) are reduced over the expert data group of
     `core.parallel_state.initialize_model_parallel`, if that was called. Raises ValueError for what cannot work.
@@ -59,6 +61,7 @@ class LowLevelZeroPlugin(ZeroPluginBase):
         extra_dp_size: int = 1,
         *,
         reduce_microbatches: Literal["last", "every"] = "last",
+        broadcast_buffers: bool = True,
     ) -> None:
         given = locals()
         if stage not in (1, 2):
@@ -97,6 +100,7 @@ class LowLevelZeroPlugin(ZeroPluginBase):
                 "none; set master_weights=True"
             )
         self.stage = stage
+        self.broadcast_buffers = broadcast_buffers
         self._set_configs(
             cpu_offload=cpu_offload,
             communication_dtype=communication_dtype,

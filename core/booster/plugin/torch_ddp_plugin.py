@@ -17,6 +17,7 @@ from core.booster.plugin.one_backward import OneBackward
 from core.booster.plugin.plugin_base import Boosted
 from core.distributed.wire.fp8_communication import all_reduce as fp8_all_reduce
 from core.interface import ModelWrapper, OptimizerWrapper
+from core.watch.warn_user import warn_user
 
 TorchDDP = nn.parallel.DistributedDataParallel
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -144,10 +145,9 @@ def with_common_batch_norm(model: nn.Module, world_size: int) -> nn.Module:
         return model
     if next(model.parameters()).device.type == "cpu":
         if world_size > 1:
-            warnings.warn(
+            warn_user(
                 "torch has no SyncBatchNorm for CPUs, so each rank normalizes by the statistics of its own batch, "
-                "unlike on GPUs; use a norm without batch statistics where that matters",
-                stacklevel=2,
+                "unlike on GPUs; use a norm without batch statistics where that matters"
             )
         return model
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)

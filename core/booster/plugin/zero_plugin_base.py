@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -40,6 +39,7 @@ from core.optimizer.loss_scaler import DynamicLossScaler
 from core.optimizer.optimizer_config import OptimizerConfig
 from core.pipeline_parallel import wrap_stages
 from core.watch.waiting import waiting
+from core.watch.warn_user import warn_user
 
 DTYPES: dict[str, torch.dtype | None] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,7 +65,7 @@ class ZeroPluginBase(DPPluginBase):
     cutting: Cutting | None = None  # None: every rank has the whole model, which may be any module
     dp_outside = True  # True if ranks of one replica of a cut model are neighbours; False if those of one stage are
     _outside = "dp_outside"  # that option's name, for messages
-    broadcast_buffers = True  # of a model that is cut
+    broadcast_buffers = True
     force_outputs_fp32 = False  # floating outputs of the forward become fp32
     ddp_config: DistributedDataParallelConfig
     optimizer_config: OptimizerConfig
@@ -193,6 +193,11 @@ class ZeroPluginBase(DPPluginBase):
         config = self.ddp_config
         if update_scope(type(optimizer)) != "element":
             config = dataclasses.replace(config, keep_params_whole="all")
+        if self.cutting is None or self.cutting.pp_size == 1:
+            # Those that are not saved, such as rotary frequencies, are constants: a forward of one rank needs no other.
+            params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            saves_buffers = not model.state_dict(keep_vars=True).keys() <= params
+            config = dataclasses.replace(config, broadcast_buffers=self.broadcast_buffers and saves_buffers)
         return config, self.optimizer_config
 
     # -- what the Booster asks ----------------------------------------------------------------------------------------
@@ -295,10 +300,9 @@ class ZeroPluginBase(DPPluginBase):
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         left = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         if left:
-            warnings.warn(
+            warn_user(
                 f"{len(left)} parameters of the model, the first {left[0][0]!r}, are not in the optimizer; no "
-                "gradients are kept or reduced for them, and requires_grad is set to False",
-                stacklevel=4,
+                "gradients are kept or reduced for them, and requires_grad is set to False"
             )
         for _, param in left:
             param.requires_grad_(False)

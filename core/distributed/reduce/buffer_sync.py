@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -16,6 +15,7 @@ from core.distributed.wire.collectives import Collectives
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import DATA_KINDS
+from core.watch.warn_user import warn_user
 
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d  # SyncBatchNorm is none of these
 
@@ -60,12 +60,11 @@ class BufferSync:
         norms = ((name, part) for name, part in module.named_modules() if isinstance(part, BATCH_NORMS))
         own = [name for name, part in norms if part.training and part.running_mean is not None]
         if asked is None and own and groups.size(DATA_KINDS[0]) > 1 and groups.rank(DATA_KINDS[0]) == 0:
-            warnings.warn(
+            warn_user(
                 f"{len(own)} layers of BatchNorm, the first {own[0]!r}, keep statistics of each rank's own data: ranks "
                 "would evaluate and save different models. Set broadcast_buffers=True in "
                 "DistributedDataParallelConfig, which torch's DDP does by default, or use torch.nn.SyncBatchNorm; "
-                "broadcast_buffers=False says that it is meant",
-                stacklevel=2,
+                "broadcast_buffers=False says that it is meant"
             )
         return None
 

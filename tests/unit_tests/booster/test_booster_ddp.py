@@ -163,8 +163,9 @@ def test_batch_norm_becomes_common_to_all_ranks_off_the_cpu() -> None:
 
 @ranks(2)
 def test_batch_norm_on_cpus_is_left_alone_with_a_warning(rank: int, world: int) -> None:
-    with pytest.warns(UserWarning, match="no SyncBatchNorm for CPUs"):
+    with pytest.warns(UserWarning, match="no SyncBatchNorm for CPUs") as caught:
         boosted(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)))
+    assert "/core/" not in caught[0].filename  # the user's line
 
 
 class TwoHeads(nn.Module):

@@ -167,6 +167,7 @@ def test_batch_norm_whose_statistics_stay_each_ranks_own_is_warned_of_once(rank:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             DistributedDataParallel(None, config, module)
+        assert {each.filename for each in caught} <= {__file__}  # the user's line
         return [str(each.message) for each in caught]
 
     def new() -> nn.Sequential:
