@@ -120,7 +120,7 @@ def _pieces_of_all_ranks(engine: AdoptedOptimizer, mine: Mapping[str, Sequence[E
 
 
 def _piece(rank: int, entry: Entry) -> StatePiece:
-    dtypes = {key: entry[key].dtype for key in elements_of(entry)}
+    dtypes = {key: entry[key].dtype for key in sorted(elements_of(entry))}
     values = {  # counts of steps, and what is kept for rows and columns
         key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
         for key, value in entry.items()
