@@ -66,7 +66,7 @@ def cut_entry(state: Mapping[str, Any], param: torch.Tensor, offset: int, numel:
 def _entry(offset: int, numel: int, elements: Entry, numbers: Entry) -> Entry:
     """Put an entry together: `elements` are flat, [numel], and `numbers` are as the optimizer has made them.
 
-    Sizes alone do not tell them apart: the factors of a row [1, n] have n numbers, and so does the row.
+    Sizes alone do not distinguish them: a factor of a row [1, n] has n numbers, as the row has.
     """
     entry: Entry = {"offset": offset, "numel": numel, **elements, **numbers}
     others = sorted(elements_of(entry) - elements.keys())
