@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = """usage: python -m core doctor
+       python -m core finetune
 
 other commands, each with --help:
   python -m core.training           train a GPT (the same as pretrain_gpt.py)
@@ -28,6 +29,10 @@ def main(arguments: Sequence[str]) -> int:
         from core.jobs.doctor import main as doctor
 
         return doctor(arguments[1:])
+    if list(arguments[:1]) == ["finetune"]:
+        from core.finetune.main import main as finetune
+
+        return finetune(arguments[1:])
     asked = list(arguments) in ([], ["-h"], ["--help"])
     if asked:
         print(COMMANDS)

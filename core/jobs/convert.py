@@ -19,10 +19,9 @@ from core.checkpoint import CheckpointError, save_checkpoint
 from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.convert import parse_size
 from core.checkpoint.transformers_files import CONFIG, is_of_transformers, read_transformers, write_transformers
-from core.finetune.model_files import AUTO_CLASS, CLASSIFIER
-from core.finetune.trained import Tuned
 from core.hugging_face.directory import look_at
 from core.jobs.generate import UNKNOWN, load_trained, load_tuned, words_of
+from core.jobs.model_directory import AUTO_CLASS, CLASSIFIER, Tuned
 from core.models.gpt import GPTModel
 from core.models.transformers_layouts import DTYPES, layout_of
 from core.training.config import JobConfig, ModelOptions, ParallelOptions

@@ -18,9 +18,9 @@ from torch import Tensor
 from core import parallel_state
 from core.checkpoint import CheckpointError, find_intact, load_checkpoint
 from core.checkpoint.transformers_files import is_of_transformers
-from core.finetune.trained import Tuned, is_tuned, load_directory, load_tuned_checkpoint, model_directory
 from core.hugging_face import load_split
 from core.hugging_face.transformers_plans import transformers_package
+from core.jobs.model_directory import Tuned, load_directory, model_directory, prompt_ids
 from core.models.gpt import GPTModel
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.config_file import saved_options
@@ -119,20 +119,17 @@ def load_trained(place: Path, step: int | None = None) -> Trained:
 
 
 def load_tuned(place: Path, step: int | None = None) -> Tuned | None:
-    """The model that fine-tuning has left, or that is transformers' own; None for the main job's.
+    """Load the model that fine-tuning has left, or one of transformers; None for the main job's.
 
-    step: of checkpoints; None for the newest, or for the model that the run has written at its end.
+    Args:
+        place: A directory of transformers or of an adapter, or one with checkpoints of them.
+        step: The checkpoint of that step; None for the model that was written at the end, or the newest checkpoint.
     """
-    directory = model_directory(place)
-    if directory is None or step is not None:
-        if directory == place:
-            raise ConfigError(f"--step is for a run or its checkpoints, and {place} is a model of transformers")
-        if not place.is_dir() or not is_tuned(find_intact(checkpoints_of(place), step).meta.get("configuration", {})):
-            return None
+    directory = model_directory(place, step)
+    if directory is None:
+        return None
     require_installed("transformers", "a model of transformers", "transformers")
     transformers_package().utils.logging.disable_progress_bar()
-    if directory is None or step is not None:
-        return load_tuned_checkpoint(checkpoints_of(place), step)
     return load_directory(directory)
 
 
@@ -259,12 +256,13 @@ def print_theirs(tuned: Tuned, options: argparse.Namespace, shows: bool = True) 
         text = options.prompt or tokenizer.bos_token or tokenizer.eos_token
         if text is None:
             raise ConfigError("this tokenizer has no mark for the end of a document to begin after; give a --prompt")
-        if not tokenizer(text)["input_ids"]:
+        ids = prompt_ids(tokenizer, text)
+        if not ids:
             raise ConfigError(
                 f"the tokenizer of {options.place} knows {len(tokenizer)} tokens and makes none of {text!r}; put the "
                 "model's tokenizer.json and tokenizer_config.json into that directory, or give another --prompt"
             )
-        given = tokenizer(text, return_tensors="pt")
+        given = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
     streamer = transformers_package().TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True)
     draws = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     if options.temperature > 0:
@@ -307,15 +305,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    directory = model_directory(options.place)
+    directory = model_directory(options.place, options.step)
     if options.tp == 1 or directory is None:
         tuned = load_tuned(options.place, options.step)
         print_ours(options) if tuned is None else print_theirs(tuned, options)
         return 0
-    if options.step is not None or not is_of_transformers(directory):
+    if not is_of_transformers(directory):
         raise ConfigError(
-            f"--tp takes a whole model's directory, and {directory} is an adapter or --step names a checkpoint; write "
-            "one by python -m core.convert, which merges adapters"
+            f"--tp takes the directory of a model, and {directory} is an adapter's; merge it by python -m core.convert"
         )
     launch = find_launch(os.environ)
     if launch is None:

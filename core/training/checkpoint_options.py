@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,7 +21,6 @@ FREE_MODEL_OPTIONS = frozenset(
         *("moe_token_dispatcher_type", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
         *("moe_router_load_balancing_type", "moe_expert_capacity_factor"),
         *("logits_chunk", "recompute_modules", "recompute_num_layers"),
-        *("gradient_checkpointing", "merge"),  # of the fine-tuning job
     )
 )
 
@@ -44,11 +43,8 @@ def check_root(options: CheckpointOptions) -> None:
         )
 
 
-def check_saved_model(config: RunConfig, but: Collection[str] = ()) -> None:
-    """ConfigError where a run would resume a checkpoint of another model. Nothing is verified: loading does that.
-
-    but: options of the model that the job itself sets after its start.
-    """
+def check_saved_model(config: RunConfig) -> None:
+    """ConfigError where a run would resume a checkpoint of another model. Nothing is verified: loading does that."""
     options = config.checkpoint
     if options.dir is None or not (options.resume or options.step is not None) or not options.dir.exists():
         return
@@ -65,9 +61,7 @@ def check_saved_model(config: RunConfig, but: Collection[str] = ()) -> None:
         return
     saved = opened[1].meta.get("configuration")
     if isinstance(saved, Mapping):
-        now = as_json(config)
-        now["model"] = {name: value for name, value in now["model"].items() if name not in but}
-        compare_configurations(saved, now)
+        compare_configurations(saved, as_json(config))
 
 
 def after_restart(config: Config) -> Config:

@@ -16,7 +16,7 @@ import transformers
 
 from core import parallel_state
 from core.booster import Booster
-from core.finetune.config import load_config
+from core.finetune.arguments import Arguments, load_config, read_arguments
 from core.finetune.model import check_model, load_tokenizer
 from core.hugging_face.__main__ import main as check_family
 from core.hugging_face.checkpoint import load_split
@@ -80,9 +80,20 @@ def test_a_plan_refuses_a_model_without_layers_before_it_builds(
     assert "says num_hidden_layers 0; expected 1 to 65,536" in capsys.readouterr().err
 
 
+def tuned(directory: Path | str) -> Arguments:
+    """A fine-tuning job that begins from a directory."""
+    pytest.importorskip("trl")
+    return read_arguments(load_config(["--model", str(directory), "--data", "none.jsonl", "--max_length", "8"]), 1)
+
+
+def judge(directory: Path | str) -> None:
+    given = tuned(directory)
+    check_model(load_config(["--model", str(directory)]), given)
+
+
 def test_fine_tuning_refuses_before_it_builds(endless: str) -> None:
-    with pytest.raises(ConfigError, match=f"--model.path .*: {WORDS}"):
-        check_model(load_config(["--model.path", endless]))
+    with pytest.raises(ConfigError, match=f"--model .*: {WORDS}"):
+        judge(endless)
 
 
 def test_loading_refuses_before_it_builds(endless: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +121,7 @@ def test_what_is_no_configuration_is_refused_in_a_line_by_each_command(
         errors = capsys.readouterr().err.splitlines()
         assert len(errors) == 3 and all(words in error for error in errors), errors
         with pytest.raises(ConfigError, match=re.escape(words)):
-            check_model(load_config(["--model.path", str(tmp_path)]))
+            judge(tmp_path)
         with pytest.raises(ValueError, match=re.escape(words)):
             load_split(tmp_path)
 
@@ -123,13 +134,13 @@ def test_code_in_a_directory_is_not_run_and_no_one_is_asked(tmp_path: Path, monk
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_its_own", "auto_map": entries}))
     words = r"code of its own.*no family 'of_its_own'.*load_split\(..., trust_remote_code=True\)"
     with pytest.raises(ConfigError, match=words):
-        check_model(load_config(["--model.path", str(tmp_path)]))
+        judge(tmp_path)
     with pytest.raises(ValueError, match=words):
         load_split(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": [None, "code.Words"]}}))
     with pytest.raises(ConfigError, match="tokenizer cannot be read"):
-        load_tokenizer(load_config(["--model.path", str(tmp_path)]))
+        load_tokenizer(tuned(tmp_path))
     assert not (tmp_path / "it ran").exists()
 
 
@@ -192,7 +203,7 @@ def test_whole_numbers_are_not_taken_for_weights(tmp_path: Path, capsys: pytest.
     with pytest.raises(ValueError, match=r"up_proj.weight' is I8 in the files"):
         load_split(tmp_path)
     with pytest.raises(ConfigError, match=r"up_proj.weight' is I8 in its file"):
-        check_model(load_config(["--model.path", str(tmp_path), "--model.sequence-length", "8"]))
+        judge(tmp_path)
     assert convert.main([str(tmp_path), str(tmp_path / "new")]) == 2
     assert "is torch.int8 in its files" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -13,11 +13,9 @@ pytest.importorskip("transformers")
 from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
-from core.finetune.model import boosted
 from core.hugging_face import gather_logits, load_split
 from core.hugging_face.precision import cast_model, dtypes_of, kept_dtypes
 from core.hugging_face.tiny import all_families, model_class, tiny_config, tiny_inputs, tiny_model
-from tests.unit_tests.finetune.test_finetune_job import config_in
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 
@@ -125,7 +123,7 @@ def test_a_plugins_logits_are_transformers_own_to_the_bit(
 
 
 @ranks(2)
-@pytest.mark.parametrize("where", ["load_split", "meta", "whole", "fine-tuning"])
+@pytest.mark.parametrize("where", ["load_split", "meta", "whole"])
 def test_rotary_frequencies_of_a_split_model_are_those_of_transformers(
     rank: int, world: int, where: str, tmp_path: Path
 ) -> None:
@@ -134,15 +132,10 @@ def test_rotary_frequencies_of_a_split_model_are_those_of_transformers(
         model.save_pretrained(tmp_path / "model")
     dist.barrier()
     reference = type(model).from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
-    booster = Booster(
-        plugin=None if where in ("load_split", "fine-tuning") else HybridParallelPlugin(2, 1, precision="bf16")
-    )
+    booster = Booster(plugin=None if where == "load_split" else HybridParallelPlugin(2, 1, precision="bf16"))
     if where == "load_split":
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
         split = load_split(tmp_path / "model", dtype=torch.bfloat16)
-    elif where == "fine-tuning":
-        config = config_in(tmp_path, "--model", str(tmp_path / "model"), "--tp", "2", "--model.dtype", "bfloat16")
-        split = boosted(config, 2)[0]
     elif where == "meta":
         with torch.device("meta"):
             split = type(model)(copy.deepcopy(model.config))

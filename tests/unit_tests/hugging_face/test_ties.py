@@ -20,10 +20,8 @@ from core.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from core.finetune.model import boosted, directory_of
 from core.hugging_face import load_split, save_split
 from core.pipeline_parallel import plan_pipeline
-from tests.unit_tests.finetune.test_finetune_job import config_in
 from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
 
@@ -137,33 +135,6 @@ def test_files_that_rename_their_tensors_are_refused_too(rank: int, world: int, 
     model, *_ = booster.boost(model)
     with pytest.raises(ValueError, match=r"'model.embed_tokens.weight' and 'lm_head.weight' with different values"):
         booster.load_model(model, tmp_path)
-
-
-@ranks(2)
-@pytest.mark.parametrize("flags", [[], ["--tp", "2"], ["--pp", "2"], ["--plugin", "gemini"]])
-@pytest.mark.in_suite(2)
-def test_fine_tuning_begins_with_the_loss_of_transformers(
-    rank: int, world: int, flags: list[str], tmp_path: Path
-) -> None:
-    reference = merged(tmp_path / "merged", rank)
-    config = config_in(tmp_path, "--model", str(tmp_path / "merged"), *flags)
-    assert directory_of(config) == tmp_path / "merged"
-    model, _ = boosted(config, 2)
-    batch = {"input_ids": tokens(), "labels": tokens()}
-    expected = float(reference(**batch).loss)
-    if "--pp" in flags:
-        from core.booster.plugin.hybrid_parallel_step import run_pipeline
-
-        with torch.no_grad():
-            found = run_pipeline(
-                *(iter([batch]), model, None, None),
-                schedule="1F1B",
-                microbatches=(1, None),
-                returns=(True, False),
-            )["loss"]
-    else:
-        found = model(**batch).loss
-    assert float(found) == pytest.approx(expected, abs=1e-5)
 
 
 def test_two_names_with_equal_values_stay_tied(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_torchrun_shows_what_ended_a_job_last_and_once(tmp_path: Path, capsys: p
 def test_torchrun_ends_the_ranks_that_have_found_the_same(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     done = subprocess.run(
-        [*torchrun, "-m", "core.finetune", "--modle", "x"], capture_output=True, text=True, timeout=150, cwd=ROOT
+        [*torchrun, "pretrain_gpt.py", "--tpp", "x"], capture_output=True, text=True, timeout=150, cwd=ROOT
     )
     assert done.returncode == 1 and done.stderr.count("Unrecognized options") == 1
-    assert done.stderr.rstrip().splitlines()[-2].endswith("--modle, x. Perhaps you meant --model")
+    assert done.stderr.rstrip().splitlines()[-2].endswith("--tpp, x. Perhaps you meant --tp")

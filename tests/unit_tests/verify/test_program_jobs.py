@@ -1,12 +1,10 @@
-"""`python -m core.verify` on programs of other libraries and on our fine-tuning job."""
+"""`python -m core.verify` on programs of other libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,62 +13,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from core import parallel_state
-from core.finetune.config import TuneConfig
-from core.finetune.trainer import TuneTrainer
-from tests.unit_tests.finetune.test_finetune_job import config_in, tuned
-from tests.unit_tests.finetune.test_finetune_tasks import config_of
 from tests.unit_tests.integrations.loops import launched
 from tests.unit_tests.integrations.test_trainer import trainer_of
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.verify.test_program import Net, data_of, report_of
-
-LAYOUTS = [
-    "--pp 2",
-    "--plugin gemini --model tiny:llama",
-    *(
-        pytest.param(flags, marks=pytest.mark.nightly)
-        for flags in (
-            "--tp 2",
-            "--tp 2 --lora.r 2",
-            "--pp 2 --model.dtype bfloat16",
-            "--zero 3",
-            "--plugin low_level_zero --zero 2",
-            "--plugin torch_ddp",
-            "--plugin torch_fsdp",
-            "--sp 2 --parallel.sp-mode ring_attn",
-        )
-    ),
-]
-
-
-def check_job(config_of_run: Callable[[], TuneConfig], rank: int, world: int) -> None:
-    """The right job is right. One whose losses weigh twice is found."""
-    run = TuneTrainer.run_batches
-
-    def twice(trainer: Any, batches: Any, indices: Any, scale: float, trace: Any) -> torch.Tensor:
-        return run(trainer, batches, indices, 2 * scale, trace)
-
-    for fault in (False, True):
-        with mock.patch.object(TuneTrainer, "run_batches", twice) if fault else nullcontext():
-            config = config_of_run()
-            report = report_of(lambda config=config: tuned(config, rank, world))
-            assert report.ok != fault, str(report)
-            assert not fault or abs(report.wrong[0].ratio - 2.0) < 0.02, str(report)
-        parallel_state.destroy_model_parallel()
-
-
-@ranks(2, timeout_s=120.0)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fine_tuning_is_checked(rank: int, world: int, layout: str, tmp_path: Path) -> None:
-    check_job(lambda: config_in(tmp_path, "--run.steps", "3", *layout.split()), rank, world)
-
-
-@pytest.mark.nightly
-@ranks(2, timeout_s=120.0)
-@pytest.mark.parametrize("task", ["classification", "dpo"])
-def test_a_task_of_fine_tuning_is_checked(rank: int, world: int, task: str, tmp_path: Path) -> None:
-    """Over tensor parallelism, where the logits of words are split and those of classes are not."""
-    check_job(lambda: config_of(tmp_path, task, "--tp", "2", "--run.steps", "3"), rank, world)
 
 
 def with_accelerate(mixed_precision: str, fault: bool) -> None:

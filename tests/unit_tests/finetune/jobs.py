@@ -1,0 +1,124 @@
+"""Small jobs: their records, their options, and what TRL or Transformers alone makes of them on one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+STEPS, ROWS = 8, 4
+LETTERS = "abc"
+
+
+def records(kind: str) -> list[dict[str, Any]]:
+    """Rows of unequal lengths."""
+    rows: list[dict[str, Any]] = []
+    for number in range(ROWS * STEPS):
+        question, answer = "count " + "a" * (number % 7), "b" * (3 + number % 5)
+        said = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+        pair = {"chosen": answer, "rejected": "c" * (2 + number % 4)}
+        rows.append(
+            {
+                "completion": {"prompt": question, "completion": answer},
+                "messages": {"messages": said},
+                "alpaca": {"instruction": question, "input": "", "output": answer},
+                "sharegpt": {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]},
+                "pairs": {"prompt": question, **pair},
+                "texts": {"text": question + answer, "label": ["no", "so", "yes"][number % 3]},
+            }[kind]
+        )
+    return rows
+
+
+def written(folder: Path, kind: str) -> Path:
+    """Write the file of a kind of records, unless it is there."""
+    file = folder / f"{kind}.jsonl"
+    if not file.exists():
+        file.write_text("".join(json.dumps(row) + "\n" for row in records(kind)))
+    return file
+
+
+def kind_of(task: str) -> str:
+    """The records of a task."""
+    return {"sft": "completion", "dpo": "pairs", "reward": "pairs", "classification": "texts"}[task]
+
+
+def options(folder: Path, task: str, *more: str, dp: int = 1) -> list[str]:
+    """SGD with clipping shows a wrong scale; the rate is constant, and rows come in their order."""
+    rate = "0.05" if task == "dpo" else "0.3"
+    length = [] if task == "classification" else ["--max_length", "64"]
+    return [
+        *("--task", task, "--data", str(written(folder, kind_of(task)))),
+        *("--model", str(folder / "model"), "--output_dir", str(folder / f"out {'-'.join([task, *more, str(dp)])}")),
+        *("--max_steps", str(STEPS), "--per_device_train_batch_size", str(ROWS // dp), "--logging_steps", "1"),
+        *("--optim", "sgd", "--learning_rate", rate, "--lr_scheduler_type", "constant", "--max_grad_norm", "0.5"),
+        *("--save_strategy", "no", "--use_cpu", "true", "--disable_tqdm", "true", "--seed", "7"),
+        *("--dataloader_drop_last", "true"),
+        *(["--lora_dropout", "0"] if "--use_peft" in more else []),
+        *length,
+        *more,
+    ]
+
+
+def make_model(folder: Path) -> None:
+    """Write a small model and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from core.finetune.model import byte_tokenizer
+    from core.hugging_face.tiny import tiny_of_bytes
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_of_bytes("qwen3", 128)).float().save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+
+
+def of_peer(folder: Path, task: str, *more: str) -> list[float]:
+    """Losses of TRL's trainer, or Transformers', as its page says to use it, on this process."""
+    import peft
+    import transformers
+    import trl
+    from datasets import Dataset
+
+    directory = str(folder / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    settings: dict[str, Any] = {
+        **{"output_dir": str(folder / "peer"), "max_steps": STEPS, "per_device_train_batch_size": ROWS},
+        **{"logging_steps": 1, "optim": "sgd", "learning_rate": 0.05 if task == "dpo" else 0.3, "max_grad_norm": 0.5},
+        **{"lr_scheduler_type": "constant", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "seed": 7},
+        **{"report_to": "none", "dataloader_drop_last": True},
+    }
+    adapters = None
+    scored = task in ("reward", "classification")
+    if "--use_peft" in more:
+        kind = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if scored else {"task_type": "CAUSAL_LM"}
+        adapters = peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", **kind)
+    rows = Dataset.from_list(records(kind_of(task)))
+    if task == "classification":
+        names = sorted(set(rows["label"]))
+        transformers.set_seed(7)
+        model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(directory, num_labels=len(names))
+        model = model if adapters is None else peft.get_peft_model(model, adapters)
+        rows = rows.map(lambda row: {**tokenizer(row["text"]), "labels": names.index(row["label"])})
+        trainer: Any = transformers.Trainer(
+            model,
+            transformers.TrainingArguments(**settings),
+            train_dataset=rows.remove_columns(["text", "label"]),
+            data_collator=transformers.DataCollatorWithPadding(tokenizer),
+        )
+    else:
+        config, kind = {
+            "sft": (trl.SFTConfig, trl.SFTTrainer),
+            "dpo": (trl.DPOConfig, trl.DPOTrainer),
+            "reward": (trl.RewardConfig, trl.RewardTrainer),
+        }[task]
+        flags = {flag.removeprefix("--"): True for flag in more if flag in ("--packing", "--precompute_ref_log_probs")}
+        theirs = config(**settings, **flags, bf16=False, max_length=64)
+        trainer = kind(directory, args=theirs, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)
+    trainer.train()
+    return losses_of(trainer)
+
+
+def losses_of(trainer: Any) -> list[float]:
+    """Of each step."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
