@@ -215,7 +215,7 @@ def prepare(model: GPTModel, layout: Layout, groups: ProcessGroups) -> None:
         if params[name].dim() == 1 or name.endswith(("bias1", "bias2")):  # those of experts are stacked
             noise = draw_master(place.shape, normal_init(0.2), place.name, seed=5)
             with torch.no_grad():
-                params[name] += slice_of(place, noise)
+                params[name] += slice_of(place, noise).to(params[name].device)
 
 
 # --- the batch --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -103,6 +104,12 @@ def _module_of_torch() -> types.ModuleType:
     module.device_count = lambda: 1
     module.set_device = module.manual_seed_all = lambda *_: None
     module.synchronize = lambda *_: library.synchronize()
+    module.get_rng_state = lambda *_: torch.get_rng_state()  # its random numbers are the CPU's
+    module.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    module.Stream = lambda device=None, priority=0: torch.Stream(device or NAME, priority=priority)
+    module.Event = lambda **options: torch.Event(NAME, **options)
+    module.current_stream = lambda *_: torch.accelerator.current_stream(NAME)
+    module.stream = lambda stream: stream if stream is not None else contextlib.nullcontext()
     module.mem_get_info = lambda *_: (MEMORY, MEMORY)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module

@@ -477,9 +477,11 @@ std::vector<Tensors> on_device(const std::vector<Tensors>& lists) {
 struct Later final : c10d::Work {
   Wait inner;
   std::vector<at::Tensor> held;
-  int64_t number;
-  Later(Wait work, std::vector<at::Tensor> tensors, int64_t token)
-      : inner(std::move(work)), held(std::move(tensors)), number(token) {}
+  Tensors outputs;
+  int64_t number, stream;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  Later(Wait work, std::vector<at::Tensor> tensors, Tensors writes, int64_t token, int64_t on)
+      : inner(std::move(work)), held(std::move(tensors)), outputs(std::move(writes)), number(token), stream(on) {}
   ~Later() override {
     try {
       if (!held.empty() && !inner->isCompleted()) inner->wait(kNoTimeout);
@@ -503,7 +505,22 @@ struct Later final : c10d::Work {
   }
   void synchronize() override { wait(kNoTimeout); }
   void abort() override { inner->abort(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner->getFuture(); }
+  // Its wait makes the current stream wait, as `wait` does.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    if (future) return future;
+    auto type = c10::ListType::create(c10::TensorType::get());
+    future = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<c10::Device>{DEVICE});
+    inner->getFuture()->addCallback([made = future, on = stream, results = outputs](c10::ivalue::Future& done) {
+      if (done.hasError()) {
+        made->setError(done.exception_ptr());
+        return;
+      }
+      auto before = std::exchange(current_stream, on);
+      made->markCompleted(c10::IValue(results));
+      current_stream = before;
+    });
+    return future;
+  }
   std::vector<at::Tensor> result() override { return inner->result(); }
 };
 
@@ -529,7 +546,7 @@ struct Collectives final : c10d::Backend {
     Tensors held(reads);
     held.insert(held.end(), writes.begin(), writes.end());
     InsideKernel inside;
-    return c10::make_intrusive<Later>(start(), std::move(held), number);
+    return c10::make_intrusive<Later>(start(), std::move(held), writes, number, on);
   }
   int64_t stream_for(bool is_async) const { return is_async ? stream : current_stream; }
 

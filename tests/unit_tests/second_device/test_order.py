@@ -3,13 +3,17 @@
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard as fully_shard_folder
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import core
 from core import parallel_state
@@ -358,3 +362,42 @@ def test_a_step_waits_for_the_device_once(run: Runner) -> None:
     cases = list(itertools.product(strategies, (torch.float32, torch.bfloat16), (False, True)))
     for case, waits in zip(cases, run(waits_of_a_step, 2, cases), strict=True):
         assert len(waits) == 1 and "clip_grads.py" in waits[0], (case, waits)
+
+
+# -- programs of torch ------------------------------------------------------------------------------------------------
+
+
+def of_torch(device: torch.device, kind: str, place: left_out.Place | None = None) -> str:
+    """Races of training under torch DDP or FSDP2. place: a call of torch's to leave out."""
+    model: nn.Module = Branches(device) if kind == "ddp" else layers(device)
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh(device.type, (2,))
+        for child in model.children():
+            fully_shard(child, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(batch(number, device)).square().mean().backward()
+            optimizer.step()
+
+    with left_out.left_out(place) if place is not None else nullcontext():
+        return raced(steps)
+
+
+def test_programs_of_torchs_wrappers_run_on_the_device_and_are_in_order(run: Runner) -> None:
+    assert run(of_torch, 2, "ddp") == ""
+    assert run(of_torch, 2, "fsdp2") == ""
+
+
+@pytest.mark.nightly
+def test_a_wait_that_fsdp2_leaves_out_is_a_race(run: Runner) -> None:
+    """FSDP2 gathers on streams of its own, so a check that sees nothing there would be blind."""
+    folder = Path(fully_shard_folder.__file__).parent
+    places = left_out.places(folder, fully_shard_folder.__name__, ["wait_stream", "wait_event"])
+    found = [place for place in places if "foreach" in place.function and run(of_torch, 2, "fsdp2", place)]
+    assert found

@@ -1,0 +1,102 @@
+"""Layouts of a GPT on the second device: gradients equal the CPU's, and every access is in order."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import core
+from core.verify.rank_pool import RankPool
+from tests.layouts.gpt import global_batch, groups_of, job_of, wrapper_config
+from tests.layouts.layouts import Layout
+from tests.unit_tests.second_device import device as second
+from tests.unit_tests.second_device import left_out
+from tests.unit_tests.second_device.order import RaceError, ordered
+
+pytestmark = [
+    pytest.mark.skipif(second.why_not() is not None, reason=str(second.why_not())),
+    pytest.mark.timeout(600),
+]
+Runner = Callable[..., Any]
+TP = {"tp": 2, "sp": True, "overlap": True, "microbatches": 2}
+PP = {"pp": 2, "overlap": True, "microbatches": 4, "strategy": "optim"}
+LAYOUTS = [
+    Layout(**TP, fusion=True),
+    Layout(**TP, recompute=True, model="modern", strategy="optim_grads_params"),
+    Layout(**PP, schedule="1F1B"),
+    Layout(**PP, schedule="Interleaved1F1B", vpp=2),
+    Layout(**PP, schedule="InterleavedZeroBubble", vpp=2),
+    Layout(**PP, schedule="ZBVZeroBubble", vpp=2),
+    Layout(cp=2, cp_comm="p2p", overlap=True, model="modern"),
+    Layout(cp=2, cp_comm="all_gather", overlap=True),
+    Layout(cp=2, cp_comm="a2a", overlap=True),
+    Layout(dp=2, ep=2, experts="alltoall", aux="seq_aux_loss", shared=True, overlap=True),
+    Layout(dp=2, ep=2, experts="allgather", expert_bias=True, strategy="optim_grads", microbatches=2, overlap=True),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """Calls a function with the second device, on each of some ranks; gives what rank 0 returns."""
+    folder = tmp_path_factory.mktemp("second")
+    built = second.build(tmp_path_factory.getbasetemp().parent)
+    count = itertools.count()
+    with RankPool(2) as pool:
+
+        def call(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
+            store = folder / f"store-{next(count)}"
+            return pool.run(second.on_second_device, world, (built, store, function, *arguments), limit_s=300)
+
+        yield call
+
+
+def gradients(device: torch.device, layout: Layout) -> dict[Any, torch.Tensor]:
+    """Gradients of three steps, on the CPU: one that is watched less than the first two."""
+    batch = {name: value.to(device) for name, value in global_batch(layout).items()}
+    with groups_of(layout) as groups, device:
+        job = job_of(layout, "fp64", groups, wrapper_config(layout))
+        for _ in range(3):
+            job.step(batch)
+        return {key: grad.cpu() for key, grad in job.gradients().items()}
+
+
+def compared(device: torch.device, layout: Layout) -> list[Any]:
+    """Names of gradients that differ from the CPU's by more than rounding: kernels of attention differ."""
+    here, there = gradients(device, layout), gradients(torch.device("cpu"), layout)
+    assert here.keys() == there.keys() and here
+    return [name for name, grad in here.items() if not torch.allclose(grad, there[name], rtol=1e-9, atol=1e-12)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.in_suite(3)
+def test_a_layout_keeps_the_order_of_its_streams(run: Runner, layout: Layout) -> None:
+    assert run(compared, 2, layout) == []
+
+
+# Waits for a collective or a message, and the layout that needs them.
+WAITS = {"Pending.wait": LAYOUTS[0], "Passing.wait": LAYOUTS[6], "_let_go": LAYOUTS[5]}
+
+
+def without(device: torch.device, name: str) -> list[str]:
+    """For each wait of a function, the races if it is left out."""
+    found = []
+    for place in left_out.places(Path(core.__file__).parent, "core", ["wait"]):
+        if place.function == name:
+            with left_out.left_out(place):
+                try:
+                    with ordered():
+                        gradients(device, WAITS[name])
+                    found.append("")
+                except RaceError as error:
+                    found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.nightly
+def test_a_wait_that_is_left_out_is_a_race(run: Runner, name: str) -> None:
+    races = run(without, 2, name)
+    assert races and all("in no order" in words and "c10d::" in words for words in races)
