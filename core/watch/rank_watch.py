@@ -59,6 +59,10 @@ LEFT_EARLY = "has left without an error, and others wait for it: it ended, or ca
 PREFIX = "core.watch.rank_watch"  # of its keys in the job's store
 LEFT = -1  # the last beat of a rank that has left
 
+NEXT_STEP = (
+    "The output of {} says why it ended; if it says nothing, the process was killed, often for lack of memory (see "
+    "dmesg). Restart from the last checkpoint"
+)
 DEAD, PAUSED, SILENT, MISSED, BACK = "dead", "paused", "silent", "missed", "back"  # what a finding says of a rank
 
 log = logging.getLogger(__name__)
@@ -182,8 +186,8 @@ class RankWatch:
         there = {member.rank: member for member in self.started} | dict(self.members)
         return [m for m in there.values() if m.machine == own.machine and m.rank != own.rank and m.born]
 
-    def account(self, wait: waiting) -> str:
-        """Name the ranks that did not come to a failed wait of this rank, and where the others are.
+    def account(self, wait: waiting) -> tuple[str, str]:
+        """Name the ranks that did not come to a failed wait of this rank, and where the others are; and the next step.
 
         Takes at most GRACE_S: until a lost rank is found, or all others have said what they wait for.
         """
@@ -199,9 +203,12 @@ class RankWatch:
             if rank not in lost:
                 beat = beats.get(rank, {})
                 said[beat.get("failed") or f"did not come: {beat.get('place', 'nothing is known')}"].append(rank)
-        found = [finding.words for finding in lost.values()]
+        found = [finding.words for finding in lost.values()]  # in the order of the store's list
+        if len(found) > 1:
+            found = [f"found first: {found[0]}", *(f"found later: {words}" for words in found[1:])]
         found += [f"{in_words(ranks)} {words}" for words, ranks in said.items()]
-        return "".join(f"; {words}" for words in found)
+        dead = [rank for rank, finding in lost.items() if finding.kind == DEAD]
+        return "".join(f"; {words}" for words in found), NEXT_STEP.format(in_words(dead[:1])) if dead else ""
 
     def beats_in_vain(self, patience_s: float) -> dict[int, int]:
         """Rank -> last beat of the ranks that wait forever; empty if this rank does not, or if that is not known."""

@@ -43,8 +43,8 @@ class Watch(Protocol):
     @property
     def lost(self) -> Mapping[int, object]: ...
 
-    def account(self, wait: waiting) -> str:
-        """Name the ranks that did not come to a failed wait."""
+    def account(self, wait: waiting) -> tuple[str, str]:
+        """Name the ranks that did not come to a failed wait, and the next step if their end is the reason."""
 
     def beats_in_vain(self, patience_s: float) -> dict[int, int]:
         """Rank -> last beat, of the ranks that wait forever."""
@@ -158,8 +158,9 @@ class waiting:
     def _lost(self, error: BaseException) -> PeerLost:
         """The error that is raised instead of a backend's. Takes a few seconds, because others have to be asked."""
         self.call = call_of(self.thread)
-        found = "" if _watch is None else _watch.account(self)
-        lost = PeerLost(f"rank {dist.get_rank()} {self.failed} ({_reason(error)}){found}. {self.advice or ADVICE}")
+        found, step = ("", "") if _watch is None else _watch.account(self)
+        advice = step or self.advice or ADVICE
+        lost = PeerLost(f"rank {dist.get_rank()} {self.failed} ({_reason(error)}){found}. {advice}")
         lost.wait = self
         return lost
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
+from core.groups.local_store import local_store
 from core.verify import rank_pool
 from core.verify.rank_pool import RankFailure, RankPool
 from core.watch import processes, rank_watch
@@ -188,6 +189,20 @@ def test_processes_of_another_host_of_the_same_name_are_not_looked_for_here() ->
     assert watch._look_at_processes() == {1: ("dead", f"{twin} has ended")}
     watch.members[1] = replace(twin, machine=f"another {here.machine}")
     assert watch._look_at_processes() == {}
+
+
+def test_of_two_dead_ranks_the_one_that_was_found_first_is_named_so() -> None:
+    """Its output is the one to read: the other one followed."""
+    watch = rank_watch.RankWatch(local_store(), processes.this_member(0), 3)
+    for rank in (2, 1):
+        watch.lost[rank] = rank_watch.LostRank(rank_watch.DEAD, f"rank {rank} has ended", 0.0)
+    wait = waiting("the reduction of", [0, 1, 2], "bucket 7")
+    with wait:
+        pass
+    wait.call = ""
+    words, step = watch.account(wait)
+    assert words == "; found first: rank 2 has ended; found later: rank 1 has ended"
+    assert step.startswith("The output of rank 2 says why it ended")
 
 
 def test_the_rank_that_failed_first_is_blamed_and_not_those_that_followed(tmp_path: Path) -> None:

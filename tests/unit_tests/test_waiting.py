@@ -135,8 +135,8 @@ class Ended:
 
     lost = {1: "it has ended"}  # noqa: RUF012
 
-    def account(self, wait: waiting) -> str:
-        return "; rank 1 has ended"
+    def account(self, wait: waiting) -> tuple[str, str]:
+        return "; rank 1 has ended", ""
 
     def beats_in_vain(self, patience_s: float) -> dict[int, int]:
         return {}

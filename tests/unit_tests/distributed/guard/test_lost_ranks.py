@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -95,4 +96,7 @@ def test_the_others_say_which_rank_was_killed(strategy: str, tmp_path: Path) -> 
     killed = (tmp_path / "killed").read_text()
     for rank in (0, 2):
         raised = (tmp_path / f"raised {rank}").read_text()
-        assert raised.startswith(f"PeerLost True: rank {rank} waited") and f"; rank 1 (process {killed} on " in raised
+        assert raised.startswith(f"PeerLost True: rank {rank} waited")
+        # The other one that raises may have left before this one looks.
+        assert re.search(rf"; (found first: )?rank 1 \(process {killed} on ", raised)
+        assert "The output of rank 1 says why it ended" in raised and "fewer batches" not in raised
