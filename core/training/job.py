@@ -39,7 +39,13 @@ from core.training.run_directory import CHECKPOINTS, CONFIGURATION, RunDirectory
 from core.training.schedule import make_scheduler
 from core.training.sizes import check_vocabulary
 from core.training.step_trace import StepTrace
-from core.training.token_file import TokenFile, num_windows, open_token_file, prepare_token_file, save_tokenizer
+from core.training.token_file import (
+    TokenFile,
+    check_windows,
+    open_token_file,
+    prepare_token_file,
+    save_tokenizer,
+)
 from core.training.trainer import GptTrainer, Trainer
 from core.watch.rank_watch import announce_process
 from core.watch.waiting import starting, waiting
@@ -302,11 +308,7 @@ def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
         tokens = open_token_file(data.cache / name, validation_fraction=data.validation_fraction)
     else:
         tokens = open_indexed(data.megatron, data.cache / name, validation_fraction=data.validation_fraction)
-    if num_windows(tokens.train, config.model.sequence_length) == 0:
-        raise ConfigError(
-            f"the text has {len(tokens.train)} tokens to train on, and one window takes "
-            f"--model.sequence-length {config.model.sequence_length} and a label; give more text or a shorter window"
-        )
+    check_windows(len(tokens.train), config.model.sequence_length)
     return tokens
 
 

@@ -26,6 +26,7 @@ from core.training.run_directory import check_writable
 from core.training.sizes import check_memory, most_bytes
 from core.training.text import open_text
 from core.training.threads import available_cores, intra_op_threads
+from core.training.token_file import check_windows
 from core.training.tokenizer import read_tokenizer
 from core.training.trackers import check_tracker
 from core.watch.interrupts import INTERRUPTED
@@ -87,14 +88,14 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
         ranks_here = config.run.ranks if launch is None else launch.local_world_size
         ranks = config.run.ranks if launch is None else launch.world_size
         plan = command.plan(config, ranks)
-        if dry:
-            return command.dry_run(config, ranks, ranks_here, device, launch is None or launch.rank == 0)
         threads = intra_op_threads(
             os.environ,
             requested=config.run.threads_per_rank,
             cores=available_cores(),
             local_world_size=ranks_here,
         )
+        if dry:
+            return command.dry_run(config, ranks, ranks_here, device, launch is None or launch.rank == 0)
         command.check(config, ranks_here)
         if STARTED_BY_US not in os.environ:  # who started this rank has checked
             command.check_fit(config, ranks, ranks_here)
@@ -155,6 +156,10 @@ def _run_pretraining(config: JobConfig, plan: JobPlan, launch: Launch) -> object
 def _dry_run_pretraining(config: JobConfig, ranks: int, ranks_here: int, device: str | None, says: bool) -> int:
     from core.plan.dry_run import dry_run
 
+    if device is None:  # for another one this machine may lack the data
+        _check_pretraining(config, ranks_here)
+        if ranks == ranks_here:
+            check_places(config)
     return dry_run(config, config.run, ranks, ranks_here, device, says=says)
 
 
@@ -182,6 +187,14 @@ def check_fit(config: JobConfig, ranks: int, ranks_here: int) -> None:
 
 def _check_pretraining(config: JobConfig, ranks_here: int) -> None:
     check_extras(config)
+    if config.run.device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < ranks_here:
+            raise ConfigError(
+                f"--run.device cuda needs a GPU for each of the {ranks_here} ranks of this machine, which has "
+                f"{torch.cuda.device_count()}; leave it out to run on the CPU"
+            )
 
 
 def check_room(config: JobConfig, ranks_here: int) -> None:
@@ -229,13 +242,22 @@ def check_places(config: JobConfig) -> None:
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
     try:
-        check_source(config.data)
+        tokens = check_source(config.data)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
+    if tokens is not None:
+        check_windows(round(tokens * (1 - config.data.validation_fraction)), config.model.sequence_length)
 
 
-def check_source(data: DataOptions) -> None:
-    """Find out whether the text or the tokens are there; OSError or ValueError by the option's name."""
+def check_source(data: DataOptions) -> int | None:
+    """Find out whether the text or the tokens are there.
+
+    Returns:
+        The number of tokens; None if it is known only after the text is tokenized.
+
+    Raises:
+        OSError, ValueError: If something is missing or cannot be read, by the option's name.
+    """
     given = [name for name in ("text", "megatron", "dataset") if getattr(data, name)]
     if data.dataset in FILE_KINDS:
         if not data.text:
@@ -254,11 +276,12 @@ def check_source(data: DataOptions) -> None:
                 "--data.tokenizer bpe is trained on text, and --data.megatron gives tokens; leave it out, or give the "
                 "tokenizer.json that has made them, to be kept with the model"
             )
-        read_index(data.megatron)
-    elif data.dataset is not None:
+        return read_index(data.megatron).tokens
+    if data.dataset is not None:
         open_dataset(data)
-    elif data.text:  # the standard library is there
-        open_text(data.text)
+        return None
+    text = open_text(data.text)
+    return sum(file.stat().st_size for file in text.files) if data.tokenizer == "bytes" else None
 
 
 def _refuse(error: Exception, launch: Launch | None) -> int:

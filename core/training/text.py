@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ def open_text(paths: Sequence[Path]) -> Text:
     OSError or ValueError where they are not there, or all of them are empty.
     """
     text = text_of_paths(paths) if paths else standard_library()
+    refused = next((file for file in text.files if not os.access(file, os.R_OK)), None)
+    if refused is not None:
+        raise PermissionError(f"--data.text {refused} cannot be read by this user")
     if not any(file.stat().st_size for file in text.files):
         raise ValueError(f"the text {text.name} is empty: {len(text.files)} files, 0 bytes")
     return text

@@ -12,6 +12,7 @@ import numpy as np
 
 from core.training.config import DataOptions
 from core.training.dataset_text import DatasetText, open_dataset
+from core.training.errors import ConfigError
 from core.training.text import Text, open_text
 from core.training.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, train_bpe
 
@@ -206,6 +207,15 @@ def window(tokens: np.ndarray, index: int, length: int) -> np.ndarray:
 def num_windows(tokens: np.ndarray, length: int) -> int:
     """Number of windows of `length` inputs that fit, each followed by one more token."""
     return max(0, (len(tokens) - 1) // length)
+
+
+def check_windows(tokens: int, length: int) -> None:
+    """Raise ConfigError if no window of `length` inputs and a label fits into the tokens to train on."""
+    if tokens <= length:
+        raise ConfigError(
+            f"the text has {tokens} tokens to train on, and one window takes --model.sequence-length {length} and a "
+            "label; give more text or a shorter window"
+        )
 
 
 def write_whole(path: Path, content: bytes) -> None:

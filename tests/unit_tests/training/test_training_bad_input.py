@@ -83,6 +83,8 @@ def test_it_is_refused_in_one_line_before_ranks_start(
     assert time.monotonic() - begun < SECONDS
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 8000
+    assert main([*flags, "--dry-run"]) == 2, "a dry run makes every check of a start"
+    assert capsys.readouterr().err == said
     assert sorted(here.iterdir()) == before, "nothing was left"
 
 

@@ -112,11 +112,21 @@ def test_what_is_not_there_or_not_free_is_refused_before_ranks_start(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("core.training.main.start_ranks", lambda _: pytest.fail("ranks were started"))
     (tmp_path / "root" / "step_00000040.0001").mkdir(parents=True)
+    short = tmp_path / "short.txt"
+    short.write_text("short")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     for flags, message in (
         (["--checkpoint.dir", str(tmp_path / "root")], "holds checkpoints of another run (steps 40 to 40)"),
         (["--data.text", str(tmp_path / "no.txt")], "no.txt is neither a file nor a directory"),
         (["--data.tokenizer", str(tmp_path / "no.json")], "no.json': not 'bytes', not 'bpe', and no such file"),
         (["--run.name", "../x"], "--run.name is '../x'; it names one directory"),
+        (["--data.text", str(short), "--data.tokenizer", "bytes"], "the text has 5 tokens to train on, and one window"),
+        (["--data.megatron", str(short)], "short.txt.bin"),
+        (["--logging.trackers", "wandb"], "--logging.trackers wandb needs the package 'wandb'"),
+        (["--run.device", "cuda", "--run.ranks", "2"], "--run.device cuda needs a GPU for each of the 2 ranks"),
     ):
-        assert main(flags) == 2
-        assert message in capsys.readouterr().err
+        for dry in ([], ["--dry-run"]):  # which makes every check of a start
+            assert main([*flags, *dry]) == 2
+            assert message in capsys.readouterr().err
+    assert main(["--data.text", str(tmp_path / "no.txt"), "--dry-run", "--device", "h100"]) == 0, "of another machine"
