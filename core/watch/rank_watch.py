@@ -29,7 +29,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
@@ -37,6 +37,7 @@ from typing import Any
 import torch.distributed as dist
 
 from core.watch.flight_recorder import unfinished_collective
+from core.watch.lost_rank import BACK, DEAD, MISSED, PAUSED, SILENT, LostRank, in_order_found, next_step
 from core.watch.place import Place, place_in_code, place_of_main_thread
 from core.watch.processes import STOPPED, RankProcess, this_member
 from core.watch.prompt_store import PromptStore
@@ -59,22 +60,7 @@ LEFT_EARLY = "has left without an error, and others wait for it: it ended, or ca
 PREFIX = "core.watch.rank_watch"  # of its keys in the job's store
 LEFT = -1  # the last beat of a rank that has left
 
-NEXT_STEP = (
-    "The output of {} says why it ended; if it says nothing, the process was killed, often for lack of memory (see "
-    "dmesg). Restart from the last checkpoint"
-)
-DEAD, PAUSED, SILENT, MISSED, BACK = "dead", "paused", "silent", "missed", "back"  # what a finding says of a rank
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LostRank:
-    """A finding about a rank: one of the kinds above, in words."""
-
-    kind: str
-    words: str
-    seen: float  # monotonic seconds
 
 
 class RankWatch:
@@ -203,12 +189,8 @@ class RankWatch:
             if rank not in lost:
                 beat = beats.get(rank, {})
                 said[beat.get("failed") or f"did not come: {beat.get('place', 'nothing is known')}"].append(rank)
-        found = [finding.words for finding in lost.values()]  # in the order of the store's list
-        if len(found) > 1:
-            found = [f"found first: {found[0]}", *(f"found later: {words}" for words in found[1:])]
-        found += [f"{in_words(ranks)} {words}" for words, ranks in said.items()]
-        dead = [rank for rank, finding in lost.items() if finding.kind == DEAD]
-        return "".join(f"; {words}" for words in found), NEXT_STEP.format(in_words(dead[:1])) if dead else ""
+        found = [*in_order_found(lost), *(f"{in_words(ranks)} {words}" for words, ranks in said.items())]
+        return "".join(f"; {words}" for words in found), next_step(lost)
 
     def beats_in_vain(self, patience_s: float) -> dict[int, int]:
         """Rank -> last beat of the ranks that wait forever; empty if this rank does not, or if that is not known."""

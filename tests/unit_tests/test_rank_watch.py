@@ -30,6 +30,7 @@ from core.verify import rank_pool
 from core.verify.rank_pool import RankFailure, RankPool
 from core.watch import processes, rank_watch
 from core.watch.flight_recorder import unfinished_collective
+from core.watch.lost_rank import DEAD, LostRank
 from core.watch.place import COLLECTIVES, _partners
 from core.watch.prompt_store import PromptStore
 from core.watch.stragglers import Stragglers
@@ -195,7 +196,7 @@ def test_of_two_dead_ranks_the_one_that_was_found_first_is_named_so() -> None:
     """Its output is the one to read: the other one followed."""
     watch = rank_watch.RankWatch(local_store(), processes.this_member(0), 3)
     for rank in (2, 1):
-        watch.lost[rank] = rank_watch.LostRank(rank_watch.DEAD, f"rank {rank} has ended", 0.0)
+        watch.lost[rank] = LostRank(DEAD, f"rank {rank} has ended", 0.0)
     wait = waiting("the reduction of", [0, 1, 2], "bucket 7")
     with wait:
         pass

@@ -1,0 +1,38 @@
+"""LostRank: a finding about a rank that others wait for, and what a failed wait says of all findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from core.watch.waiting import in_words
+
+DEAD, PAUSED, SILENT, MISSED, BACK = "dead", "paused", "silent", "missed", "back"  # what a finding says of a rank
+
+
+@dataclass(frozen=True)
+class LostRank:
+    """A finding about a rank: one of the kinds above, in words."""
+
+    kind: str
+    words: str
+    seen: float  # monotonic seconds
+
+
+def in_order_found(lost: Mapping[int, LostRank]) -> list[str]:
+    """Return the findings in words; of several, which one was first."""
+    words = [finding.words for finding in lost.values()]
+    if len(words) < 2:
+        return words
+    return [f"found first: {words[0]}", *(f"found later: {each}" for each in words[1:])]
+
+
+def next_step(lost: Mapping[int, LostRank]) -> str:
+    """Return what to do after a rank has died; empty if none has."""
+    dead = [rank for rank, finding in lost.items() if finding.kind == DEAD]
+    if not dead:
+        return ""
+    return (
+        f"The output of {in_words(dead[:1])} says why it ended; if it says nothing, the process was killed, often for "
+        "lack of memory (see dmesg). Restart from the last checkpoint"
+    )
