@@ -94,7 +94,9 @@ def _reduce_and_guard(
             syncs = [chunk.grad_sync for chunk in parts]
             check_stages(syncs)
             sync_across_stages(syncs)
-            agree_on_copies(syncs)
+            found = [chunk.reducer.written for chunk in parts]
+            written = agree_on_copies(syncs, (any(moved for moved, _ in found), any(loaded for _, loaded in found)))
+            parts[0].reducer.written = written
     chunks[0].reducer.report.exposed_ms += (time.perf_counter() - begun) * 1e3
     if getattr(config, "moe_router_enable_expert_bias", False):
         _update_router_expert_bias(chunks, groups, config.moe_router_bias_update_rate)
@@ -259,7 +261,11 @@ def _by_model(chunks: Sequence[DistributedDataParallel]) -> Models:
 def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: ProcessGroups) -> None:
     for parts in models:
         weights = [part.engine.weights for part in parts]
-        compare_weights(weights, parts[0].reducer.steps + 1, parts[0].step_guard.describe)
+        is_paused = parts[0].engine.first_steps.is_paused
+        step, loaded = parts[0].reducer.steps + 1, parts[0].reducer.written[1] and not is_paused
+        for watch in weights:
+            watch.is_due |= loaded
+        compare_weights(weights, step, parts[0].step_guard.describe, at_once=loaded)
     watches = [c.nan_watch for c in chunks if c.nan_watch is not None and c.ddp_config.check_for_nan_in_grad]
     if watches:
         check_finite(watches, groups)
@@ -272,6 +278,7 @@ def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: Pr
                 look(first_steps, [part.engine.weights for part in parts], groups)
         for part in parts:
             part.engine.weights.next_is_due(part.reducer.steps + 1, counts=not first_steps[0].is_paused)
+            part.engine.weights.is_due |= parts[0].reducer.written[0] and not first_steps[0].is_paused
 
 
 def models_of(chunks: Sequence[Any]) -> list[int]:

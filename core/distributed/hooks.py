@@ -42,6 +42,7 @@ def hook(engine: Engine) -> None:
         module.register_forward_pre_hook(_begin_forward, prepend=True, with_kwargs=True),
         module.register_state_dict_pre_hook(_finish_gathers),
         module.register_load_state_dict_pre_hook(_finish_gathers),
+        module.register_load_state_dict_pre_hook(_note_load),
     ]
     for part in module.modules() if isinstance(engine.params, Unsharder) else ():
         hooks.append(part.register_forward_pre_hook(_enter, prepend=True))
@@ -87,6 +88,13 @@ def _finish_gathers(module: nn.Module, *_: Any) -> None:
     engine = engine_of(module)
     if engine is not None:
         engine.params.finish()
+
+
+def _note_load(module: nn.Module, *_: Any) -> None:
+    """Have the next `finalize_model_grads` compare weights, if this rank alone loads them."""
+    engine = engine_of(module)
+    if engine is not None:
+        engine.reducer.loads += 1
 
 
 def _enter(module: nn.Module, _inputs: Any) -> None:

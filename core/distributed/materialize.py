@@ -16,7 +16,6 @@ from torch import nn
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.guard.replicas import (
     checksum,
-    control_of_stage,
     refuse_unequal,
     unequal_within_stage,
     within_stage,
@@ -28,7 +27,7 @@ from core.distributed.wire.collectives import Collectives
 from core.distributed.wire.packs import flat_of, packs_of
 from core.groups import agree
 from core.groups.agree import SyncError
-from core.groups.process_groups import ProcessGroups
+from core.groups.process_groups import ProcessGroups, control_of_stage
 
 Init = Callable[[nn.Module], Any]
 GIVEN_BACK = 2**26  # bytes of cut weights after which the C library's freed memory goes back to the system

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from core.groups.group_options import NO_OPTIONS, GroupOptions
-from core.groups.rank_grid import GRADIENT_KINDS, KINDS, MODEL_AXES
+from core.groups.rank_grid import GRADIENT_KINDS, KINDS, MODEL_AXES, STAGE_CROSSING
 from core.watch.waiting import waiting
 
 # Control group -> the group whose ranks it has, for CPU tensors where the backend moves only device memory.
@@ -172,6 +172,12 @@ def world_chain(groups: ProcessGroups) -> tuple[str, ...]:
 def world_groups(groups: ProcessGroups) -> list[ProcessGroup]:
     """Those of `world_chain` that have several ranks, for agreements."""
     return [groups.control(name) for name in world_chain(groups) if groups.size(name) > 1]
+
+
+def control_of_stage(groups: ProcessGroups) -> list[ProcessGroup]:
+    """Return the control groups that together reach every rank of this pipeline stage."""
+    names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
+    return [groups.control(name) for name in names if groups.size(name) > 1]
 
 
 ProcessGroupCollection = ProcessGroups

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from core.distributed.buffer.bucket import Bucket
+from core.distributed.wire.packs import sample_of
 from core.groups import agree
 from core.groups.agree import SyncError
 
@@ -52,6 +53,7 @@ class StepAnswer(NamedTuple):
     late: set[int]  # ids of the buckets that got gradients after their launch on any rank
     whole: set[dist.ProcessGroup]  # data groups of which a rank wants whole gradients
     continues: bool  # True if some ranks begin a backward while others end the step
+    written: tuple[bool, bool] = (False, False)  # weights seem to differ; weights were loaded on some ranks alone
 
 
 def agree_on_step(
@@ -66,16 +68,17 @@ def agree_on_step(
     begun_by_forward: bool = False,
     wants_whole: bool = False,
     gathers: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    loads: int = 0,
 ) -> StepAnswer:
     """Agree with the other ranks on the end of the step; count a parameter as used where any rank has used it.
 
     backwards: how many this rank has begun in this step, where each is reduced. launches: of buckets, ever. may_join:
     True where a rank that ends its step can add zeros to a backward that another one begins. problems: in words.
     begun_by_forward: True if only a forward says that there is a step. gathers: those of parameters over each data
-    group, in their order, in words. Raises SyncError on all ranks of a data group if one has a problem, or if they are
-    at different steps. Collective over the data groups.
+    group, in their order, in words. loads: of weights, since the last step. Raises SyncError on all ranks of a data
+    group if one has a problem, or if they are at different steps. Collective over the data groups.
     """
-    late_buckets, wanting, continues = set[int](), set[dist.ProcessGroup](), False
+    late_buckets, wanting, continues, written = set[int](), set[dist.ProcessGroup](), False, (False, False)
     found: SyncError | None
     failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
     for entry in control:
@@ -98,6 +101,9 @@ def agree_on_step(
             "wants whole": wants_whole,
             "adds to shards": any(bucket.accumulated_shard is not None and bucket.sharded for bucket in entry.buckets),
             "gathers": zlib.crc32(repr(gathers.get(entry.name, ())).encode()),
+            # The first group has all ranks of the others.
+            "weights": _sample(entry.buckets, launches) if moment is Moment.FINISH and entry is control[0] else 0,
+            "loads": loads,
         }
         what = f"the agreement of data group {entry.name}"
         least, largest = agree.bounds([*mine.values(), *late], entry.group, what)
@@ -122,6 +128,8 @@ def agree_on_step(
         elif (text := _contradiction(entry, low, high)) is not None:
             found = SyncError(text)
         failure = failure or found
+        if entry is control[0]:
+            written = low["weights"] != high["weights"], low["loads"] != high["loads"]
         if high["unused"]:
             share_used(members_of(entry.buckets), entry.group)
         if high["wants whole"]:
@@ -130,7 +138,14 @@ def agree_on_step(
         late_buckets.update(id(bucket) for bucket, is_late in flags if is_late)
     if failure is not None:
         raise failure
-    return StepAnswer(late_buckets, wanting, continues)
+    return StepAnswer(late_buckets, wanting, continues, written)
+
+
+def _sample(buckets: Sequence[Bucket], launches: int) -> int:
+    """Hash a few elements of the parameters, of others in each step; on a CPU, where nothing is waited for."""
+    turn = launches // max(1, len(buckets))
+    whole = [bucket for bucket in buckets if bucket.param_data is not None or bucket.param_shard is None]
+    return sample_of(whole[turn % len(whole)].params, turn) if whole and whole[0].device.type == "cpu" else 0
 
 
 def _contradiction(entry: ControlGroup, low: dict[str, int], high: dict[str, int]) -> str | None:

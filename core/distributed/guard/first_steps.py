@@ -1,14 +1,11 @@
 """The watch of a wrapped model's first two steps, because most mistakes of a program are there from the first step.
 
-Only relations that the contracts declare are errors, because all else is right in some program. After the first
-backward copies of a gradient are equal over every group that holds them, data groups apart, and no two stages hold one
-parameter that no rule adds. After the first two steps copies of a weight are equal (see `guard.weights`). If a relation
-is broken, the ranks compare their weights, inputs, or optimizers' steps and settings, and the error names a difference
-as the likeliest cause. `python -m core.verify` says what else looks unmeant.
+Only relations that the contracts declare are errors, because all else is right in some program: copies of a gradient
+are equal after the first backward, no two stages hold one parameter that no rule adds, and copies of a weight are equal
+after the first two steps (`guard.weights`). If one is broken, the ranks compare their weights, inputs, or optimizers'
+steps and settings, and the error names a difference as the likeliest cause. All ranks raise, before the step.
 
-A broken relation raises on all ranks alike, before the optimizer steps. A first step in which a gradient is not finite,
-as with a loss scale that is still too high, counts as no step; after MOST_TRIES of them nothing more is compared.
-Nothing is gathered if parameters or gradients are sharded, and on a GPU nothing is read before `finalize_model_grads`.
+A first step in which a gradient is not finite, as with a loss scale that is still too high, counts as no step.
 """
 
 from __future__ import annotations

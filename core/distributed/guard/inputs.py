@@ -1,8 +1,4 @@
-"""Inputs of a wrapped model over tensor parallelism, as checksums that stay on the device until they are compared.
-
-They are an explanation and never a fault, because ranks may be given their number or a part of a batch. They are
-compared after copies of a gradient were found to differ.
-"""
+"""Inputs over tensor parallelism, as checksums that explain why copies of a gradient differ. They are never a fault."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Copies of a weight must be equal on all ranks that hold one. Ranks compare them in the first steps, then at times.
-
-Small parameters are compared and sent many at a time. Buffers of modules (running statistics) are not compared.
-"""
+"""Copies of a weight must be equal on all ranks that hold one. Buffers of modules are not compared."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.wire.packs import flat_of, packs_of
 from core.groups import agree
 from core.groups.agree import LayoutMismatch
-from core.groups.process_groups import ProcessGroups, world_groups
-from core.groups.rank_grid import COPY_AXES, DATA_KINDS, MODEL_AXES, STAGE_CROSSING
+from core.groups.process_groups import ProcessGroups, control_of_stage, world_groups
+from core.groups.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING
 
 Describe = Callable[[], list[str]]  # returns lines about this rank
 DATA, WITHIN_STAGE, ACROSS_STAGES = range(3)  # which copies differ
@@ -201,12 +198,6 @@ def held_twice(chunks: Sequence[tuple[nn.Module, ModelPlan]], groups: ProcessGro
                 )
                 return AFTER_INPUTS, dist.get_rank(), text
     return None
-
-
-def control_of_stage(groups: ProcessGroups) -> list[dist.ProcessGroup]:
-    """The control groups that together reach every rank of this pipeline stage."""
-    names = ["dp_cp", *(axis for axis in MODEL_AXES if axis not in STAGE_CROSSING)]
-    return [groups.control(name) for name in names if groups.size(name) > 1]
 
 
 def refuse_unequal(

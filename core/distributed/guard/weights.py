@@ -1,10 +1,8 @@
 """Weights of which several ranks hold copies, compared when they must be equal: between an optimizer's steps.
 
-Within a step a program may move each rank's copies apart. Sharpness-aware minimization, and noise that each rank adds
-until the step, do so. Checksums are therefore taken right after an optimizer has stepped, or when the next step begins
-if no optimizer of torch does, and the next `finalize_model_grads` compares them; an optimizer of ours compares right
-before it writes, because a gather after it would mix unequal weights. Weights differ if they do so there and in
-`finalize_model_grads` too.
+Within a step a program may move each rank's copies apart, as sharpness-aware minimization and noise of each rank do.
+So checksums are taken when an optimizer has stepped, or when the next step begins, and `finalize_model_grads` compares
+them; weights differ if they do so there too. Our optimizer compares before it writes, as a gather would mix them.
 """
 
 from __future__ import annotations

