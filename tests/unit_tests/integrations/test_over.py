@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from core.booster.plugin import HybridParallelPlugin
+from core.distributed import DistributedDataParallelConfig
 from tests.unit_tests.integrations.loops import alone, launched
 from tests.unit_tests.integrations.over_cases import arguments_of, llama, logged, rows, tokenizer
 from tests.unit_tests.ranks import ranks
@@ -75,6 +76,7 @@ FIGURES = {
 @ranks(2)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 1), (1, 2)])
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward", "SFT LoRA", "DPO LoRA"])
+@pytest.mark.in_suite(6)
 def test_a_trainer_of_trl_logs_in_any_layout_what_it_logs_on_one_process(
     rank: int, world: int, kind: str, tp: int, pp: int, tmp_path: Path
 ) -> None:
@@ -98,6 +100,38 @@ def test_a_trainer_of_trl_logs_in_any_layout_what_it_logs_on_one_process(
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     assert (wanted[0, 0] - wanted[-1, 0]).abs() > 1e-3, "nothing is learned"
     assert loss == pytest.approx(expected, abs=1e-5)
+
+
+SHARDED = DistributedDataParallelConfig(
+    data_parallel_sharding_strategy="optim_grads_params", initial_weights="broadcast"
+)
+
+
+@pytest.mark.nightly
+@ranks(2)
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "DPO LoRA", "Reward"])
+@pytest.mark.parametrize("layout", ["plugin", "ddp_config", "sequence"])
+def test_a_trainer_of_trl_logs_over_shards_and_parts_of_the_sequence_what_it_logs_alone(
+    rank: int, world: int, kind: str, layout: str, tmp_path: Path
+) -> None:
+    from core.integrations import over
+
+    with launched(rank, world):
+        if layout == "ddp_config":
+            options, batch = {"ddp_config": SHARDED}, 2
+        elif layout == "plugin":
+            options, batch = {"plugin": plugin_of(1, 1, zero_stage=3)}, 2
+        else:
+            options, batch = {"plugin": plugin_of(2, 1, enable_sequence_parallelism=True), "pad_to_multiple_of": 2}, 4
+        trainer = of_trl(kind, tmp_path, batch, over, **options)
+        trainer.train()
+    with alone():
+        single = of_trl(kind, tmp_path, 4, **({"pad_to_multiple_of": 2} if layout == "sequence" else {}))
+        single.train()
+    names = FIGURES[kind.split()[0]]
+    torch.testing.assert_close(
+        torch.tensor(logged(trainer, *names)), torch.tensor(logged(single, *names)), atol=1e-5, rtol=1e-5
+    )
 
 
 @ranks(2)
@@ -286,7 +320,6 @@ def test_what_a_pipeline_would_drop_is_refused_by_name(rank: int, world: int, tm
 @pytest.mark.parametrize("layout", ["sharded", "tp", "pp", "dp"])
 def test_an_evaluation_is_the_one_of_one_process(rank: int, world: int, layout: str, tmp_path: Path) -> None:
     """13 rows of unequal numbers of labels: the last rows filled batches, and were weighed with others' labels."""
-    from core.distributed import DistributedDataParallelConfig
     from core.integrations import Trainer
     from tests.unit_tests.integrations.test_trainer import Rows, new_model
 
@@ -294,7 +327,7 @@ def test_an_evaluation_is_the_one_of_one_process(rank: int, world: int, layout: 
 
     def losses(kind: Any, **options: Any) -> list[float]:
         found = []
-        for size in (1, 2, 4, 16):
+        for size in (2, 16):
             batches = {"per_device_eval_batch_size": size, "per_device_train_batch_size": 2, "max_steps": 1}
             more = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
             given = transformers.TrainingArguments(str(tmp_path), learning_rate=1e-9, **batches, **more)
