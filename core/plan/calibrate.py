@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,12 +97,14 @@ def _measure_rank(options: argparse.Namespace, launch: Launch) -> None:
             assert len(text) < LONGEST_FILE, "a device file is read up to a length"
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(text)
-            print(f"{table['about']}; written to {options.out}: python -m core.plan --device {options.out} ...")
+            place = shlex.quote(str(options.out))
+            print(f"{table['about']}; written to {options.out}: python -m core.plan --device {place} ...")
     finally:
         dist.destroy_process_group()
 
 
 def _command(options: argparse.Namespace) -> str:
-    links = "" if options.links_from is None else f" --links-from {options.links_from}"
-    ranks = "" if options.ranks is None else f" --ranks {options.ranks}"
-    return f"python -m core.plan calibrate{ranks} --seconds {options.seconds:g}{links}"
+    links = [] if options.links_from is None else ["--links-from", str(options.links_from)]
+    ranks = [] if options.ranks is None else ["--ranks", str(options.ranks)]
+    command = ["python", "-m", "core.plan", "calibrate", *ranks, "--seconds", f"{options.seconds:g}", *links]
+    return shlex.join(command)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +32,15 @@ from core.training.run_directory import check_writable
 DOES_NOT_FIT, USAGE_ERROR = 1, 2
 CALIBRATE = "calibrate"
 MOST_RANKS_AT_ALL = 131_072
+# Names that the main job's refusals use -> this command's own.
+OWN_NAMES = {
+    "--model.sequence-length": "--seq",
+    "--run.global-batch-size": "--global-batch",
+    "--run.micro-batch-size": "--micro-batch",
+    "--run.ranks, or the launcher's number": "--ranks",
+    "--run.ranks": "--ranks",
+    **{f"--parallel.{axis}": f"--{axis}" for axis in AXIS_OPTIONS},
+}
 NAMES = {"seq": "sequence_length", "global_batch": "global_batch_size", "micro_batch": "micro_batch_size"}
 FIXED = (*AXIS_OPTIONS, "micro", "zero", "recompute")  # what advice keeps
 # Options of Hugging Face models alone; those of the main job have names there.
@@ -46,12 +57,24 @@ def main(arguments: Sequence[str]) -> int:
             return calibrate(arguments[1:])
         return _plan(list(arguments))
     except (ConfigError, MissingExtra) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_with_own_names(str(error), arguments)}", file=sys.stderr)
         return USAGE_ERROR
 
 
+def _with_own_names(words: str, arguments: Sequence[str]) -> str:
+    """Replace names of the main job's options that this command has a shorter name for, unless the user gave them."""
+    given = {word.partition("=")[0] for word in arguments}
+    for name, own in OWN_NAMES.items():
+        if name.partition(",")[0] in given:
+            continue
+        words = re.sub(rf"{re.escape(name)}(?![\w-])", own, words)
+    return words
+
+
 def _plan(arguments: list[str]) -> int:
-    options, more = _parser().parse_known_args(arguments)
+    parser = _parser()
+    options, more = parser.parse_known_args(arguments)
+    _refuse_misspelt(more, [name for action in parser._actions for name in action.option_strings])
     _check_sizes(options)
     if options.advise:
         return _advise(options, more)
@@ -66,7 +89,7 @@ def _plan(arguments: list[str]) -> int:
     if options.picture is not None:
         print("drawn:", *draw_plan(options.picture, plan), file=sys.stderr if options.json else sys.stdout)
     if not plan.fits and not options.json:
-        print(advice(config, plan))
+        print(_with_own_names(advice(config, plan), arguments))
     return 0 if plan.fits else DOES_NOT_FIT
 
 
@@ -93,6 +116,14 @@ def _device(options: argparse.Namespace) -> Device:
     if not 0 <= options.headroom < 1:
         raise ConfigError(f"--headroom is {options.headroom:g}; expected a share of the memory from 0 to below 1")
     return replace(found, headroom=options.headroom)
+
+
+def _refuse_misspelt(more: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ConfigError for an option that is nearly one of this command. Options of the main job have a dot."""
+    for name in (word.partition("=")[0] for word in more if word.startswith("--") and "." not in word):
+        near = difflib.get_close_matches(name, known, 2, 0.75)
+        if near:
+            raise ConfigError(f"{name} is no option. Perhaps you meant {' or '.join(near)}")
 
 
 def _sizes(words: str) -> dict[str, int]:
@@ -205,7 +236,7 @@ def model_run(options: argparse.Namespace, more: Sequence[str]) -> ModelRun:
     """The run of a Hugging Face model that some options come to."""
     others = [*more, *[f"--{axis}" for axis in AXIS_OPTIONS if axis not in _FIELDS and getattr(options, axis)]]
     if others:
-        raise ConfigError(f"{others[0]} is no option of a Hugging Face model's plan; leave it out")
+        raise ConfigError(f"{others[0]} is no option of a Hugging Face model's plan, whose options --help lists")
     given = {NAMES.get(name, name): value for name, value in vars(options).items() if value is not None}
     mode = given.get("sequence_parallel")
     if mode not in (None, NO_MODE, *MODES):

@@ -85,10 +85,11 @@ def time_table(time: StepTime, ranks: int, *, on_cpu: bool) -> str:
         "gradients, not hidden": time.gradients,
         "optimizer": time.optimizer,
     }
-    each = f"{time.tokens_per_s / ranks:,.0f} and {time.flops_per_s / ranks / 1e12:.3g} TFLOP/s a"
+    each = "rank" if on_cpu else "GPU"
     lines = [
-        f"a step takes {time.seconds:.3g} s: {time.tokens_per_s:,.0f} tokens a second, {each} "
-        f"{'rank' if on_cpu else 'GPU'}, MFU {time.mfu:.1%}"
+        f"a step takes {time.seconds:.3g} s: {time.tokens_per_s:,.0f} tokens a second; each {each} "
+        f"{time.tokens_per_s / ranks:,.0f} tokens a second, {time.flops_per_s / ranks / 1e12:.3g} TFLOP/s, "
+        f"MFU {time.mfu:.1%}"
     ]
     lines += [f"  {name:<24}{seconds:>10.3g} s" for name, seconds in kinds.items()]
     return "\n".join(lines)

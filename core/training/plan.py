@@ -85,7 +85,7 @@ def share_batch(
     """(sequences of a microbatch, microbatches of a step) of one rank; ConfigError where the sizes do not divide."""
     arithmetic = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("tp", "cp", "pp"))
     dp = f"dp (world {grid.world_size} / ({arithmetic}) =)"
-    check_divides("--run.global-batch-size", global_batch, dp, grid.dp)
+    check_divides("--run.global-batch-size", global_batch, dp, grid.dp, instead="other parallel sizes or ranks")
     share = global_batch // grid.dp
     micro = default_micro_batch(share, parallel, layout) if micro is None else micro
     share_in_words = f"a rank's share of the global batch, {global_batch} / dp {grid.dp} ="

@@ -12,13 +12,21 @@ from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.errors import ConfigError
 
 
-def check_divides(what: str, size: int, by: str, divisor: int) -> None:
-    """ConfigError unless `size` is a multiple of `divisor`; the error names both."""
+def check_divides(what: str, size: int, by: str, divisor: int, *, instead: str = "") -> None:
+    """Raise ConfigError unless `size` is a multiple of `divisor`; the error names both.
+
+    Args:
+        what: Name of the size.
+        size: The number that is divided.
+        by: Name of the divisor.
+        divisor: The number that divides.
+        instead: What to change in place of the divisor, if that follows from other sizes.
+    """
     if size % divisor == 0:
         return
     raise ConfigError(
         f"{what} {size} is not divisible by {by} {divisor}: {size} / {divisor} = {size / divisor:g}; use "
-        f"{either(nearest_multiples(size, divisor))}, or {by} {either(nearest_divisors(size, divisor))}"
+        f"{either(nearest_multiples(size, divisor))}, or {instead or f'{by} {either(nearest_divisors(size, divisor))}'}"
     )
 
 

@@ -35,7 +35,7 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit" in shown
     changes = shown.partition("it would fit with one of these:\n")[2].splitlines()
     assert len(changes) == 3
-    assert changes[0].split()[:2] == ["--run.micro-batch-size", "4"]
+    assert changes[0].split()[:2] == ["--micro-batch", "4"]
 
 
 def test_what_would_fit_is_looked_for_on_all_axes() -> None:
@@ -206,7 +206,7 @@ def test_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--ranks", "8", "--tp", "8"], "--model.num-attention-heads 4 is not divisible by tp 8"),
         (["--ranks", "4", "--device", "b900"], "known are a100, h100, h200, laptop, mi300x"),
         (["--ranks", "4", "--device", "b900"], "core.plan calibrate --out FILE"),
-        (["--ranks", "3", "--tp", "1"], "--run.global-batch-size 8 is not divisible by dp"),
+        (["--ranks", "3", "--tp", "1"], "--global-batch 8 is not divisible by dp"),
         (["--ranks", "5", "--advise"], "5 data ranks, by which a batch of 8 sequences is not divisible; use another"),
         (
             ["--ranks", "4", "--tp", "1", "--parallel.tp", "2"],
@@ -298,7 +298,7 @@ def test_a_plan_begins_with_its_layout_and_says_what_a_gpu_does(capsys: pytest.C
     first, *lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"[\d.]+ [kM] parameters; tp 2 x dp 2; 4 microbatches of 1 a rank", first)
     (line,) = (line for line in lines if line.startswith("a step takes"))
-    words = re.search(r"([\d,]+) tokens a second, ([\d,]+) and ([\d.e-]+) TFLOP/s a GPU", line)
+    words = re.search(r"([\d,]+) tokens a second; each GPU ([\d,]+) tokens a second, ([\d.e-]+) TFLOP/s", line)
     assert words is not None
     assert int(words[2].replace(",", "")) == pytest.approx(int(words[1].replace(",", "")) / 4, abs=1)
 
@@ -401,3 +401,21 @@ def test_an_empty_file_is_no_model(name: str, tmp_path: Path, capsys: pytest.Cap
     reported = capsys.readouterr().err
     assert str(tmp_path / name) in reported and ("is empty, so it is no model" in reported) == name.endswith("toml")
     assert len(reported.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--modle llama3-8b", "--modle is no option. Perhaps you meant --model"),
+        ("--model llama3-8b --advice", "--advice is no option. Perhaps you meant --device or --advise"),
+        (
+            "--model llama3-8b --global-batch 3",
+            "--global-batch 3 is not divisible by dp .* use 8, or other parallel",
+        ),
+        ("--model llama3-8b --tp 3", r"start 6 or 9 ranks \(--ranks\), or change a size"),
+    ],
+)
+def test_refusals_name_options_of_this_command(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*flags.split(), "--ranks", "8"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(words, said) and "--run." not in said and said.count("\n") == 1
