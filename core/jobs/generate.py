@@ -85,7 +85,13 @@ def checkpoints_of(place: Path) -> Path:
     if (place / CHECKPOINTS).is_dir():
         return place / CHECKPOINTS
     if (place / CONFIGURATION).is_file():
-        named = json.loads((place / CONFIGURATION).read_text()).get("checkpoint", {}).get("dir")
+        content = json.loads((place / CONFIGURATION).read_text())
+        if not isinstance(content, dict) or "run" not in content:
+            raise ConfigError(
+                f"{place / CONFIGURATION} is neither a run's configuration (it has no 'run') nor a model's of "
+                "transformers (it has no 'model_type'); give the directory of a run or of a model"
+            )
+        named = content.get("checkpoint", {}).get("dir")
         if named is None:
             raise ConfigError(
                 f"the run in {place} has left no checkpoint: it did not end, or had --checkpoint.no-at-end"

@@ -70,6 +70,7 @@ class OptimizerParamScheduler:
     Raises ValueError for numbers that make no schedule.
     """
 
+    SET_BY: ClassVar[Mapping[str, str]] = {}  # field -> the user's option for it
     SAVED_HOLD: ClassVar[str] = "use_checkpoint_opt_param_scheduler=True"  # what a user sets, in words
     CONFIGURED_HOLD: ClassVar[str] = "override_opt_param_scheduler=True"
 
@@ -196,8 +197,13 @@ class OptimizerParamScheduler:
         saved = {field: state_dict[field] for field in SAVED if field in state_dict}
         different = [field for field in saved if saved[field] != configured[field]]
         if different and not (self.use_checkpoint_opt_param_scheduler or self.override_opt_param_scheduler):
+            by_option: dict[str, list[str]] = {}
+            for field in different:
+                words = f"{field} (saved {saved[field]}, configured {configured[field]})"
+                by_option.setdefault(self.SET_BY.get(field, ""), []).append(words)
             numbers = ", ".join(
-                f"{field} (saved {saved[field]}, configured {configured[field]})" for field in different
+                f"{option}, which sets {', '.join(words)}" if option else ", ".join(words)
+                for option, words in by_option.items()
             )
             raise ValueError(
                 f"the saved scheduler differs in {numbers}; set {self.SAVED_HOLD} to continue with the saved numbers, "

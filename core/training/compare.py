@@ -47,6 +47,9 @@ def read_losses(run: Path) -> dict[int, float]:
     A resumed run may have written a step again: the last line of a step counts, and the output says so.
     """
     path = run / "steps.jsonl"
+    if not path.is_file():
+        found = "has no steps.jsonl" if run.is_dir() else "is no directory"
+        raise ValueError(f"{run} {found} (from {Path.cwd()}); give directories of runs, such as runs/latest")
     losses: dict[int, float] = {}
     again: set[int] = set()
     for number, text in enumerate(path.read_text().splitlines(), start=1):

@@ -6,6 +6,7 @@ Nothing here uses the network.
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -56,7 +57,7 @@ def how_to_download(path: str, kind: Kind, file: str = "") -> str:
     """
     if not is_hub_name(path):
         return ""
-    what = " --repo-type dataset" if kind == "dataset" else ""
+    what = ["--repo-type", "dataset"] if kind == "dataset" else []
     place = path.rpartition("/")[2]
-    command = f"hf download {path}{what}{file and ' ' + file} --local-dir {place}"
+    command = shlex.join(["hf", "download", path, *what, *([file] if file else []), "--local-dir", place])
     return f". Nothing is downloaded here; if this is a name on the Hub, run {command}, and give {place}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -161,9 +162,10 @@ class Reporter:
         longer = ""
         if self.log.records and self.log.records[-1].step >= self.config.run.steps:
             longer = f" --checkpoint.schedule given --run.steps {2 * self.config.run.steps}"
-        return f"kept in {kept}/; to train on, add: --checkpoint.dir {kept} --checkpoint.resume{longer}" + (
+        place = shlex.quote(str(kept))
+        return f"kept in {kept}/; to train on, add: --checkpoint.dir {place} --checkpoint.resume{longer}" + (
             self.hint and "\n" + self.hint
-        ).format(python=python_command(), directory=self.directory)
+        ).format(python=shlex.quote(python_command()), directory=shlex.quote(str(self.directory)))
 
 
 def python_command() -> str:

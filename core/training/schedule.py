@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from core.optimizer.optimizer_param_scheduler import HasParamGroups, OptimizerParamScheduler, check_schedule
 from core.training.config import RunConfig
@@ -44,6 +45,14 @@ class JobScheduler(OptimizerParamScheduler):
 
     SAVED_HOLD = "--checkpoint.schedule saved"
     CONFIGURED_HOLD = "--checkpoint.schedule given"
+    SET_BY: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("lr_decay_steps", "wd_incr_steps"), "--run.steps"),
+        **dict.fromkeys(("lr_warmup_steps", "init_lr"), "--optimizer.warmup-steps"),
+        **dict.fromkeys(("start_wd", "end_wd"), "--optimizer.weight-decay"),
+        "max_lr": "--optimizer.lr",
+        "min_lr": "--optimizer.min-lr",
+        "lr_decay_style": "--optimizer.decay",
+    }
 
 
 def make_scheduler(config: RunConfig, optimizer: HasParamGroups) -> OptimizerParamScheduler:

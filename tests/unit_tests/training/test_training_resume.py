@@ -112,7 +112,10 @@ def test_what_does_not_fit_the_checkpoint_is_refused_on_every_rank_and_a_longer_
 
     run("--run.stop-after", "2")
     for more, message in (
-        (["--run.steps", "8"], r"lr_decay_steps \(saved 40, configured 56\).* set --checkpoint\.schedule saved"),
+        (
+            ["--run.steps", "8"],
+            r"--run.steps, which sets lr_decay_steps \(saved 40, configured 56\).* set --checkpoint\.sch",
+        ),
         (["--model.hidden-size", "48"], r"has shape \[256, 32\] in the checkpoint and \[256, 48\] in this model"),
         (["--model.num-attention-heads", "2"], "saved with --model.num-attention-heads 4, and this run has 2"),
         (["--run.seed", "5"], "belongs to seed 1234 and this sampler has 5"),

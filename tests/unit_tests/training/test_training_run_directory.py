@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("tyro")
 
 from core import parallel_state
+from core.jobs.generate import checkpoints_of
+from core.training.compare import main as compare
+from core.training.config import JobConfig
 from core.training.config_file import load_config
 from core.training.errors import ConfigError
 from core.training.job import train
 from core.training.main import main
 from core.training.plan import plan_job
+from core.training.reporter import GENERATE, Reporter
 from core.training.run_directory import CONFIGURATION, RunDirectory
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.training.training_reference import CPU, TINY, text_flags_in
@@ -130,3 +137,25 @@ def test_what_is_not_there_or_not_free_is_refused_before_ranks_start(
             assert main([*flags, *dry]) == 2
             assert message in capsys.readouterr().err
     assert main(["--data.text", str(tmp_path / "no.txt"), "--dry-run", "--device", "h100"]) == 0, "of another machine"
+
+
+def test_compare_says_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare([str(tmp_path / "none"), str(tmp_path)]) == 2
+    assert "none is no directory (from " in capsys.readouterr().err
+    assert compare([str(tmp_path), str(tmp_path)]) == 2
+    assert "has no steps.jsonl (from " in capsys.readouterr().err
+
+
+def test_a_directory_that_is_neither_a_run_nor_a_model_is_not_called_a_run(tmp_path: Path) -> None:
+    """`convert` of a model's directory whose config.json is another program's."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is neither a run's configuration"):
+        checkpoints_of(tmp_path)
+
+
+def test_printed_commands_can_be_pasted(tmp_path: Path) -> None:
+    reporter: Any = Reporter.__new__(Reporter)
+    reporter.directory, reporter.hint = tmp_path / "my run", GENERATE
+    reporter.log, reporter.config = SimpleNamespace(records=[]), JobConfig()
+    words = shlex.split(reporter._what_next(tmp_path / "my run" / "checkpoints").replace(";", " ").replace("\n", " "))
+    assert str(tmp_path / "my run") in words and str(tmp_path / "my run" / "checkpoints") in words
