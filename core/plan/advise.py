@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -121,6 +121,7 @@ def advise(
     most: int = 5,
     fixed: Mapping[str, int] | None = None,
     compare: Mapping[str, int] | None = None,
+    progress: Callable[[str], None] = lambda words: None,
 ) -> Advice:
     """The layouts of a model that fit on some ranks, the fastest first, each with why it is worse than the first.
 
@@ -128,19 +129,25 @@ def advise(
     sharding, microbatch and recomputation are left out of account; all else stays. most: so many layouts are returned.
     fixed: sizes that are given: axes by name (`tp`, `dp`, ...), `micro` and `zero`; and `recompute`, which is 1.
     compare: sizes of a layout, as of `fixed`; the advice says where the best layout that has them would stand.
+    progress: called with a line when planning begins, and for each layout that is the best so far. After a Ctrl-C the
+    best of those that were planned are returned.
 
     Raises ConfigError, with the arithmetic, for a model or a batch that no layout can have on so many ranks. Where no
     layout fits, none is returned, and the fewest ranks are looked for above.
     """
     if isinstance(config, (str, Path)):
         config = load_config(["--config", str(config)])
-    search = Search(config, read_device(device) if isinstance(device, str) else device, fixed or {})
+    search = Search(config, read_device(device) if isinstance(device, str) else device, fixed or {}, progress)
     found = in_order(search.estimates(ranks))
     if not found:
         raise ConfigError(search.why_none(ranks))
+    progress(f"planning the best of {len(found):,} layouts; Ctrl-C gives the best so far")
     room = search.device.room(ranks)
     best = search.planned([estimate for estimate in found if estimate.peak <= SURE * room], ranks, most)
     shown = [replace(one, reason=_reason(best[0], one)) if place else one for place, one in enumerate(best)]
+    if search.is_interrupted:
+        words = "interrupted: the best of the layouts that were planned before; others may be faster"
+        return Advice(shown, len(found), sum(one.peak <= room for one in found), None, words)
     words = "" if compare is None else _compared(search, found, compare, shown, ranks)
     return Advice(shown, len(found), sum(one.peak <= room for one in found), search.fewest(ranks), words)
 
@@ -178,7 +185,15 @@ def _compared(
 class Search:
     """The layouts of one model. fixed: as of `advise`."""
 
-    def __init__(self, config: JobConfig | ModelRun, device: Device, fixed: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        config: JobConfig | ModelRun,
+        device: Device,
+        fixed: Mapping[str, int],
+        progress: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        self.progress = progress
+        self.is_interrupted = False
         self.config = config
         self.device = device
         self.fixed = fixed
@@ -294,23 +309,35 @@ class Search:
         room, limit = self.device.room(ranks), PLANNED * most
         fits = misfits = 0
         for estimate in fitting:
+            if self.is_interrupted:
+                break
             if estimate.choice.axes in best or estimate.peak > room * (SURE, 1.0, 1 / SURE)[min(misfits // limit, 2)]:
                 continue
             ordered = in_order(best.values())
             enough = len(ordered) >= most and estimate.seconds > SURE * ordered[most - 1].seconds
             if enough or fits == limit or misfits == 3 * limit:
                 break
-            found = self.exactly(estimate.choice, ranks)
+            try:
+                found = self.exactly(estimate.choice, ranks)
+            except KeyboardInterrupt:
+                if not best:
+                    raise
+                self.is_interrupted = True
+                continue
             if found is None:
                 misfits += 1
                 continue
             fits += 1
             best[found.choice.axes] = found
+            if in_order(best.values())[0] is found:
+                words = found.choice.words(has_experts=self.sizes.experts is not None)
+                self.progress(f"the best of {fits} planned so far: {words}, {found.seconds:.3g} s")
         if not best:
             least = sorted(fitting, key=lambda one: one.peak)[:LEAST]
             planned = (self.exactly(estimate.choice, ranks) for estimate in least)
             best = {found.choice.axes: found for found in planned if found is not None}
-        return in_order(self._with_instances(one, ranks) for one in in_order(best.values())[:most])
+        first = in_order(best.values())[:most]
+        return first if self.is_interrupted else in_order(self._with_instances(one, ranks) for one in first)
 
     def _with_instances(self, found: Candidate, ranks: int) -> Candidate:
         """The better of a layout and the same with an instance of the optimizer on each machine."""

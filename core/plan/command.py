@@ -103,7 +103,11 @@ def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
     given = {**vars(options), "micro": options.micro_batch, **_long_sizes(config, more)}
     fixed = {name: int(given[name]) for name in FIXED if given[name] is not None}
     compared = None if options.compare is None else _sizes(options.compare)
-    found = advise(config, options.ranks, _device(options), fixed=fixed, compare=compared)
+
+    def report(words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    found = advise(config, options.ranks, _device(options), fixed=fixed, compare=compared, progress=report)
     print(*(config.notes if isinstance(config, ModelRun) else ()), found.describe(), sep="\n")
     return 0 if found.candidates else DOES_NOT_FIT
 
@@ -119,8 +123,8 @@ def _device(options: argparse.Namespace) -> Device:
 
 
 def _refuse_misspelt(more: Sequence[str], known: Sequence[str]) -> None:
-    """Raise ConfigError for an option that is nearly one of this command. Options of the main job have a dot."""
-    for name in (word.partition("=")[0] for word in more if word.startswith("--") and "." not in word):
+    """Raise ConfigError for an option that is nearly one of this command, and none of the main job."""
+    for name in (word.partition("=")[0] for word in spell_out(more) if word.startswith("--") and "." not in word):
         near = difflib.get_close_matches(name, known, 2, 0.75)
         if near:
             raise ConfigError(f"{name} is no option. Perhaps you meant {' or '.join(near)}")

@@ -200,6 +200,25 @@ def test_the_command_advises(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tp 3" in capsys.readouterr().err
 
 
+def test_a_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    planned: list[Candidate | None] = []
+    exactly = Search.exactly
+
+    def interrupted(self: Search, choice: Choice, ranks: int) -> Candidate | None:
+        if len(planned) == 2:
+            raise KeyboardInterrupt
+        planned.append(exactly(self, choice, ranks))
+        return planned[-1]
+
+    monkeypatch.setattr(Search, "exactly", interrupted)
+    flags = [*MODEL.split(), "--seq", "64", "--global-batch", "4", "--ranks", "2", "--advise"]
+    assert main(flags) == 0
+    shown = capsys.readouterr()
+    assert "  1. tp 1" in shown.out and "  3. " not in shown.out
+    assert shown.out.splitlines()[-1].startswith("interrupted: the best of the layouts that were planned before")
+    assert "layouts; Ctrl-C gives the best so far" in shown.err and "the best of 1 planned so far: tp 1" in shown.err
+
+
 def test_the_command_advises_on_hugging_face_models(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", "tiny:llama", "--seq", "64", "--global-batch", "4", "--ranks", "2", "--micro-batch", "1"]
     assert main([*flags, "--recompute", "--zero", "1", "--advise"]) == 0
