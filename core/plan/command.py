@@ -74,7 +74,7 @@ def _with_own_names(words: str, arguments: Sequence[str]) -> str:
 def _plan(arguments: list[str]) -> int:
     parser = _parser()
     options, more = parser.parse_known_args(arguments)
-    _refuse_misspelt(more, [name for action in parser._actions for name in action.option_strings])
+    _refuse_misspelt(more, re.findall(r"--[\w-]+", parser.format_usage()))
     _check_sizes(options)
     if options.advise:
         return _advise(options, more)
