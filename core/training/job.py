@@ -34,7 +34,7 @@ from core.training.model_config import ddp_config, optimizer_config, transformer
 from core.training.output import output_is_gone
 from core.training.plan import JobPlan
 from core.training.profile import profiler_of
-from core.training.reporter import GENERATE, Reporter
+from core.training.reporter import Reporter
 from core.training.run_directory import CHECKPOINTS, CONFIGURATION, RunDirectory
 from core.training.schedule import make_scheduler
 from core.training.sizes import check_vocabulary
@@ -145,13 +145,10 @@ def conduct(
     save_more: Callable[[Path], None],
     *,
     keeps: bool,
-    hint: str = GENERATE,
-    finish: Callable[[Path, JobResult], None] = lambda path, result: None,
 ) -> JobResult:
     """Everything around the steps of a built trainer: its directory, resuming, showing, saving. Collective.
 
-    save_more: on rank 0, what else is written to the run's directory at the start. hint: as in Reporter. finish: on all
-    ranks, after the last step, with the weights of the best one if that is kept; not after an error.
+    save_more: writes more files to the run's directory at the start, on rank 0.
     """
     config = trainer.config
     checkpoints = None if config.checkpoint.dir is None else JobCheckpoints(trainer, config.checkpoint.dir)
@@ -164,7 +161,7 @@ def conduct(
             checkpoints.run = run.path.name
         reporter = None
         if dist.get_rank() == 0:
-            reporter = Reporter(config, trainer.plan, run.path, after_step=trainer.step, unit=trainer.unit, hint=hint)
+            reporter = Reporter(config, trainer.plan, run.path, after_step=trainer.step, unit=trainer.unit)
             with reporter.disk.forgiven():
                 (run.path / CONFIGURATION).write_text(to_json(config) + "\n")
                 (run.path / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
@@ -191,7 +188,6 @@ def conduct(
                     f"the lowest validation loss, {best.loss:.4f}, was that of step {best.step}; it is in {best.root}/",
                     flush=True,
                 )
-        finish(run.path, result)
         return result
 
 
