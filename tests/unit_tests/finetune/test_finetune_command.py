@@ -55,6 +55,7 @@ REFUSED = [
     (["--model", "none"], "--model none is no directory"),
     (["--max_length", "5000"], "--max_length 5000 is longer than the model's positions"),
     (["--learning_rat", "1"], "unknown option --learning_rat; perhaps you meant --learning_rate"),
+    (["--packing", "--model", "tiny:bloom"], "models of type 'bloom' do not keep packed records apart"),
     (["--keep_best"], "--keep_best needs data to evaluate on"),
     (["--bf16", "true"], "--bf16: give --precision bf16"),
     (["--use_peft", "--lora_target_modules", "zorp"], "Target modules zorp not found"),
