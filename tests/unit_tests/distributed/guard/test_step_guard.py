@@ -144,3 +144,14 @@ def test_ranks_that_are_at_different_steps_are_refused(rank: int, world: int) ->
     loss_of(ddp, rank, 0).backward()
     with pytest.raises(SyncError, match="have launched 1 to 2 reductions"):
         finalize_model_grads([ddp])
+
+
+@ranks(2)
+def test_local_steps_inside_the_wrapper_are_refused_with_what_to_do(rank: int, world: int) -> None:
+    """Local SGD: each rank makes steps of its own, and weights are averaged at times."""
+    parallel_state.initialize_model_parallel()
+    model = wrap(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(SyncError, match=r"as in local SGD, train the module without the wrapper and average"):
+        optimizer.step()
