@@ -21,6 +21,7 @@ from core.distributed.guard.first_steps import look
 from core.distributed.guard.weights import compare_weights
 from core.distributed.reduce.grad_reducer import StepState, link_chunks
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
+from core.groups import agree
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import COPY_AXES, DATA_KINDS
@@ -81,8 +82,10 @@ def _reduce_and_guard(
             if chunk.reducer.open:
                 chunk.reducer.finish(force_all_reduce=force_all_reduce, then=chunk.grad_sync.launch)
                 continue
-            for bucket in chunk.reducer.buckets:  # finish_grad_sync was called: the rules are what is left
-                bucket.take_edits()
+            # finish_grad_sync was called: the rules are what is left
+            problems = [problem for bucket in chunk.reducer.buckets if (problem := bucket.follow_edits()) is not None]
+            error = SyncError(f"rank {dist.get_rank()}: {problems[0]}") if problems else None
+            agree.refuse(error, chunk.groups.control("dp_cp"), "the edits of gradients", SyncError)
             for bucket in chunk.reducer.buckets:
                 chunk.grad_sync.launch(bucket)
     begun = time.perf_counter()

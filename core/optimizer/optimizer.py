@@ -177,6 +177,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 loss_scale=self._scale,
                 settings=self._settings(),
                 problem=problem,
+                edited=any(masters.bucket.attribute.edited for masters in self.masters),
             )
         if self.grad_scaler is not None and not again:
             self.grad_scaler.update(not self._stats.finite)
@@ -191,6 +192,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self._take_gradients()  # raises where they are not reduced
         for chunk in self.model_chunks:
             chunk.scale_gradients(1.0 / scale)
+        for masters in self.masters:
+            masters.bucket.attach()  # what was written here is no edit of the user's
         return self.prepare_grads()
 
     def _named(self) -> calling:

@@ -39,6 +39,8 @@ class GradAttribute:
         self.shown: Sequence[torch.Tensor] = ()  # what `show` has last put into `.grad`
         self.collected = bytearray(len(params))  # 1 where a placeholder took the place of a gradient of this step
         self.dropped: str | None = None  # a parameter whose gradient was dropped after its reduction had begun
+        self.edited = False  # True if the user has written to reduced gradients of this step
+        self.version = 0  # of the memory of reduced gradients, when `show` put them into `.grad`
         for param in params:
             if param.grad_dtype is not dtype:  # autograd accumulates in this dtype
                 param.grad = None
@@ -58,6 +60,7 @@ class GradAttribute:
         self.withdraw(accumulates if 1 in accumulates and self.is_hidden else b"")
         self.used[:] = accumulates
         self.dropped = None
+        self.edited = False
 
     def hold(self, accumulates: bytes, *, apart: bool) -> dict[int, torch.Tensor]:
         """The gradients in `.grad` where `accumulates` is 1. apart: give them memory of their own."""
@@ -195,6 +198,7 @@ class GradAttribute:
         if grads is None and not self.placeholders:
             self._make_placeholders()
         self.shown = self.placeholders if grads is None else grads
+        self.version = 0 if grads is None else grads[0]._version  # all views of a buffer share it
         if 0 not in self.used and all(map(_REQUIRES_GRAD, self.params)):
             if not self._untouched(self.shown):
                 for param, grad in zip(self.params, self.shown, strict=True):
@@ -219,9 +223,11 @@ class GradAttribute:
     @torch.no_grad()
     def follow_edits(self) -> str | None:
         """Copy the user's edits of `.grad` into the buffer. Returns why an edit cannot be followed, in words."""
+        hidden = self.shown is self.placeholders
+        self.edited = self.edited or not (hidden or self.shown[0]._version == self.version)
         if self._untouched(self.shown):
             return None
-        hidden = self.shown is self.placeholders
+        self.edited = True
         for index, (param, grad) in enumerate(zip(self.params, self.shown, strict=True)):
             now = param.grad
             unedited = now is grad and not (hidden and self.placeholders[index].added is not None)

@@ -13,6 +13,7 @@ from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
 from core.distributed.guard.agreement import Member, members_of
 from core.groups import agree
+from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups, world_groups
 from core.groups.rank_grid import DATA_KINDS, STAGE_CROSSING
 
@@ -160,6 +161,45 @@ def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
     )
     if drift is not None:
         raise ReplicaDriftError(drift[2])
+
+
+def refuse_unshared_edits(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
+    """Refuse edits of reduced gradients that the ranks of a data group do not share. Collective: every rank of the job.
+
+    Args:
+        buckets: All buckets of this rank. Those that are sharded are skipped, because their edits are refused.
+        groups: The groups that the model was wrapped with.
+
+    Raises:
+        SyncError: On all ranks, with the first parameter whose gradients differ.
+    """
+    finding: Finding | None = None
+    for name in DATA_KINDS:
+        members = [(bucket, i) for bucket, i in members_of(buckets) if bucket.whole]
+        members = [(bucket, i) for bucket, i in members if bucket.contracts[i].data_group == name]
+        if members and groups.size(name) > 1:
+            fine = all(bucket.dtype.itemsize > 2 for bucket, _ in members)
+            text = _dropped_apart(name, members, groups.control(name))
+            text = text or _compare_over(name, members, groups.control(name), FINE if fine else COARSE)
+            finding = finding or (None if text is None else (2, dist.get_rank(), text))
+    finding = agree.first(finding, world_groups(groups), "the edits of gradients")
+    if finding is not None:
+        raise SyncError(
+            f"rank {finding[1]}: the step was not made: {finding[2]}. Edit `.grad` alike on all data ranks, between "
+            "finalize_model_grads and step(); zero_grad() drops this step"
+        )
+
+
+def _dropped_apart(name: str, members: Sequence[Member], group: dist.ProcessGroup) -> str | None:
+    """Name the first gradient that only some ranks of a group have set to None. Collective."""
+    used = [bucket.used[i] for bucket, i in members]
+    low, high = agree.bounds(used, group, f"the dropped gradients of group {name}")
+    place = next((n for n, ends in enumerate(zip(low, high, strict=True)) if ends[0] != ends[1]), None)
+    if place is None:
+        return None
+    ranks = [rank for rank, theirs in agree.gather(used[place], group, "a dropped gradient").items() if not theirs]
+    bucket, i = members[place]
+    return f"the `.grad` of {bucket.contracts[i].name!r} was set to None on ranks {ranks} of group {name!r} only"
 
 
 def unequal_gradients(

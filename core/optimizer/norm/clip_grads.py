@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from core.distributed.guard.finite import refuse_unshared_edits
 from core.distributed.wire.collectives import Collectives
 from core.groups import agree
 from core.groups.agree import SyncError
@@ -109,18 +110,30 @@ class GradMeter:
         loss_scale: float = 1.0,
         settings: Settings | None = None,
         problem: str | None = None,
+        edited: bool = False,
     ) -> GradStats:
-        """The norm of all gradients of the model, and their zeros. Collective: every rank of the job.
+        """Measure the norm of all gradients of the model, and their zeros. Collective: every rank of the job.
 
-        settings: those of the step to come, or None on all ranks. problem: why this rank cannot make it, in words.
-        Raises SyncError on every rank where settings differ or a rank has a problem.
+        Args:
+            count_zeros: True to count zeros.
+            loss_scale: What losses were multiplied by.
+            settings: Those of the step to come, or None on all ranks.
+            problem: Why this rank cannot make the step, in words.
+            edited: True if the user has written to reduced gradients of this rank.
+
+        Raises:
+            SyncError: On all ranks, if settings differ, a rank has a problem, or ranks have edited in different ways.
         """
         factors = self._factors(loss_scale)
         zeros = self._zeros() if count_zeros else 0
-        terms = digest_terms(settings or (), problem=problem is not None)
-        norms, (bad, num_zeros, *sums), host_factors = self._over_all_ranks(self.norm_dtype, factors, zeros, terms)
+        terms = (*digest_terms(settings or (), problem=problem is not None), edited)
+        norms, (bad, num_zeros, *sums, edits), host_factors = self._over_all_ranks(
+            self.norm_dtype, factors, zeros, terms
+        )
         if not same_digest(self.ranks, *sums):
             self._refuse(settings or (), problem)
+        if edits and not bad:  # what is not finite is never stepped on
+            refuse_unshared_edits([masters.bucket for masters in self.masters], self.watched[0].groups)
         culprit = None
         if bad or not all(map(math.isfinite, norms)):
             # Finite gradients whose powers overflow fp32 end here as well, and get a second look in fp64.
@@ -147,9 +160,9 @@ class GradMeter:
         return zeros
 
     def _over_all_ranks(
-        self, dtype: torch.dtype, factors: torch.Tensor, zeros: torch.Tensor | int, terms: tuple[int, int]
+        self, dtype: torch.dtype, factors: torch.Tensor, zeros: torch.Tensor | int, terms: Sequence[int]
     ) -> tuple[list[float], list[float], list[float]]:
-        """(norm of each norm group, [gradients that are not finite if above 0, zeros, two sums of terms], factors).
+        """(norm of each norm group, [gradients that are not finite if above 0, zeros, sums of terms], factors).
 
         dtype: what powers are made in. Every rank adds the gathered vectors of a group in rank order, so all ranks hold
         the same bits.
@@ -160,11 +173,11 @@ class GradMeter:
         powers = norms * factors[self.bucket]
         # A maximum over ranks of NaN depends on the backend; the flag shows it in both cases.
         powers = powers.nan_to_num(nan=math.inf) if largest else powers.pow(self.norm_type)
-        sums = torch.zeros(count + 4, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(count + 5, dtype=torch.float64, device=self.device)
         sums[: count + 1].scatter_reduce_(0, self.column, powers, "amax" if largest else "sum")
         sums[count] = (~torch.isfinite(norms)).any()  # in place of what is not counted
         sums[count + 1] = zeros
-        sums[count + 2], sums[count + 3] = terms
+        sums[count + 2], sums[count + 3], sums[count + 4] = terms
         for group in self.groups:
             rows = self.collectives.gather_rows(sums, group, "the gradient norm")
             sums = rows.sum(0)
@@ -173,7 +186,7 @@ class GradMeter:
         numbers = torch.cat([sums, factors]).tolist()  # the one wait for the device in a step
         root = 1.0 if largest else 1.0 / self.norm_type
         totals = [power if math.isnan(power) else power**root for power in numbers[:count]]
-        return totals, numbers[count : count + 4], numbers[count + 4 :]
+        return totals, numbers[count : count + 5], numbers[count + 5 :]
 
     def _refuse(self, settings: Settings, problem: str | None) -> None:
         """Say where a rank has a problem, or where ranks would step differently. Collective; all of them raise."""
