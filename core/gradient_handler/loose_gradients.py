@@ -279,10 +279,7 @@ def _code(gradient: LooseGradient, wrapper: Wrapper | None) -> int:
     if not gradient.param.requires_grad:
         return FROZEN
     if isinstance(grad, GradPlaceholder):
-        raise GradientHandlerError(
-            f"the gradient of {gradient.name!r} is lost: it was sharded by a DistributedDataParallel that is deleted. "
-            "Call model.zero_grad() and run backward again; delete a wrapper after the optimizer's step"
-        )
+        raise GradientHandlerError(grad.refusal("a reduction by a handler"))
     if grad is None:
         return MISSING
     if hasattr(grad, "device_mesh"):

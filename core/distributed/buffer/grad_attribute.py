@@ -258,7 +258,7 @@ class GradAttribute:
 
     def _make_placeholders(self) -> None:
         pairs = zip(self.params, self.names, strict=True)
-        self.placeholders = [GradPlaceholder.of(param, name, self.dtype) for param, name in pairs]
+        self.placeholders = [GradPlaceholder.of(param, name, self.dtype, self) for param, name in pairs]
 
     def _untouched(self, grads: Sequence[torch.Tensor]) -> bool:
         """True if each of these is in its parameter's `.grad`, and nothing was added to a placeholder. One C pass."""

@@ -7,6 +7,7 @@ others, as torch's rule for `.grad` says.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -24,14 +25,22 @@ class GradPlaceholder(torch.Tensor):
     added: torch.Tensor | None  # what autograd has added since
     zeroed: bool
     touched: bool  # True if either has happened
+    owner: weakref.ref[Any]  # what moves the gradient, which goes with the wrapper
 
     @classmethod
-    def of(cls, param: nn.Parameter, name: str, dtype: torch.dtype) -> GradPlaceholder:
-        """For the parameter of this name, whose gradient has this dtype."""
+    def of(cls, param: nn.Parameter, name: str, dtype: torch.dtype, owner: Any) -> GradPlaceholder:
+        """Make the placeholder of a parameter's gradient.
+
+        Args:
+            param: The parameter.
+            name: Its name, for messages.
+            dtype: The gradient's dtype.
+            owner: An object that lives as long as the wrapper. No reference to it is kept.
+        """
         memory = torch.empty(param.shape, dtype=dtype, device=param.device)
         memory.untyped_storage().resize_(0)
         marker: GradPlaceholder = memory.as_subclass(cls)
-        marker.of_param = name
+        marker.of_param, marker.owner = name, weakref.ref(owner)
         marker.reset()
         return marker
 
@@ -63,6 +72,13 @@ class GradPlaceholder(torch.Tensor):
 
     def refusal(self, use: str) -> str:
         """Text that says why it cannot be used, and what to call instead."""
+        if self.owner() is None:
+            return (
+                f"{use} was asked of the gradient of {self.of_param!r}, which is gone: it was sharded by a "
+                "DistributedDataParallel, or still to be scaled, and the wrapper is deleted. Call model.zero_grad() "
+                "(set_to_none=True, its default) and run backward again. To reduce gradients over ranks, wrap the "
+                "model again first"
+            )
         return (
             f"{use} was asked of the gradient of {self.of_param!r}, which is not in `.grad` now: its reduction has "
             "begun, or it is sharded, so that each rank holds a part, or scale_in_optimizer leaves its division to the "

@@ -239,3 +239,32 @@ def test_gradients_that_were_never_finalized_are_dropped_by_zeroing(rank: int, w
             loss_of(ddp, rank, step).backward()
             finalize_model_grads([ddp])
             assert_same(whole_grads(ddp), mean_over_ranks(plain, world, (step,)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@pytest.mark.parametrize("uses", ["a step", "clipping"])
+def test_a_sharded_gradient_that_outlives_its_wrapper_says_what_to_do(
+    rank: int, world: int, strategy: str, uses: str
+) -> None:
+    """A plain loop on the module, after some steps in a wrapper: what the message says works, on this rank alone."""
+    parallel_state.initialize_model_parallel()
+    model = make_net()
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy)
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])
+    del ddp
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, rank, 1).backward()
+    with pytest.raises(SyncError, match="'first.weight', which is gone: .* is deleted. Call model.zero_grad()"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) if uses == "clipping" else optimizer.step()
+    model.zero_grad()
+    loss_of(model, rank, 1).backward()
+    alone = make_net()
+    loss_of(alone, rank, 1).backward()
+    assert_same(*({name: p.grad for name, p in net.named_parameters()} for net in (model, alone)))
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy)
+    ddp.zero_grad_buffer()
+    loss_of(ddp, rank, 0).backward()
+    finalize_model_grads([ddp])
+    assert_same(whole_grads(ddp), mean_over_ranks(make_net(), world))

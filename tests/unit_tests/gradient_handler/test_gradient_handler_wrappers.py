@@ -144,7 +144,7 @@ def test_a_sharded_gradient_that_outlives_its_wrapper_is_named(rank: int, world:
     ddp(10.0**rank).backward()
     finalize_model_grads([ddp])
     del ddp
-    with pytest.raises(GradientHandlerError, match="'w' is lost: it was sharded .* model.zero_grad()"):
+    with pytest.raises(GradientHandlerError, match="'w', which is gone: .* is deleted. Call model.zero_grad()"):
         DataParallelGradientHandler(bag, None).handle_gradient()
 
 

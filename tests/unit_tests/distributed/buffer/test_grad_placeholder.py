@@ -35,6 +35,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("read", READS)
 def test_no_read_reaches_memory_that_is_not_there(read: str) -> None:
-    grad = GradPlaceholder.of(nn.Parameter(torch.ones(300, 300)), "w", torch.float32)
+    owner = nn.Identity()
+    grad = GradPlaceholder.of(nn.Parameter(torch.ones(300, 300)), "w", torch.float32, owner)
     with pytest.raises((SyncError, RuntimeError), match="is not in `.grad` now|not supported for tensor subclasses"):
         READS[read](grad)
