@@ -145,11 +145,23 @@ class DistributedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate without reducing: for every backward of a step but the last. May be nested."""
-        self.reducer.no_sync_depth += 1
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self.reducer.no_sync_depth -= 1
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False while backward accumulates without reducing. torch DDP's switch, which loops such as nanoGPT's set.
+
+        It counts when backward runs. `no_sync` sets it for the time of a `with` block.
+        """
+        return self.reducer.no_sync_depth == 0
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, syncs: bool) -> None:
+        self.reducer.no_sync_depth = 0 if syncs else 1
 
     def start_grad_sync(self, *unused: Any, force_all_reduce: bool = False) -> None:
         """Launch every bucket that backward has not launched yet. Collective over the data group, asynchronous.

@@ -79,7 +79,7 @@ class StrategyParts(Base):
         """Backward; outside `no_backward_sync` all gradients are whole then. Collective there."""
         super().backward(tensor, module, *args, **kwargs)
         for model in self.wrapped:
-            if model.reducer.no_sync_depth == 0:
+            if model.require_backward_grad_sync:
                 finalize_new(model)
 
     def clip_gradients_norm(

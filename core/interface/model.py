@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from core.distributed.distributed_data_parallel import DistributedDataParallel
+
 # Attributes of a transformers model that are right on a part of it. A layer that is returned holds this rank's part.
 PASSED_ON = (
     *("config", "generation_config", "device", "dtype", "main_input_name", "base_model_prefix", "can_generate"),
@@ -53,6 +55,21 @@ class ModelWrapper(nn.Module):
         while isinstance(module, (ModelWrapper, nn.parallel.DistributedDataParallel)):
             module = module.module
         return module
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False while backward accumulates without reducing. torch DDP's switch; `no_sync` of the Booster sets it."""
+        return all(part.require_backward_grad_sync for part in self._reducing())
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, syncs: bool) -> None:
+        for part in self._reducing():
+            part.require_backward_grad_sync = syncs
+
+    def _reducing(self) -> list[Any]:
+        """Return the wrappers inside that reduce gradients."""
+        kinds = (nn.parallel.DistributedDataParallel, DistributedDataParallel)
+        return [part for part in self.modules() if isinstance(part, kinds)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""

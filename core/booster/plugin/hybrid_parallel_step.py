@@ -102,7 +102,7 @@ def run_pipeline(
     runner.forward_step = forward_step
     with model.failures_reported():
         if trains:
-            is_syncing = not any(chunk.reducer.no_sync_depth for chunk in model.wrapped)
+            is_syncing = all(chunk.require_backward_grad_sync for chunk in model.wrapped)
             outcome = runner.step(parts, finalize=is_syncing, activations=shape)
         else:
             outcome = runner.evaluate(parts, activations=shape)

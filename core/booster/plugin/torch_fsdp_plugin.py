@@ -49,6 +49,20 @@ from core.watch.waiting import waiting
 class TorchFSDPModel(ModelWrapper):
     """A model whose units are sharded; `module` is the user's own module, its parameters are DTensors now."""
 
+    _syncs = True
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False while backward keeps full gradients and reduces nothing. torch DDP's switch."""
+        return self._syncs
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, syncs: bool) -> None:
+        self._syncs = bool(syncs)
+        for part in self.modules():
+            if isinstance(part, FSDPModule):
+                part.set_requires_gradient_sync(self._syncs, recurse=False)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `generate`. Each forward gathers, so ranks continue until all texts have ended."""
         kwargs.setdefault("synced_gpus", True)

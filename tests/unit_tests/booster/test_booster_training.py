@@ -10,12 +10,15 @@ from tests.unit_tests.booster.booster_reference import (
     BOUNDS,
     MAX_NORM,
     assert_same_training,
+    mean_loss,
     new_model,
     one_backward,
     train,
     trained_on_one_process,
+    whole_weights,
 )
 from tests.unit_tests.ranks import ranks
+from tests.unit_tests.reference import batch
 
 PLUGINS = {"torch_ddp": TorchDDPPlugin, "torch_fsdp": TorchFSDPPlugin}
 
@@ -113,3 +116,30 @@ def test_adapters_that_are_injected_after_boost_are_refused_once_they_train(rank
     with pytest.raises(RuntimeError, match="second.lora_A.default.weight"):
         one_backward(booster, model, optimizer, rank)
         optimizer.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", ["torch_ddp", "torch_fsdp", "low_level_zero"])
+def test_nanogpts_switch_accumulates_under_every_plugin(rank: int, world: int, plugin: str) -> None:
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32") if plugin == "low_level_zero" else new_plugin(plugin))
+    net = new_model()
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    plain = new_model()
+    for microbatch in range(2):
+        model.require_backward_grad_sync = microbatch == 1
+        assert model.require_backward_grad_sync == (microbatch == 1)
+        one_backward(booster, model, optimizer, rank, microbatch)
+        if microbatch == 0:  # what this rank alone has computed, or nothing yet where full gradients are kept aside
+            inputs, targets = batch(rank, 0, torch.float32)
+            mean_loss(plain(inputs), targets).backward()
+            local = net.third.weight.grad
+            assert local is None if plugin == "torch_fsdp" else torch.allclose(local, plain.third.weight.grad)
+    optimizer.step()
+    expected = new_model()
+    for number in range(world):
+        for microbatch in range(2):
+            inputs, targets = batch(number, microbatch, torch.float32)
+            (mean_loss(expected(inputs), targets) / world).backward()
+    for name, param in expected.named_parameters():
+        assert param.grad.norm() > 1e-3, name
+        torch.testing.assert_close(whole_weights(model)[name].float(), param.detach() - 0.1 * param.grad)

@@ -72,3 +72,31 @@ def test_two_optimizer_instances_shard_inside_and_add_across(rank: int, world: i
         finalize_model_grads([ddp])
         assert torch.distributed.get_world_size(ddp.grad_buffers[0].buckets[0].groups.shard) == 2
         assert_same(whole_grads(ddp), expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nanogpts_switch_accumulates_as_no_sync_does(rank: int, world: int, strategy: str) -> None:
+    """`model.require_backward_grad_sync = last` before each microbatch, as its loop writes it for torch's wrapper."""
+    parallel_state.initialize_model_parallel()
+    model = make_net()
+    expected = mean_over_ranks(model, world, (0, 1, 2))
+    ddp = wrap(model, data_parallel_sharding_strategy=strategy, overlap_grad_reduce=True, bucket_size=60)
+    sent = {}
+    for way in ("one microbatch", "switch", "without", "switch"):
+        ddp.zero_grad_buffer()
+        for microbatch in (2,) if way == "one microbatch" else range(3):
+            if way == "switch":
+                ddp.require_backward_grad_sync = microbatch == 2
+            loss_of(ddp, rank, microbatch).backward()
+        finalize_model_grads([ddp])
+        sent[way] = ddp.step_report().bytes_sent
+        if way != "one microbatch":
+            assert_same(whole_grads(ddp), expected)
+    assert sent["switch"] == sent["one microbatch"] < sent["without"]
+    with ddp.no_sync():
+        assert not ddp.require_backward_grad_sync
+        with ddp.no_sync():
+            pass
+        assert not ddp.require_backward_grad_sync
+    assert ddp.require_backward_grad_sync
