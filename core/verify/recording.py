@@ -33,6 +33,7 @@ class Recorder:
         self.outputs: dict[Point, Tensor] = {}
         self.gradients: dict[Point, Tensor] = {}
         self.stale: dict[str, float] = {}
+        self.stale_inputs: dict[str, float] = {}  # counts if no output differs: the modules around may be given it too
         self.calls: dict[str, int] = {}
         self.inputs: dict[str, list[tuple[float, float]]] = {}  # by module: sum and size of what each call was given
         self.again: set[tuple[str, int]] = set()  # calls that were run again
@@ -54,6 +55,7 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stale = self.stale or self.stale_inputs
         for handle in self.handles:
             handle.remove()
 
@@ -87,7 +89,7 @@ class Recorder:
                 return
             off = [(abs(total - a) + abs(size - b)) / max(b, 1e-300) for a, b in known]
             if off and min(off) > 1e3 * torch.finfo(tensor.dtype).eps:
-                self.stale.setdefault(name, min(off))
+                self.stale_inputs.setdefault(name, min(off))
 
         return look
 
