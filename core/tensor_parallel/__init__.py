@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: split layers, the collectives between them, the split loss, random streams."""
+"""Tensor and sequence parallelism: split layers, their collectives, the split loss, and random streams."""
 
 from core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from core.tensor_parallel.data import broadcast_data

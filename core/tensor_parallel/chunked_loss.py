@@ -1,8 +1,8 @@
-"""Output layer and cross entropy over chunks of tokens: the logits of all tokens never exist.
+"""Output layer and cross entropy over chunks of tokens, without materializing all logits.
 
-Forward computes the logits of a chunk, keeps three numbers a token and drops them; backward computes them again. That
-is one product more of the output layer, for memory of one chunk instead of tokens x vocabulary. Autograd sees one
-function, so the weight is used, gathered (ZeRO-3) and given its gradient once.
+Forward computes the logits of a chunk, saves three numbers per token and frees the logits; backward recomputes them.
+This costs one more product of the output layer, and saves memory: one chunk of logits instead of tokens x vocabulary.
+Autograd sees a single function, so the weight is used, gathered (ZeRO-3) and given its gradient once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ from core.tensor_parallel.mappings import (
 WHOLE = 2**28  # by default logits of more elements than these are computed in chunks: 1 GiB in fp32
 CHUNK = 2**26  # elements of a default chunk
 
-Transform = Callable[[Tensor], Tensor]  # of logits, elementwise: a scale, a soft cap
+Transform = Callable[[Tensor], Tensor]  # elementwise function on logits: a scale, a soft cap
 
 
 def chunk_of(logits_chunk: int | None, tokens: int, columns: int) -> int:
-    """Tokens of a chunk for logits [tokens, columns] of this rank; 0 where they stay whole.
+    """Return the number of tokens per chunk, or 0 if the logits are computed in one piece.
 
-    logits_chunk: the option. None: in chunks where there are more than 2**28 elements. 0: never.
+    Args:
+        logits_chunk: Tokens per chunk. None uses chunks for more than 2**28 elements; 0 never does.
+        tokens: Number of tokens.
+        columns: Columns of this rank's logits.
     """
     if logits_chunk is None:
         return 0 if tokens * columns <= WHOLE else max(1, CHUNK // columns)
@@ -58,16 +61,31 @@ def chunked_cross_entropy(
     tp_group: dist.ProcessGroup | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> Tensor:
-    """Loss of each token [...], as vocab_parallel_cross_entropy of transform(hidden @ weight^T + bias) gives it.
+    """Compute the loss of each token without materializing all logits.
 
-    hidden: [..., features], equal on all ranks of the tensor-parallel group; its gradient here is this rank's part of a
-        sum over the group. weight: [columns, features], this rank's rows of the vocabulary; bias: [columns].
-    target: [...], token ids of the whole vocabulary, equal on all ranks. chunk: tokens whose logits exist at a time.
-    transform: what a model does to its logits, elementwise.
-    The gradient of a 16-bit weight is added up in fp32, and given in fp32 to a parameter whose `grad_dtype` is that.
-    gradient_accumulation_fusion: add it straight to `weight.main_grad` where there is one.
-    vocab_size, multiple, tp_group, pg_collection: as in vocab_parallel_cross_entropy. ValueError for shapes and ids
-    that do not fit. Collective over the tensor-parallel group: two small all-reduces, for any number of chunks.
+    Equals `vocab_parallel_cross_entropy` of transform(hidden @ weight^T + bias). Collective over the tensor-parallel
+    group: two small all-reduces, for any number of chunks. The gradient of a 16-bit weight is accumulated in fp32, and
+    returned in fp32 if the parameter's `grad_dtype` is fp32.
+
+    Args:
+        hidden: [..., features], equal on all ranks of the tensor-parallel group. Its gradient is this rank's part of a
+            sum over the group.
+        weight: [columns, features], this rank's rows of the vocabulary.
+        target: [...], token ids of the full vocabulary, equal on all ranks.
+        chunk: Tokens whose logits exist at a time.
+        bias: [columns].
+        transform: The model's elementwise function on its logits.
+        vocab_size: See `vocab_parallel_cross_entropy`.
+        multiple: See `vocab_parallel_cross_entropy`.
+        gradient_accumulation_fusion: Add the weight gradient directly to `weight.main_grad`, if any.
+        tp_group: Tensor-parallel group. Defaults to the group in `pg_collection`.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+
+    Returns:
+        The losses, [...].
+
+    Raises:
+        ValueError: If shapes do not match, if ids are out of range, or if `chunk` is below 1.
     """
     if tp_group is None:
         tp_group = resolve_groups(pg_collection).tp
@@ -143,13 +161,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 add_product(grad_weight, grad_logits, part)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(dim=0, dtype=grad_bias.dtype)
-            del grad_logits  # before those of the next chunk are made
+            del grad_logits  # free this chunk's memory before the next chunk is computed
         given = None if grad_weight is None or main_grad is not None else _given(grad_weight, ctx.parameter)
         return grad_hidden, given, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 6
 
 
 def rows_of_chunks(tokens: int, chunk: int) -> Iterator[slice]:
-    """The rows of each chunk. In the plan of a run one stands for all whole ones."""
+    """Yield the rows of each chunk. The planner replaces all full chunks by one."""
     return (slice(begin, begin + chunk) for begin in range(0, tokens, chunk))
 
 
@@ -167,9 +185,9 @@ def _numbers_of_tokens(
     valid: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token of a chunk: the logit of its target, the largest one, the sum of exp(logit - largest).
+    """Return each token's target logit, its largest logit, and the sum of exp(logit - largest).
 
-    The logits exist in this function alone, so those of two chunks never exist together.
+    The logits exist only in this function, so two chunks of logits never exist at once.
     """
     logits = _logits(part, weight, bias, transform).to(dtype)
     logits[:, valid:] = -torch.inf
@@ -190,7 +208,10 @@ def _grad_of_logits(
     factor: Tensor,
     valid: int,
 ) -> Tensor:
-    """Gradient of a chunk's logits before `transform`, in their dtype: factor * exp(logit - largest), less the hits."""
+    """Return the gradient of a chunk's logits before `transform`, in their dtype.
+
+    It is factor * exp(logit - largest), minus the hits.
+    """
     raw = F.linear(part, weight, bias)
     with torch.enable_grad():
         raw.requires_grad_(transform is not None)
@@ -208,26 +229,33 @@ def _grad_of_logits(
 
 
 def _zeros_to_add_to(parameter: Tensor) -> Tensor:
-    """Memory for a gradient that is a sum over chunks: of 16 bits it would be rounded once for each."""
+    """Allocate zeros of at least fp32 for a sum over chunks; 16 bits would round once per chunk."""
     return torch.zeros(
         parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device
     )
 
 
 def _given(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A parameter's gradient in the dtype that autograd adds up."""
+    """Cast a gradient to the dtype in which autograd accumulates it."""
     return gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
 
 
 class OutputLayer(ColumnParallelLinear):
-    """The output layer of a language model; given labels, it gives losses, and its logits exist a chunk at a time."""
+    """Output layer of a language model that can compute losses with chunked logits."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, *, target: Tensor | None = None, chunk: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """(logits or losses, None). target: [s, b], token ids; with it the losses [s, b] of `chunk` tokens at a time.
+        """Compute logits, or losses if `target` is given.
 
-        Otherwise as ColumnParallelLinear.
+        Args:
+            input_: See `ColumnParallelLinear.forward`.
+            weight: See `ColumnParallelLinear.forward`.
+            target: [s, b], token ids.
+            chunk: Tokens whose logits exist at a time.
+
+        Returns:
+            With `target`, the losses [s, b] and None. Otherwise the result of `ColumnParallelLinear.forward`.
         """
         if target is None:
             return super().forward(input_, weight)

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is split over tensor parallelism; the whole row never exists on one rank."""
+"""Cross entropy of logits whose vocabulary is split over tensor parallelism, without gathering them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,27 @@ def vocab_parallel_cross_entropy(
     multiple: int = 1,
     pg_collection: ProcessGroups | None = None,
 ) -> Tensor:
-    """Loss of each token, in the logits' dtype, at least fp32. Collective over the tensor-parallel group.
+    """Compute the loss of each token, in the logits' dtype or fp32 if that is wider.
 
-    vocab_parallel_logits: [..., ceil(vocab_size / tp)], this rank's part of the vocabulary; the last ranks' columns
-        beyond vocab_size are padding and take no part.
-    target: [...], token ids of the whole vocabulary, equal on all ranks of the group.
-    label_smoothing: this share of the target's weight is spread evenly over the vocabulary, as in torch.
-    tp_group, pg_collection: the group, or where to find it; by default parallel_state's, and no group without one.
-    vocab_size: may be left out without tensor parallelism. With it, the size distinguishes a rank's part of the logits
-        from gathered ones, whose loss would be too large by log(tp) without any error.
-    multiple: this rank's columns are padded to a multiple of that.
-    Raises ValueError when the shape of the logits is not that of this rank's part.
+    Collective over the tensor-parallel group.
+
+    Args:
+        vocab_parallel_logits: [..., ceil(vocab_size / tp)], this rank's part of the vocabulary. On the last ranks,
+            columns beyond `vocab_size` are padding and are ignored.
+        target: [...], token ids of the full vocabulary, equal on all ranks of the group.
+        label_smoothing: Share of the target's weight that is spread evenly over the vocabulary, as in torch.
+        tp_group: Tensor-parallel group. Defaults to the group in `pg_collection`.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        vocab_size: Size of the full vocabulary; optional without tensor parallelism. It distinguishes this rank's part
+            of the logits from gathered logits, whose loss would silently be too large by log(tp).
+        multiple: This rank's columns are padded to a multiple of this number.
+
+    Returns:
+        The losses, [...].
+
+    Raises:
+        ValueError: If the logits do not have the shape of this rank's part, if `target` does not match them, or if
+            `label_smoothing` is not in [0, 1).
     """
     if tp_group is None:
         tp_group = resolve_groups(pg_collection).tp
@@ -56,7 +66,19 @@ def check_target(
     tp_group: dist.ProcessGroup | None,
     multiple: int = 1,
 ) -> int:
-    """The size of the vocabulary. ValueError unless this rank has `columns` of it, and `target` is ids of `shape`."""
+    """Check the target ids and this rank's columns, and return the size of the vocabulary.
+
+    Args:
+        columns: Columns of this rank's logits.
+        shape: Expected shape of `target`.
+        target: Token ids.
+        vocab_size: Size of the full vocabulary; optional without tensor parallelism.
+        tp_group: Tensor-parallel group.
+        multiple: This rank's columns are padded to a multiple of this number.
+
+    Raises:
+        ValueError: If the columns, the shape or the ids do not match the vocabulary.
+    """
     size = group_size(tp_group)
     if vocab_size is None:
         if size > 1:
@@ -88,12 +110,15 @@ def check_target(
 
 
 def largest_of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The elementwise maximum of all ranks' values. Collective over the group."""
+    """Return the elementwise maximum of all ranks' values. Collective over the group."""
     return all_reduce(values, group, dist.ReduceOp.MAX)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Two collectives: the largest logit; the sums of exponentials, of predicted logits and, smoothing, of all."""
+    """Cross entropy with two all-reduces: the maximum logit, then all sums together.
+
+    The sums are over exponentials, target logits and, with label smoothing, all logits.
+    """
 
     @staticmethod
     def forward(

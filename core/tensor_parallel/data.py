@@ -1,4 +1,4 @@
-"""broadcast_data: a batch that the first rank of a tensor-parallel group has read, on all of its ranks."""
+"""Broadcast of a batch from the first rank of a tensor-parallel group to all of its ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,21 @@ from core.watch.waiting import waiting
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, tp_group: Any = None
 ) -> dict[str, Tensor]:
-    """The first rank's tensors on every rank of a tensor-parallel group. Collective over it.
+    """Broadcast the first rank's tensors over a tensor-parallel group.
 
-    data: read on the first rank alone. ValueError, on all ranks, for a tensor of another dtype.
+    Collective: all ranks of the group must call it.
+
+    Args:
+        keys: Names of the tensors to send.
+        data: The batch; read on the first rank only.
+        datatype: Dtype of all tensors.
+        tp_group: Tensor-parallel group. Defaults to the group of `parallel_state`.
+
+    Returns:
+        The tensors by name, on every rank.
+
+    Raises:
+        ValueError: On all ranks, if a tensor has another dtype.
     """
     group = resolve_groups(None).tp if tp_group is None else tp_group
     given: Any = data if group_rank(group) == 0 else None

@@ -1,12 +1,13 @@
-"""Dataflow: follows one forward of a model over tensor parallelism, and finds what a partial gradient reaches.
+"""Dataflow analysis of one forward over tensor parallelism: finds parameters that get partial gradients.
 
-Tensors that come from split parameters differ between tensor-parallel ranks until a seam sums or gathers them. A whole
-parameter that meets one of them (the norm of queries, a learned activation) has a gradient that is a part of a sum. A
-whole activation that meets one without a seam sends a partial gradient to everything before it: the model is wrong.
+Tensors computed from split parameters differ between tensor-parallel ranks until a seam sums or gathers them. If a
+replicated parameter (the norm of queries, a learned activation) is combined with such a tensor, its gradient is a
+partial sum. If a replicated activation is combined with one outside a seam, it sends a partial gradient to everything
+before it, and the model is wrong.
 
-This is not a tracer: the model runs unchanged, and each torch function is looked at as it passes. A seam is a forward
-that calls the collectives of `core.tensor_parallel.mappings`; while it is watched its attribute `watch` is the
-Dataflow, and it says what it has done.
+This is not a tracer: the model runs unchanged, and each torch function is inspected as it runs. A seam is a forward
+that calls the collectives of `core.tensor_parallel.mappings`. During the analysis its attribute `watch` is the
+Dataflow, to which it reports its operations.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ from torch.overrides import TorchFunctionMode
 from core.distributed.buffer.grad_placeholder import tensors_in
 
 COPIED = frozenset([""])  # no parameter has this name
-ATTENTION = "scaled_dot_product_attention"  # it drops weights of its own
+ATTENTION = "scaled_dot_product_attention"  # applies dropout to its attention weights
 
 
 class Dataflow(TorchFunctionMode):
-    """Records where whole parameters meet split activations in the forward that runs inside it.
+    """Mode that records which replicated parameters are combined with split activations in a forward.
 
-    partial: parameters that meet split tensors. complete: parameters that are used where all ranks compute the same.
-    A parameter may be both. drops: modules that drop elements of split tensors, and those that drop of whole ones,
-    children not counted. faults: what no contract can make right, such as a whole activation that meets a split
-    tensor, each in a sentence.
+    Attributes:
+        partial: Parameters that are combined with split tensors.
+        complete: Parameters used in computations that are equal on all ranks. A parameter may be both.
+        drops: Modules that apply dropout, without their children: True for split tensors, False for replicated ones.
+        faults: Errors that no contract can correct, one sentence each. For example, a replicated activation combined
+            with a split tensor.
 
-    States of a tensor: split, by its storage, so that views and in-place writes are seen; copied (a seam sums its
-    gradient); or whole. `_roots` are the parameters that a tensor is made of since (as in `1 + weight`), where nothing
-    else that learns takes part: what the tensor meets next is what they meet. COPIED among them: a seam's copy is, too.
+    A tensor is in one of three states: split (tracked by storage, so views and in-place writes are covered), copied (a
+    seam sums its gradient), or replicated. `_roots` maps a tensor to the parameters it was computed from (as in `1 +
+    weight`), if no other trainable tensor was involved. Anything combined with the tensor is then combined with these
+    parameters. COPIED among them marks the copy of a seam.
     """
 
     def __init__(self, model: nn.Module, split: Iterable[nn.Parameter]) -> None:
@@ -43,11 +47,11 @@ class Dataflow(TorchFunctionMode):
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.partial: set[str] = set()
         self.complete: set[str] = set()
-        self.drops: dict[bool, set[str]] = {True: set(), False: set()}  # by whether what they drop of is split
+        self.drops: dict[bool, set[str]] = {True: set(), False: set()}  # key: True if the tensor is split
         self.faults: list[str] = []
         self._split = {id(parameter) for parameter in split}
         self._split_storages: dict[int, Tensor] = {}
-        self._tails: dict[int, tuple[Tensor, int]] = {}  # copied are only the last features of these
+        self._tails: dict[int, tuple[Tensor, int]] = {}  # tensors with only their last features in state copied
         self._roots: dict[int, tuple[Tensor, frozenset[str]]] = {}
         self._where: list[str] = []
         self._is_paused = False
@@ -61,13 +65,13 @@ class Dataflow(TorchFunctionMode):
         ]
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing is looked at: a seam says itself what has come out."""
+        """Suspend the analysis inside the block; a seam reports its own result."""
         self._is_paused = True
         try:
             yield
@@ -77,7 +81,15 @@ class Dataflow(TorchFunctionMode):
     # -- reports of seams -----------------------------------------------------------------------------------------
 
     def enter(self, whole: Tensor, copied: Tensor) -> Tensor:
-        """A seam has made a copy whose gradient it sums. Returns the copy; a new tensor where there is one rank."""
+        """Record a seam's copy, whose gradient the seam sums.
+
+        Args:
+            whole: The replicated input.
+            copied: The seam's copy of it.
+
+        Returns:
+            The copy; a new tensor if there is one rank.
+        """
         if copied is whole:
             copied = whole.view_as(whole)
         if self._roots_of(whole) >= COPIED:
@@ -87,12 +99,12 @@ class Dataflow(TorchFunctionMode):
         return copied
 
     def cut(self, whole: Tensor, part: Tensor) -> None:
-        """A seam has taken this rank's part of an input, and gathers its gradient."""
+        """Record that a seam has taken this rank's part of an input, and gathers its gradient."""
         self._must_be_whole(whole)
         self._mark_split(part)
 
     def leave(self, before: Tensor, after: Tensor) -> None:
-        """A seam has summed or gathered an output: it is whole from here."""
+        """Record that a seam has summed or gathered an output, which is replicated from here on."""
         if not self._is_split(before):
             self._fault("sums or gathers its output over tp, which is whole already")
         place = _storage_of(after)
@@ -101,19 +113,19 @@ class Dataflow(TorchFunctionMode):
         self._roots.pop(id(after), None)
 
     def leave_split(self, output: Tensor) -> None:
-        """A seam that sums the gradient of its input has made an output that stays this rank's part."""
+        """Record a split output of a seam that sums the gradient of its input."""
         if not self._is_split(output):
             self._fault("sums the gradient of its input over tp, and its output is whole")
 
     def select(self, whole: Tensor, part: Tensor) -> None:
-        """A seam has taken this rank's heads of an output that every rank computes whole."""
+        """Record that a seam has taken this rank's heads of a replicated output."""
         if whole.requires_grad:
             self._meet([whole], "a selection of heads")
         self._roots.pop(id(part), None)
         self._mark_split(part)
 
     def copy_tail(self, before: Tensor, after: Tensor, features: int) -> None:
-        """A seam sums the gradient of an output's last features."""
+        """Record that a seam sums the gradient of an output's last features."""
         self._must_be_whole(before)
         self._roots.pop(id(after), None)
         self._tails[id(after)] = after, features
@@ -128,7 +140,7 @@ class Dataflow(TorchFunctionMode):
         if sentence not in self.faults:
             self.faults.append(sentence)
 
-    # -- what passes -----------------------------------------------------------------------------------------------
+    # -- torch functions -------------------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -158,7 +170,7 @@ class Dataflow(TorchFunctionMode):
         return output
 
     def _meet(self, learned: list[Tensor], function: str) -> None:
-        """Gradients of these come from this rank's part of something."""
+        """Record that the gradients of these tensors come from this rank's part of a computation."""
         for tensor in learned:
             if self._is_split(tensor):
                 continue
@@ -171,7 +183,7 @@ class Dataflow(TorchFunctionMode):
                 )
 
     def _pass(self, inputs: list[Tensor], learned: list[Tensor], outputs: list[Tensor]) -> None:
-        """Nothing here is split."""
+        """Propagate the roots through a function without split inputs."""
         tail = next((self._tails[id(tensor)] for tensor in inputs if id(tensor) in self._tails), None)
         if tail is not None:
             for tensor in outputs:
@@ -179,7 +191,7 @@ class Dataflow(TorchFunctionMode):
                     self._roots[id(tensor)] = tensor, COPIED
             return
         roots = frozenset[str]().union(*(self._roots_of(tensor) for tensor in learned))
-        if not all(self._roots_of(tensor) for tensor in learned):  # each gradient that comes here is that of all ranks
+        if not all(self._roots_of(tensor) for tensor in learned):  # every gradient here is equal on all ranks
             self.complete |= roots - COPIED
             if roots >= COPIED:
                 self._fault("mixes a whole activation with one whose gradient a seam sums")
@@ -198,14 +210,17 @@ class Dataflow(TorchFunctionMode):
         return id(tensor) in self._split or _storage_of(tensor) in self._split_storages
 
     def _roots_of(self, tensor: Tensor) -> frozenset[str]:
-        """Parameters, and COPIED, that a whole tensor is made of; none where something else that learns takes part."""
+        """Return the parameters (and COPIED) that a replicated tensor was computed from.
+
+        Empty if another trainable tensor was involved.
+        """
         if id(tensor) in self.names:
             return frozenset([self.names[id(tensor)]])
         return self._roots[id(tensor)][1] if id(tensor) in self._roots else frozenset()
 
 
 def _is_tail(part: Tensor, whole: Tensor, features: int) -> bool:
-    """True if `part` begins in the last features of `whole`, of which it is a view; no view counts as one."""
+    """True if `part` starts in the last features of `whole`, or is not a view of it."""
     if _storage_of(part) != _storage_of(whole):
         return True
     width = whole.shape[-1]
@@ -213,7 +228,10 @@ def _is_tail(part: Tensor, whole: Tensor, features: int) -> bool:
 
 
 def _storage_of(tensor: Tensor) -> int | None:
-    """Address of its memory; None if it has none: it is empty, or a stand-in inside torch.vmap (masks)."""
+    """Return the address of a tensor's memory.
+
+    None if it has no memory: it is empty, or a placeholder inside torch.vmap (masks).
+    """
     try:
         storage = tensor.untyped_storage()
         if storage.device.type == "meta":  # a tensor without values has no place; its storage is one object
@@ -224,10 +242,18 @@ def _storage_of(tensor: Tensor) -> int | None:
 
 
 def run_watched(model: nn.Module, split: Iterable[nn.Parameter], example: dict[str, Any]) -> Dataflow:
-    """One forward of a model on an example, watched; random streams, mode and gradients are left as they were.
+    """Run one forward of a model under dataflow analysis.
 
-    Seams are forwards on instances of modules that have an attribute `watch`. Collective over the tensor-parallel group
-    where the model is split over one.
+    Seams are forwards set on module instances that have an attribute `watch`. Random streams, training mode and
+    gradients are restored. Collective over the tensor-parallel group if the model is split.
+
+    Args:
+        model: Model to run, in eval mode.
+        split: Parameters of which each rank holds a slice.
+        example: Keyword arguments of the model's forward.
+
+    Returns:
+        The analysis, with the hooks removed.
     """
     forwards = [vars(module).get("forward") for module in model.modules()]
     seams: list[Any] = [forward for forward in forwards if hasattr(forward, "watch")]

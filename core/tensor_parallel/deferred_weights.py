@@ -1,8 +1,8 @@
-"""Weight gradients put off: backward queues the products of linear layers, and a pipeline schedule runs them later.
+"""Deferred weight gradients: backward queues the matrix products, and a pipeline schedule runs them later.
 
-Zero-bubble schedules (arXiv:2401.10241) fill waiting time with them. Everything else of a backward pass, biases and
-norms and what no layer of ours computes, is done in the pass itself, so any module is right under such a schedule and
-one built from our layers gains from it.
+Zero-bubble schedules (arXiv:2401.10241) fill idle time with these products. All other gradients (biases, norms, other
+people's layers) are computed during the backward pass. So any module is correct under such a schedule, and a module
+built from our layers also gets faster.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from contextlib import contextmanager
 
 WeightWork = list[Callable[[], None]]
 
-_queue: WeightWork | None = None  # of the backward that is running; a process runs one at a time
+_queue: WeightWork | None = None  # queue for the running backward; a process runs one at a time
 
 
 def current_queue() -> WeightWork | None:
-    """Queue for weight gradients of a linear layer's backward; None if they are computed at once."""
+    """Return the queue for weight gradients, or None if backward computes them immediately."""
     return _queue
 
 
 @contextmanager
 def deferred_weight_gradients() -> Iterator[WeightWork]:
-    """Backward passes inside leave weight gradients in the list that this yields; call each entry once, in order.
+    """Queue the weight gradients of backward passes inside the block.
 
-    With sequence parallelism an entry gathers its input: all ranks of a tensor-parallel group call theirs alike.
+    Yields:
+        The list of deferred products. Call each entry once, in order. With sequence parallelism an entry all-gathers
+        its input, so all ranks of a tensor-parallel group must call their entries in the same order.
     """
     global _queue
     before, _queue = _queue, []

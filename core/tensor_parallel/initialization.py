@@ -1,4 +1,4 @@
-"""Weights that are the same for every layout: the whole master weight is drawn, then each rank keeps its slice."""
+"""Layout-independent initialization: every rank draws the full master weight and keeps its slice."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ InitMethod = Callable[[Tensor], object]
 
 
 def normal_init(std: float) -> InitMethod:
-    """Draw from a normal distribution around zero."""
+    """Return an initializer that draws from a normal distribution with mean zero."""
     return lambda weight: nn.init.normal_(weight, mean=0.0, std=std)
 
 
 def draw_master(shape: tuple[int, ...], init_method: InitMethod, name: str | None, seed: int) -> Tensor:
-    """The whole weight in fp32 on the CPU, for use in any dtype, device and layout.
+    """Draw a full weight in fp32 on the CPU, identical for any dtype, device and layout.
 
-    name: the parameter's path in the whole model; with `seed` it alone decides the numbers. None draws from torch's
-    default CPU generator, which the ranks of a tensor-parallel group must then have seeded alike.
+    Args:
+        shape: Shape of the full weight.
+        init_method: Initializes a tensor in place.
+        name: Path of the parameter in the full model; `seed` and `name` alone determine the values. None draws from
+            torch's default CPU generator, which all ranks of a tensor-parallel group must have seeded equally.
+        seed: Seed of the job.
     """
     master = torch.empty(shape, dtype=torch.float32, device="cpu")
     with torch.no_grad():
@@ -35,16 +39,22 @@ def draw_master(shape: tuple[int, ...], init_method: InitMethod, name: str | Non
 
 
 def rows_on_rank(length: int, size: int, multiple: int = 1) -> int:
-    """Part of a dimension of `length` that each of `size` ranks holds, with padding: a multiple of `multiple`."""
+    """Return the padded part of a dimension that each of `size` ranks holds, a multiple of `multiple`."""
     return -(-length // (size * multiple)) * multiple
 
 
 def tensor_parallel_slice(master: Tensor, dim: int, size: int, rank: int, stride: int = 1, multiple: int = 1) -> Tensor:
-    """Part of a master weight that rank `rank` of `size` keeps when it is split along `dim`.
+    """Return the slice of a master weight that one tensor-parallel rank holds.
 
-    stride: the master's `dim` is this many parts (2 for SwiGLU's gate and up), each of which is split for itself.
-    A dimension that does not divide is padded with zeros at its end (a vocabulary), so that a rank's part is a multiple
-    of `multiple`.
+    A dimension that does not divide evenly (a vocabulary) is padded with zeros at its end.
+
+    Args:
+        master: Full weight.
+        dim: Dimension to split.
+        size: Number of ranks.
+        rank: Index of the rank.
+        stride: Number of parts of `dim` that are split separately (2 for SwiGLU's gate and up).
+        multiple: A rank's rows are padded to a multiple of this number.
     """
     parts = master.chunk(stride, dim) if stride > 1 else (master,)
     return torch.cat([_slice(part, dim, size, rank, multiple) for part in parts], dim)
@@ -62,6 +72,15 @@ def _slice(part: Tensor, dim: int, size: int, rank: int, multiple: int) -> Tenso
 
 
 def tensor_parallel_join(slices: list[Tensor], dim: int, stride: int = 1) -> Tensor:
-    """The master weight (or its gradient) from the ranks' slices, in rank order; padding stays at the end."""
+    """Join the ranks' slices to the master weight (or its gradient).
+
+    Args:
+        slices: Slices in rank order.
+        dim: Dimension along which they were split.
+        stride: Number of parts of `dim` that were split separately.
+
+    Returns:
+        The full tensor, with any padding still at its end.
+    """
     parts = [piece.chunk(stride, dim) for piece in slices]
     return torch.cat([part[i] for i in range(stride) for part in parts], dim)

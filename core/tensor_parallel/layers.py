@@ -1,7 +1,7 @@
-"""Linear layers and the embedding, split over tensor parallelism: by output or input features, by vocabulary.
+"""Linear layers and an embedding split over tensor parallelism: by output, by input features, or by vocabulary.
 
-Parameters carry what the gradient contract reads: `tensor_model_parallel`, `partition_dim`, `partition_stride` where
-ranks hold slices, `sequence_parallel` where they hold replicas. Without a tensor-parallel group nothing is split.
+The gradient contract reads the attributes `tensor_model_parallel`, `partition_dim` and `partition_stride` of split
+parameters, and `sequence_parallel` of replicated ones. Without a tensor-parallel group nothing is split.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ from core.tensor_parallel.mappings import (
 def set_tensor_model_parallel_attributes(
     param: nn.Parameter, is_parallel: bool, dim: int, stride: int, length: int | None = None
 ) -> None:
-    """Say how a parameter is split: along `dim`, in `stride` parts each split for itself; or that it is not.
+    """Record on a parameter if and how it is split over tensor parallelism.
 
-    length: of `dim` in the whole model, where padding makes the ranks hold more together.
+    Args:
+        dim: Dimension along which it is split.
+        stride: Number of parts of `dim` that are split separately (2 for SwiGLU's gate and up).
+        length: Size of `dim` in the full model, if the ranks' slices include padding.
     """
     param.tensor_model_parallel = is_parallel
     param.partition_dim = dim
@@ -53,12 +56,12 @@ def set_tensor_model_parallel_attributes(
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
-    """The smallest size that holds the vocabulary and that every rank gets an equal part of."""
+    """Return the smallest size that is at least `vocab_size` and divisible by `tensor_parallel_size`."""
     return -(-vocab_size // tensor_parallel_size) * tensor_parallel_size
 
 
 class _ParallelLayer(nn.Module):
-    """Base of the three layers: their group, and weights sliced from a master."""
+    """Base class of the three layers: their group, and weights sliced from a master weight."""
 
     def __init__(
         self, config: ModelParallelConfig, tp_group: dist.ProcessGroup | None, pg_collection: ProcessGroups | None
@@ -86,16 +89,23 @@ class _ParallelLayer(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLayer):
-    """Y = X A^T + b with the output features of A split: each rank computes its columns of Y.
+    """Linear layer Y = X A^T + b with the output features of A split over tensor parallelism.
 
-    input_size, output_size: those of the whole layer. Input: [s, b, input_size], or [s / tp, b, input_size] under
-    sequence parallelism; output: [s, b, output_size / tp], or the whole with gather_output.
-    stride: the output is this many parts that are split each for itself (2 for SwiGLU's gate and up).
-    skip_bias_add: return the bias instead of adding it.
-    skip_weight_param_allocation: the weight comes with each forward.
-    allow_padding: an output_size that does not divide by tp is padded with zero rows (a vocabulary).
-    tp_group, pg_collection: the group, or where to find it; by default parallel_state's, and no group without one.
-    name: the module's path in the whole model, which seeds its weight; None draws from torch's default CPU generator.
+    Input: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism. Output: [s, b, output_size / tp].
+
+    Args:
+        input_size, output_size: Features of the full layer.
+        config: Model-parallel configuration.
+        init_method: Initializes the full weight in place.
+        bias: Add a bias.
+        gather_output: All-gather the output features to [s, b, output_size].
+        stride: Number of parts of the output that are split separately (2 for SwiGLU's gate and up).
+        skip_bias_add: Return the bias instead of adding it.
+        skip_weight_param_allocation: Create no weight; each forward passes one.
+        allow_padding: Pad an `output_size` that tp does not divide with zero rows (for a vocabulary).
+        tp_group: Tensor-parallel group. Defaults to the group in `pg_collection`.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        name: Path of the module in the full model, which seeds its weight. None draws from torch's CPU generator.
     """
 
     def __init__(
@@ -141,7 +151,12 @@ class ColumnParallelLinear(_ParallelLayer):
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride, output_size)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(output, bias if it was not added). weight: used instead of the layer's own (a tied embedding)."""
+        """Return the output, and the bias if it was not added (else None).
+
+        Args:
+            input_: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism.
+            weight: Weight to use instead of the layer's own, such as a tied embedding.
+        """
         weight = self.weight_for(weight)
         output = linear_with_grad_accumulation_and_async_allreduce(
             input_,
@@ -157,7 +172,7 @@ class ColumnParallelLinear(_ParallelLayer):
         return output, self.bias if self.skip_bias_add else None
 
     def weight_for(self, given: Tensor | None) -> Tensor:
-        """The weight of a forward: the one given, or else the layer's own. RuntimeError for none or another shape."""
+        """Return `given`, or else the layer's own weight; RuntimeError if there is none or its shape is wrong."""
         weight = self.weight if given is None else given
         if weight is None:
             raise RuntimeError(
@@ -172,11 +187,15 @@ class ColumnParallelLinear(_ParallelLayer):
 
 
 class RowParallelLinear(_ParallelLayer):
-    """Y = X A^T + b with the input features of A split: the ranks' partial Y are summed, then the bias is added.
+    """Linear layer Y = X A^T + b with the input features of A split over tensor parallelism.
 
-    Input: [s, b, input_size / tp], or the whole with input_is_parallel=False; output: [s, b, output_size], or
-    [s / tp, b, output_size] under sequence parallelism. The bias is a replica; under sequence parallelism it sees this
-    rank's positions only, so its gradient is partial. Arguments as in ColumnParallelLinear.
+    Partial outputs are summed before the bias is added. Output: [s, b, output_size], or [s / tp, b, output_size] under
+    sequence parallelism. There the bias, a replica, is applied to this rank's positions only, so its gradient is
+    partial.
+
+    Args:
+        input_is_parallel: True for an input [s, b, input_size / tp], False for [s, b, input_size].
+        stride: Number of parts of the input that are split separately. All other arguments: see `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -214,7 +233,7 @@ class RowParallelLinear(_ParallelLayer):
             self.bias.sequence_parallel = self.sequence_parallel
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(output, bias if it was not added)."""
+        """Return the output, and the bias if it was not added (else None)."""
         if not self.input_is_parallel and self.tp_size > 1:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         output = linear_with_grad_accumulation_and_async_allreduce(
@@ -236,13 +255,15 @@ class RowParallelLinear(_ParallelLayer):
 
 
 class VocabParallelEmbedding(_ParallelLayer):
-    """An embedding whose rows (the vocabulary) are split; a size that does not divide by tp is padded with zero rows.
+    """Embedding whose rows (the vocabulary, padded with zero rows to a multiple of tp) are split over tensor
+    parallelism.
 
-    Input: token ids [b, s], equal on all ranks of the group; output: [b, s, embedding_dim], or with
-    reduce_scatter_embeddings [s, b, embedding_dim] split along the sequence. The rest as in ColumnParallelLinear.
+    Input: token ids [b, s], equal on all ranks. With `gradient_accumulation_fusion` only this batch's gradient rows are
+    added to `main_grad`; autograd would add a gradient of the full vocabulary, mostly zeros.
 
-    With gradient_accumulation_fusion the rows of this batch are added straight into `main_grad`: autograd would make a
-    gradient of the whole vocabulary, zeros mostly, and add all of it.
+    Args:
+        reduce_scatter_embeddings: Return [s, b, embedding_dim] split along the sequence instead of [b, s,
+            embedding_dim].
     """
 
     def __init__(
@@ -266,7 +287,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         self.weight = self._new_weight((num_embeddings, embedding_dim), 0, 1, init_method, name)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Embeddings of token ids. ValueError for an id outside the vocabulary (on a GPU torch's device assertion)."""
+        """Look up token ids; ValueError if an id is outside the vocabulary (on a GPU torch's device assertion)."""
         outside = (input_ < 0) | (input_ >= self.num_embeddings)
         if input_.device.type == "cpu" and bool(outside.any()):
             raise ValueError(
@@ -292,7 +313,7 @@ class VocabParallelEmbedding(_ParallelLayer):
 
 
 class _Rows(torch.autograd.Function):
-    """F.embedding, whose gradient is added into the weight's main_grad where there is one."""
+    """F.embedding whose gradient is added to the weight's `main_grad`, if any."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
@@ -330,11 +351,12 @@ def linear_with_grad_accumulation_and_async_allreduce(
     sequence_parallel: bool,
     tp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """input @ weight^T + bias; in backward communication runs during the weight gradient's product.
+    """Compute input @ weight^T + bias; backward overlaps its collective with the product of the weight gradient.
 
-    gradient_accumulation_fusion: add the weight's gradient straight into `weight.main_grad` where there is one.
-    allreduce_dgrad: the input is replicated, its gradient is summed over the group.
-    sequence_parallel: the input is [s / tp, ...]; it is gathered, in backward again, and its gradient reduce-scattered.
+    Args:
+        gradient_accumulation_fusion: Add the weight gradient directly to `weight.main_grad`, if any.
+        allreduce_dgrad: The input is replicated; backward all-reduces its gradient. Excludes `sequence_parallel`.
+        sequence_parallel: All-gather the input [s / tp, ...] (again in backward) and reduce-scatter its gradient.
     """
     if allreduce_dgrad and sequence_parallel:
         raise ValueError("allreduce_dgrad and sequence_parallel exclude each other: a gradient is summed once")
@@ -407,11 +429,11 @@ def _weight_gradient(parameter: Tensor | None, grad: Tensor, input: Tensor) -> T
 
 
 def main_grad_of(parameter: Tensor) -> Tensor | None:
-    """The memory that the wrapper keeps a parameter's gradient in, where the running backward may add to it.
+    """Return the wrapper's gradient buffer for a parameter, if the running backward may add to it.
 
-    The wrapper's main_grad is the parameter's .grad. A main_grad that is not (the user cleared .grad, or keeps another
-    buffer) is left alone: autograd's own accumulation is always right. That it is also says where the gradient lies, so
-    grad_added_to_main_grad is not set: it would outlive a zero_grad() that drops the gradient.
+    None if `main_grad` is not the parameter's `.grad` (the user cleared `.grad`, or uses another buffer): autograd's
+    own accumulation is always correct. `grad_added_to_main_grad` is not set; it would outlive a zero_grad() that drops
+    it.
     """
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     if main_grad is None or parameter.grad is not main_grad or not _is_accumulated(parameter):
@@ -420,11 +442,10 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
 
 
 def _is_accumulated(parameter: Tensor) -> bool:
-    """True if the running backward only adds the gradient of this leaf to .grad.
+    """True if the running backward only accumulates this leaf's gradient into `.grad`.
 
-    autograd.grad and backward(inputs=...) may pass through a layer and leave its weight's .grad alone, and a tensor
-    hook (Tensor.register_hook) is to see the gradient, or to change it. False also where torch does not know, and in a
-    compiled backward, which is traced once for all of them.
+    False for autograd.grad and backward(inputs=...), which may leave `.grad` unchanged, for a tensor hook, which may
+    change the gradient, if torch cannot decide, and in a compiled backward, which is traced once for all these cases.
     """
     if torch.compiler.is_compiling():
         return False
@@ -438,7 +459,7 @@ def _is_accumulated(parameter: Tensor) -> bool:
 
 
 def _add_weight_gradient(parameter: Tensor, grad: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Compute a deferred weight gradient, and add it to the parameter's. Collective over a sequence's group."""
+    """Compute a deferred weight gradient and accumulate it. Collective over `group` if given (sequence parallelism)."""
     if group is not None:
         input = gather_first(input, group)
     grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
@@ -453,7 +474,7 @@ def _add_weight_gradient(parameter: Tensor, grad: Tensor, input: Tensor, group: 
 
 
 def add_product(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
-    """main_grad += grad^T @ input, in the dtype of main_grad."""
+    """Compute main_grad += grad^T @ input in the dtype of main_grad."""
     kernel = _apex_kernel() if main_grad.is_cuda else None
     if kernel is not None and main_grad.dtype == torch.float32:
         kernel.wgrad_gemm_accum_fp32(input.contiguous(), grad.contiguous(), main_grad)
@@ -469,7 +490,8 @@ def add_product(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
 
 @functools.cache
 def _apex_kernel() -> ModuleType | None:
-    """apex's fused weight gradient where installed; known by its symbols, since others are called apex too."""
+    """Return apex's fused weight-gradient kernel, recognized by its symbols because other packages are called apex too.
+    """
     try:
         import fused_weight_gradient_mlp_cuda as kernel
     except ImportError:

@@ -1,11 +1,11 @@
-"""Mappings between the regions of a tensor-parallel model: the collectives, and autograd around them.
+"""Mappings between the regions of a tensor-parallel model: collectives with their autograd functions.
 
 A tensor is replicated over the group, split along its last dimension (heads, features), or split along its first
-(the sequence). Each mapping's backward is its dual, itself a mapping, so gradients of gradients work too:
+dimension (the sequence). The backward of each mapping is its dual mapping, so second-order gradients work too:
 
     copy_to <-> reduce_from,   scatter_to <-> gather_from,   gather_from_sequence <-> reduce_scatter_to_sequence
 
-Activations are laid out [sequence, batch, hidden].
+Activations have the layout [sequence, batch, hidden].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from core.groups.process_groups import ProcessGroups
 from core.model_parallel_config import ModelParallelConfig
 from core.watch.waiting import complete, waiting
 
-ACTIVATIONS = "an exchange of activations or of their gradients"  # what a rank waits for here
+ACTIVATIONS = "an exchange of activations or of their gradients"  # named in reports of a rank that waits
 
 # torch 2.13 renames the flat collectives; 2.11 has only the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -32,7 +32,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def resolve_groups(pg_collection: ProcessGroups | None) -> ProcessGroups:
-    """The groups given, else those of parallel_state, else none at all: every axis has then one rank."""
+    """Return the given groups, or parallel_state's groups if none are given.
+
+    Without either, every axis has one rank.
+    """
     if pg_collection is not None:
         return pg_collection
     if parallel_state.model_parallel_is_initialized():
@@ -41,7 +44,15 @@ def resolve_groups(pg_collection: ProcessGroups | None) -> ProcessGroups:
 
 
 def tensor_parallel_group(config: ModelParallelConfig, pg_collection: ProcessGroups | None) -> dist.ProcessGroup | None:
-    """The tensor-parallel group; None where there is one rank. ValueError if the config was made for another size."""
+    """Return the tensor-parallel group, or None if there is one rank.
+
+    Args:
+        config: Configuration whose `tensor_model_parallel_size` the group must have.
+        pg_collection: Process groups. Defaults to those of `parallel_state`.
+
+    Raises:
+        ValueError: If the config was created for a different tensor-parallel size.
+    """
     group = resolve_groups(pg_collection).tp
     if group_size(group) != config.tensor_model_parallel_size:
         raise ValueError(
@@ -53,17 +64,26 @@ def tensor_parallel_group(config: ModelParallelConfig, pg_collection: ProcessGro
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Ranks of a group; no group is one rank."""
+    """Return the number of ranks in a group; no group counts as one rank."""
     return 1 if group is None else int(group.size())
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:
-    """This rank's place in a group."""
+    """Return this rank's index in a group."""
     return 0 if group is None else int(group.rank())
 
 
 def divide(numerator: int, denominator: int, what: str) -> int:
-    """numerator / denominator; ValueError with the arithmetic when it is not whole."""
+    """Return numerator / denominator.
+
+    Args:
+        numerator: Dividend.
+        denominator: Divisor.
+        what: Description of the numerator for the error message.
+
+    Raises:
+        ValueError: If the division has a remainder. The message shows the arithmetic.
+    """
     if numerator % denominator:
         raise ValueError(f"{what}: {numerator} is not divisible by {denominator} (remainder {numerator % denominator})")
     return numerator // denominator
@@ -73,29 +93,29 @@ def divide(numerator: int, denominator: int, what: str) -> int:
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """The elementwise sum (or `op`) of every rank's tensor, in new memory."""
+    """Return the elementwise sum (or `op`) of all ranks' tensors, in new memory."""
     return start_all_reduce(tensor, group, op).wait()
 
 
 def start_all_reduce(
     tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Pending:
-    """Begin the elementwise sum (or `op`) of every rank's tensor, in new memory."""
+    """Start an elementwise sum (or `op`) of all ranks' tensors into new memory."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     return Pending(dist.all_reduce(total, op=op, group=group, async_op=True), total, group)
 
 
 @dataclass(slots=True)
 class Pending:
-    """A collective in flight; `wait()` completes it and gives its result."""
+    """A collective in flight. `wait()` completes it and returns its result."""
 
     work: dist.Work
     result: Tensor
     group: dist.ProcessGroup
-    parts: Tensor | None = None  # [ranks, *result.shape]: what is left to add up
+    parts: Tensor | None = None  # [ranks, *result.shape], still to be summed
 
     def wait(self) -> Tensor:
-        """The result, defined from here on."""
+        """Wait for the collective and return the result, which is undefined before this call."""
         with waiting(ACTIVATIONS, self.group):
             if self.result.is_cpu:
                 complete(self.work, None)
@@ -105,13 +125,13 @@ class Pending:
 
 
 def start_gather_first(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to concatenate every rank's [n, ...] to [n * size, ...]."""
+    """Start an all-gather along the first dimension: [n, ...] per rank to [n * size, ...]."""
     full = tensor.new_empty((tensor.shape[0] * group_size(group), *tensor.shape[1:]))
     return Pending(_all_gather(full, tensor.contiguous(), group=group, async_op=True), full, group)
 
 
 def start_reduce_scatter_first(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to sum [n * size, ...] over the group, leaving each rank its [n, ...]."""
+    """Start a reduce-scatter along the first dimension: [n * size, ...] to this rank's [n, ...]."""
     rows, size = _rows_of_a_rank(tensor, group), group_size(group)
     part = tensor.new_empty((rows, *tensor.shape[1:]))
     if tensor.device.type == "cpu":
@@ -129,23 +149,23 @@ def _rows_of_a_rank(tensor: Tensor, group: dist.ProcessGroup) -> int:
 
 
 def gather_first(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's [n, ...] concatenated to [n * size, ...]."""
+    """All-gather along the first dimension: [n, ...] per rank to [n * size, ...]."""
     return start_gather_first(tensor, group).wait()
 
 
 def reduce_scatter_first(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's [n, ...] of the sum over the group of [n * size, ...]."""
+    """Reduce-scatter along the first dimension: [n * size, ...] to this rank's [n, ...]."""
     return start_reduce_scatter_first(tensor, group).wait()
 
 
 def split_first(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's [n, ...] of a replicated [n * size, ...]."""
+    """Return this rank's [n, ...] of a replicated [n * size, ...]."""
     rows, rank = _rows_of_a_rank(tensor, group), group_rank(group)
     return tensor[rank * rows : (rank + 1) * rows].contiguous()
 
 
 def split_last(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's [..., n] of a replicated [..., n * size]."""
+    """Return this rank's [..., n] of a replicated [..., n * size]."""
     size, rank = group_size(group), group_rank(group)
     columns = divide(tensor.shape[-1], size, f"last dimension of a {list(tensor.shape)} tensor to be split over a "
                      "tensor-parallel group")  # fmt: skip
@@ -153,7 +173,7 @@ def split_last(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_last(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's [..., n] concatenated to [..., n * size]."""
+    """All-gather along the last dimension: [..., n] per rank to [..., n * size]."""
     return rearrange(gather_first(tensor.unsqueeze(0), group), "rank ... n -> ... (rank n)").contiguous()
 
 
@@ -164,7 +184,15 @@ Mapping = type[torch.autograd.Function]
 
 
 def mapping(collective: Callable[[Tensor, dist.ProcessGroup], Tensor], dual: Callable[[], Mapping]) -> Mapping:
-    """A mapping by a collective of its group. dual: gives the mapping of the gradient, which is made later."""
+    """Create an autograd function from a collective and its dual.
+
+    Args:
+        collective: Function of a tensor and a group, used in forward.
+        dual: Returns the mapping applied to the gradient. A callable, because the dual is defined later.
+
+    Returns:
+        An autograd function of (tensor, group).
+    """
 
     class Mapped(torch.autograd.Function):
         @staticmethod
@@ -179,7 +207,7 @@ def mapping(collective: Callable[[Tensor, dist.ProcessGroup], Tensor], dual: Cal
     return Mapped
 
 
-# Replicated -> replicated, used by each rank in its own way: the gradients of the uses add up.
+# Replicated -> replicated, used differently by each rank: gradients are summed.
 _Copy: Mapping = mapping(lambda tensor, group: tensor.view_as(tensor), lambda: _Reduce)
 # Partial sums -> replicated.
 _Reduce: Mapping = mapping(all_reduce, lambda: _Copy)
@@ -188,11 +216,11 @@ _ScatterLast: Mapping = mapping(split_last, lambda: _GatherLast)
 _GatherLast: Mapping = mapping(gather_last, lambda: _ScatterLast)
 # Replicated -> split along the sequence.
 _ScatterFirst: Mapping = mapping(split_first, lambda: _GatherFirstReplicated)
-# Split along the sequence -> replicated, used by all ranks in the same way: gradients are equal, not partial.
+# Split along the sequence -> replicated, used identically by all ranks: gradients are equal, not partial.
 _GatherFirstReplicated: Mapping = mapping(gather_first, lambda: _ScatterFirst)
-# Split along the sequence -> whole, used by each rank in its own way: the gradients of the uses add up.
+# Split along the sequence -> gathered, used differently by each rank: gradients are summed.
 _GatherFirst: Mapping = mapping(gather_first, lambda: _ReduceScatterFirst)
-# Partial sums of the whole sequence -> split along the sequence.
+# Partial sums of the full sequence -> split along the sequence.
 _ReduceScatterFirst: Mapping = mapping(reduce_scatter_first, lambda: _GatherFirst)
 
 
@@ -207,41 +235,104 @@ def _map(function: Mapping, tensor: Tensor, group: dist.ProcessGroup | None) -> 
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the input; its gradient is summed over the group."""
+    """Return the input unchanged; all-reduce its gradient.
+
+    Collective in backward: all ranks of the group must call it.
+
+    Args:
+        input_: Tensor that is equal on all ranks of the group.
+        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+    """
     return _map(_Copy, input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The input summed over the group; its gradient is unchanged."""
+    """All-reduce the input over the group; pass its gradient through unchanged.
+
+    Collective: all ranks of the group must call it.
+
+    Args:
+        input_: This rank's partial sum.
+        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+    """
     return _map(_Reduce, input_, group)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """This rank's columns [..., n / size] of a replicated input; the gradient is gathered."""
+    """Keep this rank's columns of a replicated input; all-gather the gradient.
+
+    Collective in backward: all ranks of the group must call it.
+
+    Args:
+        input_: [..., n], equal on all ranks of the group.
+        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+
+    Returns:
+        This rank's columns, [..., n / size].
+    """
     return _map(_ScatterLast, input_, group)
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """All columns [..., n * size]; each rank takes its columns of the gradient, which must be the same on all ranks."""
+    """All-gather the last dimension; each rank keeps its own columns of the gradient.
+
+    Collective: all ranks of the group must call it. The gradient must be equal on all ranks.
+
+    Args:
+        input_: This rank's columns, [..., n].
+        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+
+    Returns:
+        All columns, [..., n * size].
+    """
     return _map(_GatherLast, input_, group)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """This rank's positions [s / size, ...] of a replicated input; the gradient is gathered."""
+    """Keep this rank's positions of a replicated input; all-gather the gradient.
+
+    Collective in backward: all ranks of the group must call it.
+
+    Args:
+        input_: [s, ...], equal on all ranks of the group.
+        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+
+    Returns:
+        This rank's positions, [s / size, ...].
+    """
     return _map(_ScatterFirst, input_, group)
 
 
 def gather_from_sequence_parallel_region(
     input_: Tensor, tensor_parallel_output_grad: bool = True, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """All positions [s * size, ...].
+    """All-gather the sequence dimension.
 
-    tensor_parallel_output_grad: what follows is tensor parallel, so each rank's gradient of the whole is partial and
-    they are reduce-scattered. False: what follows is replicated, and each rank takes its own positions of the gradient.
+    Collective: all ranks of the group must call it.
+
+    Args:
+        input_: This rank's positions, [s, ...].
+        tensor_parallel_output_grad: True if the following computation is tensor parallel. Each rank's gradient is then
+            partial, and backward reduce-scatters it. False if the following computation is replicated; backward then
+            keeps this rank's positions of the gradient.
+        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+
+    Returns:
+        All positions, [s * size, ...].
     """
     return _map(_GatherFirst if tensor_parallel_output_grad else _GatherFirstReplicated, input_, group)
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """This rank's positions [s / size, ...] of the sum over the group; the gradient is gathered."""
+    """Reduce-scatter the input along the sequence; all-gather the gradient.
+
+    Collective: all ranks of the group must call it.
+
+    Args:
+        input_: This rank's partial sum of all positions, [s, ...].
+        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+
+    Returns:
+        This rank's positions of the sum, [s / size, ...].
+    """
     return _map(_ReduceScatterFirst, input_, group)

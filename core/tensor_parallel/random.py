@@ -1,20 +1,21 @@
-"""Random streams of a rank, and recomputation that draws the same numbers again.
+"""Random streams of a rank, and activation checkpointing that reproduces random numbers.
 
-Note [Random streams]. `model_parallel_manual_seed` begins them all; `get_rng_tracker().fork(name)` draws from one.
+Note [Random streams]. `model_parallel_manual_seed` starts all streams; `get_rng_tracker().fork(name)` draws from one.
 
-| stream | alike over | its own for each | who draws from it |
+| stream | equal over | different for each | used by |
 |---|---|---|---|
-| torch's default | all ranks | | weights of modules that draw for themselves; user code |
-| "data-parallel-rng" | all ranks | | Megatron's users: weights that every rank has |
-| "model-parallel-rng", of `fork()` | dp, cp, pp | tp | Megatron's users: weights that are split |
+| torch's default | all ranks | | weights of modules that draw their own numbers; user code |
+| "data-parallel-rng" | all ranks | | Megatron's users: replicated weights |
+| "model-parallel-rng", default of `fork()` | dp, cp, pp | tp | Megatron's users: split weights |
 | "expert-parallel-rng" | dp, cp, pp | ep, expert tp | Megatron's users: weights of experts |
-| "dropout-rng" | tp | dp, cp, pp | dropout of what tensor-parallel ranks have copies of |
+| "dropout-rng" | tp | dp, cp, pp | dropout of activations replicated over tensor parallelism |
 | "split-dropout-rng" | | rank | dropout of heads, of positions under sequence parallelism, in experts |
-| "sequence-dropout-rng" | tp, cp | dp, pp | dropout of split Hugging Face models, which see whole sequences |
+| "sequence-dropout-rng" | tp, cp | dp, pp | dropout of split Hugging Face models, which see full sequences |
 
-Weights need numbers that data ranks share, and dropout needs others on each of them: hence streams of its own. Nothing
-else draws from these, so a rank that draws a number for itself changes no mask. A module of a user drops in such a fork
-too; from the default stream all data ranks would drop the same elements. Checkpoints hold all streams.
+Weights need numbers that are equal on data ranks, and dropout needs different ones: hence the separate streams. Nothing
+else draws from the dropout streams, so a rank that draws other numbers changes no mask. A user's module must also apply
+dropout inside such a fork; with the default stream, all data ranks would drop the same elements. Checkpoints store all
+streams.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
 DROPOUT_STREAM = "dropout-rng"
 SPLIT_DROPOUT_STREAM = "split-dropout-rng"
 SEQUENCE_DROPOUT_STREAM = "sequence-dropout-rng"
-# Stream -> the groups in which each rank has its own; 'dp_cp' stands for both where a caller holds no more.
+# Stream -> the groups whose ranks have different seeds; 'dp_cp' replaces 'dp' and 'cp' for callers without them.
 DROPOUT_STREAMS = {
     DROPOUT_STREAM: ("pp", "dp", "cp", "dp_cp"),
     SPLIT_DROPOUT_STREAM: ("pp", "dp", "cp", "dp_cp", "tp"),
@@ -47,9 +48,9 @@ DROPOUT_STREAMS = {
 
 
 class RNGState(TypedDict):
-    """State of a stream, on the CPU and on this rank's GPU; a plain dict, so that checkpoints can hold it.
+    """State of a stream on the CPU and on this rank's GPU.
 
-    gpu: None until CUDA has been used.
+    A plain dict, so that checkpoints can store it. `gpu` is None until CUDA has been used.
     """
 
     seed: int
@@ -58,13 +59,13 @@ class RNGState(TypedDict):
 
 
 def current_state(seed: int = 0) -> RNGState:
-    """State of torch's default generators, on the CPU and on this rank's GPU."""
+    """Return the state of torch's default generators on the CPU and on this rank's GPU."""
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return RNGState(seed=seed, cpu=torch.get_rng_state(), gpu=gpu)
 
 
 def install_state(state: RNGState) -> None:
-    """Put torch's default generators to where a state says."""
+    """Restore torch's default generators from a state."""
     torch.set_rng_state(state["cpu"])
     if state["gpu"] is not None:
         torch.cuda.set_rng_state(state["gpu"])
@@ -73,7 +74,7 @@ def install_state(state: RNGState) -> None:
 
 
 def begin_state(seed: int) -> None:
-    """Begin a stream in torch's default generators, on the CPU and on this rank's GPU once that is used."""
+    """Seed torch's default generators on the CPU, and on this rank's GPU if CUDA is in use."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
@@ -88,20 +89,28 @@ class RNGStatesTracker:
         self.replays = False  # True while `checkpoint` of this module computes again
 
     def reset(self) -> None:
-        """Forget every stream."""
+        """Remove all streams."""
         self._states = {}
         self._seeds = set()
 
     def get_states(self) -> dict[str, RNGState]:
-        """State of every stream; a state is never changed in place, so this is a snapshot."""
+        """Return a snapshot of every stream's state. States are never modified in place."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, RNGState]) -> None:
-        """Put every stream back to where a snapshot says."""
+        """Restore every stream from a snapshot."""
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Begin a stream. ValueError if the name or the seed is taken: equal seeds would be one stream twice."""
+        """Add a stream.
+
+        Args:
+            name: Name of the stream.
+            seed: Seed of the stream. Two streams with equal seeds would be the same stream.
+
+        Raises:
+            ValueError: If the name or the seed is already in use.
+        """
         if name in self._states:
             raise ValueError(f"random stream {name!r} exists already; reset() the tracker before seeding it again")
         if seed in self._seeds:
@@ -117,9 +126,14 @@ class RNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
-        """Draw from stream `name` inside the block, and from the default one again after it.
+        """Draw from stream `name` inside the block, and from the default stream again after it.
 
-        RuntimeError for a stream of dropout in a forward that torch's own checkpoint repeats: it would drop others.
+        Args:
+            name: Name of the stream.
+
+        Raises:
+            RuntimeError: If the stream was never seeded. Also for a dropout stream in a forward that torch's own
+                checkpoint repeats, which would drop different elements.
         """
         if name not in self._states:
             raise RuntimeError(
@@ -142,18 +156,22 @@ class RNGStatesTracker:
             install_state(before)
 
 
-_TRACKER = RNGStatesTracker()  # one a process, as torch's default generator is
+_TRACKER = RNGStatesTracker()  # one per process, like torch's default generator
 
 
 def get_rng_tracker() -> RNGStatesTracker:
-    """The streams of this process."""
+    """Return this process's random streams."""
     return _TRACKER
 
 
 def model_parallel_manual_seed(seed: int, pg_collection: ProcessGroups | None = None) -> None:
-    """Begin all random streams of this process: Note [Random streams] at the head of this file.
+    """Seed all random streams of this process; see Note [Random streams] at the top of this file.
 
-    Every rank passes the same seed. Local. Streams that were seeded before are forgotten.
+    No communication. Streams seeded before are removed.
+
+    Args:
+        seed: Seed of the job, equal on every rank.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
     """
     groups = resolve_groups(pg_collection)
     torch.manual_seed(seed)
@@ -167,12 +185,12 @@ def model_parallel_manual_seed(seed: int, pg_collection: ProcessGroups | None = 
 
 
 def dropout_seed(stream: str, seed: int, groups: ProcessGroups) -> int:
-    """The seed of one of the streams of dropout at this rank's place, from the job's seed."""
+    """Derive the seed of a dropout stream for this rank's position from the job's seed."""
     return seed_of(seed, stream, *(f"{axis} {groups.rank(axis)}" for axis in DROPOUT_STREAMS[stream]))
 
 
 def seed_of(*words: object) -> int:
-    """A seed that all of these decide, and that is another one where any of them is."""
+    """Hash all arguments to a seed."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, words)).encode()).digest()[:8], "big") >> 1
 
 
@@ -183,11 +201,21 @@ model_parallel_cuda_manual_seed = model_parallel_manual_seed
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """Call `function(*args)` keeping only its arguments; backward calls it again, with every random stream as it stood.
+    """Call function(*args) and save only its arguments; backward recomputes it with all random streams restored.
 
-    Not reentrant: gradients of parameters arrive in the one backward pass that is running, so hooks on them fire once.
-    torch's own checkpoint would put back the default stream alone.
-    distribute_saved_activations: must be False; under sequence parallelism the arguments are split already.
+    Not reentrant: gradients of parameters arrive in the one running backward pass, so their hooks run once. torch's own
+    checkpoint would restore only the default stream.
+
+    Args:
+        function: Function to call.
+        distribute_saved_activations: Must be False; under sequence parallelism the arguments are split already.
+        args: Arguments of the function.
+
+    Returns:
+        Result of the function.
+
+    Raises:
+        ValueError: If `distribute_saved_activations` is True.
     """
     if distribute_saved_activations:
         raise ValueError("distribute_saved_activations=True is not supported; use sequence_parallel, which splits them")
@@ -199,9 +227,9 @@ def _stream_contexts() -> tuple[contextlib.AbstractContextManager[None], context
 
 
 class _Replay(contextlib.AbstractContextManager[None]):
-    """Tracker streams at `states` inside the block; torch's own checkpoint does the default one.
+    """Context in which the tracker's streams have the given states; torch's own checkpoint restores the default one.
 
-    A graph that is kept (`retain_graph=True`) enters one of these in each of its backwards.
+    A retained graph (`retain_graph=True`) enters one context in each of its backward passes.
     """
 
     def __init__(self, states: dict[str, RNGState]) -> None:

@@ -1,10 +1,10 @@
-"""Outputs that are not saved for backward but computed again in it: of norms and activation functions.
+"""Outputs of norms and activation functions that backward recomputes instead of saving.
 
-An activation function costs little time, and its output is among the largest tensors of a layer. Two functions work
-together: `computed_again` runs the function and saves its arguments alone; `run_unsaved` runs the module that consumes
-the output, and saves the way to compute the output in place of its values. The output's memory is free as soon as
-nothing else refers to it. A tensor that a user's hook has kept stays valid. In backward the function runs a second time
-when its consumer asks for the values; a checkpoint around both would run the consumer a second time too.
+An activation function is cheap, and its output is among the largest tensors of a layer. Two functions work together:
+`computed_again` runs the function and saves only its arguments; `run_unsaved` runs the module that consumes the output,
+and saves a recipe for the output instead of its values. The output's memory is freed once nothing else refers to it. A
+tensor that a user's hook has kept stays valid. In backward the function runs a second time when its consumer needs the
+values; a checkpoint around both would run the consumer a second time too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from core.distributed.buffer.saved_tensors import active_hooks, load_unchanged, 
 
 
 def computed_again(function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
-    """Call function(*args), and save the arguments alone. The gradients are the function's own, to the bit.
+    """Call function(*args) and save only the arguments for backward.
+
+    Its gradients are bitwise equal to the gradients of a plain call.
 
     Args:
-        function: A differentiable function without random numbers, which gives the same for the same arguments.
-        args: All tensors that it reads, parameters among them.
+        function: Differentiable and deterministic function, without random numbers.
+        args: All tensors that the function reads, including parameters.
 
     Returns:
         The function's output. `run_unsaved` may consume it.
@@ -41,12 +43,12 @@ def computed_again(function: Callable[..., Tensor], *args: Tensor | None) -> Ten
 
 
 def run_unsaved(consumer: Callable[..., Tensor], output: Tensor, *args: Any) -> Tensor:
-    """Call consumer(output, *args), which does not save `output` for its backward.
+    """Call consumer(output, *args) without saving `output` for backward.
 
     Args:
         consumer: A module or function. It may save views of `output`, or use it several times.
-        output: A tensor from `computed_again`. Any other tensor is saved as usual. So is one that a hook has
-            written in place, because the function would not give those values again.
+        output: A tensor from `computed_again`. Any other tensor is saved as usual. So is an output that a hook modified
+            in place, because recomputation would not reproduce its values.
         args: Further arguments of the consumer.
 
     Returns:
@@ -75,10 +77,14 @@ def run_unsaved(consumer: Callable[..., Tensor], output: Tensor, *args: Any) -> 
 
 @dataclass
 class _Recipe:
-    """Recipe of an output.
+    """Recipe for recomputing an output.
 
-    cast: torch's state of autocast. version: of the output when it was made. made: the output that was made again, its
-    graph's end and the tensors that this graph begins with, until the node's own backward takes them.
+    Attributes:
+        function: The function that computes the output.
+        cast: torch's autocast state at the call.
+        version: Version counter of the output right after the call.
+        made: The recomputed output, the end of its graph, and the leaf tensors of that graph. Cleared by the node's own
+            backward.
     """
 
     function: Callable[..., Tensor]
@@ -89,7 +95,10 @@ class _Recipe:
 
 @dataclass(frozen=True)
 class _Unsaved:
-    """Place of a saved tensor in the output of a node. offset: counted from the output's first element."""
+    """Strides and offset of a saved tensor in the output of a node.
+
+    `offset` is counted from the output's first element.
+    """
 
     node: Any
     shape: torch.Size
@@ -126,7 +135,7 @@ def _recipe_of(output: Tensor) -> _Recipe | None:
 
 
 def _run_again(node: Any) -> Tensor:
-    """Return the output of a node, computed once for all that ask before the node's own backward."""
+    """Return the recomputed output of a node; all consumers share one recomputation."""
     if node.recipe.made is None:
         needs = node.needs_input_grad[1:]
         given = [
