@@ -18,7 +18,7 @@ INTACT, DAMAGED, USAGE_ERROR, NOT_READ = 0, 1, 2, 141  # 141: as a shell names a
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and do what it says; the exit status."""
+    """Parse the command line, run the chosen command, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m core.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="inspect|verify|convert")
 

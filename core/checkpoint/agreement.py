@@ -21,9 +21,15 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a group, or the one process where torch.distributed is not started.
+    """The ranks of a process group, or a single process if torch.distributed is not initialized.
 
-    Every method is collective: all ranks of the group call it, in the same order.
+    Every method is collective: all ranks of the group must call it, in the same order.
+
+    Args:
+        group: Process group that saves and loads checkpoints; None is the default group.
+
+    Raises:
+        CheckpointError: If this process does not belong to `group`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -35,27 +41,31 @@ class Ranks:
             raise CheckpointError("This process does not belong to the group that saves and loads checkpoints.")
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+        """Return the values of all ranks, ordered by rank, on every rank."""
         return list(agree.gather(value, self.group, "a checkpoint").values())
 
     def any(self, flag: bool) -> bool:
-        """True if any rank says True; one small maximum."""
+        """Return True if the flag is True on any rank. Costs one small max all-reduce."""
         return agree.any(flag, self.group, "a checkpoint")
 
     def write(self, planner: SavePlanner, writer: StorageWriter) -> None:
-        """Save what the planners of all ranks have."""
+        """Run `dcp.save` with every rank's planner and writer."""
         with self._planning("a save"):
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=not self.started)
 
     def read(self, planner: LoadPlanner, reader: StorageReader) -> None:
-        """Load what the planners of all ranks ask for. CheckpointException where one cannot."""
+        """Run `dcp.load` with every rank's planner and reader.
+
+        Raises:
+            CheckpointException: If any rank cannot read its part.
+        """
         with self._planning("a load"):
             dcp.load({}, storage_reader=reader, planner=planner, process_group=self.group, no_dist=not self.started)
 
     @contextmanager
     def _planning(self, what: str) -> Iterator[None]:
-        """Surrounds a call of torch.distributed.checkpoint, which plans by collectives of its own."""
-        with warnings.catch_warnings():  # torch's, that there is one process only
+        """Wrap a call of torch.distributed.checkpoint, which issues collectives internally."""
+        with warnings.catch_warnings():  # torch warns that it runs in a single process
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             if not self.started:
                 yield
@@ -64,13 +74,21 @@ class Ranks:
                 yield
 
     def global_rank(self, rank: int) -> int:
-        """The number by which the job knows a rank of this group."""
+        """Convert a rank of this group to its global rank in the job."""
         return dist.get_global_rank(self.group, rank) if self.started and self.group is not None else rank
 
     def on_first(self, act: Callable[[], T], where: Path | None = None) -> T:
-        """Let rank 0 act; its answer, or its CheckpointError, on every rank.
+        """Run a function on rank 0 and return its result, or raise its error, on every rank.
 
-        where: the directory it acts in, for the message of a disk that is full or cannot be written.
+        Args:
+            act: Function to call on rank 0. Its result must be picklable.
+            where: Directory that `act` works in. Used in the error text for a full or unwritable disk.
+
+        Returns:
+            The result of `act`, on every rank.
+
+        Raises:
+            CheckpointError: On every rank, if `act` raised on rank 0.
         """
         answer: T | None = None
         error: str | None = None
@@ -78,7 +96,7 @@ class Ranks:
         if self.rank == 0:
             try:
                 answer = act()
-            except Exception as failure:  # of any kind: the others are waiting in the gather
+            except Exception as failure:  # catches everything: the other ranks wait in the gather
                 cause = failure
                 error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
                 if where is not None and isinstance(failure, OSError):
@@ -89,7 +107,7 @@ class Ranks:
         return answer  # type: ignore[return-value]
 
     def agree(self, error: str | None) -> None:
-        """Raise one CheckpointError on all ranks when any rank has an error."""
+        """Raise the same CheckpointError on all ranks if any rank has an error."""
         errors = self.gather(error)
         if errors.count(None) < len(errors):
             raise CheckpointError(self.joined(errors))
@@ -97,7 +115,16 @@ class Ranks:
     def agree_on_arguments(
         self, wrong: str | None, alike: Mapping[str, Any], kind: type[Exception] = ValueError
     ) -> None:
-        """Raise one error on all ranks where any rank's arguments are wrong, or where those in `alike` differ."""
+        """Raise the same error on all ranks if arguments are invalid on any rank or differ between ranks.
+
+        Args:
+            wrong: Error text if this rank's arguments are invalid, else None.
+            alike: Arguments that must be equal on every rank, by name.
+            kind: Exception class to raise.
+
+        Raises:
+            ValueError: Or `kind`, with the same text on every rank.
+        """
         everybody = self.gather((wrong, dict(alike) if wrong is None else {}))
         if any(text is not None for text, _ in everybody):
             raise kind(self.joined([text for text, _ in everybody]))
@@ -111,7 +138,7 @@ class Ranks:
                 )
 
     def joined(self, errors: Sequence[str | None]) -> str:
-        """The errors of all ranks as one message; ranks with the same words share them."""
+        """Merge the errors of all ranks into one message. Ranks with the same text are listed together."""
         by_text: dict[str, list[int]] = {}
         for rank, text in enumerate(errors):
             if text is not None:

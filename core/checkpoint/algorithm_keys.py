@@ -1,4 +1,4 @@
-"""State that an algorithm keeps of a parameter: found by letting another one of its class take a first step."""
+"""State keys of an optimizer algorithm, found by stepping a fresh instance of the same class once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmKeys:
-    """Keys of a parameter's state after a step.
+    """Keys that an algorithm stores for a parameter after one step.
 
-    scalars: those that are one number a parameter; numbers: those of them that are Python's and no tensors.
+    Attributes:
+        kept: All keys.
+        scalars: Keys with a single number per parameter.
+        numbers: The subset of `scalars` stored as Python numbers instead of tensors.
     """
 
     kept: frozenset[str]
@@ -27,16 +30,24 @@ class AlgorithmKeys:
 
 
 def keys_by_group(inner: torch.optim.Optimizer) -> list[AlgorithmKeys | None]:
-    """Keys of the state that each param group's algorithm keeps; None if unknown. Does not change `inner`."""
+    """Return the state keys of each param group's algorithm, or None if unknown. `inner` is not changed."""
     members: list[torch.optim.Optimizer] = getattr(inner, "members", [inner])
     home = {id(group): member for member in members for group in member.param_groups}
     return [algorithm_keys(home.get(id(group), inner), group) for group in inner.param_groups]
 
 
 def algorithm_keys(member: torch.optim.Optimizer, group: dict[str, Any]) -> AlgorithmKeys | None:
-    """Keys of the state that a torch optimizer keeps of the parameters of one group, or None.
+    """Return the state keys that a torch optimizer stores for parameters of one group.
 
-    A class that needs more to be built than its groups and defaults says it: `state_keys = ("momentum_buffer",)`.
+    A class whose constructor needs more than param groups and defaults declares its keys instead:
+    `state_keys = ("momentum_buffer",)`.
+
+    Args:
+        member: Optimizer to inspect. Not changed.
+        group: One of its param groups.
+
+    Returns:
+        The keys, or None if another instance cannot be created and stepped.
     """
     declared = getattr(member, "state_keys", None)
     if declared is not None:
@@ -45,7 +56,7 @@ def algorithm_keys(member: torch.optim.Optimizer, group: dict[str, Any]) -> Algo
     param = torch.nn.Parameter(torch.zeros(2, 2, device=device))
     param.grad = torch.zeros_like(param)
     try:
-        # Another instance, which knows of no parameter but this one: a copy could hold on to the real ones.
+        # Create a new instance with only this parameter: a copy could keep references to the real ones.
         takes = inspect.signature(type(member)).parameters
         options = {name: value for name, value in member.defaults.items() if name in takes}
         probe: Any = type(member)([{**group, "params": [param]}], **options)

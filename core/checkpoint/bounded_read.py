@@ -1,4 +1,4 @@
-"""Reading files of unknown origin: regular ones only, and no more of them than is expected."""
+"""Readers for untrusted files: only regular files are opened, and never more bytes are read than expected."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 CHUNK_BYTES = 4 << 20
-LONGEST_JSON = 128 << 20  # bytes; the manifest of a thousand ranks has a tenth of that
+LONGEST_JSON = 128 << 20  # bytes; ten times the manifest of a thousand ranks
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it. OSError for anything but a regular file: a FIFO makes one wait, a device never ends."""
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: If the path is not a regular file. Opening a FIFO would block, and a device never ends.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -27,7 +31,11 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, limit: int = LONGEST_JSON) -> bytes:
-    """The whole of a small file. OSError where it is no regular file or is larger than `limit`."""
+    """Read a small file completely.
+
+    Raises:
+        OSError: If the path is not a regular file, or the file is larger than `limit` bytes.
+    """
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > limit:
@@ -36,7 +44,11 @@ def read_bytes(path: Path, limit: int = LONGEST_JSON) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """A JSON value. ValueError for anything else, for nesting without end, and for numbers that no file holds."""
+    """Parse JSON.
+
+    Raises:
+        ValueError: If the data is not JSON, is nested too deeply, or has numbers out of range.
+    """
     try:
         return json.loads(data)
     except RecursionError:
@@ -44,25 +56,38 @@ def parse_json(data: bytes) -> Any:
 
 
 def file_name(name: Any) -> str:
-    """The name of a file in the directory whose index or manifest has it. ValueError where it names anything else."""
+    """Validate a file name that an index or manifest lists for its own directory.
+
+    Raises:
+        ValueError: If the name is empty or points outside the directory.
+    """
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"{name!r} is no name of a file in this directory")
     return name
 
 
 class BadArchive(ValueError):
-    """A zip file that torch.save has not written; the text says how."""
+    """Error for a zip file that torch.save did not write; the text says how it differs."""
 
 
 def entries_of(stream: BinaryIO, start: int, length: int) -> dict[str, int]:
-    """Sizes of the entries of a zip file at some bytes of a file, as torch.save writes it: nothing is compressed.
+    """Return the entry sizes of an uncompressed zip file, as torch.save writes it, embedded in a larger file.
 
-    The first part of names, which torch takes from the file, is left out. BadArchive for a file that is cut,
-    compressed, would give more than it has, or has two entries of one name.
+    Args:
+        stream: Open file.
+        start: Byte offset of the zip file in `stream`.
+        length: Bytes of the zip file.
+
+    Returns:
+        Bytes of each entry by name. The first path component, which torch takes from the file name, is removed.
+
+    Raises:
+        BadArchive: If the zip file is truncated or compressed, would inflate to more bytes than it has, or has
+            two entries with the same name.
     """
 
     def read(at: int, count: int) -> bytes:
-        if count > LONGEST_JSON:  # the directory of a zip file is as long as the file says
+        if count > LONGEST_JSON:  # the zip file itself states the length of its directory
             raise OSError(f"{count} bytes at once")
         return _bytes_at(stream, start + at, count)
 
@@ -81,7 +106,7 @@ def entries_of(stream: BinaryIO, start: int, length: int) -> dict[str, int]:
 
 
 def inflates(stream: BinaryIO, start: int, length: int) -> bool:
-    """True if a zip file at these bytes is cut or would give more than it has; torch.save never compresses."""
+    """Return True if the zip file at these bytes is truncated or compressed; torch.save never compresses."""
     try:
         return _bytes_at(stream, start, 2) == b"PK" and not entries_of(stream, start, length)
     except BadArchive:
@@ -89,14 +114,19 @@ def inflates(stream: BinaryIO, start: int, length: int) -> bool:
 
 
 class Part(io.RawIOBase):
-    """Some bytes as a file, which io.BytesIO would copy. read: gives so many of them from a place on."""
+    """A file object over a byte range, without the copy that io.BytesIO would make.
+
+    Args:
+        read: Function of (offset, count) that returns that many bytes.
+        length: Bytes in the range.
+    """
 
     def __init__(self, read: Callable[[int, int], bytes | memoryview], length: int) -> None:
         self._read, self._length, self._at = read, length, 0
 
     @classmethod
     def of(cls, stream: BinaryIO, start: int, length: int) -> Part:
-        """A part of a file."""
+        """Create a Part over a byte range of an open file."""
         return cls(lambda at, count: _bytes_at(stream, start + at, count), length)
 
     def readable(self) -> bool:
@@ -125,7 +155,7 @@ def _bytes_at(stream: BinaryIO, at: int, count: int) -> bytes:
 
 
 def crc32_of(stream: BinaryIO, start: int = 0, length: int | None = None, crc32: int = 0) -> int:
-    """CRC-32 of a file or of a part of it, after `crc32` of what came before."""
+    """Compute the CRC-32 of a file or a byte range of it, continuing from the checksum `crc32`."""
     stream.seek(start)
     remaining = os.fstat(stream.fileno()).st_size if length is None else length
     while remaining and (data := stream.read(min(CHUNK_BYTES, remaining))):

@@ -1,7 +1,7 @@
-"""Boxes: which part of a whole tensor a local one holds. Pure arithmetic: no torch, no processes.
+"""Boxes: the parts of a global tensor stored in a local tensor. Pure arithmetic, without torch or processes.
 
-A box is a rectangle with a place in the whole tensor and a place in the local one. A tensor that is split along
-dimensions is a few boxes; so is a range of its flattened elements, which is what a data-parallel shard owns.
+A box is a rectangle with an offset in the global tensor and an offset in the local tensor. A tensor split along
+some dimensions is a few boxes. So is a range of its flattened elements, the unit that a data-parallel shard owns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements local_offset .. local_offset + size here are global_offset .. global_offset + size of the whole."""
+    """A rectangle of `size` elements at `local_offset` in the local and `global_offset` in the global tensor."""
 
     global_offset: Index
     local_offset: Index
@@ -24,17 +24,21 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements; 1 for a 0-dim tensor."""
+        """Number of elements; 1 for a 0-dim tensor."""
         return math.prod(self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One dimension in equal parts over ranks, of which this rank holds one.
+    """One dimension split into equal parts over ranks; this rank stores one part.
 
-    stride: the whole dimension is this many sections, each split for itself (2 for SwiGLU's gate and value), and a rank
-    holds its part of each. length: of the whole dimension without padding at the end of its sections; None where
-    nothing is padded.
+    Attributes:
+        dim: Dimension that is split.
+        ranks: Number of parts.
+        rank: Index of this rank's part.
+        stride: Number of sections of the dimension that are split separately (2 for SwiGLU's gate and value). A rank
+            stores its part of every section.
+        length: Length of the global dimension without the padding at the end of each section; None if not padded.
     """
 
     dim: int
@@ -45,9 +49,17 @@ class Split:
 
 
 def split_boxes(local_shape: Sequence[int], splits: Sequence[Split]) -> tuple[Index, tuple[Box, ...]]:
-    """(shape of the whole tensor, what a rank's tensor holds of it in local order), padding and empty boxes left out.
+    """Compute the global shape and the boxes of a local tensor.
 
-    Raises ValueError where the splits contradict the shape.
+    Args:
+        local_shape: Shape of the tensor on this rank.
+        splits: Split of each dimension that is not stored completely.
+
+    Returns:
+        Shape of the global tensor, and the boxes in local order. Padding and empty boxes are left out.
+
+    Raises:
+        ValueError: If the splits contradict the shape.
     """
     shape = _whole_shape(local_shape, splits)
     by_dim = {split.dim: split for split in splits}
@@ -87,16 +99,28 @@ def _whole_shape(local_shape: Sequence[int], splits: Iterable[Split]) -> Index:
 
 
 def _intervals(local: int, whole: int, split: Split) -> list[tuple[int, int, int]]:
-    """(global offset, local offset, length) of what a rank holds of one dimension, section by section."""
+    """Return (global offset, local offset, length) of each section that a rank stores of one dimension."""
     mine, section = local // split.stride, whole // split.stride
     start, stop = min(split.rank * mine, section), min((split.rank + 1) * mine, section)
     return [(i * section + start, i * mine, stop - start) for i in range(split.stride) if stop > start]
 
 
 def range_boxes(shape: Sequence[int], start: int, end: int) -> list[tuple[Index, Index]]:
-    """(offset, size) of boxes that hold exactly elements [start, end) of a flattened tensor, in flat order.
+    """Cover the elements [start, end) of a flattened tensor with boxes.
 
-    At most 2 * dimensions - 1: a part of the first row, whole rows, a part of the last row, and so in each of those.
+    There are at most 2 * dimensions - 1 boxes: part of the first row, complete rows, and part of the last row,
+    recursively.
+
+    Args:
+        shape: Shape of the tensor.
+        start: First element of the range.
+        end: One past the last element.
+
+    Returns:
+        (offset, size) of each box, in flat order.
+
+    Raises:
+        ValueError: If the range is not within the tensor.
     """
     numel = math.prod(shape)
     if not 0 <= start <= end <= numel:
@@ -107,7 +131,7 @@ def range_boxes(shape: Sequence[int], start: int, end: int) -> list[tuple[Index,
         return [((), ())]
     inner = tuple(shape[1:])
     row = math.prod(inner)
-    low, high = -(-start // row), end // row  # whole rows
+    low, high = -(-start // row), end // row  # complete rows
     if low > high:  # within one row
         return [
             ((high, *offset), (1, *size)) for offset, size in range_boxes(inner, start - high * row, end - high * row)
@@ -124,7 +148,7 @@ def range_boxes(shape: Sequence[int], start: int, end: int) -> list[tuple[Index,
 
 
 def meet(box: Box, offset: Index, size: Index) -> Box | None:
-    """The part of a box that lies in a rectangle of the local tensor; None where there is none."""
+    """Return the intersection of a box with a rectangle of the local tensor, or None if they do not overlap."""
     start = tuple(max(mine, theirs) for mine, theirs in zip(box.local_offset, offset, strict=True))
     stop = tuple(
         min(mine + length, theirs + width)
@@ -139,13 +163,13 @@ def meet(box: Box, offset: Index, size: Index) -> Box | None:
 
 
 def cut_to_range(boxes: Sequence[Box], local_shape: Sequence[int], start: int, end: int) -> list[Box]:
-    """Of what a local tensor holds, the part that lies in elements [start, end) of it flattened; padding left out."""
+    """Restrict the boxes of a local tensor to its flattened elements [start, end). Padding is left out."""
     found = (meet(box, offset, size) for offset, size in range_boxes(local_shape, start, end) for box in boxes)
     return [box for box in found if box is not None]
 
 
 def row_strides(shape: Sequence[int]) -> Index:
-    """The strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]

@@ -1,7 +1,7 @@
-"""The storage that torch.distributed.checkpoint reads from: every item is checked again on its way into a tensor.
+"""Storage reader for torch.distributed.checkpoint that verifies every item while it is loaded.
 
-`find_intact` has read all files before; this second look costs one CRC of bytes that are in hand anyway, and covers
-what that one cannot: a disk, a cache or a network that gives other bytes to this rank than to the one that checked.
+`find_intact` has already read all files. Checking again costs one CRC of bytes that are in memory anyway. It also
+catches a disk, cache or network that returns different bytes to this rank than to the rank that checked.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from core.checkpoint.manifest import FileRecord, ItemBytes, Manifest
 
 
 class CheckedReader(StorageReader):
-    """Reads one committed directory."""
+    """Storage reader for one committed directory."""
 
     def __init__(self, path: Path, manifest: Manifest, rank: int) -> None:
         self.path = path
         self.manifest = manifest
-        self.rank = rank  # that reads, for messages
+        self.rank = rank  # reading rank, for messages
         self._files = {file.name: file for file in manifest.files}
         self._places: dict[Any, Any] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """dcp.load may name a directory of its own; this reader was made for one."""
+        """Refuse a different directory from `dcp.load`: this reader is bound to one."""
         if checkpoint_id is not None:
             raise CheckpointError(f"dcp.load was given checkpoint_id={checkpoint_id!r}; this reader reads {self.path}.")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of tensors, from the manifest."""
+        """Return the tensor index, built from the manifest."""
         return index_of(self.manifest)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take the places of the items from the index."""
+        """Store the file locations of items from the index."""
         self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -59,16 +59,16 @@ class CheckedReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan wants, file by file and front to back; an item wanted in pieces is read once."""
+        """Read the planned items file by file, front to back. An item requested in several pieces is read once."""
         by_file: dict[str, dict[int, list[ReadItem]]] = {}
         for item in plan.items:
             place = self._places[item.storage_index]
             by_file.setdefault(place.relative_path, {}).setdefault(place.offset, []).append(item)
-        memory = bytearray()  # kept from item to item: fresh pages cost more than the copy into them
+        memory = bytearray()  # reused for all items: fresh pages cost more than the copy into them
         for name, by_offset in sorted(by_file.items()):
             record = self._record(name)
             with self._open(record) as stream:
@@ -87,7 +87,7 @@ class CheckedReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Only a CheckpointDirectory makes one of these."""
+        """Return False: only CheckpointDirectory creates these readers."""
         return False
 
     def _segment(self, record: FileRecord, offset: int, item: ReadItem) -> ItemBytes:
@@ -125,7 +125,7 @@ class CheckedReader(StorageReader):
 
 
 def _deliver(data: memoryview, items: list[ReadItem], planner: LoadPlanner) -> None:
-    """Hand one item's bytes to the planner, once for each piece of it that is wanted."""
+    """Pass one item's bytes to the planner, once for each requested piece."""
     saved: torch.Tensor | None = None
     for item in items:
         if item.type == LoadItemType.BYTE_IO:
@@ -149,7 +149,7 @@ def _deliver(data: memoryview, items: list[ReadItem], planner: LoadPlanner) -> N
 
 
 def index_of(manifest: Manifest) -> Metadata:
-    """The index that torch.distributed.checkpoint loads by, from a manifest.
+    """Build the index that torch.distributed.checkpoint loads by from a manifest.
 
     A checkpoint also has torch's own index, a pickle named .metadata, for torch's reader.
     """

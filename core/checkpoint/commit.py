@@ -1,4 +1,4 @@
-"""Parts of a save: which files each rank has written, where their items lie, and which checkpoints are known intact."""
+"""Parts of a save: the files each rank has written, the location of their items, and checkpoints known to be intact."""
 
 from __future__ import annotations
 
@@ -23,18 +23,30 @@ Part = tuple[FileRecord, ...]
 
 
 def part_path(saving: Path, rank: int) -> Path:
-    """The file in which a rank says that its data files are durable."""
+    """Return the path of the file by which a rank reports that its data files are durable."""
     return saving / f"part-{rank:05d}.json"
 
 
 def write_part(saving: Path, rank: int, records: Sequence[FileRecord]) -> None:
-    """Say that this rank's data files are durable, and what they are."""
+    """Report that this rank's data files are durable, and list them."""
     reach("before part", rank)
     write_durably(part_path(saving, rank), part_to_json(records), rank, half_point="half a part")
 
 
 def wait_for_parts(saving: Path, world: int, give_up: Callable[[], str | None]) -> list[Part]:
-    """Every rank's part, by rank. Looks again and again until all are there, or `give_up` gives a reason to stop."""
+    """Poll until the parts of all ranks are in the directory.
+
+    Args:
+        saving: Directory of the save.
+        world: Number of ranks.
+        give_up: Called at each poll; returns a reason to stop waiting, or None.
+
+    Returns:
+        The part of every rank, ordered by rank.
+
+    Raises:
+        CheckpointError: If `give_up` returned a reason before all parts were there.
+    """
     parts: dict[int, Part] = {}
     pause_s = 0.002
     while True:
@@ -51,20 +63,20 @@ def wait_for_parts(saving: Path, world: int, give_up: Callable[[], str | None]) 
 
 
 class KnownIntact:
-    """Directories that this process has written or checked, by the sizes and times of their files.
+    """Directories that this process has written or verified, with the sizes and times of their files.
 
-    So a checkpoint's bytes are read again only if they may have changed.
+    A checkpoint's bytes are read again only if its files may have changed.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Path, list[tuple[str, int, int]]] = {}
 
     def add(self, directory: Path) -> None:
-        """It was written a moment ago."""
+        """Record a directory that was just written."""
         self._seen[directory] = _sizes_and_times(directory)
 
     def is_intact(self, directory: Path) -> bool:
-        """True if every byte is as it was saved."""
+        """Return True if every byte is as saved."""
         now = _sizes_and_times(directory)
         if self._seen.get(directory) != now and check_directory(directory):
             return False
@@ -77,7 +89,7 @@ def _sizes_and_times(directory: Path) -> list[tuple[str, int, int]]:
 
 
 def places(parts: Sequence[Part], results: Sequence[Sequence[WriteResult]]) -> dict[Any, _StorageInfo]:
-    """File and offset of each item of the index: a rank's results and its segments are in the same order."""
+    """Map each item of the index to its file and offset. A rank's results and its segments have the same order."""
     found: dict[Any, _StorageInfo] = {}
     for rank, (part, rank_results) in enumerate(zip(parts, results, strict=True)):
         segments = [(record.name, segment) for record in part for segment in record.segments]
@@ -89,7 +101,11 @@ def places(parts: Sequence[Part], results: Sequence[Sequence[WriteResult]]) -> d
 
 
 def check_size(saving: Path, record: FileRecord) -> None:
-    """CheckpointError where rank 0 sees a file otherwise than the rank that wrote it."""
+    """Check that rank 0 sees a file with the size that another rank wrote.
+
+    Raises:
+        CheckpointError: If the file is missing or has a different size.
+    """
     try:
         size = os.stat(saving / record.name).st_size
     except FileNotFoundError:

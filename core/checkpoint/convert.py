@@ -46,7 +46,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class IndexedFiles:
-    """Files with an index of torch.distributed.checkpoint. records: the tensors by their names there."""
+    """Files with an index of torch.distributed.checkpoint; `records` has the tensors by their stored names."""
 
     def __init__(self, reader: StorageReader) -> None:
         self.reader = reader
@@ -55,7 +55,15 @@ class IndexedFiles:
         self.records = tensor_records(self.metadata)
 
     def tensors(self, parts: Mapping[str, Sequence[tuple[str, int | None]]]) -> WholeTensors:
-        """Name of a tensor -> names in the index of what it is put together from, and a layer of it, or None."""
+        """Define tensors as concatenations of stored tensors or of single layers of them.
+
+        Args:
+            parts: For each tensor name, the parts to concatenate along dimension 0: (stored name, layer index), or
+                (stored name, None) for the complete stored tensor.
+
+        Returns:
+            Lazy tensors by name.
+        """
         return WholeTensors(
             (k, Lazy(partial(self._nbytes, found), partial(self._read, found))) for k, found in parts.items()
         )
@@ -67,7 +75,7 @@ class IndexedFiles:
         )
 
     def _read(self, parts: Sequence[tuple[str, int | None]]) -> Tensor:
-        """One whole tensor, put together from its chunks: a layer of stacked ones; a gate and its value in one."""
+        """Assemble one full tensor from its parts: for example one layer of stacked layers, or a gate and its value."""
         whole = []
         for stored, layer in parts:
             record = self.records[stored]
@@ -82,7 +90,13 @@ class IndexedFiles:
 
 
 def open_checkpoint(root: Path, step: int | None = None, *, masters: bool = False) -> WholeTensors:
-    """A checkpoint's tensors. masters: give the master weights, where there are any, for the parameters."""
+    """Open the tensors of a checkpoint.
+
+    Args:
+        root: Root directory of the checkpoints.
+        step: Step to open; None is the newest intact one.
+        masters: Return master weights instead of parameters if the checkpoint has them.
+    """
     directory = find_intact(root, step)
     files = IndexedFiles(directory.reader())
     stored = {key: key for key in files.records}
@@ -95,13 +109,13 @@ def open_checkpoint(root: Path, step: int | None = None, *, masters: bool = Fals
 
 
 def open_foreign(path: Path) -> WholeTensors:
-    """The weights of a directory that torch.distributed.checkpoint has written. Reading its index runs code from it.
+    """Open the weights of a directory written by torch.distributed.checkpoint. Reading its index runs code from it.
 
-    A state_dict that is no part of a larger one counts as the model's.
+    A state_dict that is not part of a larger one is treated as the model's.
     """
     try:
         files = IndexedFiles(FileSystemReader(path))
-    except Exception as error:  # what a broken pickle raises is without end
+    except Exception as error:  # a broken pickle can raise any exception
         raise CheckpointError(f"{path} has no index of torch.distributed.checkpoint: {error}") from None
     inside = [key for key in files.records if key.startswith(f"{MODEL}.")]
     names = {key if inside else f"{MODEL}.{key}": key for key in inside or files.records}
@@ -109,13 +123,13 @@ def open_foreign(path: Path) -> WholeTensors:
 
 
 def open_megatrons(path: Path) -> WholeTensors:
-    """The weights of a directory that Megatron has written, under our names. No code of its pickles runs."""
+    """Open the weights of a directory written by Megatron, under our names. No code of its pickles runs."""
     files = IndexedFiles(MegatronReader(str(path)))
     return files.tensors(weights_in(files.records))
 
 
 def in_dtype(source: WholeTensors, dtype: torch.dtype) -> WholeTensors:
-    """The weights in another floating point dtype."""
+    """Cast the floating point weights to another dtype when they are read."""
 
     def read(lazy: Lazy) -> Tensor:
         tensor = lazy.read()
@@ -130,17 +144,21 @@ def in_dtype(source: WholeTensors, dtype: torch.dtype) -> WholeTensors:
 
 
 def write_checkpoint(root: Path, source: WholeTensors, *, step: int, origin: str) -> Path:
-    """A committed checkpoint of whole tensors, which any layout loads. Holds all tensors at once."""
+    """Commit a checkpoint of full tensors that any layout can load. Holds all tensors in memory at once."""
     pieces = [Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key, lazy in source.items() for t in [lazy.read()]]
     meta = {"content_format": CONTENT_FORMAT, "step": step, "layout": {}, "converted_from": origin} | versions()
-    with CheckpointSaver(root) as saver:  # refuses a step that is there already
+    with CheckpointSaver(root) as saver:  # refuses a step that already exists
         report = saver.save(step, partial(saver.ranks.write, PieceSavePlanner(pieces, {})), meta=meta)
     assert report.directory is not None, "a synchronous save has ended, or raised"
     return report.directory
 
 
 def parse_size(text: str) -> int:
-    """Bytes of '5GB' (decimal), '5GiB' or '5000000'. ValueError on anything else, or less than a byte."""
+    """Parse a size in bytes: '5GB' (decimal), '5GiB' or '5000000'.
+
+    Raises:
+        ValueError: If the text is not a size, or is less than one byte.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     size = (
         int(float(match.group(1)) * UNITS[match.group(2).upper()]) if match and match.group(2).upper() in UNITS else 0
@@ -151,9 +169,10 @@ def parse_size(text: str) -> int:
 
 
 def kind_of(path: Path) -> str | None:
-    """'checkpoint', 'state_dict', 'safetensors', 'megatron' or 'foreign' (of torch's dcp); None if unknown.
+    """Detect the format of a path from its contents or its name.
 
-    What lies at the path decides, or its name.
+    Returns:
+        'checkpoint', 'state_dict', 'safetensors', 'megatron' or 'foreign' (torch's dcp); None if unknown.
     """
     if path.suffix in PLAIN_SUFFIXES:
         return "state_dict"
@@ -169,9 +188,16 @@ def kind_of(path: Path) -> str | None:
 def open_source(
     path: Path, step: int | None = None, *, masters: bool = False, trust_foreign_files: bool = False
 ) -> WholeTensors:
-    """The tensors at a path. CheckpointError where nothing that can be read lies there.
+    """Open the tensors at a path, in any supported format.
 
-    trust_foreign_files: also read files that can run code while they are read.
+    Args:
+        path: File or directory.
+        step: Step of a checkpoint root; None is the newest intact one.
+        masters: Return a checkpoint's master weights instead of its parameters.
+        trust_foreign_files: Also read formats that can execute code while they are read.
+
+    Raises:
+        CheckpointError: If the path has nothing readable, or an option does not apply to its format.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
@@ -206,7 +232,7 @@ def open_source(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options to a parser."""
     parser.description = "Turn a checkpoint into files that other programs read, or such files into a checkpoint."
     parser.add_argument("source", type=Path, help="checkpoint root or step, Megatron's, .pt/.pth/.bin, or safetensors")
     parser.add_argument("target", type=Path, help="a file ending in .pt/.pth/.bin, or a directory")
@@ -221,7 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert; 0, or 1 after one line on stderr."""
+    """Run the conversion. Returns 0, or 1 after printing one line to stderr."""
     try:
         print(convert(options))
     except (CheckpointError, ValueError, OSError) as error:
@@ -231,7 +257,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> str:
-    """Return in a sentence what was written. Raises CheckpointError, ValueError or OSError before the target exists."""
+    """Convert as the options say.
+
+    Returns:
+        One sentence that describes the written files.
+
+    Raises:
+        CheckpointError: If the source cannot be read. This error and the next two are raised before the target exists.
+        ValueError: If the options contradict each other or the target exists.
+        OSError: If a file cannot be read or written.
+    """
     source_path, target = options.source, options.target
     kind = options.to or ("state_dict" if target.suffix in PLAIN_SUFFIXES else None)
     if kind is None:

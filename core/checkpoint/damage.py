@@ -1,4 +1,4 @@
-"""Finding out whether a step's directory holds what was saved, and if not, which file and which tensors are hurt."""
+"""Checks that a step's directory holds the saved bytes, and reports which files and tensors are damaged."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NAMES_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One file that is not what was saved."""
+    """One file that differs from the saved one."""
 
     file: str
     what: str  # how it differs
     tensors: tuple[str, ...] = ()  # the items with damaged bytes, as far as known
-    rank: int | None = None  # that wrote the file
+    rank: int | None = None  # rank that wrote the file
 
     def __str__(self) -> str:
         by = "" if self.rank is None else f" (written by rank {self.rank})"
@@ -48,7 +48,11 @@ class Damage:
 
 
 def open_manifest(directory: Path) -> tuple[CommitRecord, Manifest] | Damage:
-    """The commit record and the manifest, both checked; or what is wrong with them."""
+    """Read and check the commit record and the manifest.
+
+    Returns:
+        Both, or the damage found in them.
+    """
     name = COMMIT_NAME
     try:
         commit = CommitRecord.from_json(read_bytes(directory / COMMIT_NAME))
@@ -68,9 +72,18 @@ def open_manifest(directory: Path) -> tuple[CommitRecord, Manifest] | Damage:
 
 
 def damage_of(directory: Path, record: FileRecord, manifest: Manifest) -> Damage | None:
-    """Read one file from front to back and compare; None when every bit is as it was saved.
+    """Read one file from front to back and compare it with the manifest.
 
-    Items that the manifest has as tensors must be these tensors: a checksum that fits can be forged.
+    Items that the manifest lists as tensors must have the listed shape and dtype, since a matching checksum can be
+    forged.
+
+    Args:
+        directory: A step's directory.
+        record: File to check.
+        manifest: The checked manifest of the directory.
+
+    Returns:
+        The damage, or None if every bit is as saved.
     """
     path, others = directory / record.name, manifest.files
     try:
@@ -92,7 +105,7 @@ def damage_of(directory: Path, record: FileRecord, manifest: Manifest) -> Damage
 
 
 def shares(files: Sequence[FileRecord], world: int) -> list[list[FileRecord]]:
-    """Divide files among `world` ranks for a check: about as many bytes each, the same answer on every rank."""
+    """Divide files among `world` ranks for a check, balanced by bytes. The result is the same on every rank."""
     parts: list[list[FileRecord]] = [[] for _ in range(world)]
     load = [0] * world
     for record in sorted(files, key=lambda file: (-file.size, file.name)):
@@ -103,7 +116,7 @@ def shares(files: Sequence[FileRecord], world: int) -> list[list[FileRecord]]:
 
 
 def _damaged_size(stream: BinaryIO, record: FileRecord, size: int, others: Iterable[FileRecord]) -> Damage:
-    # A file of another's size may have that one's bytes; one that is larger than all is not read.
+    # A file with the size of another may have been exchanged with it. A file larger than all others is not read.
     same_size = any(other.size == size for other in others)
     swapped = _found_in(others, record, size, crc32_of(stream)) if same_size else None
     if swapped is not None:
@@ -131,7 +144,7 @@ def _damage(record: FileRecord, what: str, names: tuple[str, ...]) -> Damage:
 
 def _wrong_item(stream: BinaryIO, record: FileRecord, manifest: Manifest) -> Damage | None:
     for part in record.segments:
-        if part.box is None:  # no tensor, or in torch's own index
+        if part.box is None:  # not a tensor, or in torch's own index
             continue
         wrong = wrong_content(stream, part.offset, part.length, part.box[1], manifest.tensors[part.name].dtype)
         if wrong is not None:

@@ -1,4 +1,4 @@
-"""Choosing the checkpoint to load: the newest whose every byte is as it was saved, the same one on every rank."""
+"""Selection of the checkpoint to load: the newest one with every byte as saved, the same on every rank."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ from core.watch.warn_user import warn_user
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
-RELIST_S = 10.0  # how long to look again where a job deletes what was found
+RELIST_S = 10.0  # how long to list again while another job deletes the checkpoints found
 
 Root = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class CheckpointDirectory:
-    """A committed directory that has been checked."""
+    """A committed directory that has been verified."""
 
     path: Path
     step: int
     manifest: Manifest
-    rank: int  # of this process among those that load
-    skipped: tuple[str, ...] = ()  # newer checkpoints that were refused, and why
+    rank: int  # rank of this process in the loading group
+    skipped: tuple[str, ...] = ()  # newer checkpoints that were refused, with the reason
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """The `meta` of the save."""
+        """The `meta` passed to the save."""
         return self.manifest.meta
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job that saved."""
+        """Number of ranks of the job that saved."""
         return self.manifest.world_size
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
-        """Whole shapes and dtypes by name."""
+        """Global shapes and dtypes by name."""
         return self.manifest.tensors
 
     def reader(self) -> StorageReader:
-        """Storage reader for `dcp.load`; it checks each item again."""
+        """Return a storage reader for `dcp.load`, which verifies each item again."""
         from core.checkpoint.checked_reader import CheckedReader
 
         return CheckedReader(self.path, self.manifest, self.rank)
 
 
 def list_steps(root: Root) -> list[int]:
-    """The steps of committed checkpoints, oldest commit first; nothing is verified."""
+    """List the steps of committed checkpoints, oldest commit first. Nothing is verified."""
     return list(dict.fromkeys(found.step for found in list_committed(Path(root))))
 
 
 def latest_step(root: Root) -> int | None:
-    """The step that was committed last; None where there is none. Nothing is verified."""
+    """Return the step that was committed last, or None if there is no checkpoint. Nothing is verified."""
     committed = list_committed(Path(root))
     return committed[-1].step if committed else None
 
@@ -73,12 +73,25 @@ def latest_step(root: Root) -> int | None:
 def find_intact(
     root: Root, step: int | None = None, group: dist.ProcessGroup | None = None, *, strict: bool = False
 ) -> CheckpointDirectory:
-    """The checkpoint to load, every byte of it verified. Collective: all ranks of `group` get the same directory.
+    """Find the checkpoint to load and verify every byte of it.
 
-    step: None for the newest commit. If that one is damaged, a warning says how, and the newest intact one is taken;
-    with `strict` it is an error. A number asks for that step and no other: damaged or missing, it is an error.
-    Each rank reads a share of the files, so that the checkpoint is read once by all ranks together.
-    Raises CheckpointNotFound or CheckpointDamaged, with the same words on every rank.
+    Collective: all ranks of `group` must call this, and get the same directory. Each rank reads a share of the files,
+    so all ranks together read the checkpoint once.
+
+    Args:
+        root: Root directory of the checkpoints.
+        step: Step to load; None is the newest commit. If the newest is damaged, a warning describes the damage and
+            the newest intact one is returned. A step given as a number is never replaced by another.
+        group: Process group that loads; None is the default group.
+        strict: Raise if the newest commit is damaged, instead of returning an older one.
+
+    Returns:
+        The verified directory.
+
+    Raises:
+        CheckpointError: If `root` or `step` is invalid, or `step` differs between ranks.
+        CheckpointNotFound: If there is no such checkpoint. The text is the same on every rank.
+        CheckpointDamaged: If the checkpoint is damaged. The text is the same on every rank.
     """
     ranks = Ranks(group)
     wrong = None
@@ -101,7 +114,7 @@ def find_intact(
 
 
 def _newest_intact(path: Path, step: int | None, ranks: Ranks, strict: bool) -> CheckpointDirectory | None:
-    """The directory for `find_intact`; None if the job that saves here has just deleted everything."""
+    """Return the directory for `find_intact`; None if the job that saves here has just deleted everything."""
     candidates = ranks.on_first(lambda: list_committed(path)[::-1])
     if not candidates:
         if ranks.on_first(lambda: read_latest(path)) is not None:
@@ -121,7 +134,7 @@ def _newest_intact(path: Path, step: int | None, ranks: Ranks, strict: bool) -> 
                 _warn(ranks, f"{' '.join(skipped)} Loading step {candidate.step} from {candidate.path} instead.")
             return CheckpointDirectory(candidate.path, candidate.step, manifest, ranks.rank, tuple(skipped))
         if not ranks.on_first(candidate.path.exists):
-            has_vanished = True  # deleted while we looked: no damage
+            has_vanished = True  # deleted while it was checked: not damaged
             continue
         skipped.append(_refusal(candidate, damages))
         if strict or step is not None:
@@ -134,7 +147,7 @@ def _newest_intact(path: Path, step: int | None, ranks: Ranks, strict: bool) -> 
 
 
 def check_directory(path: Path) -> list[Damage]:
-    """Everything that is wrong with a step's directory, found by this process alone; empty when it is intact."""
+    """List all damage of a step's directory, found by this process alone. The list is empty if it is intact."""
     opened = open_manifest(path)
     if isinstance(opened, Damage):
         return [opened]
@@ -143,7 +156,7 @@ def check_directory(path: Path) -> list[Damage]:
 
 
 def _check(candidate: Committed, ranks: Ranks) -> tuple[Manifest | None, list[tuple[int, Damage]]]:
-    """(manifest, [(rank that found it, damage)]), the damages the same on every rank."""
+    """Return (manifest, [(rank that found it, damage)]). The damage list is the same on every rank."""
     opened = open_manifest(candidate.path)
     manifest: Manifest | None = None
     found: list[Damage] = []

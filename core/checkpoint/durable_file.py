@@ -1,4 +1,4 @@
-"""Files and directory entries that are on the disk, not in a cache, once the call that makes them has returned."""
+"""Writers for files and directory entries that are on disk, not only in a cache, when the call returns."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ BUFFER_BYTES = 1 << 20
 
 
 class DurableFile:
-    """A new file, written once from front to back; its checksum is taken of the bytes on their way to the disk.
+    """A new file, written once from front to back, with a checksum computed from the bytes before they are written.
 
-    A checksum of what is read back would vouch for the bytes of a torn write. `write` and `flush` are what
-    torch.save wants of a file.
+    A checksum of bytes read back would accept a torn write. torch.save needs `write` and `flush`.
     """
 
     def __init__(self, path: Path, rank: int, expected_bytes: int = 0) -> None:
-        """Create `path`, which must not exist. `expected_bytes` only places the point 'half a file'."""
+        """Create the file.
+
+        Args:
+            path: Path of the file. Must not exist.
+            rank: Rank that writes, for the record and test hooks.
+            expected_bytes: Expected size, used only to place the save point 'half a file'.
+        """
         self.path = path
         self.rank = rank
         self.size = 0
-        self.error: OSError | None = None  # of the first write that failed
+        self.error: OSError | None = None  # error of the first write that failed
         self._half = expected_bytes // 2
         self._crc32 = 0
         self._segment_crc32 = 0
@@ -35,7 +40,7 @@ class DurableFile:
         self._stream = open(path, "xb", buffering=BUFFER_BYTES)  # noqa: SIM115  closed by `finish` or `abandon`
 
     def write(self, data: Bytes) -> int:
-        """Append; the number of bytes."""
+        """Append data and return the number of bytes."""
         view = memoryview(data).cast("B") if not isinstance(data, bytes) else data
         try:
             if self._half and self.size + len(view) > self._half:
@@ -53,17 +58,17 @@ class DurableFile:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing: torch.save flushes after every tensor, and what counts is the fsync at the end."""
+        """Do nothing: torch.save flushes after every tensor, but only the fsync at the end matters."""
 
     @contextlib.contextmanager
     def segment(self, name: str, box: Box | None = None) -> Iterator[None]:
-        """Context manager: bytes written inside are the item `name`, or that box of it."""
+        """Record the bytes written inside this context as the item `name`, or as a box of it."""
         start, self._segment_crc32 = self.size, 0
         yield
         self._segments.append(ItemBytes(name, start, self.size - start, self._segment_crc32, box))
 
     def finish(self) -> FileRecord:
-        """Bring the file to the disk and close it."""
+        """Sync the file to disk and close it."""
         self._stream.flush()
         reach("before file fsync", self.rank)
         os.fsync(self._stream.fileno())
@@ -71,7 +76,7 @@ class DurableFile:
         return FileRecord(self.path.name, self.rank, self.size, self._crc32, tuple(self._segments))
 
     def abandon(self) -> None:
-        """Close the file after a failure, and ignore errors of the file system."""
+        """Close the file after a failure, ignoring file system errors."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.close()
 
@@ -83,7 +88,7 @@ class DurableFile:
 
 
 def write_durably(path: Path, data: bytes, rank: int, half_point: str | None = None) -> FileRecord:
-    """Put `data` at `path` in one step: readers see the old file, or none, or all of the new one."""
+    """Replace a file atomically: readers see the old file, no file, or the complete new file."""
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "wb") as stream:
         half = len(data) // 2
@@ -100,7 +105,7 @@ def write_durably(path: Path, data: bytes, rank: int, half_point: str | None = N
 
 
 def sync_directory(path: Path) -> None:
-    """Bring a directory's entries to the disk: a file whose name is lost is lost."""
+    """Sync a directory's entries to disk: a file whose directory entry is lost is lost."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

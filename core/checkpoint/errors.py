@@ -1,4 +1,4 @@
-"""Errors of checkpoints, which name the file, the bytes and the next step."""
+"""Errors of checkpoints. The text names the file, the bytes and the next step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or loaded; the message is the same on every rank that took part."""
+    """Failure to save or load a checkpoint. The message is the same on every participating rank."""
 
 
 class CheckpointNotFound(CheckpointError):
-    """No checkpoint lies where one was asked for."""
+    """Error for a checkpoint that does not exist."""
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint's bytes are not those that were saved."""
+    """Error for a checkpoint whose bytes differ from the saved bytes."""
 
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -26,7 +26,7 @@ NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes that this user may still write at `path` or its nearest existing parent; None if unknown."""
+    """Return the bytes that this user may still write at `path` or its nearest existing parent; None if unknown."""
     for place in (path, *path.parents):
         try:
             return shutil.disk_usage(place).free
@@ -36,7 +36,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def explain(error: OSError, path: Path, needed_bytes: int | None = None) -> str:
-    """One sentence on a failed call of the file system: which file, why, and for a full disk how full."""
+    """Describe a failed file system call in one sentence: the file, the reason, and the free space of a full disk."""
     where = error.filename if isinstance(error.filename, str) else str(path)
     reason = error.strerror or str(error)
     if error.errno in NO_SPACE:
@@ -50,7 +50,7 @@ def explain(error: OSError, path: Path, needed_bytes: int | None = None) -> str:
 
 
 def amount(count: int) -> str:
-    """A number of bytes, exactly, and in a unit that one can read."""
+    """Format a number of bytes exactly and in a readable unit."""
     value, unit = float(count), ""
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007  the last one stays
         if value < 1024 or unit == "TiB":
@@ -60,6 +60,6 @@ def amount(count: int) -> str:
 
 
 def code_in(error: Exception) -> str:
-    """Name what the safe unpickler refused, in one line: the name of a function or class, or its first words."""
+    """Describe in one line what the safe unpickler refused: the name of a function or class, or its first words."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return str(error).strip().partition("\n")[0] if found is None else found[1]

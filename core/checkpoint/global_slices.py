@@ -1,13 +1,13 @@
-"""Global slices: the place of this rank's parameters in the whole model, in any layout.
+"""Global slices: the position of this rank's parameters in the full model, in any layout.
 
-A parameter's global name, shape and boxes do not depend on tensor, pipeline, data or expert parallel sizes: layers and
-experts are counted over the whole model, and a vocabulary is not padded. Checkpoints and the oracle go by them.
+A parameter's global name, shape and boxes do not depend on tensor, pipeline, data or expert parallel sizes. Layers
+and experts are numbered over the full model, and a vocabulary is not padded. Checkpoints and `verify` use them.
 
-Three things that a tensor does not show are said by its layer:
+A layer declares three facts that its tensors do not show:
 
-    param.partition_length      the split dimension's length in the whole model, where padding makes ranks hold more
-    param.expert_dim            the dimension along which a rank stacks its experts; ranks of 'ep' hold others
-    module.global_names         what a child, or a parameter, is called in the whole model:
+    param.partition_length      the split dimension's length in the full model, if padding makes ranks store more
+    param.expert_dim            the dimension along which a rank stacks its experts; ranks of 'ep' store different ones
+    module.global_names         names of children or parameters in the full model:
                                 core/distributed/contract/global_names.py
 """
 
@@ -28,22 +28,29 @@ from core.groups.rank_grid import COPY_AXES, MODEL_AXES, axes_of
 
 
 class AxisRanks(Protocol):
-    """This rank's index on each axis; ProcessGroups is one."""
+    """This rank's index on each parallel axis; implemented by ProcessGroups."""
 
     def size(self, name: str) -> int:
-        """Ranks of an axis."""
+        """Return the number of ranks of an axis."""
 
     def rank(self, name: str) -> int:
-        """This rank's place on it."""
+        """Return this rank's index on an axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalSlice:
-    """The place of one local tensor in the whole model.
+    """The position of one local tensor in the full model.
 
-    shape: of the whole tensor, without padding. boxes: what the local tensor holds of it; none where it is all padding.
-    replica_axes: the groups over which ranks hold the same boxes; this rank is number `replica` of `replicas` of them.
-    is_copy: a tied weight that another pipeline stage holds too, and is the one to write.
+    Attributes:
+        local_name: Name in the model chunk.
+        name: Name in the full model.
+        shape: Shape of the global tensor, without padding.
+        local_shape: Shape of the local tensor.
+        boxes: Boxes of the global tensor stored here; empty if the local tensor is all padding.
+        replica_axes: Groups over which ranks store the same boxes.
+        replicas: Number of ranks that store the same boxes.
+        replica: Index of this rank among the replicas.
+        is_copy: True for a tied weight that another pipeline stage also stores, and writes.
     """
 
     local_name: str
@@ -58,10 +65,17 @@ class GlobalSlice:
 
 
 def global_slices(module: nn.Module, places: AxisRanks) -> dict[str, GlobalSlice]:
-    """Of every parameter of a model chunk, frozen ones too, by its name in the chunk, in registration order. Local.
+    """Return the global slice of every parameter of a model chunk, including frozen ones. Local.
 
-    module: the chunk without its wrapper. places: the ProcessGroups it was built with.
-    Raises ValueError, naming the parameter, where its tags and its shape contradict each other.
+    Args:
+        module: Model chunk without its wrapper.
+        places: ProcessGroups that the chunk was built with.
+
+    Returns:
+        Slices by the parameter's name in the chunk, in registration order.
+
+    Raises:
+        ValueError: If a parameter's tags contradict its shape. The text names the parameter.
     """
     embeddings = embeddings_of(module.modules())
     found = {}
@@ -75,7 +89,7 @@ def global_slices(module: nn.Module, places: AxisRanks) -> dict[str, GlobalSlice
 
 
 def buffer_slices(module: nn.Module, places: AxisRanks) -> dict[str, GlobalSlice]:
-    """The same of the buffers that a state_dict would hold, which all ranks of a stage hold alike."""
+    """Return the global slices of persistent buffers, which are equal on all ranks of a pipeline stage."""
     kept = set(module.state_dict(keep_vars=True))
     within_stage = [axis for axis in MODEL_AXES if axis in COPY_AXES]
     return {
@@ -86,10 +100,13 @@ def buffer_slices(module: nn.Module, places: AxisRanks) -> dict[str, GlobalSlice
 
 
 def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
-    """Global names of what this rank writes so that every box is written once; the work is spread over replicas.
+    """Return the global names of tensors that this rank must write so that every box is written once.
 
-    The ranks that hold the same boxes come to the same answer without asking: they hand the tensors out by falling
-    size, each to whom has the least so far. `slices`: those of all chunks of this rank.
+    Replicas share the work. Ranks with the same boxes reach the same result without communication: tensors are assigned
+    in order of decreasing size, each to the rank with the least load so far.
+
+    Args:
+        slices: Slices of all chunks of this rank.
     """
     mine: set[str] = set()
     loads: dict[tuple[str, ...], list[int]] = {}
@@ -105,7 +122,7 @@ def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
 
 
 def _splits(local_name: str, name: str, param: torch.Tensor, places: AxisRanks) -> tuple[list[Split], tuple[str, ...]]:
-    """The splits of a parameter, and the groups over which ranks hold the same of it."""
+    """Return the splits of a parameter, and the groups over which ranks store the same part of it."""
     data_group = data_group_of(param)
     is_expert = data_group == "expt_dp"
     tp_axis = "expt_tp" if is_expert else "tp"

@@ -20,7 +20,11 @@ LONGEST_VALUE = 100  # characters of one value of `meta`
 
 
 def directories(place: str | os.PathLike[str], step: int | None) -> list[Path]:
-    """The steps meant by a root, oldest commit first, or by one step's directory. CheckpointNotFound if none."""
+    """Return the steps of a root, oldest commit first, or the given step's directory.
+
+    Raises:
+        CheckpointNotFound: If there are no such steps.
+    """
     path = Path(os.path.realpath(place))
     if not path.is_dir():
         raise CheckpointNotFound(f"{path} is no directory.")
@@ -39,7 +43,17 @@ def directories(place: str | os.PathLike[str], step: int | None) -> list[Path]:
 
 
 def inspect(place: str | os.PathLike[str], step: int | None, print_line: Print, *, with_files: bool = False) -> int:
-    """Print an overview of a root and the content of one step (the newest, if none is named); 1 if it is unreadable."""
+    """Print an overview of a root and the content of one step.
+
+    Args:
+        place: Root of checkpoints, or one step's directory.
+        step: Step to print; None is the newest.
+        print_line: Called with each line.
+        with_files: Also print each file with its items.
+
+    Returns:
+        0, or 1 if the step is unreadable.
+    """
     found = directories(place, step)
     root = found[-1].parent
     latest = read_latest(root)
@@ -55,7 +69,11 @@ def inspect(place: str | os.PathLike[str], step: int | None, print_line: Print, 
 
 
 def verify(place: str | os.PathLike[str], step: int | None, print_line: Print) -> int:
-    """Read every byte of the steps that are meant; 0 if all are as they were saved, else 1, with every bad file."""
+    """Read every byte of the selected steps and print each damaged file.
+
+    Returns:
+        0 if all bytes are as saved, else 1.
+    """
     found = directories(place, step)
     bad = 0
     for directory in found:

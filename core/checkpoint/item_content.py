@@ -14,11 +14,11 @@ import torch
 from core.checkpoint.bounded_read import BadArchive, Part, entries_of
 from core.checkpoint.errors import code_in
 
-LONGEST_PICKLE = 16 << 10  # bytes; that of a tensor has some hundred
+LONGEST_PICKLE = 16 << 10  # bytes; a tensor's pickle has a few hundred
 
 
 def wrong_content(stream: BinaryIO, start: int, length: int, shape: Sequence[int], dtype: str) -> str | None:
-    """Return how an item differs from the tensor in the manifest; None if it is that tensor."""
+    """Describe how an item differs from the tensor in the manifest; None if it matches."""
     try:
         sizes = entries_of(stream, start, length)
         if sizes.get("data.pkl", 0) > LONGEST_PICKLE:
@@ -26,7 +26,7 @@ def wrong_content(stream: BinaryIO, start: int, length: int, shape: Sequence[int
         found: Any = torch.load(Part.of(stream, start, length), map_location="meta", weights_only=True)
     except BadArchive as error:
         return str(error)
-    except Exception as error:  # what a broken or hostile pickle raises is without end
+    except Exception as error:  # a broken or hostile pickle can raise any exception
         return f"describes no tensor ({code_in(error)})"
     wanted = getattr(torch, dtype)
     if not isinstance(found, torch.Tensor):

@@ -1,7 +1,7 @@
-"""load_checkpoint: every rank reads the boxes it holds now, from any boxes that were written.
+"""load_checkpoint: every rank reads the boxes it needs now, from whichever boxes were written.
 
-Three phases, so that a run that cannot continue is unchanged: find out what is missing or does not fit, on all ranks;
-read into memory of its own; and only when every rank has all of it, put it in place.
+Loading has three phases, so that a failed load leaves the run unchanged: find missing or mismatched state on all
+ranks; read into separate memory; and copy it into place only after every rank has read everything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 from core.optimizer.optimizer_state import load_groups
 
 logger = logging.getLogger(__name__)
-LONGEST_RANDOM_STATE = 1 << 20  # bytes; that of Python, numpy, torch and a tracker has some ten thousand
+LONGEST_RANDOM_STATE = 1 << 20  # bytes; the state of Python, numpy, torch and a tracker has some ten thousand
 META_KINDS = {
     **dict.fromkeys(("layout", "extra", "configuration", "versions", "tied", "scheduler", "loss_scaler"), Mapping),
     "optimizer": list,
@@ -51,16 +51,27 @@ META_KINDS = {
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of a load. notes: sentences about state that was not taken, or is not in the file."""
+    """Result of a load.
+
+    Attributes:
+        step: Step that was loaded.
+        path: Directory that was read.
+        layout: Layout at which the checkpoint was saved.
+        extra: The `extra` passed to the save.
+        configuration: The `configuration` passed to the save.
+        random_restored: True if random states were restored.
+        notes: Sentences about state that was not loaded, or is not in the file.
+        skipped: One sentence for each newer checkpoint that was damaged.
+    """
 
     step: int
     path: Path
-    layout: dict[str, Any]  # that it was saved at
+    layout: dict[str, Any]  # layout at the save
     extra: dict[str, Any]
     configuration: dict[str, Any]
     random_restored: bool
     notes: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()  # newer checkpoints that were damaged, a sentence for each
+    skipped: tuple[str, ...] = ()  # one sentence for each newer, damaged checkpoint
 
 
 def load_checkpoint(
@@ -75,13 +86,29 @@ def load_checkpoint(
     load_hyperparameters: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
-    """Load a checkpoint, saved at this layout or another. Collective over `group`, all ranks of the job.
+    """Load a checkpoint that was saved at this layout or another.
 
-    step: that one, or the newest intact one. strict: refuse a file whose tensors are not exactly the model's; without
-    it what both have is loaded, and the report's notes name the rest. Learning rates, decay and all other settings stay
-    those of the optimizer as it was built, unless load_hyperparameters. Random streams come back where every parallel
-    size is the one they were saved at, and stay as they are elsewhere.
-    Raises CheckpointError, the same on every rank, before anything has been changed.
+    Collective: all ranks of the job must call this. If it raises, nothing has been changed.
+
+    Args:
+        root: Root directory of the checkpoints.
+        model_chunks: Wrapped model chunks of this rank.
+        optimizer: The optimizer of these chunks, or None to load weights only.
+        scheduler: LR scheduler whose state is loaded, or None.
+        step: Step to load; None is the newest intact one.
+        strict: Refuse a checkpoint whose tensors are not exactly the model's. If False, tensors that both have are
+            loaded, and the report's notes name the others.
+        load_random_state: Restore random states if every parallel size equals the saved one. Otherwise random states
+            stay unchanged.
+        load_hyperparameters: Also load learning rates, weight decay and other settings of param groups. If False, they
+            stay as the optimizer was built.
+        group: Process group of all ranks of the job; None is the default group.
+
+    Returns:
+        A report of the loaded step and of everything that was not loaded.
+
+    Raises:
+        CheckpointError: The same on every rank, before anything has been changed.
     """
     ranks = Ranks(group)
     directory = find_intact(root, step, group)
@@ -97,7 +124,7 @@ def load_checkpoint(
         plan = plan_load(chunks, optimizer, metadata, directory.meta)
         groups = _saved_groups(optimizer, directory.meta) if load_hyperparameters else []
         random_name = _random_name(directory, chunks, metadata) if load_random_state else None
-    except Exception as failure:  # the others wait in the next gather, and must hear of it
+    except Exception as failure:  # the other ranks wait in the next gather and need this error
         error = f"cannot load {directory.path}: {words_of(failure)}"
     given = {
         "an optimizer": optimizer is not None,
@@ -115,12 +142,12 @@ def load_checkpoint(
         rank, (error, _) = min(failure.failures.items())
         raise CheckpointError(f"cannot load {directory.path}: rank {rank}: {error}") from None
 
-    planner.pieces, plan.pieces = [], []  # what was read is freed when it is put in place
+    planner.pieces, plan.pieces = [], []  # staging memory is freed once it is copied into place
     meta = directory.meta
     random_state, wrong = None, None
     try:
         random_state = None if random_name is None else read_random_state(planner.blobs[random_name])
-    except Exception as failure:  # what a forged file raises is without end, and the others wait
+    except Exception as failure:  # a forged file can raise any exception, and the other ranks wait
         wrong = f"cannot load {directory.path}: '{random_name}' holds no random state: {words_of(failure)}"
     ranks.agree(wrong)
     ranks.agree(_load_numbers(directory, optimizer, scheduler, loss_scaler_of(optimizer)))
@@ -147,7 +174,7 @@ def load_checkpoint(
     )
 
 
-# -- may it be loaded? -----------------------------------------------------------------------------------------------
+# -- checks before loading -------------------------------------------------------------------------------------------
 
 
 def _check_format(meta: Mapping[str, Any]) -> None:
@@ -172,7 +199,7 @@ def _refuse_together(
     *,
     strict: bool,
 ) -> None:
-    """One CheckpointError on all ranks if any of them cannot load, or if no rank reads a tensor of the file."""
+    """Raise one CheckpointError on all ranks if any rank cannot load, or if no rank reads one of the file's tensors."""
     everybody = ranks.gather((error, plan.problems, plan.used, given))
     failures = [failure for failure, *_ in everybody if failure is not None]
     if failures:
@@ -198,7 +225,7 @@ def _refuse_together(
 
 
 def _random_name(directory: CheckpointDirectory, chunks: list[Any], metadata: Metadata) -> str | None:
-    """This rank's streams in the file, where every parallel size is the one they were saved at."""
+    """Return the name of this rank's random state in the file; None unless every parallel size equals the saved one."""
     saved, now = directory.meta.get("layout", {}), layout_of(chunks)
     name = random_key(groups_of(chunks[0]))
     same = all(saved.get(axis) == now[axis] for axis in LAYOUT_AXES)
@@ -215,7 +242,7 @@ def _random_name(directory: CheckpointDirectory, chunks: list[Any], metadata: Me
 
 @torch.no_grad()
 def put_in_place(chunks: list[Any], optimizer: Any, plan: LoadPlan) -> None:
-    """Give model chunks and optimizer what a plan has read. Collective where parameters are sharded."""
+    """Copy the values read by a plan into model chunks and optimizer. Collective if parameters are sharded."""
     settle(chunks)
     wrapped = [chunk for chunk in chunks if hasattr(chunk, "begin_param_update")]
     for chunk in wrapped:
@@ -236,7 +263,7 @@ class _Taken(dict[str, Any]):
 
 
 def _taken_from(plan: LoadPlan, leaf: Any) -> _Taken:
-    """Take a plan's values for one optimizer out of the plan, by names of parameters."""
+    """Remove the values for one optimizer from a plan and return them by parameter name."""
     entries, plan.entries = plan.entries, [found for found in plan.entries if found[0].optimizer is not leaf]
     by_name: dict[str, list[dict[str, Any]]] = {}
     for entry, state in entries:
@@ -248,7 +275,11 @@ def _taken_from(plan: LoadPlan, leaf: Any) -> _Taken:
 
 
 def _saved_groups(optimizer: Any, meta: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """The hyperparameters of the file by optimizer and param group. ValueError where they are of other ones."""
+    """Return the saved hyperparameters by optimizer and param group.
+
+    Raises:
+        ValueError: If they belong to different optimizers.
+    """
     saved = meta.get("optimizer", [])
     mine = leaves(optimizer)
     if len(saved) != len(mine):
@@ -259,7 +290,7 @@ def _saved_groups(optimizer: Any, meta: Mapping[str, Any]) -> list[list[dict[str
         if theirs != ours:
             raise ValueError(f"load_hyperparameters: those of {sorted(theirs)} were saved, and here is {sorted(ours)}")
         groups = _with_tuples(record["param_groups"])
-        load_groups([dict(group) for group in leaf.param_groups], groups)  # on copies: does it fit?
+        load_groups([dict(group) for group in leaf.param_groups], groups)  # try on copies first
         found.append(groups)
     return found
 
@@ -269,28 +300,32 @@ def _algorithms(groups: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def _with_tuples(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups as they were before JSON made lists of tuples (betas)."""
+    """Convert lists back to tuples (betas), because JSON stores tuples as lists."""
     return [{key: tuple(v) if isinstance(v, list) else v for key, v in group.items()} for group in groups]
 
 
 def _set_learning_rates(scheduler: Any) -> None:
-    """torch's schedulers continue from the groups' learning rates, which come with an optimizer's state in torch."""
+    """Set the groups' learning rates for a torch scheduler.
+
+    torch's schedulers continue from the groups' rates, which in torch are loaded with the optimizer's state.
+    """
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
 
 def _load_numbers(directory: CheckpointDirectory, optimizer: Any, scheduler: Any, scaler: Any) -> str | None:
-    """Give the param groups what the schedule had written into them, then scheduler and loss scaler their states.
+    """Restore values that a schedule wrote into param groups, then the states of scheduler and loss scaler.
 
-    Returns why one of them refuses, and then all are as before.
+    Returns:
+        The error text if one of them refuses its state; then all are left unchanged. Otherwise None.
     """
     meta = directory.meta
     groups = [group for leaf in leaves(optimizer) for group in leaf.param_groups]
     undo: list[Callable[[], Any]] = [partial(_set_groups, groups, [dict(group) for group in groups])]
     name = "optimizer"
     try:
-        # Ours sets all that it writes from its own state, by its options. torch's continue from what the groups hold.
+        # Our scheduler recomputes group values from its own state. torch's schedulers continue from the group values.
         if scheduler is not None and meta.get("scheduler") and not isinstance(scheduler, OptimizerParamScheduler):
             for leaf, record in zip(leaves(optimizer), meta.get("optimizer", []), strict=False):
                 if "written" in record and _algorithms(record["param_groups"]) == _algorithms(leaf.param_groups):
@@ -300,7 +335,7 @@ def _load_numbers(directory: CheckpointDirectory, optimizer: Any, scheduler: Any
                 before = copy.deepcopy(target.state_dict())
                 target.load_state_dict(meta[name])
                 undo.append(partial(target.load_state_dict, before))
-    except Exception as failure:  # any error of a user's own scheduler: the others wait in the next gather
+    except Exception as failure:  # a user's scheduler can raise anything, and the other ranks wait in the next gather
         for put_back in reversed(undo):
             put_back()
         return f"cannot load {directory.path}: the {name} refuses its state: {words_of(failure)}"

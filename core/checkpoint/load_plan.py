@@ -1,4 +1,4 @@
-"""LoadPlan: what one rank reads from a checkpoint, into memory of its own. Local: nothing is read, nothing changed."""
+"""LoadPlan: the reads of one rank from a checkpoint into staging memory. Local: nothing is read or changed."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from core.checkpoint.planners import read_items, tensor_records
 from core.distributed.wire import huge_pages
 
 CPU = torch.device("cpu")
-MAPPED_BYTES = 2**16  # from here on memory is the system's again when it is freed, and not the C library's
-LACKS = "the checkpoint lacks "  # how a problem begins that strict=False allows
+MAPPED_BYTES = 2**16  # from this size on, freed memory returns to the system instead of the C library
+LACKS = "the checkpoint lacks "  # first words of problems that strict=False allows
 
 
 @dataclass(frozen=True)
 class Keeps:
-    """Facts about the algorithm that updates a parameter. keys: None if unknown."""
+    """Facts about the algorithm that updates a parameter. `keys` is None if unknown."""
 
     algorithm: str
     keys: AlgorithmKeys | None
-    was_saved: bool  # by a job that used the same algorithm
+    was_saved: bool  # the saving job used the same algorithm
 
 
 @dataclass
 class LoadPlan:
-    """The boxes that one rank will read, its errors and its notes."""
+    """The boxes that one rank will read, with its problems and notes."""
 
     pieces: list[Piece] = field(default_factory=list)
     staged: list[tuple[LocalTensor, torch.Tensor]] = field(default_factory=list)
@@ -39,12 +39,12 @@ class LoadPlan:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     without_state: set[str] = field(default_factory=set)  # names of parameters
-    used: set[str] = field(default_factory=set)  # names of tensors that this rank holds a part of
-    keys: dict[tuple[int, str], Keeps] = field(default_factory=dict)  # by id(optimizer) and its name of a parameter
+    used: set[str] = field(default_factory=set)  # names of tensors of which this rank stores a part
+    keys: dict[tuple[int, str], Keeps] = field(default_factory=dict)  # key: (id(optimizer), parameter name in it)
 
 
 def plan_load(chunks: list[Any], optimizer: Any, metadata: Metadata, meta: Mapping[str, Any]) -> LoadPlan:
-    """Compare what these chunks and their optimizer hold with the index of a file. What is wrong is in `problems`."""
+    """Compare chunks and their optimizer with the index of a checkpoint. Mismatches are listed in `problems`."""
     records = tensor_records(metadata)
     tensors = local_tensors(chunks)
     plan = LoadPlan()
@@ -60,7 +60,7 @@ def plan_load(chunks: list[Any], optimizer: Any, metadata: Metadata, meta: Mappi
     for entry in entries:
         if id(entry.local) in readable:
             _plan_entry(plan, entry, in_file.get(entry.local.slice.name, set()), records)
-        else:  # weights that the file has not (strict=False) start fresh
+        else:  # weights missing in the file (strict=False) start fresh
             plan.entries.append((entry, {"offset": entry.offset, "numel": entry.numel}))
     if plan.entries and not in_file:
         plan.notes.append("the checkpoint has no optimizer state: it starts fresh")
@@ -79,7 +79,7 @@ def plan_load(chunks: list[Any], optimizer: Any, metadata: Metadata, meta: Mappi
 
 
 def _plan_tensor(plan: LoadPlan, local: LocalTensor, records: Mapping[str, TensorStorageMetadata]) -> None:
-    """A parameter or buffer from its own tensor, or from its master weights where they hold more digits."""
+    """Plan a parameter or buffer, read from its own tensor or from its master weights if they have more precision."""
     piece = local.slice
     plan.used.add(local.key)
     record = records.get(local.key)
@@ -99,13 +99,13 @@ def _plan_tensor(plan: LoadPlan, local: LocalTensor, records: Mapping[str, Tenso
         kept = Entry(None, piece.name, local, first, part.numel(), {})
         plan.staged.append((local, _staged(plan, kept, WEIGHTS, part.dtype, key)))
         return
-    staging = huge_pages.zeros(local.tensor.shape, local.tensor.dtype, CPU, MAPPED_BYTES)  # as padding stays
+    staging = huge_pages.zeros(local.tensor.shape, local.tensor.dtype, CPU, MAPPED_BYTES)  # padding stays zero
     plan.staged.append((local, staging))
     plan.pieces += [Piece(key, piece.shape, box.global_offset, box_view(staging, box)) for box in piece.boxes]
 
 
 def _algorithms(leaf: Any, meta: Mapping[str, Any]) -> dict[str, Keeps]:
-    """By the optimizer's names of parameters."""
+    """Return facts about each parameter's algorithm, by the optimizer's parameter names."""
     keys = keys_by_group(leaf.optimizer)
     labels = [group.get("optimizer", type(leaf.optimizer).__name__) for group in leaf.param_groups]
     saved = {
@@ -122,7 +122,7 @@ def _algorithms(leaf: Any, meta: Mapping[str, Any]) -> dict[str, Keeps]:
 
 
 def _state_keys_in(records: Mapping[str, TensorStorageMetadata]) -> dict[str, set[str]]:
-    """By parameter the state keys that the file has of it."""
+    """Return the optimizer state keys in the file for each parameter."""
     found: dict[str, set[str]] = {}
     for key in records:
         kind, _, rest = key.partition(".")
@@ -138,7 +138,7 @@ def _plan_entry(
     in_file: set[str],
     records: Mapping[str, TensorStorageMetadata],
 ) -> None:
-    """One range of the optimizer's state: what its algorithm keeps, if the file has all of that; else a fresh start."""
+    """Plan one range of optimizer state: load it if the file has all keys of the algorithm, else start fresh."""
     keeps = plan.keys[id(entry.optimizer), entry.name]
     saved = in_file - {WEIGHTS}
     if not saved and (keeps.keys is None or keeps.keys.kept):
@@ -166,7 +166,7 @@ def _plan_entry(
 
 
 def _wanted(plan: LoadPlan, keeps: Keeps, saved: set[str]) -> set[str]:
-    """The state keys to load: all that the algorithm keeps, where the file has all of them; else none."""
+    """Return the state keys to load: all keys of the algorithm if the file has them, else none."""
     if keeps.keys is None:
         if saved and not keeps.was_saved:
             plan.notes.append(f"{keeps.algorithm} is not what was saved with: its state starts fresh")

@@ -1,16 +1,16 @@
-"""Contents of a step's directory: its files with sizes and checksums, the tensors in them, and who vouches for it.
+"""Contents of a step's directory: its files with sizes and checksums, the tensors in them, and the commit record.
 
-Two JSON files. `manifest.json` lists every file, and in every file every segment: the run of bytes that one item (a
-tensor's slice, or an object) was written as. `commit.json` is small, carries its own checksum, and vouches for the
-manifest. So a reader that trusts 32 bits of one line can find whether any other bit of the directory has changed, and
-which tensor it belongs to.
+There are two JSON files. `manifest.json` lists every file, and in every file every segment: the bytes written for
+one item (a tensor's slice, or an object). `commit.json` is small, carries its own checksum, and stores the
+manifest's size and checksum. A reader that trusts 32 bits of one line can therefore detect a change of any other bit
+of the directory, and the tensor that it belongs to.
 
-CRC-32, of each file and of each segment: it is in the standard library, leaves the interpreter to other threads, and
-ran at 3.9 GiB/s on one core where hashlib's BLAKE2b ran at 0.9 and SHA-256 at 1.7. It finds every burst of up to 32
-bits and misses other damage once in 2^32, and a file's damage must be missed twice. It is no defence against
-deliberate forgery; no hash that is stored with the data is.
+Each file and each segment has a CRC-32. It is in the standard library, releases the interpreter lock, and ran at
+3.9 GiB/s on one core, compared with 0.9 for hashlib's BLAKE2b and 1.7 for SHA-256. It detects every burst of up to
+32 bits and misses other damage once in 2^32; a file's damage must be missed twice. It does not protect against
+deliberate forgery, and neither does any other hash that is stored with the data.
 
-This module is pure: bytes to values and back.
+This module is pure: it converts bytes to values and back.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ FORMAT = 1
 COMMIT_NAME = "commit.json"
 MANIFEST_NAME = "manifest.json"
 METADATA_NAME = ".metadata"  # torch.distributed.checkpoint's own name for its index
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size) of what an item holds of its tensor
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size) of an item in its tensor
 
 
 class ManifestError(ValueError):
-    """A manifest or commit record that cannot be believed; the text says why, without naming the directory."""
+    """Error for an invalid manifest or commit record. The text gives the reason, without naming the directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemBytes:
     """The bytes of one item in a file."""
 
-    name: str  # of the tensor or object
+    name: str  # name of the tensor or object
     offset: int
     length: int
     crc32: int
-    box: Box | None = None  # of its tensor; None for an object
+    box: Box | None = None  # box of its tensor; None for an object
 
     @property
     def end(self) -> int:
-        """The offset of the first byte after it."""
+        """Offset of the first byte after the item."""
         return self.offset + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a step's directory, as it was written."""
+    """One file of a step's directory, as written."""
 
     name: str
-    rank: int  # that wrote it
+    rank: int  # rank that wrote the file
     size: int
     crc32: int
-    segments: tuple[ItemBytes, ...] = ()  # by offset; what lies between them belongs to no item
+    segments: tuple[ItemBytes, ...] = ()  # sorted by offset; bytes between them belong to no item
 
     def names(self, start: int = 0, end: int | None = None) -> tuple[str, ...]:
-        """The items with a byte in [start, end), each once, in the order of their bytes."""
+        """Return the names of items with a byte in [start, end), without duplicates, in byte order."""
         stop = self.size if end is None else end
         touched = (part for part in self.segments if part.length and part.offset < stop and part.end > start)
         found = dict.fromkeys(part.name for part in touched)
         return tuple(found)
 
     def segment_at(self, offset: int) -> ItemBytes | None:
-        """The segment that begins at `offset`."""
+        """Return the segment that begins at `offset`, or None."""
         at = bisect_left(self.segments, offset, key=lambda part: part.offset)
         found = at < len(self.segments) and self.segments[at].offset == offset
         return self.segments[at] if found else None
@@ -80,39 +80,39 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor of the checkpoint, whole, however many slices it was saved in."""
+    """Shape and dtype of one global tensor of the checkpoint, independent of its number of slices."""
 
     shape: tuple[int, ...]
     dtype: str  # torch's name without the 'torch.'
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the elements, without what a file format adds."""
+        """Bytes of the elements, without the overhead of a file format."""
         return self.numel * _itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything that a step's directory holds."""
+    """Complete description of a step's directory."""
 
     step: int
     world_size: int
     files: tuple[FileRecord, ...]
     tensors: Mapping[str, TensorRecord]
-    meta: Mapping[str, Any] = field(default_factory=dict)  # what the writer of the content wants to know again
+    meta: Mapping[str, Any] = field(default_factory=dict)  # values of the writer, returned at a load
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files listed."""
+        """Bytes of all listed files."""
         return sum(file.size for file in self.files)
 
     def to_json(self) -> bytes:
-        """The bytes of manifest.json."""
+        """Serialize to the bytes of manifest.json."""
         tree = {
             "format": FORMAT,
             "step": self.step,
@@ -125,7 +125,11 @@ class Manifest:
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
-        """Read manifest.json; ManifestError when it is not what `to_json` writes."""
+        """Parse manifest.json.
+
+        Raises:
+            ManifestError: If the data is not in the format of `to_json`.
+        """
         tree = _object(data)
         try:
             manifest = Manifest(
@@ -144,12 +148,16 @@ class Manifest:
 
 
 def part_to_json(files: Iterable[FileRecord]) -> bytes:
-    """One rank's part of the manifest: the files that it wrote."""
+    """Serialize one rank's part of the manifest: the files that it wrote."""
     return json.dumps({"format": FORMAT, "files": [_file_tree(file) for file in files]}).encode()
 
 
 def part_from_json(data: bytes) -> tuple[FileRecord, ...]:
-    """Read what `part_to_json` wrote."""
+    """Parse the output of `part_to_json`.
+
+    Raises:
+        ManifestError: If the data has a different format.
+    """
     try:
         return tuple(_file_from(file) for file in _object(data)["files"])
     except (KeyError, TypeError, ValueError) as error:
@@ -158,7 +166,7 @@ def part_from_json(data: bytes) -> tuple[FileRecord, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """commit.json: which save this is, and the manifest's size and checksum."""
+    """Contents of commit.json: the identity of the save, and the manifest's size and checksum."""
 
     step: int
     sequence: int  # grows with every commit of a root
@@ -167,13 +175,17 @@ class CommitRecord:
     manifest_crc32: int
 
     def to_json(self) -> bytes:
-        """The bytes of commit.json: the fields and their own checksum, on one line."""
+        """Serialize to the bytes of commit.json: the fields and their own checksum, on one line."""
         fields = {"format": FORMAT, **asdict(self)}
         return json.dumps({**fields, "crc32": _crc_of(fields)}).encode() + b"\n"
 
     @staticmethod
     def from_json(data: bytes) -> CommitRecord:
-        """Read commit.json; ManifestError when a bit of it has changed."""
+        """Parse commit.json.
+
+        Raises:
+            ManifestError: If a bit has changed.
+        """
         fields = _object(data)
         try:
             if fields.pop("crc32", None) != _crc_of(fields):
@@ -185,7 +197,11 @@ class CommitRecord:
 
 
 def read_manifest(commit: CommitRecord, data: bytes) -> Manifest:
-    """The manifest that `commit` vouches for; ManifestError when `data` is something else."""
+    """Parse a manifest and check it against its commit record.
+
+    Raises:
+        ManifestError: If `data` is not the manifest of `commit`.
+    """
     if len(data) != commit.manifest_size:
         raise ManifestError(f"has {len(data)} bytes, {COMMIT_NAME} vouches for {commit.manifest_size}")
     if zlib.crc32(data) != commit.manifest_crc32:
@@ -202,7 +218,7 @@ def _crc_of(fields: Mapping[str, Any]) -> int:
 
 
 def _object(data: bytes) -> dict[str, Any]:
-    """A JSON object of our format."""
+    """Parse a JSON object in our format."""
     try:
         tree = parse_json(data)
     except ValueError as error:
@@ -236,7 +252,11 @@ def _file_from(tree: dict[str, Any]) -> FileRecord:
 
 
 def _check_boxes(manifest: Manifest) -> None:
-    """ValueError where boxes are not all of their tensors, or hold more than the bytes of their items."""
+    """Check that boxes cover their tensors and fit into the bytes of their items.
+
+    Raises:
+        ValueError: If they do not.
+    """
     missing = {name: tensor.numel for name, tensor in manifest.tensors.items()}
     for part in (part for file in manifest.files for part in file.segments):
         if part.box is None:

@@ -1,9 +1,9 @@
-"""Megatron's own checkpoints (torch_dist) of a GPT: which tensor of their files a part of ours is.
+"""Megatron's checkpoints (torch_dist) of a GPT: the mapping between our tensors and the tensors in their files.
 
-Layers are stacked in them, or numbered where they were saved with singleton_local_shards; a layer norm may have the
-name of the linear layer behind it. States of an optimizer have the weights' names behind a prefix, and the weights'
-shapes (fully_reshardable) or their ranks' slices, each flat (fully_sharded_model_space). A pickle's classes are
-replaced by ones that do nothing, so no code of it runs.
+Layers are stacked in these files, or numbered if they were saved with singleton_local_shards. A layer norm may be
+named after the linear layer behind it. Optimizer states are named with a prefix and the weight's name. They have the
+weight's shape (fully_reshardable) or store each rank's slice flat (fully_sharded_model_space). While a pickle is
+read, unknown classes are replaced by inert ones, so none of its code runs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BACK = (
 )
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # may be padded in the file
 MOST_PADDING = 128 * 64  # rows: Megatron pads to a multiple of 128 times the tensor-parallel size
-STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)(\w+)\.")  # before a weight's name
+STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)(\w+)\.")  # prefix of a weight's name
 MASTERS = ("param", "fp32_param")
 PLAIN = {
     "argparse": ("Namespace",),
@@ -70,7 +70,7 @@ PLAIN = {
 
 
 class _Inert:
-    """Stands for an object of a class that is not made."""
+    """Placeholder for an object of a class that is not instantiated."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -81,10 +81,10 @@ class _Inert:
 
 
 class Unpickler(pickle.Unpickler):
-    """Makes plain values, tensors and an index of torch.distributed.checkpoint; anything else is inert."""
+    """Unpickler for plain values, tensors and an index of torch.distributed.checkpoint; all other objects are inert."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class that runs no code of the file's choice."""
+        """Return an allowed class, or an inert one that runs no code chosen by the file."""
         if name in PLAIN.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -93,22 +93,22 @@ class Unpickler(pickle.Unpickler):
 
 
 def _member_of(kind: Any, name: str) -> Any:
-    """Instead of `getattr`, by which some versions of Python 3.11 pickle a member of an Enum."""
+    """Replace `getattr`, by which some versions of Python 3.11 pickle a member of an Enum."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
     return _Inert()
 
 
 def is_megatrons(directory: Path) -> bool:
-    """True for a directory that Megatron's dist_checkpointing has written."""
+    """Return True if Megatron's dist_checkpointing wrote the directory."""
     return (directory / INDEX_FILE).is_file() and (directory / COMMON_FILE).is_file()
 
 
 class MegatronReader(FileSystemReader):
-    """Reads tensors and blobs of such a directory."""
+    """Reader for tensors and blobs of a directory written by Megatron."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index."""
+        """Return the index."""
         with (Path(self.path) / INDEX_FILE).open("rb") as file:
             found = Unpickler(file).load()
         if not isinstance(found, Metadata):
@@ -116,19 +116,19 @@ class MegatronReader(FileSystemReader):
         return found
 
     def common(self) -> Any:
-        """The plain values, without those of other classes than Python's and torch's own."""
+        """Return the plain values. Objects of classes outside Python and torch are removed."""
         found = torch.load(Path(self.path) / COMMON_FILE, "cpu", _PickleModule, weights_only=False)
         return _without_inert(found)
 
 
 class _PickleModule:
-    """Module that unpickles, as torch.load expects it; `load` for files of before the zip format."""
+    """Pickle module in the form that torch.load expects; `load` is for files older than the zip format."""
 
     Unpickler = Unpickler
 
     @staticmethod
     def load(file: Any, **unused: Any) -> Any:
-        """One object."""
+        """Unpickle one object."""
         return Unpickler(file).load()
 
 
@@ -142,7 +142,11 @@ def _without_inert(value: Any) -> Any:
 
 
 def pieces_in(piece: Piece, records: Records) -> list[Piece]:
-    """Find the values of a box of a whole tensor in the file; [] if it does not have them."""
+    """Find the values of a box of a global tensor in the file.
+
+    Returns:
+        Pieces of the file's tensors; [] if the file does not have them.
+    """
     for name in dict.fromkeys((piece.key, _renamed(piece.key, RENAMED))):
         layer = re.fullmatch(r"(.*\.layers)\.(\d+)(\..*)", name)
         stacked = "" if layer is None else f"{layer[1]}{layer[3]}"
@@ -158,20 +162,23 @@ def pieces_in(piece: Piece, records: Records) -> list[Piece]:
 
 
 def _cut(piece: Piece, records: Records) -> list[Piece]:
-    """The box unchanged; or its runs, where the file has each rank's slice flat: [slices along each axis, elements]."""
+    """Split a box into contiguous runs if the file stores each rank's slice flat; else return it unchanged.
+
+    Flat tensors have shape [slices along each axis, elements].
+    """
     *slices, elements = records[piece.key].size or [0]
-    size = [whole // parts for whole, parts in zip(piece.shape, slices, strict=False)]  # of one slice
+    size = [whole // parts for whole, parts in zip(piece.shape, slices, strict=False)]  # size of one slice
     if [n * parts for n, parts in zip(size, slices, strict=False)] != [*piece.shape] or math.prod(size) != elements:
-        return [piece]  # one of another shape is refused later
+        return [piece]  # a different shape is refused later
     own = Box(tuple(piece.offset), (0,) * len(size), tuple(piece.data.shape))
     found = []
     for place in itertools.product(*map(range, slices)):
-        first = [number * n for number, n in zip(place, size, strict=True)]  # of the slice, in the whole tensor
+        first = [number * n for number, n in zip(place, size, strict=True)]  # offset of the slice in the global tensor
         met = meet(own, tuple(begin - at for begin, at in zip(first, piece.offset, strict=True)), tuple(size))
         if met is None:
             continue
         part = box_view(piece.data, met)
-        # The last axes that are one run in the file and in memory are read at once; the ones before are walked through.
+        # Trailing axes that are contiguous in the file and in memory are read at once; leading axes are looped over.
         whole = [size[d + 1 :] == [*met.size[d + 1 :]] and part[(0,) * d].is_contiguous() for d in range(len(size))]
         depth = whole.index(True)
         for at in itertools.product(*map(range, met.size[:depth])):
@@ -188,7 +195,11 @@ def _renamed(key: str, rows: Iterable[tuple[str, str]]) -> str:
 
 
 def weights_in(records: Records) -> dict[str, list[tuple[str, int | None]]]:
-    """Our name, 'model.' before it -> the tensors that a whole weight is put together from: (name, layer of it)."""
+    """Map our weight names to the stored tensors that form them.
+
+    Returns:
+        For each of our names, with 'model.' before it, the parts to concatenate: (stored name, layer index or None).
+    """
     found: dict[str, list[tuple[str, int | None]]] = {}
     # A gate ('_w') comes before its value ('_v').
     for key in sorted((key for key in records if STATE.match(key) is None), reverse=True):
@@ -201,7 +212,7 @@ def weights_in(records: Records) -> dict[str, list[tuple[str, int | None]]]:
 
 
 def _padded(name: str, shape: tuple[int, ...], records: Records) -> tuple[int, ...]:
-    """The shape in the file, where a vocabulary may have more rows."""
+    """Return the shape in the file, in which a vocabulary may have additional rows."""
     size = records[name].size
     if not name.endswith(VOCABULARY):
         return shape
@@ -211,13 +222,13 @@ def _padded(name: str, shape: tuple[int, ...], records: Records) -> tuple[int, .
 
 
 def layers_of(pieces: Iterable[Piece]) -> set[tuple[str, int]]:
-    """(tensor of stacked layers, number of a layer) of what is asked for."""
+    """Return the requested (name of a stacked tensor, layer index) pairs."""
     stacked = [piece for piece in pieces if piece.shape and re.search(r"\.layers\.(?!\d)", piece.key)]
     return {(p.key, p.offset[0] + layer) for p in stacked for layer in range(p.data.shape[0])}
 
 
 def layers_lacking(asked: set[tuple[str, int]], records: Records) -> str | None:
-    """A sentence where the file has more layers than all ranks of the model together."""
+    """Return an error text if the file has more layers than all ranks of the model together, else None."""
     for key in sorted({key for key, _ in asked}):
         here, there = sum(key == other for other, _ in asked), records[key].size[0]
         if here < there:
@@ -226,7 +237,7 @@ def layers_lacking(asked: set[tuple[str, int]], records: Records) -> str | None:
 
 
 def _half(piece: Piece, number: int, key: str) -> list[Piece]:
-    """The part of a gated weight's gate (0) or value (1), which are separate tensors in the file."""
+    """Return the part of a gated weight that belongs to its gate (0) or value (1), stored as separate tensors."""
     half, begin = piece.shape[0] // 2, piece.offset[0]
     first, last = max(begin, number * half), min(begin + piece.data.shape[0], (number + 1) * half)
     place = (first - number * half, *piece.offset[1:])
@@ -239,9 +250,19 @@ def _half(piece: Piece, number: int, key: str) -> list[Piece]:
 
 
 def plan_states(optimizer: Any, records: Records, blobs: Iterable[str], common: Any) -> LoadPlan:
-    """Plan what an optimizer and its model chunks read of the file: masters, moments and steps. Local.
+    """Plan the reads of an optimizer and its model chunks: master weights, moments and steps. Local.
 
-    Raises CheckpointError for states that only the layout which wrote them can read, and where there are none.
+    Args:
+        optimizer: Optimizer with its `model_chunks`.
+        records: Tensors of the file by name.
+        blobs: Names of the file's other objects.
+        common: Plain values of the file's common.pt.
+
+    Returns:
+        The load plan of this rank.
+
+    Raises:
+        CheckpointError: If there are no optimizer states, or only the layout that wrote them can read them.
     """
     kinds = {(match[1], match[2]) for match in map(STATE.match, records) if match is not None}
     steps = _steps_in(common.get("optimizer", {}))
@@ -267,7 +288,7 @@ def plan_states(optimizer: Any, records: Records, blobs: Iterable[str], common: 
                 held |= {part.key for part in parts}
         index |= {f"{OPTIMIZER}.step.{name}": _record(torch.float32, ()) for _ in steps}
     plan = plan_load(optimizer.model_chunks, optimizer, Metadata(index), {})
-    plan.used = held  # by their names, and masters too, which a model of full precision does not read
+    plan.used = held  # names in the file, including master weights, which a full-precision model does not read
     asked, plan.pieces = plan.pieces, []
     for piece in asked:
         if piece.key in theirs:
@@ -283,7 +304,7 @@ def _record(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorStorageMetadata
 
 
 def _steps_in(tree: Any) -> set[int]:
-    """Every step count among an optimizer's plain values."""
+    """Collect every step count among an optimizer's plain values."""
     if isinstance(tree, Mapping):
         own = {
             int(tree[key]) for key in ("step", "common_step") if isinstance(tree.get(key), (int, float, torch.Tensor))

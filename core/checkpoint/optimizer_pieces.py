@@ -1,7 +1,7 @@
-"""The optimizer's state as pieces: a rank's flat ranges of parameters turned into boxes of the whole ones.
+"""Optimizer state as pieces: a rank's flat ranges of parameters converted to boxes of global parameters.
 
-A rank's entry covers elements [offset, offset + numel) of a flattened local parameter. That is a few boxes of the
-parameter, and so of the whole one; nothing of buckets, runs or shards is left in the file.
+A rank's entry covers elements [offset, offset + numel) of a flattened local parameter. These are a few boxes of the
+local parameter, and so of the global one. The file does not depend on buckets, runs or shards.
 """
 
 from __future__ import annotations
@@ -21,18 +21,25 @@ from core.checkpoint.pieces import OPTIMIZER, LocalTensor, Piece, groups_of, mod
 from core.optimizer.optimizer_state import PLACE, elements_of
 
 WEIGHTS = "master"
-INSTANCES = {"dp_cp": "inter_dp_cp", "expt_dp": "inter_expt_dp"}  # ranks that own the same shard
+INSTANCES = {"dp_cp": "inter_dp_cp", "expt_dp": "inter_expt_dp"}  # axes of ranks that own the same shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One range of one local parameter in one optimizer, and its state by key: flat tensors [numel], and numbers.
+    """One range of one local parameter in one optimizer, with its state.
 
-    elements: the keys of the tensors.
+    Attributes:
+        optimizer: Optimizer that owns the range.
+        name: The optimizer's name of the parameter.
+        local: The local parameter.
+        offset: First element of the range in the flattened local parameter.
+        numel: Number of elements.
+        state: Values by key: flat tensors [numel], and numbers.
+        elements: Keys of the flat tensors.
     """
 
     optimizer: Any
-    name: str  # the optimizer's own, with the chunk's number where there are several
+    name: str  # the optimizer's name, with the chunk number if there are several chunks
     local: LocalTensor
     offset: int
     numel: int
@@ -41,19 +48,22 @@ class Entry:
 
     @property
     def holds_first(self) -> bool:
-        """Does this range hold the whole parameter's first element? One rank's does; it writes the step counts."""
+        """True if this range contains the global parameter's first element. That rank writes the step counts."""
         boxes = cut_to_range(
             self.local.slice.boxes, self.local.slice.local_shape, self.offset, self.offset + self.numel
         )
         return any(not any(box.global_offset) for box in boxes)
 
     def key(self, state_key: str) -> str:
-        """A state value's name in the file."""
+        """Return the name of a state value in the file."""
         return f"{OPTIMIZER}.{state_key}.{self.local.slice.name}"
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """The optimizers that a chained one holds; of another, or of one that is a chain of itself, that one."""
+    """Return the optimizers inside a chained optimizer.
+
+    An optimizer that is not chained, or chains itself, is one leaf.
+    """
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None or optimizer in chained:
         return [] if optimizer is None else [optimizer]
@@ -61,7 +71,11 @@ def leaves(optimizer: Any) -> list[Any]:
 
 
 def entries_of(optimizer: Any, chunks: Sequence[Any], tensors: Sequence[LocalTensor]) -> list[Entry]:
-    """Every range that this rank's optimizers own, with its live state. Local."""
+    """Return every range that this rank's optimizers own, with its live state. Local.
+
+    Raises:
+        ValueError: If an optimizer's state has no names, or belongs to a parameter outside `chunks`.
+    """
     by_param = {id(param): local for param, local in _params(chunks, tensors)}
     found = []
     for leaf in leaves(optimizer):
@@ -91,10 +105,11 @@ def _params(chunks: Sequence[Any], tensors: Sequence[LocalTensor]) -> Iterator[t
 
 
 def written_entries(entries: Sequence[Entry], chunks: Sequence[Any], tensors: Sequence[LocalTensor]) -> list[Entry]:
-    """Of the entries those that this rank writes, so that each range is written once. Local, by the same rule on all.
+    """Select the entries that this rank writes, so that each range is written once.
 
-    Replicated state is handed out as the parameters are. A shard lies on one data rank already; of the ranks that hold
-    it too (other tensor-parallel ranks of a replicated parameter, other optimizer instances) its name chooses one.
+    Local: all ranks apply the same rule. Replicated state is assigned like the parameters. A shard is on one data rank
+    already. Other ranks may store it too (tensor-parallel ranks of a replicated parameter, other optimizer instances);
+    a hash of its name selects one of them.
     """
     replicated = written_here(local.slice for local in tensors if local.is_param)
     return [entry for entry in entries if _writes(entry, chunks[entry.local.chunk], replicated)]
@@ -114,7 +129,14 @@ def _writes(entry: Entry, chunk: Any, replicated: set[str]) -> bool:
 
 
 def entry_pieces(entry: Entry, state_key: str, flat: Tensor, key: str | None = None) -> list[Piece]:
-    """The boxes of a flat tensor [numel] that lies along an entry's range. key: in the file, by default the entry's."""
+    """Return the boxes of a flat tensor that covers an entry's range.
+
+    Args:
+        entry: Range of a local parameter.
+        state_key: Key of the state value.
+        flat: Values of the range, [numel].
+        key: Name in the file; None is the entry's own name for `state_key`.
+    """
     piece = entry.local.slice
     strides = row_strides(piece.local_shape)
     return [
@@ -133,7 +155,7 @@ def entry_pieces(entry: Entry, state_key: str, flat: Tensor, key: str | None = N
 
 
 def sharded_weights(tensors: Sequence[LocalTensor]) -> list[Entry]:
-    """The ranges of sharded parameters that this rank keeps, as entries without an optimizer."""
+    """Return the ranges of sharded parameters that this rank stores, as entries without an optimizer."""
     return [
         Entry(None, local.slice.name, local, local.shard[0], local.shard[1].numel(), {WEIGHTS: local.shard[1]})
         for local in tensors
@@ -142,9 +164,10 @@ def sharded_weights(tensors: Sequence[LocalTensor]) -> list[Entry]:
 
 
 def optimizer_pieces(entries: Sequence[Entry]) -> list[Piece]:
-    """Pieces of these entries in the file: tensors along the parameters, and numbers once for each parameter.
+    """Return the pieces of these entries: tensors along the parameters, and numbers once per parameter.
 
-    Raises ValueError, naming parameter and key, for state that is neither.
+    Raises:
+        ValueError: If a state value is neither. The text names the parameter and the key.
     """
     pieces = []
     for entry in entries:
@@ -166,7 +189,7 @@ def optimizer_pieces(entries: Sequence[Entry]) -> list[Piece]:
 
 
 def as_scalar(value: Any) -> Tensor:
-    """A number as a 0-dim tensor that holds it exactly."""
+    """Convert a number to a 0-dim tensor that represents it exactly."""
     if isinstance(value, Tensor):
         return value.detach()
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")

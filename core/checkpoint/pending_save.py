@@ -1,8 +1,8 @@
-"""One save, from its directory to its commit, as one rank lives it: the work of a background thread or of the caller.
+"""One save on one rank, from its directory to its commit, run by a background thread or by the caller.
 
-Nothing here is collective. A rank writes its data files and then its part of the manifest, which says that they are
-durable; rank 0 commits when the parts of all ranks lie in the directory. So a save whose ranks have all written is
-committed even if training stands still, or has died of something else.
+Nothing here is collective. A rank writes its data files and then its part of the manifest, which reports that they
+are durable. Rank 0 commits when the parts of all ranks are in the directory. A save that all ranks have written is
+therefore committed even if training hangs or has crashed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class SaveState:
 
 @dataclass
 class PendingSave:
-    """A save that has begun. `write` and, on rank 0, `commit` end it; or `run` does both."""
+    """A save that has begun. Call `write` and, on rank 0, `commit`; `run` does both."""
 
     step: int
     rank: int
     world: int
     root: RootDirectory
     saving: Path
-    hold: SharedHold  # keeps the directory from being taken for a leftover
+    hold: SharedHold  # prevents the directory from being cleaned up as a leftover
     writer: StagingWriter
     meta: dict[str, Any]
     keep_last: int | None
@@ -64,14 +64,14 @@ class PendingSave:
     committed: Committed | None = None
     error: str | None = None
     _alone_since_s: float | None = None  # training ended with the save in flight: since then, or since the last write
-    _bytes_there: int = -1  # in the directory then, of all ranks
+    _bytes_there: int = -1  # bytes of all ranks in the directory at that time
 
     def state(self) -> SaveState:
-        """State that this rank sends the others at a step edge."""
+        """Return the state that this rank sends to the others at a step edge."""
         return SaveState(time.monotonic() - self.started_s, self.is_written, self.committed, self.error)
 
     def write(self) -> None:
-        """Make this rank's files and its part durable."""
+        """Write this rank's files and its part durably."""
         start_s = time.monotonic()
         self.writer.write_pending()
         write_part(self.saving, self.rank, self.writer.records)
@@ -79,13 +79,13 @@ class PendingSave:
         self.is_written = True
 
     def commit(self) -> Committed:
-        """On rank 0: wait for all parts, then make them one checkpoint."""
+        """Wait on rank 0 for the parts of all ranks, then commit them as one checkpoint."""
         parts = wait_for_parts(self.saving, self.world, self._why_wait_no_longer)
         self.committed = self._commit(parts)
         return self.committed
 
     def run(self) -> None:
-        """Write, and commit on rank 0; an error is kept for the next step edge."""
+        """Write, and commit on rank 0. An error is stored for the next step edge."""
         try:
             self.write()
             if self.rank == 0:
@@ -96,15 +96,15 @@ class PendingSave:
             self.error = str(error) or repr(error)
 
     def start(self) -> None:
-        """`run` in a thread of its own, which the interpreter waits for when it ends."""
+        """Call `run` in a new thread. The interpreter waits for it at exit."""
         self.thread = threading.Thread(target=self.run, name=f"save of step {self.step}")
         self.thread.start()
 
     def finish_alone(self) -> None:
-        """Finish after an exception in training, when the ranks that remain are unknown. Returns at once.
+        """Finish after an exception in training, when it is unknown which ranks remain. Returns at once.
 
-        The thread continues: this rank's files are written; rank 0 waits for those of the others as long as they grow,
-        and commits. Then another job may save here. The interpreter does not end before.
+        The thread continues. This rank's files are written; rank 0 waits for the files of other ranks as long as they
+        grow, and commits. Then another job may save here. The interpreter does not exit before that.
         """
         self._alone_since_s = time.monotonic()
         threading.Thread(target=self._close_when_ended, name=f"end of the save of step {self.step}").start()
@@ -116,7 +116,14 @@ class PendingSave:
         self.root.unlock()
 
     def cancel(self, limit_s: float) -> bool:
-        """Stop writing as soon as possible and let go of the directory; False if the thread is stuck in a write."""
+        """Stop writing as soon as possible and release the directory.
+
+        Args:
+            limit_s: Seconds to wait for the thread.
+
+        Returns:
+            False if the thread is stuck in a write; its directory then stays locked.
+        """
         self.writer.cancelled.set()
         if self.thread is not None:
             self.thread.join(limit_s)
@@ -126,10 +133,10 @@ class PendingSave:
         return True
 
     def _commit(self, parts: list[Part]) -> Committed:
-        """Write the index, the manifest and the commit record, each durable before the next; then give the name.
+        """Write the index, the manifest and the commit record, each durable before the next, then rename the directory.
 
-        What comes after the name (moving `latest`, deleting what is surplus) may fail without harm to this checkpoint:
-        a warning says so.
+        The steps after the rename (moving `latest`, deleting surplus checkpoints) may fail without harm to this
+        checkpoint; a warning reports it.
         """
         metadata, results, saving = self.writer.metadata, self.writer.results, self.saving
         assert metadata is not None, "dcp.save has called `finish` on rank 0"
@@ -182,7 +189,10 @@ class PendingSave:
 
 
 def _bytes_in(directory: Path) -> int:
-    """Of the files there now, among which others rename theirs: a name may be gone before its size is read."""
+    """Return the bytes of the files in a directory.
+
+    Other ranks rename files, so a name may vanish before its size is read.
+    """
     total = 0
     with os.scandir(directory) as entries:
         for entry in entries:

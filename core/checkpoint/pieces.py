@@ -1,10 +1,10 @@
 """Pieces of a checkpoint: named tensors, of which each rank writes and reads boxes.
 
-    model.<parameter or buffer>              as in the whole model's state_dict
+    model.<parameter or buffer>              as in the full model's state_dict
     optimizer.<state key>.<parameter>        'master', 'exp_avg', 'step', ...: the algorithm's own keys
     rng.<place>                              random streams of the rank at that place (bytes)
 
-Names, shapes and boxes are global (core/checkpoint/global_slices.py), so no layout is left in them.
+Names, shapes and boxes are global (core/checkpoint/global_slices.py), so they do not depend on a layout.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ RANDOM = "rng"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """One box of a tensor in the file, and the memory that it is written from or read into.
+    """One box of a tensor in the file, with the memory that it is written from or read into.
 
-    shape: of the whole tensor. offset: of the box in it. data: [the box's size], a view of live or of staging memory.
+    Attributes:
+        key: Name of the tensor in the file.
+        shape: Shape of the global tensor.
+        offset: Offset of the box in it.
+        data: View of live or staging memory, with the shape of the box.
     """
 
     key: str
@@ -43,10 +47,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTensor:
-    """A parameter or buffer of one chunk, and what it is in the whole model.
+    """A parameter or buffer of one chunk, with its position in the full model.
 
-    shard: where parameters are sharded, the first element that this rank keeps, and the elements from there on, flat;
-    `tensor` then has no values.
+    Attributes:
+        chunk: Index of the model chunk.
+        slice: Position in the full model.
+        tensor: The local tensor; it has no values if `shard` is set.
+        is_param: True for a parameter, False for a buffer.
+        shard: For sharded parameters, the index of the first element stored by this rank, and the stored elements,
+            flat.
     """
 
     chunk: int
@@ -57,12 +66,12 @@ class LocalTensor:
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """Name in the file."""
         return f"{MODEL}.{self.slice.name}"
 
 
 def groups_of(chunk: Any) -> ProcessGroups:
-    """The groups of a wrapped chunk; of a bare module those that it or parallel_state has."""
+    """Return the process groups of a wrapped chunk, or for a bare module its own groups or those of parallel_state."""
     for name in ("groups", "pg_collection"):
         found = getattr(chunk, name, None)
         if isinstance(found, ProcessGroups):
@@ -71,15 +80,16 @@ def groups_of(chunk: Any) -> ProcessGroups:
 
 
 def module_of(chunk: Any) -> nn.Module:
-    """The chunk without its wrapper."""
+    """Return the chunk without its wrapper."""
     module: nn.Module = chunk.module if isinstance(getattr(chunk, "groups", None), ProcessGroups) else chunk
     return module
 
 
 def local_tensors(chunks: Sequence[Any]) -> list[LocalTensor]:
-    """All parameters and persistent buffers of this rank's chunks. Local.
+    """Return all parameters and persistent buffers of this rank's chunks. Local.
 
-    Raises ValueError where two of them have one name in the whole model.
+    Raises:
+        ValueError: If two of them have the same name in the full model.
     """
     found: list[LocalTensor] = []
     for number, chunk in enumerate(chunks):
@@ -90,7 +100,7 @@ def local_tensors(chunks: Sequence[Any]) -> list[LocalTensor]:
         for name, param in params.items():
             shard = shard_of(param)
             tensor = param.data if shard is None else param
-            if param.numel() == 0:  # a rank's shard of it would not show that it is there
+            if param.numel() == 0:  # an empty shard would not show that the parameter exists
                 shard, tensor = None, torch.empty(param.shape, dtype=param.dtype, device=param.device)
             found.append(LocalTensor(number, slices[name], tensor, True, shard))
         found += [
@@ -110,7 +120,7 @@ def local_tensors(chunks: Sequence[Any]) -> list[LocalTensor]:
 
 
 def tied_names(chunks: Sequence[Any]) -> dict[str, str]:
-    """Other names of parameters that modules share -> the name that each has in the file; names of the whole model."""
+    """Map the other names of shared parameters to their name in the file. All names are those of the full model."""
     found: dict[str, str] = {}
     for chunk in chunks:
         module = module_of(chunk)
@@ -122,12 +132,12 @@ def tied_names(chunks: Sequence[Any]) -> dict[str, str]:
 
 
 def box_view(tensor: Tensor, box: Box) -> Tensor:
-    """The elements of a local tensor that a box names, in place."""
+    """Return a view of the elements of a local tensor that a box selects."""
     return tensor[tuple(slice(first, first + length) for first, length in zip(box.local_offset, box.size, strict=True))]
 
 
 def model_pieces(tensors: Iterable[LocalTensor]) -> list[Piece]:
-    """The boxes that these tensors hold of the whole model."""
+    """Return the pieces of the full model stored in these tensors."""
     return [
         Piece(local.key, local.slice.shape, box.global_offset, box_view(local.tensor, box))
         for local in tensors
@@ -136,6 +146,6 @@ def model_pieces(tensors: Iterable[LocalTensor]) -> list[Piece]:
 
 
 def with_empty(boxes: tuple[Box, ...], shape: Index) -> tuple[Box, ...]:
-    """A tensor without elements has no box, and is still to be found in the file: it gets an empty one."""
+    """Add an empty box for a tensor without elements, so that the file still lists it."""
     zero = (0,) * len(shape)
     return boxes if math.prod(shape) else (Box(zero, zero, shape),)

@@ -1,6 +1,6 @@
-"""Whole tensors by name in files that other programs read: torch.save of a state_dict, and safetensors with an index.
+"""Full tensors by name in files that other programs read: a state_dict of torch.save, and safetensors with an index.
 
-Tensors are read one at a time, so neither reading nor writing safetensors holds a whole model.
+Tensors are read one at a time, so reading or writing safetensors never holds the full model in memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ PLAIN_SUFFIXES = (".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class Lazy:
-    """A tensor of a file. nbytes: its size, without reading it.
+    """A tensor of a file that is read on demand.
 
-    read: gives the whole tensor, contiguous, on the CPU, in memory that no other shares.
+    Attributes:
+        nbytes: Returns its size in bytes, without reading it.
+        read: Returns the full tensor, contiguous, on the CPU, in unshared memory.
     """
 
     nbytes: Callable[[], int]
@@ -41,7 +43,7 @@ class Lazy:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Lazy:
-        """Of a tensor in memory, or in a file that is mapped: reading copies it."""
+        """Wrap a tensor that is in memory or in a mapped file; reading copies it."""
         clone = partial(tensor.detach().clone, memory_format=torch.contiguous_format)
         return cls(lambda: tensor.nbytes, clone)
 
@@ -49,16 +51,22 @@ class Lazy:
 class WholeTensors(dict[str, Lazy]):
     """Tensors by their names in a checkpoint: 'model.<name>', 'optimizer.<key>.<name>'.
 
-    tied: other names of shared parameters, which a module's own state_dict has too.
+    Attributes:
+        tied: Other names of shared parameters, which a module's own state_dict also lists.
     """
 
     tied: Mapping[str, str] | None = None
 
 
 def open_state_dict(path: Path, *, trust: bool = False) -> WholeTensors:
-    """A file of torch.save: a state_dict, or {'model': one, 'optimizer': {name: {key: tensor}}}.
+    """Open a file of torch.save: a state_dict, or {'model': state_dict, 'optimizer': {name: {key: tensor}}}.
 
-    trust: also read a file that holds other things than tensors, which can run code while it is read.
+    Args:
+        path: File to open.
+        trust: Also read a file with objects other than tensors, which can execute code while it is read.
+
+    Raises:
+        CheckpointError: If the file is not such a file, or is not trusted.
     """
     try:
         check(path)
@@ -91,7 +99,7 @@ def _flattened(path: Path, found: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def open_safetensors_files(path: Path) -> WholeTensors:
-    """A safetensors file, or a directory of them with an index, as `save_pretrained` of transformers writes it."""
+    """Open a safetensors file, or a directory of them with an index, as transformers' `save_pretrained` writes it."""
     if path.is_dir():
         path = next((path / name for name in (INDEX_NAME, SINGLE_NAME) if (path / name).exists()), path)
     if not path.is_file():
@@ -114,9 +122,12 @@ def open_safetensors_files(path: Path) -> WholeTensors:
 
 
 def write_state_dict(path: Path, source: WholeTensors, *, optimizer: bool = False) -> None:
-    """torch.save of a state_dict; with `optimizer` of {'model': it, 'optimizer': {name: {key: tensor}}}.
+    """Write a state_dict with torch.save. The file appears complete or not at all. Holds all tensors in memory.
 
-    The file appears complete or not at all. Holds all tensors at once.
+    Args:
+        path: File to write.
+        source: Tensors to write.
+        optimizer: Write {'model': state_dict, 'optimizer': {name: {key: tensor}}} instead.
     """
     weights = {key.partition(".")[2]: lazy.read() for key, lazy in source.items() if key.startswith(f"{MODEL}.")}
     weights |= {name: weights[kept] for name, kept in (source.tied or {}).items() if kept in weights}
@@ -132,9 +143,17 @@ def write_state_dict(path: Path, source: WholeTensors, *, optimizer: bool = Fals
 
 
 def write_safetensors(directory: Path, source: WholeTensors, *, max_shard_bytes: int) -> list[str]:
-    """Files of at most `max_shard_bytes` (or one tensor), with an index where there are several; their names.
+    """Write safetensors files, with an index if there are several.
 
-    The directory appears complete or not at all. Holds one file's tensors at a time.
+    The directory appears complete or not at all. Holds one file's tensors in memory at a time.
+
+    Args:
+        directory: Target directory; absent or empty.
+        source: Tensors; only the model's are written.
+        max_shard_bytes: Largest size of a file, except for a file with a single larger tensor.
+
+    Returns:
+        Names of the files.
     """
     keys = [key for key in source if key.startswith(f"{MODEL}.")]
     sizes = {key: source[key].nbytes() for key in keys}
@@ -156,6 +175,6 @@ def write_safetensors(directory: Path, source: WholeTensors, *, max_shard_bytes:
     if count > 1:
         write_index(partial / INDEX_NAME, weight_map, {"total_size": total_bytes})
     if directory.exists():
-        directory.rmdir()  # it was seen to be empty
+        directory.rmdir()  # checked before: it is empty
     os.replace(partial, directory)
     return names

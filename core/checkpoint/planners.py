@@ -1,4 +1,4 @@
-"""Planners of torch.distributed.checkpoint: each rank writes and reads its own pieces; only plans are gathered."""
+"""Planners for torch.distributed.checkpoint: each rank writes and reads its own pieces; only plans are gathered."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from core.checkpoint.pieces import Piece
 
 
 class PieceSavePlanner(SavePlanner):
-    """Writes exactly these pieces and blobs from this rank.
+    """Save planner that writes exactly the given pieces and blobs from this rank.
 
-    The first rank sees all plans before a byte is written, and refuses tensors that are not covered exactly once.
+    The first rank checks all plans before a byte is written. It refuses tensors that are not covered exactly once.
     """
 
     def __init__(self, pieces: Iterable[Piece], blobs: Mapping[str, bytes]) -> None:
@@ -47,26 +47,30 @@ class PieceSavePlanner(SavePlanner):
         self.blobs = dict(blobs)
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: the pieces came with the constructor."""
+        """Do nothing: the constructor received the pieces."""
 
     def create_local_plan(self) -> SavePlan:
-        """One item a piece."""
+        """Create one item per piece and per blob."""
         items = [_write_item(piece) for piece in self.pieces.values()]
         for key, blob in self.blobs.items():
             items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, BytesIOWriteData(len(blob))))
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the first rank: check that everything fits together. Raises ValueError, naming tensor and ranks."""
+        """Check on the first rank that all plans fit together.
+
+        Raises:
+            ValueError: If they do not. The text names the tensor and the ranks.
+        """
         check_coverage([plan.items for plan in all_plans])
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Nothing is changed by the others' plans."""
+        """Return the plan: other ranks' plans do not change it."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Data of a write item."""
+        """Return the data of a write item."""
         index = write_item.index
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self.blobs[index.fqn])
@@ -85,7 +89,11 @@ def _write_item(piece: Piece) -> WriteItem:
 
 
 def check_coverage(plans: Sequence[Sequence[WriteItem]]) -> None:
-    """Every tensor of all ranks' items is one shape, one dtype, and covered once. ValueError names tensor and ranks."""
+    """Check that every tensor in the items of all ranks has one shape and dtype, and is covered exactly once.
+
+    Raises:
+        ValueError: If it is not. The text names the tensor and the ranks.
+    """
     by_key: dict[str, list[tuple[int, WriteItem]]] = defaultdict(list)
     for rank, items in enumerate(plans):
         for item in items:
@@ -141,7 +149,7 @@ def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
 
 
 class PieceLoadPlanner(LoadPlanner):
-    """Reads these pieces, from any chunks they were saved in, and blobs."""
+    """Load planner that reads the given pieces, from whichever chunks they were saved in, and blobs."""
 
     def __init__(self, pieces: Sequence[Piece], blob_keys: Iterable[str]) -> None:
         self.pieces = list(pieces)
@@ -150,12 +158,12 @@ class PieceLoadPlanner(LoadPlanner):
         self.metadata = Metadata({})
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Take the file's index."""
+        """Store the file's index."""
         assert metadata is not None, "torch gives the metadata to a load planner"
         self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """One item for each overlap of a piece with a saved chunk."""
+        """Create one item per overlap of a piece with a saved chunk."""
         items = [item for number, piece in enumerate(self.pieces) for item in read_items(piece, number, self.metadata)]
         empty = torch.Size(())
         for key in self.blob_keys:
@@ -164,19 +172,19 @@ class PieceLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads for itself."""
+        """Return the plans unchanged: every rank reads its own items."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing is changed by the others' plans."""
+        """Return the plan: other ranks' plans do not change it."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep a blob."""
+        """Store a blob."""
         self.blobs[read_item.storage_index.fqn] = value.getvalue()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Destination of an overlap."""
+        """Return the destination of an overlap."""
         number = read_item.dest_index.index
         assert number is not None, "items are planned with the number of their piece"
         target = self.pieces[number].data
@@ -185,11 +193,15 @@ class PieceLoadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: it was read into the piece's own memory."""
+        """Do nothing: the tensor was read directly into the piece's memory."""
 
 
 def read_items(piece: Piece, number: int, metadata: Metadata) -> list[ReadItem]:
-    """The overlaps of one piece with the file's chunks. ValueError where they do not cover it."""
+    """Return the overlaps of one piece with the file's chunks.
+
+    Raises:
+        ValueError: If the chunks do not cover the piece.
+    """
     if not piece.data.numel():
         return []
     record = metadata.state_dict_metadata.get(piece.key)
@@ -208,11 +220,11 @@ def read_items(piece: Piece, number: int, metadata: Metadata) -> list[ReadItem]:
 
 
 def tensor_records(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a file by name."""
+    """Return the tensors of an index by name."""
     records = metadata.state_dict_metadata
     return {key: record for key, record in records.items() if isinstance(record, TensorStorageMetadata)}
 
 
 def blob_keys(metadata: Metadata) -> set[str]:
-    """The names of what is no tensor."""
+    """Return the names of entries that are not tensors."""
     return {key for key, record in metadata.state_dict_metadata.items() if isinstance(record, BytesStorageMetadata)}

@@ -16,14 +16,14 @@ from core.tensor_parallel.random import get_rng_tracker
 
 
 def random_key(groups: ProcessGroups) -> str:
-    """The name of this rank's streams in the file: its place, not its number."""
+    """Return the name of this rank's random state in the file, built from its position on each parallel axis."""
     places = ((axis, groups.rank(axis)) for axis in ("pp", "dp_cp", "tp"))
     others = ((axis, groups.rank(axis)) for axis in MODEL_AXES if axis not in ("pp", "tp"))
     return ".".join((RANDOM, *(f"{axis}_{rank}" for axis, rank in (*places, *others))))
 
 
 def save_random_state() -> bytes:
-    """State of every random stream of this process."""
+    """Serialize the state of every random generator of this process."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state = {
         "python": random.getstate(),
@@ -44,13 +44,13 @@ def save_random_state() -> bytes:
 
 
 def read_random_state(blob: bytes) -> dict[str, Any]:
-    """The streams of a blob; changes none."""
+    """Deserialize random states without applying them."""
     state: dict[str, Any] = torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu")
     return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put every stream of this process back to the saved state; one that is not in it is unchanged."""
+    """Restore every random generator of this process. Generators that are not in `state` stay unchanged."""
     random.setstate(state["python"])
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))

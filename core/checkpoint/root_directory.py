@@ -1,16 +1,16 @@
-"""The root that holds a run's checkpoints: one writer, a directory a step, `latest`, and what crashed saves left.
+"""The root directory of a run's checkpoints: one writer, one directory per step, `latest`, and leftovers of crashes.
 
     root/latest                     the name of the newest committed directory, for people and scripts
-    root/.lock                      held by the job that saves here
+    root/.lock                      locked by the job that saves here
     root/step_00000040.0007/        step 40, the seventh commit: the last number is the order
-    root/.saving-step_00000060-1f3a/    a save that has not ended, or never will
-    root/.deleting-step_00000020.0005/  a surplus checkpoint on its way out
+    root/.saving-step_00000060-1f3a/    a save in progress, or abandoned
+    root/.deleting-step_00000020.0005/  a surplus checkpoint being deleted
 
-A directory gets its name in one rename, after everything in it is durable: that rename is the commit. The order of
-commits, not the step's number, says which is newest: a run that went back to step 20 has left a step 40 behind that it
-does not want to meet again. And saving step 40 once more needs no instant at which neither copy has its name.
+A directory gets its name in one rename, after everything in it is durable: that rename is the commit. The newest
+checkpoint is decided by the order of commits, not by the step number: a run that went back to step 20 leaves an
+obsolete step 40 behind, and must not load it. Saving step 40 again also needs no instant without a committed copy.
 
-No processes' agreement and no torch here: rank 0 of a save calls what changes the root.
+This module uses no collectives and no torch: rank 0 of a save calls the functions that change the root.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ LATEST, LOCK, TOKEN = "latest", ".lock", ".token"
 SAVING, DELETING = ".saving-", ".deleting-"
 COMMITTED = re.compile(r"step_(\d{8,})\.(\d{4,})")
 RETRY_S = 0.05
-LONGEST_NAME = 4096  # bytes that are read of `latest` and of a lock
+LONGEST_NAME = 4096  # bytes read from `latest` and from a lock
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Committed:
-    """One committed directory, read from its name; sorted by the order of commit."""
+    """One committed directory, parsed from its name and sorted by commit order."""
 
     sequence: int
     step: int
@@ -52,18 +52,22 @@ class Committed:
 
     @staticmethod
     def from_path(path: Path) -> Committed | None:
-        """None for a name that no commit gives."""
+        """Parse a path; None if the name does not belong to a commit."""
         match = COMMITTED.fullmatch(path.name)
         return Committed(int(match[2]), int(match[1]), path) if match else None
 
 
 def committed_name(step: int, sequence: int) -> str:
-    """The name of a committed directory."""
+    """Return the name of a committed directory."""
     return f"step_{step:08d}.{sequence:04d}"
 
 
 def list_committed(root: Path) -> list[Committed]:
-    """List the committed directories, oldest commit first; none if the root does not exist."""
+    """List the committed directories, oldest commit first. The list is empty if the root does not exist.
+
+    Raises:
+        CheckpointError: If the root cannot be read.
+    """
     try:
         names = [root / name for name in os.listdir(root)]
     except FileNotFoundError:
@@ -75,14 +79,14 @@ def list_committed(root: Path) -> list[Committed]:
 
 
 class SharedHold:
-    """A shared lock on a file: a process that wants to delete its directory sees that this one works there."""
+    """A shared lock on a file, which shows other processes that its directory is in use and must not be deleted."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def release(self) -> None:
-        """Let go; again and again does no harm."""
+        """Release the lock. Idempotent."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -92,16 +96,16 @@ _open_roots: weakref.WeakSet[RootDirectory] = weakref.WeakSet()
 
 
 class RootDirectory:
-    """Rank 0's operations on the root. Every method that changes it needs the lock."""
+    """Rank 0's operations on the root. Every method that changes it requires the lock."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        # A symlinked root is followed once: repointing the link in mid-run must not split one save over two places.
+        # Resolve a symlinked root once: repointing the link during a run must not split one save over two directories.
         self.path = Path(os.path.realpath(root))
         self._lock: int | None = None
         _open_roots.add(self)
 
     def create(self) -> None:
-        """Make the root, durably."""
+        """Create the root durably."""
         missing = [place for place in (self.path, *self.path.parents) if not place.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -111,9 +115,16 @@ class RootDirectory:
             raise self._unwritable(error) from error
 
     def lock(self, timeout_s: float) -> None:
-        """Become the one job that saves here; CheckpointError naming the other one when it does not leave in time.
+        """Acquire the exclusive lock of the job that saves here.
 
-        The kernel gives the lock back when this process and its forked children are gone, however they went.
+        The kernel releases the lock when this process and its forked children have exited, for any reason.
+
+        Args:
+            timeout_s: Seconds to wait for another job to release it.
+
+        Raises:
+            CheckpointError: If another job still has the lock; the text names it. Also if the file system cannot lock
+                files.
         """
         path = self.path / LOCK
         until = time.monotonic() + timeout_s
@@ -144,7 +155,7 @@ class RootDirectory:
         self._lock = descriptor
 
     def put_token(self) -> tuple[str, str]:
-        """(name, text) of a new file, which every rank should see."""
+        """Write a new file that every rank should see, and return its (name, text)."""
         name, text = f"{TOKEN}-{secrets.token_hex(8)}", f"{socket.gethostname()} {secrets.token_hex(8)}"
         try:
             write_durably(self.path / name, text.encode(), 0)
@@ -153,7 +164,7 @@ class RootDirectory:
         return name, text
 
     def sees_token(self, name: str, text: str, timeout_s: float) -> bool:
-        """True if the file of `put_token` is here too; network file systems may take a while to show it."""
+        """Return True if this rank sees the file of `put_token`. Network file systems may show it late."""
         until = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(OSError):
@@ -164,13 +175,13 @@ class RootDirectory:
             time.sleep(RETRY_S)
 
     def unlock(self) -> None:
-        """Let another job save here."""
+        """Release the lock, so that another job may save here."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def begin(self, step: int) -> Path:
-        """A new directory for a save of `step`, with a token in it that its ranks hold while they write."""
+        """Create a directory for a save of `step`, with a token file that its ranks lock while they write."""
         self.clean_leftovers()
         path = self.path / f"{SAVING}{committed_name(step, self._next_sequence())}-{secrets.token_hex(4)}"
         path.mkdir()
@@ -179,26 +190,30 @@ class RootDirectory:
         return path
 
     def next_commit(self, step: int) -> Committed:
-        """Name of the save of `step`."""
+        """Return the directory name and sequence number for a commit of `step`."""
         sequence = self._next_sequence()
         return Committed(sequence, step, self.path / committed_name(step, sequence))
 
     def commit(self, saving: Path, target: Committed) -> None:
-        """Give a save, whole and durable, its name."""
+        """Rename a complete and durable save to its final name."""
         reach("before rename", 0)
         os.rename(saving, target.path)
         reach("after rename", 0)
         sync_directory(self.path)
 
     def move_latest(self, target: Committed) -> None:
-        """Let `latest` name a commit."""
+        """Point `latest` to a commit."""
         reach("before latest", 0)
         self._write_latest(target.path.name, "half a latest")
 
     def prune(self, keep_last: int, is_intact: Callable[[Path], bool]) -> None:
-        """Delete what is older than the newest `keep_last` checkpoints that are intact, oldest first.
+        """Delete checkpoints older than the newest `keep_last` intact ones, oldest first.
 
-        A step that is a link to somewhere else is no part of this root: it is not counted and not deleted.
+        A step that is a symlink is not part of this root: it is neither counted nor deleted.
+
+        Args:
+            keep_last: Number of intact checkpoints to keep.
+            is_intact: Returns True for a directory with every byte as saved.
         """
         reach("before deletion", 0)
         kept = 0
@@ -210,15 +225,18 @@ class RootDirectory:
                 kept += 1
         for found in surplus:
             doomed = self.path / f"{DELETING}{found.path.name}"
-            _remove(doomed)  # from a crash, under the same name after a root was copied back
-            # Without its name it is no checkpoint any more, so no reader meets it half deleted.
+            _remove(doomed)  # left by a crash, if a root was copied back
+            # Renamed first, so that no reader sees a partly deleted checkpoint.
             os.rename(found.path, doomed)
             sync_directory(self.path)
             reach("between deletions", 0)
             _delete(doomed)
 
     def clean_leftovers(self) -> list[str]:
-        """Delete what crashed saves and deletions left; the names. A directory that a live process holds stays."""
+        """Delete leftovers of crashed saves and deletions, and return their names.
+
+        Directories of live processes stay.
+        """
         cleaned = []
         for entry in sorted(self.path.iterdir()):
             if entry.name.startswith(DELETING) or (entry.name.startswith(SAVING) and _is_abandoned(entry)):
@@ -250,13 +268,16 @@ class RootDirectory:
         )
 
     def _mend_latest(self) -> None:
-        """After a crash between the commit and `latest`: let it name the newest commit again."""
+        """Repair `latest` after a crash between a commit and its update."""
         newest = list_committed(self.path)[-1:]
         if newest and read_latest(self.path) != newest[0].path.name:
             self._write_latest(newest[0].path.name)
 
     def _write_latest(self, name: str, half_point: str | None = None) -> None:
-        """Write the name of a commit. A directory there stays, with a warning: loads read the names of steps."""
+        """Write the name of a commit to `latest`.
+
+        If `latest` is a directory, warn and leave it: loads use step names.
+        """
         latest = self.path / LATEST
         if latest.is_dir() and not latest.is_symlink():
             warnings.warn(f"{latest} is a directory, so it names no checkpoint; move it away", stacklevel=2)
@@ -269,7 +290,7 @@ class RootDirectory:
 
 
 def read_latest(root: Path) -> str | None:
-    """Content of `latest`; None if there is none."""
+    """Return the content of `latest`, or None if it cannot be read."""
     try:
         return read_bytes(root / LATEST, LONGEST_NAME).decode().strip()
     except (OSError, UnicodeDecodeError):
@@ -281,12 +302,12 @@ def _this_process() -> str:
 
 
 def _is_abandoned(saving: Path) -> bool:
-    """True if no process holds the token of this save."""
+    """Return True if no process locks the token of this save."""
     try:
-        descriptor = os.open(saving / TOKEN, os.O_RDWR | os.O_CLOEXEC)  # to write: NFS wants that of an exclusive lock
-    except FileNotFoundError:  # ended between making the directory and its token: no rank knows it
+        descriptor = os.open(saving / TOKEN, os.O_RDWR | os.O_CLOEXEC)  # NFS wants it writable for an exclusive lock
+    except FileNotFoundError:  # crashed between creating the directory and its token: no rank uses it
         return True
-    except OSError:  # another user's
+    except OSError:  # belongs to another user
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -307,7 +328,7 @@ def _delete(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete what has this name, if anything has; a link, and not what it leads to."""
+    """Delete a path if it exists; for a symlink, only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -315,7 +336,7 @@ def _remove(path: Path) -> None:
 
 
 def _forget_locks_in_child() -> None:
-    """A forked child (of a data loader, say) shares its parent's lock and would hold it when the parent is gone."""
+    """Release locks in a forked child, for example a data loader: it shares them and may outlive its parent."""
     for root in _open_roots:
         root.unlock()
 

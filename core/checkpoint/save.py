@@ -1,4 +1,4 @@
-"""save_checkpoint: every rank writes its own boxes of the model and the optimizer, and what else a run needs."""
+"""save_checkpoint: every rank writes its boxes of the model and the optimizer, and the other state of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from core.groups.rank_grid import AXES
 from core.optimizer.optimizer_state import GROUP_NAME, save_groups
 from core.watch.warn_user import warn_user
 
-CONTENT_FORMAT = 1  # of names and of what `meta` holds
+CONTENT_FORMAT = 1  # version of names and of the contents of `meta`
 LAYOUT_AXES = {axis.label: axis.name for axis in AXES if axis.name != "expt_dp"}  # expert dp follows from the others
 
 
@@ -54,17 +54,28 @@ def save_checkpoint(
     saver: CheckpointSaver | None = None,
     keep_last: int | None = None,
 ) -> SaveReport:
-    """Save a training run's state as step `step` under `root`, so that it loads at any layout. Collective over `group`.
+    """Save a training run's state as step `step` under `root`, so that it loads at any layout.
 
-    model_chunks: wrapped model chunks of this rank, in a list also where there is one. optimizer: theirs, or None to
-    save weights alone. scheduler: anything with a JSON-able state_dict(). extra, configuration: JSON-able, the same on
-    every rank; `extra` (the data's position, say) comes back as `LoadReport.extra`.
-    group: all ranks of the job, able to carry CPU objects; the default group if None.
-    saver: one that lives through the job, for asynchronous saves, made for this root; by default one is made for this
-    save, which `keep_last` is for.
+    Collective: all ranks of `group` must call this, between steps.
 
-    Call it between steps. Raises CheckpointError, the same on every rank, before anything is written for what cannot be
-    saved, and for what the storage refuses.
+    Args:
+        root: Root directory of the checkpoints.
+        step: Step number.
+        model_chunks: List of this rank's wrapped model chunks, also if there is only one.
+        optimizer: Optimizer of these chunks, or None to save weights only.
+        scheduler: Any object with a `state_dict()` that JSON can represent, or None.
+        extra: Values for JSON, such as the data position; equal on every rank. Returned as `LoadReport.extra`.
+        configuration: Values for JSON; equal on every rank. Returned as `LoadReport.configuration`.
+        group: All ranks of the job, able to communicate CPU objects; None is the default group.
+        saver: A long-lived CheckpointSaver for this root, for asynchronous saves. None creates one for this save.
+        keep_last: Committed checkpoints to keep if no saver is passed; None keeps all.
+
+    Returns:
+        A report of the save as this rank saw it.
+
+    Raises:
+        CheckpointError: The same on every rank. Invalid arguments and state that cannot be saved are refused before
+            anything is written; storage errors are raised too.
     """
     ranks = Ranks(group)
     pieces: list[Piece] = []
@@ -79,7 +90,7 @@ def save_checkpoint(
         pieces = _pieces(chunks, optimizer)
         blobs = {random_key(groups_of(chunks[0])): save_random_state()}
         meta = _meta(step, chunks, optimizer, scheduler, extra, configuration)
-    except Exception as failure:  # the others wait in the next gather, and must hear of it
+    except Exception as failure:  # the other ranks wait in the next gather and need this error
         error = f"cannot save step {step}: {words_of(failure)}"
     ranks.agree(error)
     holds = {"a saver": saver is not None, "an optimizer": optimizer is not None, "a scheduler": scheduler is not None}
@@ -94,7 +105,11 @@ def save_checkpoint(
 
 
 def _check_saver(saver: CheckpointSaver | None, root: str | os.PathLike[str], keep_last: int | None) -> None:
-    """ValueError where a saver cannot be made, or would not do what the other arguments say."""
+    """Check the saver's arguments.
+
+    Raises:
+        ValueError: If a saver cannot be created from them, or the given saver contradicts them.
+    """
     if not isinstance(root, (str, os.PathLike)):
         raise ValueError(f"root is {root!r}; it is the path of a directory")
     if (text := wrong_keep_last(keep_last)) is not None:
@@ -112,7 +127,7 @@ def _check_saver(saver: CheckpointSaver | None, root: str | os.PathLike[str], ke
 
 
 def _differing(extras: Sequence[str]) -> str | None:
-    """Error text if ranks gave different extras; only the first rank's would be written."""
+    """Return an error text if ranks passed different extras; only the first rank's would be written."""
     odd = next((rank for rank, text in enumerate(extras) if text != extras[0]), None)
     if odd is None:
         return None
@@ -123,7 +138,7 @@ def _differing(extras: Sequence[str]) -> str | None:
 
 
 def given_by_some(everybody: Sequence[Mapping[str, bool]]) -> str | None:
-    """Error text if only some ranks gave an optimizer, for example: parts of its state would be missing."""
+    """Return an error text if only some ranks passed an optimizer or a similar argument: state would be missing."""
     for what in everybody[0]:
         without = [rank for rank, given in enumerate(everybody) if not given[what]]
         if 0 < len(without) < len(everybody):
@@ -133,7 +148,11 @@ def given_by_some(everybody: Sequence[Mapping[str, bool]]) -> str | None:
 
 
 def checked_chunks(model_chunks: Sequence[Any]) -> list[Any]:
-    """The chunks as a list. ValueError for a model that is not in one, or for none."""
+    """Return the chunks as a list.
+
+    Raises:
+        ValueError: If a model is passed instead of a list, or the list is empty.
+    """
     if isinstance(model_chunks, torch.nn.Module) and not isinstance(model_chunks, torch.nn.ModuleList):
         raise ValueError("model_chunks is a model; pass a list of this rank's chunks, [model] where there is one")
     chunks = [_wrapper_in(chunk) for chunk in model_chunks]
@@ -143,7 +162,7 @@ def checked_chunks(model_chunks: Sequence[Any]) -> list[Any]:
 
 
 def _wrapper_in(chunk: Any) -> Any:
-    """The wrapper inside other modules, as finalize_model_grads finds it too; a bare module is returned unchanged."""
+    """Return the wrapper inside other modules, like finalize_model_grads; a bare module is returned unchanged."""
     part = chunk
     while part is not None:
         if isinstance(getattr(part, "groups", None), ProcessGroups):
@@ -153,14 +172,14 @@ def _wrapper_in(chunk: Any) -> Any:
 
 
 def words_of(failure: Exception) -> str:
-    """Text of an error; with its type if the error is not ours."""
+    """Return the text of an error, with its type unless it is one of our errors."""
     return (
         str(failure) if isinstance(failure, (ValueError, CheckpointError)) else f"{type(failure).__name__}: {failure}"
     )
 
 
 def settle(chunks: Sequence[Any]) -> None:
-    """Finish parameter gathers in flight, so that parameters hold what the optimizer has written. Collective."""
+    """Finish parameter all-gathers in flight, so that parameters have the optimizer's latest values. Collective."""
     for chunk in chunks:
         if hasattr(chunk, "finish_param_sync"):
             chunk.finish_param_sync()
@@ -172,7 +191,7 @@ def _pieces(chunks: Sequence[Any], optimizer: Any) -> list[Piece]:
     tensors = local_tensors(chunks)
     whole = [local for local in tensors if local.shard is None]
     mine = written_here(local.slice for local in whole if local.is_param)
-    # Buffers may differ among data ranks (running statistics): all of them come from the first one.
+    # Buffers may differ between data ranks (running statistics): the first data rank writes them.
     mine |= {local.slice.name for local in whole if not local.is_param and local.slice.replica == 0}
     pieces = model_pieces(local for local in whole if local.slice.name in mine)
     for entry in written_entries(sharded_weights(tensors), chunks, tensors):
@@ -191,7 +210,10 @@ def _warn_of_extra_state(chunks: Sequence[Any]) -> None:
 
 
 def layout_of(chunks: Sequence[Any]) -> dict[str, int | str]:
-    """The sizes of the parallel axes, and the sharding strategy: what the file was saved at, and does not depend on."""
+    """Return the sizes of the parallel axes and the sharding strategy.
+
+    Recorded in the file, which loads at any layout.
+    """
     groups = groups_of(chunks[0])
     layout: dict[str, int | str] = {axis: groups.size(field) for axis, field in LAYOUT_AXES.items()}
     if groups.dp is None:
@@ -239,12 +261,12 @@ def _meta(
 
 
 def _groups(groups: list[dict[str, Any]]) -> Any:
-    """Hyperparameters for readers of the checkpoint; a value that is no number or name is kept as text."""
+    """Return hyperparameters for readers of the checkpoint. Values that JSON cannot represent are stored as text."""
     return json.loads(json.dumps(plain(save_groups(groups)), default=str))
 
 
 def _written(groups: list[dict[str, Any]], built: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Values that a schedule has changed in the groups or added to them: part of its state."""
+    """Return group values that a schedule has changed or added: they are part of its state."""
     return [
         {k: v for k, v in group.items() if k == GROUP_NAME or k not in before or v != before[k]}
         for group, before in zip(groups, built, strict=True)
@@ -252,12 +274,12 @@ def _written(groups: list[dict[str, Any]], built: list[dict[str, Any]]) -> list[
 
 
 def versions() -> dict[str, Any]:
-    """Versions of the software that wrote the file."""
+    """Return the versions of the software that writes the file."""
     return {"versions": {"core": core.__version__, "torch": torch.__version__, "python": platform.python_version()}}
 
 
 def loss_scaler_of(optimizer: Any) -> Any:
-    """The one loss scaler of a run, or None."""
+    """Return the loss scaler of a run, or None."""
     for holder in (optimizer, *leaves(optimizer)):
         scaler = getattr(holder, "grad_scaler", None)
         if scaler is not None:
@@ -266,7 +288,7 @@ def loss_scaler_of(optimizer: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Numbers out of tensors and of numpy's, lists out of tuples: what JSON can hold of a state."""
+    """Convert tensors and numpy values to numbers and tuples to lists, so that JSON can represent a state."""
     if isinstance(value, (torch.Tensor, np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, Mapping):

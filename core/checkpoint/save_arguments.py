@@ -1,4 +1,4 @@
-"""Checks of a save's arguments on one rank; its error can then be reported on all ranks."""
+"""Checks of a save's arguments on one rank; the error can then be reported on all ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-FILE_BYTES = 4 << 30  # a rank begins a new data file after so many bytes
+FILE_BYTES = 4 << 30  # a rank starts a new data file after this many bytes
 
 
 def wrong_option(given: Mapping[str, Any]) -> str | None:
-    """The first of a CheckpointSaver's arguments that no saver can have, and what it may be."""
+    """Describe the first invalid argument of a CheckpointSaver and its allowed values; None if all are valid."""
     if not isinstance(given["root"], (str, os.PathLike)):
         return f"root={given['root']!r}; it is the path of a directory."
     if (text := wrong_keep_last(given["keep_last"])) is not None:
@@ -32,7 +32,7 @@ def wrong_option(given: Mapping[str, Any]) -> str | None:
 
 
 def wrong_keep_last(keep_last: Any) -> str | None:
-    """Return why so many checkpoints cannot be kept; None if they can."""
+    """Return an error text if `keep_last` is invalid, else None."""
     if keep_last is None:
         return None
     number = whole_number(keep_last)
@@ -42,7 +42,11 @@ def wrong_keep_last(keep_last: Any) -> str | None:
 
 
 def checked_step(step: Any) -> int:
-    """The step as an int, of numpy's too. ValueError for anything else."""
+    """Convert a step to int; numpy integers are accepted.
+
+    Raises:
+        ValueError: If it is not a non-negative integer.
+    """
     number = whole_number(step)
     if number is None or number < 0:
         raise ValueError(f"step={step!r}; a step is a whole number from 0 on.")
@@ -50,7 +54,7 @@ def checked_step(step: Any) -> int:
 
 
 def whole_number(value: Any) -> int | None:
-    """The number that any kind of integer is; None for what is none."""
+    """Convert any integer type to int; None for other values, including bool."""
     if isinstance(value, bool):
         return None
     try:
@@ -60,7 +64,11 @@ def whole_number(value: Any) -> int | None:
 
 
 def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that later changes do not reach; ValueError for what JSON cannot hold."""
+    """Return an independent copy of `meta`.
+
+    Raises:
+        ValueError: If JSON cannot represent it.
+    """
     if not isinstance(meta, Mapping):
         raise ValueError(f"meta is a {type(meta).__name__}; it is a dictionary that JSON can hold.")
     for key, value in meta.items():

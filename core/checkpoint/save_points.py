@@ -1,4 +1,7 @@
-"""The named points of a save. A test can set a hook that is called at each; without one a point costs a comparison."""
+"""The named points of a save.
+
+A test can set a hook that is called at each; without a hook a point costs one comparison.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _hook: Hook | None = None
 
 
 def reach(point: str, rank: int) -> None:
-    """This rank's save has come to `point`: call the hook, if a test has set one."""
+    """Call the hook, if a test has set one, when this rank's save reaches `point`."""
     if _hook is not None:
         if point not in POINTS:
             raise ValueError(f"{point!r} is no point of a save; there are {', '.join(POINTS)}")
@@ -36,6 +39,6 @@ def reach(point: str, rank: int) -> None:
 
 
 def set_hook(hook: Hook | None) -> None:
-    """Call `hook(point, rank)` at every point of every save of this process, from whichever thread comes there."""
+    """Call `hook(point, rank)` at every point of every save of this process, on the thread that reaches it."""
     global _hook
     _hook = hook

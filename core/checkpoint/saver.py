@@ -1,4 +1,4 @@
-"""CheckpointSaver: a job's saves into one root, durable and one at a time, in the caller's thread or in another."""
+"""CheckpointSaver: a job's saves into one root, durable and one at a time, in the foreground or background."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class SaveReport:
     step: int
     committed: bool
     directory: Path | None  # None until it is committed
-    asynchronous: bool  # whether this rank writes, or wrote, behind the caller's back
-    bytes: int  # of this rank's data, rounded up
-    waited_s: float  # until the save before had ended: back-pressure
+    asynchronous: bool  # this rank writes, or wrote, in the background
+    bytes: int  # bytes of this rank's data, rounded up
+    waited_s: float  # wait for the previous save to end: back-pressure
     snapshot_s: float  # planning and copying (asynchronous), or planning and writing (synchronous)
-    write_s: float  # of the background thread
+    write_s: float  # time of the background thread
     error: str | None = None
 
 
 class CheckpointSaver:
-    """Saves checkpoints of a job into `root`. Every rank of `group` makes one and calls its methods together.
+    """Saver of a job's checkpoints into `root`. Every rank of `group` creates one and calls its methods together.
 
         with CheckpointSaver("checkpoints", keep_last=3, asynchronous=True) as saver:
             for step in range(1, steps + 1):
@@ -56,12 +56,24 @@ class CheckpointSaver:
                     # fill(writer) calls dcp.save(..., storage_writer=writer)
                     saver.save(step, fill, meta={...})
 
-    One directory a step; what is written becomes a checkpoint in one rename, after every file and directory is on the
-    disk, and nothing older is deleted before. All ranks must see one file system, which is checked here.
+    There is one directory per step. It becomes a checkpoint in one rename, after every file and directory is on disk,
+    and no older checkpoint is deleted before that.
 
-    keep_last: committed checkpoints to keep; None keeps all. on_error 'warn': a save that failed leaves a warning and a
-    report with `error`, and training continues. timeout_s: how long a save may take. snapshot_limit_bytes: a rank whose
-    copy would be larger writes before `save` returns, although the others do not.
+    Args:
+        root: Root directory. All ranks must see the same file system; this is checked here.
+        group: Process group of all ranks that save; None is the default group.
+        keep_last: Committed checkpoints to keep; None keeps all.
+        asynchronous: Copy tensors in `save` and write them in a background thread.
+        on_error: 'raise' raises the error of a failed save. 'warn' warns, returns a report with `error`, and training
+            continues.
+        timeout_s: Longest duration of a save in seconds.
+        snapshot_limit_bytes: A rank whose copy would be larger writes before `save` returns, even if other ranks do
+            not.
+        file_bytes: Size at which a rank starts a new data file.
+
+    Raises:
+        ValueError: If an argument is invalid on any rank, or differs between ranks.
+        CheckpointError: If the root cannot be used, or ranks do not share its file system.
     """
 
     def __init__(
@@ -78,7 +90,7 @@ class CheckpointSaver:
     ) -> None:
         given = locals()
         self.ranks = Ranks(group)
-        # Each of these decides which collectives a rank calls, or who deletes.
+        # Each of these decides which collectives a rank calls, or which rank deletes.
         alike = {"keep_last": keep_last, "asynchronous": asynchronous, "on_error": on_error}
         self.ranks.agree_on_arguments(wrong_option(given), alike)
         self.root = RootDirectory(root)
@@ -103,10 +115,21 @@ class CheckpointSaver:
     def save(self, step: int, fill: Callable[[StorageWriter], None], *, meta: Mapping[str, Any]) -> SaveReport:
         """Save one checkpoint. Collective.
 
-        fill(writer) calls `dcp.save(state, storage_writer=writer, process_group=group)` exactly once. meta: what JSON
-        can hold; rank 0's is kept, and comes back as `CheckpointDirectory.meta`.
-        An asynchronous save has copied everything when this returns, and the tensors may change; it is committed later,
-        and `step_edge` reports it. A save that is still in flight is waited for first.
+        An asynchronous save has copied everything when this returns, so tensors may change. It is committed later, and
+        `step_edge` reports it. A save still in flight is awaited first.
+
+        Args:
+            step: Step number, equal on every rank.
+            fill: Called as fill(writer); must call `dcp.save(state, storage_writer=writer, process_group=group)`
+                exactly once.
+            meta: Values for JSON. Rank 0's are stored, and returned as `CheckpointDirectory.meta`.
+
+        Returns:
+            A report of the save as this rank saw it.
+
+        Raises:
+            ValueError: If `step` or `meta` is invalid on any rank, or `fill` did not call `dcp.save`.
+            CheckpointError: If the save failed and `on_error` is 'raise'.
         """
         wrong: str | None = None
         kept_meta: dict[str, Any] = {}
@@ -128,7 +151,7 @@ class CheckpointSaver:
         except CheckpointError as error:
             return self._give_up(save, str(error))
         except BaseException:
-            save.cancel(self.timeout_s)  # what is left of it is cleaned by the next save
+            save.cancel(self.timeout_s)  # the next save cleans up its files
             raise
         if self.asynchronous:
             save.start()
@@ -137,10 +160,16 @@ class CheckpointSaver:
         return self._end_here(save)
 
     def step_edge(self) -> SaveReport | None:
-        """Say what has become of the save in flight: its report once it has ended, else None.
+        """Report the save in flight once it has ended.
 
-        Call it once a step on every rank: it is collective while a save is in flight, and free otherwise. A failure on
-        any rank is raised, or warned of, on all of them here.
+        Call it once per step on every rank: it is collective while a save is in flight, and free otherwise. A failure
+        on any rank is raised, or warned about, on all ranks here.
+
+        Returns:
+            The report of a save that has ended, else None.
+
+        Raises:
+            CheckpointError: If the save failed on any rank and `on_error` is 'raise'.
         """
         save = self._in_flight
         if save is None:
@@ -155,7 +184,7 @@ class CheckpointSaver:
         return self._give_up(save, error) if error else None
 
     def wait(self) -> SaveReport | None:
-        """Until the save in flight, if any, has ended; its report. Collective."""
+        """Wait until the save in flight, if any, has ended, and return its report. Collective."""
         pause_s = 0.001
         while self._in_flight is not None:
             thread = self._in_flight.thread
@@ -168,7 +197,7 @@ class CheckpointSaver:
         return None
 
     def close(self) -> SaveReport | None:
-        """Wait for the save in flight and let another job save here. Collective."""
+        """Wait for the save in flight and allow another job to save here. Collective."""
         try:
             return self.wait()
         finally:
@@ -181,21 +210,25 @@ class CheckpointSaver:
         if error is None:
             self.close()
             return
-        # Other ranks may be gone, so nothing collective. A save that all ranks have written still becomes a checkpoint.
+        # Other ranks may have exited, so no collectives. A save that all ranks have written still becomes a checkpoint.
         if self._in_flight is not None:
             self._in_flight.finish_alone()
             self._in_flight = None
         else:
             self.root.unlock()
 
-    # --- the steps of it ---
+    # --- steps of a save ---
 
     def _open_root(self) -> None:
         self.root.create()
         self.root.lock(LOCK_LIMIT_S)
 
     def _require_shared_root(self) -> None:
-        """CheckpointError on all ranks, naming those that do not see what rank 0 writes."""
+        """Check that all ranks see the files that rank 0 writes.
+
+        Raises:
+            CheckpointError: On all ranks, naming the ranks that do not.
+        """
         name, text = self.ranks.on_first(self.root.put_token, self.root.path)
         sees = self.ranks.gather(self.root.sees_token(name, text, SHARED_LIMIT_S))
         if self.ranks.rank == 0:
@@ -210,7 +243,7 @@ class CheckpointSaver:
             )
 
     def _begin(self, step: int, meta: dict[str, Any], waited_s: float) -> PendingSave:
-        """A directory for the save, held by every rank. Collective."""
+        """Create a directory for the save and lock it on every rank. Collective."""
         name = self.ranks.on_first(lambda: self._new_directory(step), self.root.path)
         saving = self.root.path / name
         hold: SharedHold | None = None
@@ -273,14 +306,14 @@ class CheckpointSaver:
         except CheckpointError as failure:
             error = str(failure)
         errors = self.ranks.gather(error)
-        if any(errors):  # what dcp.save says, it says on all ranks in the same words
+        if any(errors):  # dcp.save raises the same text on all ranks
             raise CheckpointError(error if error and len(set(errors)) == 1 else self.ranks.joined(errors))
         save.snapshot_s = time.monotonic() - start_s
         if not save.writer.was_used:
             raise ValueError("`fill` did not call dcp.save with the writer it was given; nothing is saved.")
 
     def _end_here(self, save: PendingSave) -> SaveReport:
-        """Write and commit a synchronous save; every rank learns how it went."""
+        """Write and commit a synchronous save; every rank receives the result."""
         error = None
         try:
             save.write()
@@ -300,12 +333,12 @@ class CheckpointSaver:
             raise CheckpointError(explain(error, save.saving)) from error
 
     def _ended(self, save: PendingSave, directory: Path) -> SaveReport:
-        save.cancel(self.timeout_s)  # the thread has nothing left to do but end
+        save.cancel(self.timeout_s)  # the thread has finished its work
         self._in_flight = None
         return self._report(save, directory)
 
     def _give_up(self, save: PendingSave, error: str) -> SaveReport:
-        """Stop on all ranks, clean up, and say on all ranks what happened. Collective."""
+        """Stop on all ranks, clean up, and report the error on all ranks. Collective."""
         self._in_flight = None
         stopped = self.ranks.gather(save.cancel(LOCK_LIMIT_S))
         if self.ranks.rank == 0 and all(stopped):  # else a rank is stuck in a write; a later save cleans up
@@ -347,7 +380,7 @@ class CheckpointSaver:
 
 
 def _storage_error(error: CheckpointException, ranks: Ranks) -> str:
-    """Errors of the storage, by rank; any other error of dcp.save is raised unchanged."""
+    """Return the storage errors by rank; raise any other error of dcp.save unchanged."""
     texts: list[str | None] = [None] * ranks.world
     for rank, (failure, _) in error.failures.items():
         if isinstance(failure, OSError):

@@ -1,4 +1,4 @@
-"""Copies of tensors in CPU memory that is kept from one save to the next."""
+"""Copies of tensors in CPU memory that is reused from one save to the next."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ALIGNMENT = 64  # bytes; every dtype may begin there, and a cache line does
 
 
 class SnapshotMemory:
-    """One block of CPU memory, page-locked if tensors come from an accelerator; it grows to the largest snapshot.
+    """One block of CPU memory, page-locked if tensors come from an accelerator. It grows to the largest snapshot.
 
-    Fresh pages cost several times the copy itself, so the block is never given back. There is one snapshot at a time:
-    the next `take` overwrites it.
+    Fresh pages cost several times the copy itself, so the block is never freed. There is one snapshot at a time: the
+    next `take` overwrites it.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class SnapshotMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes held."""
+        """Bytes allocated."""
         return self._block.numel()
 
     @staticmethod
@@ -32,7 +32,7 @@ class SnapshotMemory:
         return sum(_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of `tensors`; once this has returned, the originals may change."""
+        """Copy `tensors`. The originals may change once this has returned."""
         needed = self.bytes_for(tensors)
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         if self.bytes < needed or (devices and not self._block.is_pinned()):
@@ -57,7 +57,7 @@ class SnapshotMemory:
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements on the CPU, in a storage that holds nothing else: torch.save writes whole storages."""
+    """Return the elements on the CPU in a storage without other elements: torch.save writes complete storages."""
     tensor = tensor.detach().cpu()
     size = tensor.numel() * tensor.element_size()
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():

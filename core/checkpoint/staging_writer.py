@@ -1,12 +1,13 @@
-"""The storage that torch.distributed.checkpoint writes to: one rank's data files in the directory of a save.
+"""Storage writer for torch.distributed.checkpoint: one rank's data files in the directory of a save.
 
 `dcp.save` plans with collectives and calls `write_data` on every rank, all in the caller's thread. A synchronous save
-writes its files there, straight from the tensors. An asynchronous one copies the tensors there and writes later, in a
-thread that communicates with no other rank. So the place of an item is in the rank's part of the manifest, and not
-in the results that `dcp.save` collects; rank 0 puts the two together when all parts are there.
+writes its files in that call, directly from the tensors. An asynchronous save copies the tensors in that call and
+writes later, in a thread that does not communicate with other ranks. Therefore the location of an item is in the
+rank's part of the manifest, and not in the results that `dcp.save` collects; rank 0 combines the two when all parts
+are there.
 
-The files are those of torch's own FileSystemWriter (items by torch.save, an index named .metadata), so that its
-FileSystemReader reads a committed directory.
+The files have the format of torch's own FileSystemWriter (items by torch.save, an index named .metadata), so its
+FileSystemReader can read a committed directory.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from core.checkpoint.manifest import Box, FileRecord, TensorRecord
 from core.checkpoint.save_points import reach
 from core.checkpoint.snapshot import SnapshotMemory, with_own_storage
 
-ITEM_OVERHEAD_BYTES = 2048  # what torch.save adds to a tensor
+ITEM_OVERHEAD_BYTES = 2048  # overhead of torch.save per tensor
 Item = tuple[tuple[str, Box | None], torch.Tensor | io.BytesIO]  # name and box, content
 
 
 class StagingWriter(StorageWriter):
-    """Writes this rank's items into `saving`; give it to exactly one `dcp.save`."""
+    """Storage writer of this rank's items into `saving`; pass it to exactly one `dcp.save`."""
 
     def __init__(
         self,
@@ -47,31 +48,40 @@ class StagingWriter(StorageWriter):
         snapshot: SnapshotMemory | None = None,
         snapshot_limit_bytes: int | None = None,
     ) -> None:
-        """`check_space` is called on rank 0 with the bytes of all ranks, before any is written; it raises."""
+        """Create a writer for one save.
+
+        Args:
+            saving: Directory of the save.
+            rank: This rank in the saver's group.
+            file_bytes: Size at which a new data file starts.
+            check_space: Called on rank 0 with the bytes of all ranks before any is written; raises if they do not fit.
+            snapshot: Memory for copies of an asynchronous save; None writes synchronously.
+            snapshot_limit_bytes: Larger snapshots are written synchronously; None is no limit.
+        """
         self.saving = saving
         self.rank = rank
-        self.records: list[FileRecord] = []  # of the files that are durable
-        self.bytes = 0  # of this rank's items, as planned
+        self.records: list[FileRecord] = []  # records of durable files
+        self.bytes = 0  # planned bytes of this rank's items
         self.metadata: Metadata | None = None  # rank 0: the index, without places
-        self.results: list[list[WriteResult]] = []  # rank 0: by rank, in the order in which its items are written
-        self.pending: list[Item] | None = None  # copies that wait to be written
+        self.results: list[list[WriteResult]] = []  # rank 0: by rank, in the order in which items are written
+        self.pending: list[Item] | None = None  # copies waiting to be written
         self.was_used = False
-        self.was_copied = False  # else written by the time dcp.save returned
+        self.was_copied = False  # False: written before dcp.save returned
         self.cancelled = threading.Event()
         self._file_bytes = file_bytes
         self._check_space = check_space
         self._snapshot = snapshot
         self._snapshot_limit_bytes = snapshot_limit_bytes
 
-    # --- what dcp.save calls ---
+    # --- called by dcp.save ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """dcp.save may name a directory of its own; the save has one already."""
+        """Refuse a different directory from `dcp.save`: the save already has one."""
         if checkpoint_id is not None:
             raise CheckpointError(f"dcp.save was given checkpoint_id={checkpoint_id!r}; the saver names directories.")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The coordinator must be the rank that commits."""
+        """Check that the coordinator is the rank that commits."""
         if self.was_used:
             raise CheckpointError("`fill` called dcp.save twice; one save is one dcp.save with everything in it.")
         if is_coordinator != (self.rank == 0):
@@ -86,12 +96,12 @@ class StagingWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0: check the free space for what all ranks are going to write."""
+        """Check on rank 0 that the planned bytes of all ranks fit into the free space."""
         self._check_space(sum(planned_bytes(plan.items) for plan in plans))
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items, or copy them for later."""
+        """Write this rank's items, or copy them to be written later."""
         self.bytes = planned_bytes(plan.items)
         data = [planner.resolve_data(item) for item in plan.items]
         names = [(item.index.fqn, _box_of(item)) for item in plan.items]
@@ -109,28 +119,28 @@ class StagingWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: keep the index until the places are known."""
+        """Store the index on rank 0 until the locations are known."""
         self.metadata, self.results = metadata, results
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Only the saver makes one of these."""
+        """Return False: only the saver creates these writers."""
         return False
 
     def storage_meta(self) -> StorageMeta | None:
-        """Nothing: the directory's name changes when it is committed."""
+        """Return None: the directory's name changes when it is committed."""
         return None
 
-    # --- what the saver calls ---
+    # --- called by the saver ---
 
     def write_pending(self) -> None:
-        """Write the copies, if there are any; in any thread, no collective."""
+        """Write the copies, if any. Works in any thread, without collectives."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
             self._write(pending)
 
     def _write(self, items: Sequence[Item]) -> None:
-        """Data files of about `file_bytes` each, durable when this returns."""
+        """Write data files of about `file_bytes` each. They are durable when this returns."""
         reach("before data", self.rank)
         remaining = sum(_size(data) for _, data in items)
         file: DurableFile | None = None
@@ -159,12 +169,12 @@ class StagingWriter(StorageWriter):
 
 
 def planned_bytes(items: Sequence[WriteItem]) -> int:
-    """The bytes that files will hold for `items`, rounded up."""
+    """Return the file bytes needed for `items`, rounded up."""
     return sum(_planned_size(item) + ITEM_OVERHEAD_BYTES for item in items)
 
 
 def tensor_records(metadata: Metadata) -> dict[str, TensorRecord]:
-    """The tensors of an index: whole shapes and dtypes by name."""
+    """Return the global shapes and dtypes of an index's tensors by name."""
     return {
         name: TensorRecord(tuple(entry.size), str(entry.properties.dtype).removeprefix("torch."))
         for name, entry in metadata.state_dict_metadata.items()
@@ -179,7 +189,7 @@ def _write_item(file: DurableFile, data: torch.Tensor | io.BytesIO) -> None:
         else:
             file.write(data.getbuffer())
     except Exception:
-        if file.error is not None:  # torch.save's writer turns it into errors of its own
+        if file.error is not None:  # torch.save's writer converts it into its own errors
             raise file.error from None
         raise
 

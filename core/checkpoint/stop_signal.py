@@ -16,7 +16,7 @@ from core.watch.interrupts import SAME_PRESS_S
 
 
 class StopSignal:
-    """Inside it, signals that ask to stop are noted, and ranks agree on them between steps.
+    """Context manager that records stop signals, so that ranks can agree on them between steps.
 
         with StopSignal() as stop:
             for step in range(first, steps + 1):
@@ -25,10 +25,13 @@ class StopSignal:
                     save_checkpoint(root, step, chunks, optimizer)
                     break                           # and the process ends with status 0
 
-    A scheduler that ends a job sends SIGTERM to some or all processes, at moments that differ, and kills what is left
-    after a grace period (torchrun: 30 s). A rank that saved or left alone would let the others wait in their next
-    collective. A second Ctrl-C interrupts at once. SIGHUP comes from a terminal that is closed; under nohup it is not
-    heard.
+    A scheduler that ends a job sends SIGTERM to some or all processes, at different times, and kills the remaining ones
+    after a grace period (torchrun: 30 s). A rank that saved or exited alone would leave the others waiting in their
+    next collective. A second Ctrl-C interrupts at once. SIGHUP comes from a closed terminal; under nohup it is ignored.
+
+    Args:
+        group: Process group of all ranks; None is the default group.
+        signals: Signals to record.
     """
 
     def __init__(
@@ -38,18 +41,21 @@ class StopSignal:
     ) -> None:
         self.ranks = Ranks(group)
         self.signals = tuple(signals)
-        self.requested: signal.Signals | None = None  # what this rank was sent first
-        self.reason: str | None = None  # once agreed: which ranks were sent what
+        self.requested: signal.Signals | None = None  # first signal that this rank received
+        self.reason: str | None = None  # once agreed: the ranks and the signals they received
         self._at_s = 0.0
         self._previous: dict[int, Any] = {}
 
     def request(self, number: signal.Signals) -> None:
-        """Ask to stop as a signal would; the first one counts."""
+        """Request a stop as a signal would. Only the first request counts."""
         if self.requested is None:
             self.requested, self._at_s = number, time.monotonic()
 
     def agreed(self) -> bool:
-        """True if any rank has been asked to stop. Collective: one small all-reduce, until it has been True once."""
+        """Return True if any rank was requested to stop.
+
+        Collective: one small all-reduce, until it has been True once.
+        """
         if self.reason is None and self.ranks.any(self.requested is not None):
             asked = self.ranks.gather(None if self.requested is None else self.requested.name)
             named = [f"rank {self.ranks.global_rank(rank)} got {name}" for rank, name in enumerate(asked) if name]

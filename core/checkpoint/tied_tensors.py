@@ -1,4 +1,4 @@
-"""Names of tied tensors in a checkpoint's files: compared before a model takes several of them for one tensor."""
+"""Names of tied tensors in a checkpoint's files: compared before a model loads several of them as one tensor."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-COMPARED_ELEMENTS = 4 * 1024 * 1024  # of two tensors at a time
+COMPARED_ELEMENTS = 4 * 1024 * 1024  # compared at a time
 
 
 class ShardedTensors(Mapping[str, Any]):
-    """Tensors by their names, out of the file that an index names for each. One file is kept at a time."""
+    """Tensors by name, each read from the file listed in an index. One file is kept open at a time."""
 
     def __init__(self, weight_map: Mapping[str, Path], read: Callable[[Path], Mapping[str, Any]]) -> None:
         self.weight_map, self.read = weight_map, read
@@ -27,7 +27,7 @@ class ShardedTensors(Mapping[str, Any]):
         return self._last[1][name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.weight_map  # without reading it
+        return name in self.weight_map  # without reading the file
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.weight_map)
@@ -37,7 +37,7 @@ class ShardedTensors(Mapping[str, Any]):
 
 
 def tied_names(model: nn.Module) -> dict[tuple[str, ...], torch.dtype]:
-    """All names of each tied parameter, the first one first -> its dtype."""
+    """Map all names of each tied parameter, the first name first, to its dtype."""
     by_id: dict[int, list[str]] = {}
     params = dict(model.named_parameters(remove_duplicate=False))
     for name, param in params.items():
@@ -46,10 +46,14 @@ def tied_names(model: nn.Module) -> dict[tuple[str, ...], torch.dtype]:
 
 
 def names_apart(tied: Mapping[tuple[str, ...], torch.dtype], found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of names that the files hold of one tied tensor, with different values. Local.
+    """Find names of one tied tensor for which the files have different values. Local.
 
-    tied: the names of a tensor in the files -> a dtype; values that round to the same in it are equal. found: gives for
-    a name a tensor, or a slice of a safetensors file, which is read in parts.
+    Args:
+        tied: Names of a tensor in the files, mapped to a dtype. Values that round to the same number in it are equal.
+        found: Tensors by name, or slices of a safetensors file, which are read in parts.
+
+    Returns:
+        Pairs of names with different values.
     """
     pairs = []
     for names, dtype in tied.items():
@@ -59,7 +63,11 @@ def names_apart(tied: Mapping[tuple[str, ...], torch.dtype], found: Mapping[str,
 
 
 def refuse_apart(pairs: Sequence[tuple[str, str]], where: object) -> None:
-    """ValueError for names that a model has as one parameter, while the files have different values for them."""
+    """Refuse files that have different values for one parameter of the model.
+
+    Raises:
+        ValueError: If `pairs` is not empty.
+    """
     if pairs:
         first, other = pairs[0]
         raise ValueError(

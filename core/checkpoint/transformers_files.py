@@ -1,4 +1,4 @@
-"""A whole GPT as a directory of Hugging Face's transformers, and back: config.json and safetensors files."""
+"""A complete GPT as a directory of Hugging Face's transformers, and back: config.json and safetensors files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from core.transformer.transformer_config import TransformerConfig
 
 CONFIG = "config.json"
 SHARD_BYTES = 5 * 10**9
-# What two configurations of one model may differ in: how weights are kept while they are trained.
+# Fields that may differ between two configurations of one model: they affect training, not the model.
 FREE = {"params_dtype", "bf16", "fp16", "init_method_std", "hidden_dropout", "attention_dropout"}
 
 
 def is_of_transformers(place: Path) -> bool:
-    """True for a directory whose config.json has a model_type."""
+    """Return True for a directory whose config.json has a model_type."""
     if not (place / CONFIG).is_file():
         return False
     content = parse_json(read_bytes(place / CONFIG))
@@ -50,9 +50,20 @@ def write_transformers(
     more: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> tuple[int, int]:
-    """Write a whole GPT's state_dict; returns the numbers of tensors and of files.
+    """Write a complete GPT's state_dict.
 
-    more: further entries of config.json. ValueError where no layout of transformers has what the config says.
+    Args:
+        target: Directory to write.
+        config: Configuration of the GPT.
+        state: Its state_dict.
+        more: Additional entries of config.json.
+        shard_bytes: Largest size of a file.
+
+    Returns:
+        Numbers of tensors and of files.
+
+    Raises:
+        ValueError: If no model type of transformers can represent the configuration.
     """
     entries = config_for_transformers(config) | dict(more or {})
     theirs = to_transformers(config, state)
@@ -63,11 +74,15 @@ def write_transformers(
 
 
 def read_transformers(source: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """The configuration and the state_dict of our GPT. ValueError names what our GPT has no counterpart for."""
+    """Read the configuration and the state_dict of our GPT.
+
+    Raises:
+        ValueError: If the files have something without a counterpart in our GPT; the text names it.
+    """
     config = config_from_transformers(json.loads((source / CONFIG).read_text()))
     given = {key.removeprefix(f"{MODEL}."): lazy.read() for key, lazy in open_safetensors_files(source).items()}
     for name, tensor in given.items():
-        if name.endswith(".weight") and not tensor.is_floating_point():  # a mask may be of whole numbers
+        if name.endswith(".weight") and not tensor.is_floating_point():  # a mask may be an integer tensor
             raise ValueError(
                 f"{source}: {name!r} is {tensor.dtype} in its files; only numbers with a point are read, so write the "
                 "model without its quantization first"
@@ -85,7 +100,11 @@ def read_transformers(source: Path) -> tuple[TransformerConfig, dict[str, Tensor
 
 
 def check_same_model(ours: TransformerConfig, theirs: TransformerConfig) -> None:
-    """ValueError, by the field's name, where two configurations do not compute the same."""
+    """Check that two configurations compute the same model.
+
+    Raises:
+        ValueError: If a field differs; the text names it.
+    """
     ours = config_from_transformers(config_for_transformers(ours))
     for field in dataclasses.fields(TransformerConfig):
         here, there = getattr(ours, field.name), getattr(theirs, field.name)
@@ -94,17 +113,19 @@ def check_same_model(ours: TransformerConfig, theirs: TransformerConfig) -> None
 
 
 def save_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
-    """Write a GPTModel for Hugging Face's transformers, as llama, gpt2 or arcee. A whole model, in one process.
+    """Write a GPTModel for Hugging Face's transformers, as llama, gpt2 or arcee. One process with the complete model.
 
-    ValueError for a part of a model, and for what none of the layouts has.
+    Raises:
+        ValueError: If the model is only a part, or no model type of transformers can represent it.
     """
     write_transformers(Path(directory), _config_of_whole(model, "save_pretrained"), model.state_dict())
 
 
 def load_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
-    """Give a GPTModel the weights of a directory that transformers has written. A whole model, in one process.
+    """Load a directory written by transformers into a GPTModel. One process with the complete model.
 
-    ValueError for a part of a model, and for a config.json of another model.
+    Raises:
+        ValueError: If the model is only a part, or config.json describes a different model.
     """
     ours = _config_of_whole(model, "load_pretrained")
     config, state = read_transformers(Path(directory))

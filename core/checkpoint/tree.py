@@ -1,4 +1,4 @@
-"""Leaves of a tree for `save_tree`: parts of tensors, objects, factories; and functions that change trees.
+"""Leaves of a tree for `save_tree`: parts of tensors, objects and factories, with functions that change trees.
 
 The names are those of Megatron's dist_checkpointing.
 """
@@ -15,14 +15,16 @@ from torch import Tensor
 from core.checkpoint.pieces import Piece
 
 StateDict = dict[str, Any]
-ReplicaId = Any  # a number, or a tuple of them; zeros alone are the main replica
+ReplicaId = Any  # a number or a tuple of numbers; the main replica has only zeros
 
 
 @dataclass
 class ShardedTensor:
-    """A part of a tensor of the whole model: `data` lies at `global_offset` of [global_shape] under the name `key`.
+    """A part of a tensor of the full model: `data` is at `global_offset` of [global_shape], under the name `key`.
 
-    replica_id: zeros on the rank that writes it. prepend_axis_num: leading axes of global_shape that data lacks.
+    Attributes:
+        replica_id: Only zeros on the rank that writes it.
+        prepend_axis_num: Number of leading axes of global_shape that `data` lacks.
     """
 
     key: str
@@ -54,7 +56,16 @@ class ShardedTensor:
         prepend_axis_num: int = 0,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """Of equal parts: each rank_offsets says (axis, this part's number, number of parts)."""
+        """Create one of several equal parts of a tensor.
+
+        Args:
+            key: Name of the global tensor.
+            data: The part.
+            rank_offsets: (axis, index of this part, number of parts) for each split axis.
+            replica_id: Only zeros on the rank that writes it.
+            prepend_axis_num: Number of leading axes of the global shape that `data` lacks.
+            init_kwargs: Further fields.
+        """
         shape = [1] * prepend_axis_num + list(data.shape)
         offset, fragments = [0] * len(shape), [1] * len(shape)
         whole = list(shape)
@@ -65,18 +76,18 @@ class ShardedTensor:
         return cls(key, data, data.dtype, local, tuple(whole), tuple(offset), tuple(fragments), **more)
 
     def piece(self, data: Tensor) -> Piece:
-        """The box of the file that `data` is written to or read from."""
+        """Return the box of the file that `data` is written to or read from."""
         shape = [1] * self.prepend_axis_num + list(data.shape)
         return Piece(self.key, tuple(self.global_shape), tuple(self.global_offset), data.view(shape))
 
     def without_data(self) -> ShardedTensor:
-        """The same place, without values."""
+        """Return a copy at the same position, without values."""
         return replace(self, data=None)
 
 
 @dataclass
 class ShardedObject:
-    """A value that torch.load(weights_only=True) reads, one of `global_shape` of them under `key`."""
+    """One of `global_shape` values under `key`; torch.load(weights_only=True) must be able to read it."""
 
     key: str
     data: Any
@@ -86,14 +97,14 @@ class ShardedObject:
 
     @property
     def unique_key(self) -> str:
-        """Its name in the file."""
+        """Name in the file."""
         place = ".".join(map(str, self.global_offset))
         return f"{self.key}/shard_{place}_{'.'.join(map(str, self.global_shape))}"
 
 
 @dataclass
 class ShardedTensorFactory:
-    """Makes the sharded tensors of a value, and the value from what was loaded of them."""
+    """Builder of a value's sharded tensors, and of the value from the loaded tensors."""
 
     key: str
     data: Tensor
@@ -103,30 +114,34 @@ class ShardedTensorFactory:
     flattened_range: slice | None = None
 
     def build(self) -> Any:
-        """A tree of sharded tensors."""
+        """Build a tree of sharded tensors."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
 
 class LocalNonpersistentObject:
-    """A value that is neither saved nor loaded: loading gives it back."""
+    """A value that is neither saved nor loaded: a load returns it unchanged."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
 
     def unwrap(self) -> Any:
-        """The value."""
+        """Return the value."""
         return self.obj
 
 
 @dataclass(eq=False)
 class OptimizerState:
-    """Stands for an optimizer's state. It is written by core.checkpoint, next to the tree, with the model's weights."""
+    """Placeholder for an optimizer's state. core.checkpoint writes it next to the tree, with the model's weights."""
 
     optimizer: Any
     loaded: bool = False
 
     def check_loaded(self, optimizer: Any) -> None:
-        """ValueError where this is not a loaded state of `optimizer`."""
+        """Check that this is a loaded state of `optimizer`.
+
+        Raises:
+            ValueError: If it is not.
+        """
         if not self.loaded or self.optimizer is not optimizer:
             raise ValueError(
                 "this optimizer state was not loaded; put optimizer.sharded_state_dict(...), or core.checkpoint."
@@ -135,7 +150,7 @@ class OptimizerState:
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """True on the rank that writes."""
+    """Return True on the rank that writes."""
     return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 
@@ -145,7 +160,7 @@ SHARDED = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersisten
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """A tree of dictionaries and lists with `function` of every leaf; a leaf that becomes DROPPED is left out."""
+    """Apply `function` to every leaf of a tree of dictionaries and lists. Leaves that become DROPPED are removed."""
     if isinstance(tree, Mapping):
         made = {key: map_leaves(value, function) for key, value in tree.items()}
         return {key: value for key, value in made.items() if value is not DROPPED}
@@ -158,14 +173,14 @@ DROPPED = object()
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of a tree, in its order."""
+    """Return the leaves of a tree, in order."""
     found: list[Any] = []
     map_leaves(tree, found.append)
     return found
 
 
 def apply_factories(sharded_state_dict: StateDict) -> None:
-    """Put what factories build in their place."""
+    """Replace factories by the leaves that they build, in place."""
     built = map_leaves(
         sharded_state_dict, lambda leaf: leaf.build() if isinstance(leaf, ShardedTensorFactory) else leaf
     )
@@ -174,7 +189,16 @@ def apply_factories(sharded_state_dict: StateDict) -> None:
 
 
 def apply_prefix_mapping(sharded_state_dict: StateDict, prefix_map: Mapping[str, str], strict: bool = False) -> None:
-    """Change the beginning of the leaves' keys, by the first row that fits. strict: ValueError where none does."""
+    """Replace the prefixes of the leaves' keys in place, by the first entry that matches.
+
+    Args:
+        sharded_state_dict: Tree to change.
+        prefix_map: Old prefix to new prefix.
+        strict: Refuse a key that no entry matches.
+
+    Raises:
+        ValueError: If `strict` and a key has none of the prefixes.
+    """
     for leaf in leaves_of(sharded_state_dict):
         if isinstance(leaf, (ShardedTensor, ShardedObject, ShardedTensorFactory)):
             old = next((old for old in prefix_map if leaf.key.startswith(old)), None)
@@ -185,17 +209,21 @@ def apply_prefix_mapping(sharded_state_dict: StateDict, prefix_map: Mapping[str,
 
 
 def replace_prefix_for_sharding(sharded_state_dict: StateDict, old_prefix: str, new_prefix: str) -> None:
-    """Change the beginning of every leaf's key. ValueError for a key that does not begin with `old_prefix`."""
+    """Replace the prefix of every leaf's key in place.
+
+    Raises:
+        ValueError: If a key does not begin with `old_prefix`.
+    """
     apply_prefix_mapping(sharded_state_dict, {old_prefix: new_prefix}, strict=True)
 
 
 def add_prefix_for_sharding(sharded_state_dict: StateDict, prefix: str) -> None:
-    """Put `prefix` before every leaf's key."""
+    """Add `prefix` to every leaf's key, in place."""
     replace_prefix_for_sharding(sharded_state_dict, "", prefix)
 
 
 def with_saved(tree: Any, saved: Any) -> Any:
-    """A tree with the saved plain values in place of its own. What only one of the two has stays."""
+    """Replace a tree's plain values by the saved ones. Entries that only one of the two has are kept."""
     if isinstance(tree, Mapping) and isinstance(saved, Mapping):
         return {
             **saved,
@@ -210,7 +238,7 @@ def with_saved(tree: Any, saved: Any) -> Any:
 
 
 def merge(x1: Any, x2: Any) -> Any:
-    """Two trees in one; where both have a leaf, the second's."""
+    """Merge two trees. If both have a leaf, the second one is used."""
     if isinstance(x1, dict) and isinstance(x2, dict):
         for key, value in x2.items():
             x1[key] = merge(x1[key], value) if key in x1 else value

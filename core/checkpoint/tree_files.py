@@ -1,7 +1,7 @@
 """save_tree and load_tree: a tree of sharded tensors and plain values in one directory, durable and for any layout.
 
-A directory holds one checkpoint in the format of core.checkpoint, every byte of it verified when it is loaded. Loading
-also reads what Megatron's dist_checkpointing has written, optimizer states too; see megatron_files.
+A directory has one checkpoint in the format of core.checkpoint, and every byte is verified when it is loaded. Loading
+also supports directories written by Megatron's dist_checkpointing, including optimizer states; see megatron_files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from core.checkpoint.tree import (
 from core.distributed.sharded.sharded_parameter import ShardedParameter
 
 logger = logging.getLogger(__name__)
-STEP = 0  # of the one checkpoint in a directory
+STEP = 0  # step of the only checkpoint in a directory
 COMMON, OBJECT, OPTIMIZER = "common", "object", "optimizer"  # the blob of plain values, blobs by key, a directory
 
 
@@ -67,10 +67,16 @@ COMMON, OBJECT, OPTIMIZER = "common", "object", "optimizer"  # the blob of plain
 
 
 def module_tree(chunk: Any, prefix: str = "") -> StateDict:
-    """A module's parameters and buffers: its own name -> the part of the whole model's tensor that it holds. Local.
+    """Map a module's parameter and buffer names to their parts of the full model's tensors. Local.
 
-    Keys in the file are names of the whole model, with `prefix`; a module says by `global_names` what it is there.
-    Raises ValueError for parameters that are sharded over data ranks.
+    Keys in the file are `prefix` followed by the name in the full model, which a module declares by `global_names`.
+
+    Args:
+        chunk: Model chunk, wrapped or not.
+        prefix: Prefix of all names.
+
+    Raises:
+        ValueError: If parameters are sharded over data ranks.
     """
     module, groups = module_of(chunk), groups_of(chunk)
     slices = {**global_slices(module, groups), **buffer_slices(module, groups)}
@@ -115,10 +121,18 @@ def save_tree(
     content_metadata: Any = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a tree: sharded tensors from the ranks that hold their main replicas, plain values from rank 0. Collective.
+    """Save a tree: sharded tensors from ranks with their main replica, plain values from rank 0.
 
-    directory: an existing one without a checkpoint. content_metadata: JSON, which `tree_metadata` gives back.
-    Raises CheckpointError on all ranks, before anything is written, for a tensor that is not covered exactly once.
+    Collective: every rank of `group` must call this.
+
+    Args:
+        tree: Dictionaries and lists with sharded leaves and plain values.
+        directory: An existing directory without a checkpoint.
+        content_metadata: Values for JSON, returned by `tree_metadata`.
+        group: Process group that saves; None is the default group.
+
+    Raises:
+        CheckpointError: On all ranks, before anything is written, if a tensor is not covered exactly once.
     """
     ranks, root = Ranks(group), Path(directory)
     ranks.agree(None if root.is_dir() else f"{root} is no directory; make it on rank 0 first")
@@ -138,7 +152,7 @@ def save_tree(
     try:
         with CheckpointSaver(root, group) as saver:
             saver.save(STEP, fill, meta={"dist_checkpointing": 1, "content_metadata": content_metadata})
-    except CheckpointException as failure:  # what the tree lacks, the same on all ranks
+    except CheckpointException as failure:  # an error in the tree, the same on all ranks
         rank, (reason, _) = min(failure.failures.items())
         raise CheckpointError(f"cannot save {root}: rank {rank}: {reason}") from None
 
@@ -174,23 +188,23 @@ def _value(data: bytes, what: str) -> Any:
 
 
 def is_tree(directory: str | os.PathLike[str]) -> bool:
-    """True if there is a checkpoint that `save_tree`, or Megatron, has written; nothing is verified."""
+    """Return True if the directory has a checkpoint written by `save_tree` or Megatron. Nothing is verified."""
     return bool(list_committed(Path(directory))) or is_megatrons(Path(directory))
 
 
 @dataclass
 class _Files:
-    """Contents of a directory: tensors and blobs by key. Finds a leaf's values among them."""
+    """Contents of a directory: tensors and blobs by key, with a lookup of a leaf's values."""
 
     reader: Any
     records: Mapping[str, Any]
     blobs: set[str]
     pieces_of: Callable[[Piece], list[Piece]]
-    objects: str  # before the key of an object
+    objects: str  # prefix of an object's key
     meta: Mapping[str, Any]
 
     def common(self, blobs: Mapping[str, bytes]) -> Any:
-        """The plain values."""
+        """Return the plain values."""
         return _value(blobs[COMMON], COMMON) if COMMON in blobs else self.reader.common()
 
 
@@ -214,8 +228,10 @@ def _open(root: Path, group: dist.ProcessGroup | None = None) -> _Files:
 class LoadedTree:
     """Result of `load_tree`.
 
-    tree: with values in the places of the leaves. unasked: keys of the file that no rank has asked for. lacking: keys
-    that a rank asked for and the file does not have; their leaves are left out.
+    Attributes:
+        tree: The tree with loaded values instead of leaves.
+        unasked: Keys of the file that no rank requested.
+        lacking: Keys that this rank requested and the file does not have; their leaves are left out.
     """
 
     tree: Any
@@ -231,11 +247,24 @@ def load_tree(
     refuse_unasked: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedTree:
-    """A tree with the values of a checkpoint in the places of the leaves, and its plain values, which win. Collective.
+    """Load a checkpoint into a tree: leaves are replaced by their values, plain values by the saved ones. Collective.
 
-    Tensors are new ones: nothing of the model changes until it loads them. An optimizer's state is put in place here.
-    Raises CheckpointError on all ranks, before anything is changed, for a file that is damaged, whose tensors have
-    other shapes, or which has less (refuse_lacking) or more (refuse_unasked) than the tree.
+    Loaded tensors are new: the model does not change until it loads them. Only an optimizer's state is restored
+    directly.
+
+    Args:
+        tree: Dictionaries and lists with sharded leaves and plain values.
+        directory: Directory written by `save_tree` or Megatron.
+        refuse_lacking: Raise if the file lacks a tensor or object of the tree.
+        refuse_unasked: Raise if the file has a tensor or object that no rank requests.
+        group: Process group that loads; None is the default group.
+
+    Returns:
+        The loaded tree, and the keys that only one side has.
+
+    Raises:
+        CheckpointError: On all ranks, before anything is changed, if the file is damaged, has different shapes, or is
+            refused by `refuse_lacking` or `refuse_unasked`.
     """
     ranks, root = Ranks(group), Path(directory)
     files = _open(root, group)
@@ -257,7 +286,7 @@ def load_tree(
     everybody = ranks.gather((asked, lacking, layers_of(flat)))
     lacked = sorted(set().union(*(theirs for _, theirs, _ in everybody)))
     unasked = sorted({*files.records, *files.blobs} - {COMMON} - set().union(*(theirs for theirs, _, _ in everybody)))
-    if not files.objects:  # Megatron's layers keep a state of TransformerEngine's next to their weights
+    if not files.objects:  # Megatron's layers store a state of TransformerEngine next to their weights
         unasked = [key for key in unasked if "._extra_state/" not in key]
         short = layers_lacking(set().union(*(theirs for _, _, theirs in everybody)), files.records)
         ranks.agree(None if short is None else f"cannot load {root}: {short}")
@@ -290,13 +319,17 @@ def load_tree(
 
 
 def _plans(optimizers: list[Any], files: _Files, ranks: Ranks, place: Any) -> list[LoadPlan]:
-    """Load plans of optimizers from Megatron's files. CheckpointError on all ranks if one of them cannot load."""
+    """Create load plans for optimizers from Megatron's files.
+
+    Raises:
+        CheckpointError: On all ranks, if one of them cannot load.
+    """
     plans: list[LoadPlan] = []
     problem = None
     try:
         plans = [plan_states(optimizer, files.records, files.blobs, files.common({})) for optimizer in optimizers]
         problem = "; ".join([words for plan in plans for words in plan.problems][:3])
-    except Exception as failure:  # the others wait in the next gather
+    except Exception as failure:  # the other ranks wait in the next gather
         problem = str(failure)
     ranks.agree(f"cannot load {place}: {problem}" if problem else None)
     everybody = ranks.gather([words for plan in plans for words in plan.notes])
@@ -325,7 +358,7 @@ def _shapes_differ(pieces: Iterable[Piece], records: Mapping[str, Any], place: A
 
 
 def tree_tensors(directory: str | os.PathLike[str]) -> StateDict:
-    """Every tensor of a checkpoint as a ShardedTensor without data. Collective over the default group."""
+    """Return every tensor of a checkpoint as a ShardedTensor without data. Collective over the default group."""
     found: StateDict = {}
     for key, record in _open(Path(directory)).records.items():
         shape = tuple(record.size)
@@ -334,6 +367,6 @@ def tree_tensors(directory: str | os.PathLike[str]) -> StateDict:
 
 
 def tree_metadata(directory: str | os.PathLike[str]) -> Any:
-    """The content_metadata given to `save_tree`. Collective over the default group."""
+    """Return the content_metadata passed to `save_tree`. Collective over the default group."""
     files = _open(Path(directory))
     return files.meta.get("content_metadata") if files.objects else files.common({}).get("content_metadata")

@@ -1,4 +1,4 @@
-"""Weights in files that other programs read too: one file, or shards with an index; whole, or in slices.
+"""Weights in files that other programs also read: one file, or shards with an index; full tensors or slices.
 
-The Booster, models of Hugging Face, the converter and fine-tuning read and write such files here alone.
+The Booster, Hugging Face models, the converter and fine-tuning use only this package to read and write such files.
 """

@@ -1,4 +1,4 @@
-"""The files of a model or an optimizer by their names: which one a path means, and what an index says of its shards."""
+"""File names of a model or an optimizer: resolution of a path to files, and the index of their shards."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from core.checkpoint.errors import CheckpointDamaged
 from core.checkpoint.weights.one_file import SAFE_SUFFIX, checksum_in, in_turn, open_safetensors
 
 INDEX_SUFFIX = ".index.json"
-SAVING = ".saving-"  # how the hidden directory of a save begins
-FILES = "files_crc32"  # in the metadata of an index: {file: its checksum} of the files that were saved with it
+SAVING = ".saving-"  # prefix of the hidden directory of a save
+FILES = "files_crc32"  # entry of an index's metadata: {file: checksum} of all files of the save
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class Names(NamedTuple):
-    """The names of one checkpoint in a directory."""
+    """The file names of one checkpoint in a directory."""
 
     whole: str
     index_file: str
 
     def shard(self, number: int) -> str:
-        """The name of a shard; the first is number 1."""
+        """Return the name of a shard; numbers start at 1."""
         stem, suffix = self.whole.rsplit(".", 1)
         return f"{stem}-{number:05d}.{suffix}"
 
 
 def model_names(prefix: str | None = None, use_safetensors: bool = False) -> Names:
-    """pytorch_model.bin or model.safetensors, and its index; `<prefix>.` before both."""
+    """Return the names pytorch_model.bin or model.safetensors, and its index, both after `<prefix>.`."""
     return _names(prefix, "model.safetensors" if use_safetensors else "pytorch_model.bin")
 
 
 def optimizer_names(prefix: str | None = None) -> Names:
-    """pytorch_optim.bin and its index; `<prefix>.` before both."""
+    """Return the names pytorch_optim.bin and its index, both after `<prefix>.`."""
     return _names(prefix, "pytorch_optim.bin")
 
 
 def group_name(prefix: str | None = None) -> str:
-    """The file of a sharded optimizer's parameter groups."""
+    """Return the file name of a sharded optimizer's parameter groups."""
     return _names(prefix, "pytorch_optim_group.bin").whole
 
 
@@ -54,14 +54,23 @@ def _names(prefix: str | None, whole: str) -> Names:
     return Names(whole, whole + INDEX_SUFFIX)
 
 
-# -- which files a path means -----------------------------------------------------------------------------------------
+# -- files of a path --------------------------------------------------------------------------------------------------
 
 
 def find_checkpoint(checkpoint: str | os.PathLike[str], *, optimizer: bool, prefix: str | None = None) -> Path:
-    """The whole file or the index that a path means: itself, or the one in a directory.
+    """Resolve a path to a single weight file or an index.
 
-    Of a directory that holds a model in safetensors and in torch's files of another program, the safetensors are meant,
-    as in transformers. Raises FileNotFoundError when there is none, ValueError when a directory has several.
+    If a directory has a model both in safetensors and in torch files of another program, the safetensors are used, as
+    in transformers.
+
+    Args:
+        checkpoint: File or directory.
+        optimizer: Look for an optimizer instead of a model.
+        prefix: Prefix of the file names.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If a directory has several.
     """
     path = committed(Path(checkpoint))
     if path.is_file():
@@ -71,13 +80,13 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], *, optimizer: bool, pref
     kinds = [optimizer_names(prefix)] if optimizer else [model_names(prefix), model_names(prefix, True)]
     found = [committed(path / name) for names in kinds for name in (names.index_file, names.whole)]
     found = [file for file in found if file.is_file()]
-    if not found and prefix is None:  # under another prefix, or of another program
+    if not found and prefix is None:  # saved with another prefix or by another program
         files = [
             file for place in ("", f"{SAVING}*/") for file in path.glob(f"{place}*{INDEX_SUFFIX}") if file.is_file()
         ]
         indices = sorted({file.name for file in files if ("optim" in file.name) == optimizer})
         found = [committed(path / name) for name in indices]
-    found = [file for file in found if file.parent != path] or found  # a save that is committed replaces the others
+    found = [file for file in found if file.parent != path] or found  # a committed save replaces the others
     if not found:
         what = "an optimizer" if optimizer else "a model"
         raise FileNotFoundError(f"{path.absolute()} holds no checkpoint of {what}: {sorted(os.listdir(path))}")
@@ -93,29 +102,44 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], *, optimizer: bool, pref
 
 
 def _is_ours(file: Path) -> bool:
-    """True if a whole file or an index carries a checksum."""
+    """Return True if a weight file or an index carries a checksum."""
     return ("crc32" in read_names(file)[1]) if is_index(file) else checksum_in(file) is not None
 
 
 def is_index(path: Path) -> bool:
-    """True if the name is that of an index."""
+    """Return True if the file has the name of an index."""
     return path.name.endswith(INDEX_SUFFIX) or path.suffix == ".json"
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a model in a directory: one, or the shards of an index.
+    """Return the files of a model in a directory: a single file, or the shards of an index.
 
-    Raises as `find_checkpoint` and `read_index` do.
+    Raises:
+        FileNotFoundError: If there is no model, or a shard is missing.
+        ValueError: If the directory has several models.
+        CheckpointDamaged: As `read_index`.
     """
     found = find_checkpoint(directory, optimizer=False)
     return sorted(set(read_index(found)[0].values())) if is_index(found) else [found]
 
 
 def open_files(found: Path, rank: int = 0, world: int = 1) -> dict[Path, Any]:
-    """Open a safetensors file, or those of an index: {file: open file}.
+    """Open a safetensors file, or the files of an index.
 
-    Each file's checksum is compared by one of `world` ranks, of which this is `rank`. Raises CheckpointDamaged as
-    `open_safetensors` does, and where a file lacks a tensor that the index names in it; else as `read_index` does.
+    Each file's checksum is verified by one of `world` ranks.
+
+    Args:
+        found: File or index.
+        rank: This rank.
+        world: Number of ranks that call this.
+
+    Returns:
+        Open files by path.
+
+    Raises:
+        CheckpointDamaged: As `open_safetensors` and `read_index`, or if a file lacks a tensor that the index lists for
+            it.
+        FileNotFoundError: If a file is missing.
     """
     names = read_index(found)[0] if is_index(found) else {}
     opened = {}
@@ -126,23 +150,29 @@ def open_files(found: Path, rank: int = 0, world: int = 1) -> dict[Path, Any]:
 
 
 def journal_of(directory: Path, names: Names) -> Path:
-    """The hidden directory of a save."""
+    """Return the hidden directory of a save."""
     return directory / f"{SAVING}{names.index_file}"
 
 
 def committed(index: Path) -> Path:
-    """The index itself, or that of a committed save whose files are not all in their places."""
+    """Return the index to read: in the hidden directory while a committed save is not fully moved, else itself."""
     pending = index.parent / f"{SAVING}{index.name}" / index.name
     return pending if pending.is_file() else index
 
 
-# -- what an index says -----------------------------------------------------------------------------------------------
+# -- contents of an index ---------------------------------------------------------------------------------------------
 
 
 def write_index(path: Path, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """Write the index of files in its directory: {tensor: file}.
+    """Write the index of the files in its directory.
 
-    Its metadata carries its own checksum and those of all files there, so that a file of another save is recognised.
+    Its metadata stores its own checksum and the checksums of all files there, so that a file of another save is
+    detected.
+
+    Args:
+        path: Path of the index.
+        weight_map: File name of each tensor.
+        metadata: Additional metadata.
     """
     saved_with = {file.name: digits for file in path.parent.iterdir() if (digits := checksum_in(file))}
     content = {"metadata": {**metadata, FILES: saved_with}, "weight_map": dict(weight_map)}
@@ -151,9 +181,13 @@ def write_index(path: Path, weight_map: Mapping[str, str], metadata: Mapping[str
 
 
 def read_names(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """({tensor: name of its file}, metadata), without a look at the files.
+    """Read an index without checking that its files exist.
 
-    CheckpointDamaged for anything else, and for files outside of the directory.
+    Returns:
+        ({tensor: file name}, metadata).
+
+    Raises:
+        CheckpointDamaged: If the file is not an index, or names files outside its directory.
     """
     try:
         content = parse_json(read_bytes(path))
@@ -169,10 +203,16 @@ def read_names(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def read_index(path: Path) -> tuple[dict[str, Path], dict[str, Any]]:
-    """({tensor: its file}, metadata).
+    """Read an index and check its files.
 
-    Raises FileNotFoundError, with names, where a shard is missing, and CheckpointDamaged where one is of another save:
-    the checksum that it carries is not the one in the index. An index of other programs has no checksums.
+    An index written by another program has no checksums.
+
+    Returns:
+        ({tensor: file}, metadata).
+
+    Raises:
+        FileNotFoundError: If a shard is missing; the text names it.
+        CheckpointDamaged: If a shard belongs to another save: its checksum differs from the index.
     """
     names, metadata = read_names(path)
     weight_map = {key: _next_to(path, name) for key, name in names.items()}
@@ -194,7 +234,11 @@ def read_index(path: Path) -> tuple[dict[str, Path], dict[str, Any]]:
 
 
 def groups_of(index: Path, metadata: Mapping[str, Any]) -> Path:
-    """The file of parameter groups that the index of an optimizer names. CheckpointDamaged where it names none."""
+    """Return the file of parameter groups that the index of an optimizer names.
+
+    Raises:
+        CheckpointDamaged: If it names none.
+    """
     if "param_groups" not in metadata:
         raise CheckpointDamaged(f"{index} names no file of parameter groups, so it is no index of an optimizer")
     return _next_to(index, metadata["param_groups"])
@@ -207,10 +251,18 @@ def readers(
     num_threads: int,
     load: Callable[[Path], Any],
 ) -> list[Callable[[], Any]]:
-    """One function per file that reads it: when it is called, or all together by threads before.
+    """Return one function per file that returns its contents.
 
-    weight_map, metadata: of `read_index`. Each function raises CheckpointDamaged where a file lacks a tensor that the
-    index names in it. A file whose checksum the index has needs no such look.
+    Args:
+        weight_map: First result of `read_index`.
+        metadata: Second result of `read_index`.
+        low_cpu_mem_mode: Read a file when its function is called; else threads read all files now.
+        num_threads: Number of threads.
+        load: Reads a file.
+
+    Returns:
+        Functions. Each raises CheckpointDamaged if its file lacks a tensor that the index lists for it. Files with a
+        checksum in the index need no such check.
     """
     known = metadata.get(FILES, {})
     keys: dict[Path, set[str]] = {}
@@ -239,12 +291,12 @@ def _expect_names(path: Path, expected: set[str], found: Iterable[Any]) -> None:
 
 
 def _next_to(index: Path, name: str) -> Path:
-    """A file that an index from `committed` names."""
+    """Return the path of a file that an index from `committed` names."""
     file = index.parent / file_name(name)
     return index.parent.parent / name if index.parent.name.startswith(SAVING) and not file.exists() else file
 
 
 def _crc32_of_index(content: Mapping[str, Any]) -> str:
-    """Of everything in it but the checksum."""
+    """Return the checksum of an index without its checksum entry."""
     rest = {**content, "metadata": {key: value for key, value in content["metadata"].items() if key != "crc32"}}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"

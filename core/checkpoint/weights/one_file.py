@@ -1,7 +1,7 @@
-"""One file of tensors, as torch.save or safetensors writes it: whole or not there, durable, checked when it is read.
+"""One file of tensors in the format of torch.save or safetensors: written atomically and durably, verified when read.
 
-Each file carries the CRC-32 of its other bytes, as 8 digits. They are in the comment at the end of a zip file, or in
-the metadata of a safetensors header. A file without these digits was written by another program.
+Each file carries the CRC-32 of its other bytes as 8 digits, in the comment at the end of a zip file or in the metadata
+of a safetensors header. A file without these digits was written by another program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOCK_LIMIT_S = 5.0
 
 
 def save_torch(path: Path, content: Any) -> None:
-    """torch.save; replaces what was at `path`."""
+    """Write a file with torch.save, replacing any file at `path`."""
 
     def write(temporary: str) -> None:
         torch.save(content, temporary)
@@ -43,7 +43,11 @@ def save_torch(path: Path, content: Any) -> None:
 
 
 def save_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file; replaces what was at `path`. CheckpointError without the package."""
+    """Write a safetensors file, replacing any file at `path`.
+
+    Raises:
+        CheckpointError: If the package safetensors is not installed.
+    """
     save_file = safetensors("safetensors.torch").save_file
     kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = {"format": "pt", "crc32": DIGITS.decode()}
@@ -51,10 +55,15 @@ def save_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def open_safetensors(path: Path, *, verify: bool = True) -> Any:
-    """An open safetensors file, whose tensors are read one by one or in slices. The only place that opens one.
+    """Open a safetensors file, whose tensors are read one by one or in slices. All safetensors files are opened here.
 
-    verify: compare the checksum that a file of ours carries. Raises CheckpointDamaged where that is another one, or the
-    file is no regular and whole one.
+    Args:
+        path: File to open.
+        verify: Compare the checksum if the file carries one.
+
+    Raises:
+        CheckpointDamaged: If the checksum differs, or the file is not a regular, complete safetensors file.
+        FileNotFoundError: If there is no such file.
     """
     safe_open = safetensors("safetensors").safe_open
     try:
@@ -65,44 +74,50 @@ def open_safetensors(path: Path, *, verify: bool = True) -> Any:
         return opened
     except (CheckpointDamaged, FileNotFoundError):
         raise
-    except Exception as error:  # the package's own error class has moved between its versions
+    except Exception as error:  # the package's error class has moved between versions
         raise CheckpointDamaged(f"{path} is no whole safetensors file: {error}") from None
 
 
 def in_turn(path: Path, rank: int, world: int) -> bool:
-    """True on the one of `world` ranks that compares the checksum of this file. Each file has one such rank."""
+    """Return True on the one of `world` ranks that verifies the checksum of this file."""
     return zlib.crc32(path.name.encode()) % world == rank
 
 
 def load(path: Path) -> Any:
-    """The content of a file of either kind, on the CPU; the suffix does not matter. Runs no code from it.
+    """Load a file of either format to the CPU, regardless of its suffix. Runs no code from it.
 
-    Raises CheckpointDamaged where it cannot be read, and OSError where it cannot be opened.
+    Raises:
+        CheckpointDamaged: If the file cannot be read.
+        OSError: If the file cannot be opened.
     """
     if _holds_safetensors(path):
         opened = open_safetensors(path)
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  it is no dictionary
     check(path)
     with open_regular(path) as stream:
-        return _read_torch(path, stream)  # given a name, torch goes by its suffix
+        return _read_torch(path, stream)  # given a path, torch decides by its suffix
 
 
 class Description(NamedTuple):
-    """A tensor of a file. kind: its dtype by the file's own name of it, such as F32 or float32."""
+    """Description of a tensor in a file. `kind` is the file's own name of the dtype, such as F32 or float32."""
 
     shape: list[int]
     kind: str
 
 
 def is_kind_with_point(kind: str) -> bool:
-    """True for a dtype of numbers with a point, also complex ones, by torch's name or by that of safetensors."""
+    """Return True for a floating point or complex dtype, by torch's or safetensors' name."""
     return kind.lower().startswith(("f", "bf", "c"))
 
 
 def describe(path: Path) -> dict[str, Description]:
-    """The tensors of a file of either kind by name, and none of their values. Compares no checksum.
+    """Return descriptions of the tensors in a file of either format, without their values.
 
-    Only torch's format of before 1.6 is read whole. Raises as `load` does.
+    Checksums are not verified. Only torch's format from before version 1.6 is read completely.
+
+    Raises:
+        CheckpointDamaged: If the file cannot be read.
+        OSError: If the file cannot be opened.
     """
     if _holds_safetensors(path):
         opened = open_safetensors(path, verify=False)
@@ -110,7 +125,7 @@ def describe(path: Path) -> dict[str, Description]:
         return {name: Description(found.get_shape(), found.get_dtype()) for name, found in slices.items()}
     _refuse_inflated(path)
     with open_regular(path) as stream:
-        mapped = stream.read(2) == b"PK" and path.suffix != SAFE_SUFFIX  # by which torch goes, given a name
+        mapped = stream.read(2) == b"PK" and path.suffix != SAFE_SUFFIX  # torch's rule for a path
     content = _read_torch(path, str(path), mmap=True) if mapped else load(path)
     if not isinstance(content, Mapping):
         raise CheckpointDamaged(f"{path} holds a {type(content).__name__}; expected a state_dict, names with tensors")
@@ -122,7 +137,7 @@ def describe(path: Path) -> dict[str, Description]:
 
 
 def _holds_safetensors(path: Path) -> bool:
-    """True for a file of safetensors: by its first bytes, or by its suffix where torch has not written them."""
+    """Return True for a safetensors file, by its first bytes, or by its suffix unless torch wrote it."""
     with open_regular(path) as stream:
         start = stream.read(9)
     return start[:2] != b"PK" and (path.suffix == SAFE_SUFFIX or start[8:] == b"{")
@@ -137,19 +152,23 @@ def _read_torch(path: Path, source: Any, **options: Any) -> Any:
             "trust those who made it, make a plain file of it: python -m core.checkpoint convert "
             "--trust-foreign-files"
         ) from None
-    except Exception as error:  # each version of torch and of safetensors has classes of its own
+    except Exception as error:  # error classes differ between versions of torch and safetensors
         raise CheckpointDamaged(f"{path} is no file of tensors: {error or type(error).__name__}") from error
 
 
 def checksum_in(path: Path) -> str | None:
-    """The checksum that a file carries; None in a file of other programs."""
+    """Return the checksum that a file carries; None for files of other programs."""
     with open_regular(path) as stream:
         place = _place_of_digits(stream)
         return None if place is None else _bytes_at(stream, place, len(DIGITS)).decode("ascii", "replace")
 
 
 def check(path: Path) -> None:
-    """Raise CheckpointDamaged where bytes are not those that were saved, or would inflate to more than the file has."""
+    """Verify a file's checksum, and that it does not inflate.
+
+    Raises:
+        CheckpointDamaged: If bytes differ from the saved ones, or would inflate to more bytes than the file has.
+    """
     with open_regular(path) as stream:
         place = _place_of_digits(stream)
         if place is not None and (found := _crc32(stream, place)) != _bytes_at(stream, place, len(DIGITS)):
@@ -165,7 +184,11 @@ def _refuse_inflated(path: Path) -> None:
 
 
 def safetensors(module: str) -> Any:
-    """A module of the package, or an error that says how to get it."""
+    """Import a module of the package safetensors.
+
+    Raises:
+        CheckpointError: If it is not installed; the text has the install command.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -177,7 +200,11 @@ def safetensors(module: str) -> Any:
 
 @contextlib.contextmanager
 def only_writer(place: Path, make: Callable[[Path], Any]) -> Iterator[None]:
-    """`make` a hidden file or directory and lock it. CheckpointError if another process holds it for 5 s."""
+    """Create a hidden file or directory with `make` and lock it during the context.
+
+    Raises:
+        CheckpointError: If another process locks it for 5 s.
+    """
     until = time.monotonic() + LOCK_LIMIT_S
     while True:
         make(place)
@@ -194,7 +221,7 @@ def only_writer(place: Path, make: Callable[[Path], Any]) -> Iterator[None]:
 
 
 def _is_ours(descriptor: int, place: Path) -> bool:
-    """True if this process could lock the file, and it still has its name."""
+    """Return True if this process locked the file and the file still exists under its name."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -205,7 +232,7 @@ def _is_ours(descriptor: int, place: Path) -> bool:
 
 
 def _replace(path: Path, write: Callable[[str], Any]) -> None:
-    """Write next to `path`, durably, then replace it: other processes see the old file or all of the new one."""
+    """Write a temporary file durably and rename it to `path`: readers see the old file or the complete new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with only_writer(temporary, Path.touch):
@@ -226,10 +253,10 @@ def _replace(path: Path, write: Callable[[str], Any]) -> None:
 
 
 def _place_of_digits(stream: BinaryIO) -> int | None:
-    """The offset of the file's checksum; None in a file that has none."""
+    """Return the offset of the file's checksum; None if it has no checksum."""
     size = os.fstat(stream.fileno()).st_size
     end = max(0, size - 2 * len(COMMENT + DIGITS))
-    found = _bytes_at(stream, end, size - end).rfind(COMMENT)  # not at the very end where the file was cut
+    found = _bytes_at(stream, end, size - end).rfind(COMMENT)  # not at the very end if the file was truncated
     if found >= 0:
         return end + found + len(COMMENT)
     length = int.from_bytes(_bytes_at(stream, 0, 8), "little")
@@ -245,6 +272,6 @@ def _bytes_at(stream: BinaryIO, offset: int, length: int) -> bytes:
 
 
 def _crc32(stream: BinaryIO, place: int) -> bytes:
-    """The digits of the CRC-32 of a file whose own digits, at `place`, count as zeros."""
+    """Return the CRC-32 digits of a file, with its own digits at `place` counted as zeros."""
     before = zlib.crc32(DIGITS, crc32_of(stream, 0, place))
     return f"{crc32_of(stream, place + len(DIGITS), crc32=before):08x}".encode()

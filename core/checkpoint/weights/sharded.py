@@ -1,8 +1,8 @@
-"""Several files in one step: tensors cut into shards, and a save that takes the place of an older one.
+"""Several files written atomically: tensors grouped into shards, and a save that replaces an older one.
 
 A save writes its files into a hidden directory, the index last: that commits it. Then the files move to their places,
-the index last again. A save that is killed before its commit has touched nothing. After the commit readers find the
-files in the hidden directory or in their places, and the next save moves the rest.
+again the index last. A save that is killed before its commit has changed nothing. After the commit readers find each
+file in the hidden directory or in its place, and the next save moves the remaining files.
 """
 
 from __future__ import annotations
@@ -35,9 +35,16 @@ def save_shards(
     metadata: Mapping[str, Any] | None = None,
     finish: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Write shards next to the old ones, then the index; all of them replace those of the kinds `replaced` in one step.
+    """Write shards and then their index next to existing files, and replace saves of the kinds `replaced` in one step.
 
-    metadata: further entries of the index. finish: writes more files into the directory that it is given.
+    Args:
+        directory: Target directory.
+        names: File names of this save.
+        replaced: File names of saves to replace.
+        shards: (contents, bytes) of each shard.
+        use_safetensors: Write safetensors instead of torch files.
+        metadata: Additional entries of the index.
+        finish: Called with a directory; writes additional files into it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     journal = journal_of(directory, names)
@@ -52,7 +59,7 @@ def save_shards(
             hidden = journal_of(directory, kind)
             stack.enter_context(only_writer(hidden, lambda place: place.mkdir(exist_ok=True)))
             stack.callback(hidden.rmdir)
-            install(directory, kind, replaced)  # of a save that was killed
+            install(directory, kind, replaced)  # finish a save that was killed
         try:
             weight_map, total_bytes = write_shards(shards, save)
             finish(journal)
@@ -64,21 +71,26 @@ def save_shards(
 def write_shards(
     shards: Iterable[tuple[dict[Any, Any], int]], save: Callable[[int, dict[Any, Any]], str]
 ) -> tuple[dict[str, str], int]:
-    """Save shards one after another; the file of each name, and the bytes of all tensors.
+    """Save shards one after another.
 
-    save: writes shard number 1, 2, ... and returns the name of its file.
+    Args:
+        shards: (contents, bytes) of each shard.
+        save: Writes shard number 1, 2, ... and returns its file name.
+
+    Returns:
+        File name of each tensor, and the bytes of all tensors.
     """
     weight_map: dict[str, str] = {}
     number = total_bytes = 0
     for content, size in shards:
         number, total_bytes = number + 1, total_bytes + size
         weight_map |= dict.fromkeys(map(str, content), save(number, content))
-        del content  # while the next one is made
+        del content  # free it before the next one is created
     return weight_map, total_bytes
 
 
 def install(directory: Path, names: Names, replaced: Iterable[Names]) -> None:
-    """Move a committed save to its place, and remove older ones of the kinds `replaced`; empty its hidden directory."""
+    """Move a committed save to its place, remove older saves of the kinds `replaced`, and empty its journal."""
     journal = journal_of(directory, names)
     if (journal / names.index_file).is_file():
         kept = set(read_names(journal / names.index_file)[0].values())
@@ -96,12 +108,12 @@ def install(directory: Path, names: Names, replaced: Iterable[Names]) -> None:
             for file in directory.glob(f"{stem}-*.{suffix}"):
                 if file.name not in kept and re.fullmatch(rf"{re.escape(stem)}-\d{{5}}\.{suffix}", file.name):
                     file.unlink()
-    for file in journal.iterdir():  # of a save that was killed before its commit
+    for file in journal.iterdir():  # files of a save killed before its commit
         file.unlink()
 
 
 def write(path: Path, content: Any, *, use_safetensors: bool = False) -> None:
-    """Write a dictionary to a file that appears under its name when it is complete."""
+    """Write a dictionary to a file that appears under its name once it is complete."""
     if not use_safetensors:
         save_torch(path, plain_numbers(content))
         return
@@ -112,7 +124,7 @@ def write(path: Path, content: Any, *, use_safetensors: bool = False) -> None:
 
 
 def without_duplicates(content: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tied weights once, under the first of their names, as Hugging Face's files have them."""
+    """Yield tied weights once, under their first name, as in Hugging Face's files."""
     seen: set[tuple[Any, ...]] = set()
     for name, value in content.items():
         if value.numel():
@@ -124,7 +136,7 @@ def without_duplicates(content: dict[str, torch.Tensor]) -> Iterator[tuple[str, 
 
 
 def runs_by_size(items: Iterable[Item], size_of: Callable[[Item], int], limit: float) -> Iterator[list[Item]]:
-    """Items in order, as many together as fit into the limit; a larger one is alone."""
+    """Group items in order into lists whose sizes fit the limit. A larger item is alone."""
     run: list[Item] = []
     used = 0
     for item in items:
@@ -139,14 +151,14 @@ def runs_by_size(items: Iterable[Item], size_of: Callable[[Item], int], limit: f
 
 
 def shards_of(items: Iterable[tuple[Any, Any]], limit_mib: float) -> Iterator[tuple[dict[Any, Any], int]]:
-    """Items in order, as many together as fit into the limit: (items, bytes). A larger one is alone."""
+    """Group items in order into shards within `limit_mib`, as (items, bytes). A larger item is alone."""
     for run in runs_by_size(items, lambda item: bytes_of(item[1]), limit_mib * MIB):
         shard = dict(run)
         yield shard, bytes_of(shard)
 
 
 def bytes_of(value: Any) -> int:
-    """Bytes of the tensors in a value."""
+    """Return the bytes of the tensors in a value."""
     if isinstance(value, torch.Tensor):
         return int(value.numel() * value.element_size())
     return sum(map(bytes_of, value.values())) if isinstance(value, dict) else 0

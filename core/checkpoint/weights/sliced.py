@@ -1,4 +1,4 @@
-"""Slices of safetensors files: each rank reads its own part of a tensor, when it asks for it."""
+"""Slices of safetensors files: each rank reads only its part of a tensor, on demand."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from core.checkpoint.weights.one_file import open_safetensors
 from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel.initialization import rows_on_rank
 
-# (group, dimension, parts of the dimension that are cut each for itself, what a rank's part is a multiple of)
+# (group, dimension, sections of the dimension that are split separately, divisor of a rank's part)
 Cut = tuple[str, int, int, int]
 
 
 class SlicedTensor:
-    """A tensor of a safetensors file, of which only this rank's part is read, when it is indexed with `...`.
+    """A tensor of a safetensors file of which only this rank's part is read, by indexing with `...`.
 
-    source: what `safe_open(...).get_slice(name)` gives. cuts: those whose group has one rank change nothing. read: gets
-    the number of bytes that were read.
+    Args:
+        source: Result of `safe_open(...).get_slice(name)`.
+        cuts: Splits of the tensor; splits over a group with one rank are ignored.
+        groups: Process groups of this rank.
+        read: List to which the number of read bytes is appended.
     """
 
     def __init__(self, source: Any, cuts: Iterable[Cut], groups: ProcessGroups, read: list[int]) -> None:
@@ -34,7 +37,7 @@ class SlicedTensor:
             raise TypeError("a SlicedTensor is read whole, by [...]")
         shape = self.source.get_shape()
         place, dim, missing = [[slice(None)]] * len(shape), 0, 0
-        for axis, dim, blocks, multiple in self.cuts:  # several blocks, or padding, have the last one alone
+        for axis, dim, blocks, multiple in self.cuts:  # only the last cut may have several blocks or padding
             size, rank, length = self.groups.size(axis), self.groups.rank(axis), shape[dim] // blocks
             rows = rows_on_rank(length, size, multiple)
             start, stop = min(rank * rows, length), min((rank + 1) * rows, length)
@@ -51,30 +54,41 @@ class SlicedTensor:
 
 
 class FileTensor:
-    """One whole tensor of a file. Nothing of it is read until `part` is called."""
+    """One full tensor of a file. Nothing is read until `part` is called."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
         self.shape = torch.Size(source.get_shape())
 
     def get_shape(self) -> list[int]:
-        """The shape, as a slice of the file gives it."""
+        """Return the shape as a list, like a slice of the file."""
         return list(self.shape)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Some rows, on the CPU."""
+        """Read some rows to the CPU."""
         part: Tensor = self.source[rows]
         return part
 
     def part(self, cuts: Iterable[Cut], groups: ProcessGroups, read: list[int]) -> Tensor:
-        """This rank's slice, on the CPU. read: gets the number of bytes that were read."""
+        """Read this rank's slice to the CPU.
+
+        Args:
+            cuts: Splits of the tensor.
+            groups: Process groups of this rank.
+            read: List to which the number of read bytes is appended.
+        """
         return SlicedTensor(self.source, cuts, groups, read)[...]
 
 
 class SlicedFile(Mapping[str, FileTensor]):
-    """The tensors of a safetensors file by their names.
+    """The tensors of a safetensors file by name.
 
-    verify: as for `open_safetensors`. Raises CheckpointDamaged as it does.
+    Args:
+        path: File to open.
+        verify: Compare the checksum if the file carries one.
+
+    Raises:
+        CheckpointDamaged: If the checksum differs, or the file is not a regular, complete safetensors file.
     """
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
