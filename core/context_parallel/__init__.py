@@ -1,4 +1,4 @@
-"""Attention over a sequence whose positions are split over the context-parallel ranks."""
+"""Attention over a sequence whose positions are split over context-parallel ranks."""
 
 from core.context_parallel.all_to_all import check_heads
 from core.context_parallel.attention import COMM_TYPES, context_parallel_attention, context_parallel_group

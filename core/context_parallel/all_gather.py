@@ -1,4 +1,7 @@
-"""All ranks' keys and values on every rank: one all-gather a layer forward, one reduce-scatter backward."""
+"""Context parallelism by all-gather: every rank gathers all keys and values.
+
+Each layer needs one all-gather in forward and one reduce-scatter in backward.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,20 @@ from core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 def all_gather_attention(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, documents: Tensor | None
 ) -> Tensor:
-    """[s / cp, b, heads or groups, d] -> [s / cp, b, heads, d]. Collective over the group, forward and backward."""
+    """Compute attention with gathered keys and values.
+
+    Collective over the group, in forward and backward.
+
+    Args:
+        query: [s / cp, b, heads, d].
+        key: [s / cp, b, groups, d].
+        value: [s / cp, b, groups, d].
+        group: Context-parallel group.
+        documents: [b, s], document numbers of the full sequence, or None.
+
+    Returns:
+        [s / cp, b, heads, d].
+    """
     size, rank = group.size(), group.rank()
     both = gather_from_sequence_parallel_region(torch.stack([key, value], dim=1), group=group)
     key, value = join_sequence(both, 0, size).unbind(dim=1)
@@ -26,7 +42,10 @@ def all_gather_attention(
 
 
 def whole_key_blocks(length: int, size: int, rank: int) -> list[Block]:
-    """The blocks of a rank's `length` queries and all `length * size` keys: its two chunks, each with what precedes."""
+    """Return the attention blocks of a rank's `length` queries with all `length * size` keys.
+
+    Each of the rank's two chunks attends to itself and to everything before it.
+    """
     chunk = length // 2
     blocks, before = [], []
     for place, number in enumerate((rank, 2 * size - 1 - rank)):

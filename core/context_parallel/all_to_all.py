@@ -1,7 +1,7 @@
-"""Heads instead of positions: an all-to-all gives each rank the whole sequence of some heads, another one returns it.
+"""Context parallelism by all-to-all: each rank exchanges its positions for the full sequence of some heads.
 
-DeepSpeed-Ulysses, arXiv 2309.14509. What it sends does not grow with the number of ranks; that number is limited by the
-number of key/value heads.
+DeepSpeed-Ulysses, arXiv 2309.14509. A second all-to-all restores the split by positions. The traffic does not grow with
+the number of ranks; this number is limited by the number of key/value heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,20 @@ from core.watch.waiting import waiting
 def all_to_all_attention(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, documents: Tensor | None
 ) -> Tensor:
-    """[s / cp, b, heads or groups, d] -> [s / cp, b, heads, d]. Collective over the group, forward and backward."""
+    """Compute attention over the full sequence for this rank's share of the heads.
+
+    Collective over the group, in forward and backward.
+
+    Args:
+        query: [s / cp, b, heads, d].
+        key: [s / cp, b, groups, d].
+        value: [s / cp, b, groups, d].
+        group: Context-parallel group.
+        documents: [b, s], document numbers of the full sequence, or None.
+
+    Returns:
+        [s / cp, b, heads, d].
+    """
     size = group.size()
     heads, groups = query.shape[2], key.shape[2]
     check_heads(heads, groups, size)
@@ -45,7 +58,16 @@ def all_to_all_attention(
 
 
 def check_heads(heads: int, groups: int, cp: int) -> None:
-    """ValueError, with the arithmetic and the legal sizes, for heads of one rank that do not divide over cp."""
+    """Check that one tensor-parallel rank's heads divide over context parallelism.
+
+    Args:
+        heads: Query heads of one tensor-parallel rank.
+        groups: Key/value heads of one tensor-parallel rank.
+        cp: Context-parallel size.
+
+    Raises:
+        ValueError: If they do not divide. The message has the arithmetic and the valid sizes.
+    """
     if groups % cp == 0:
         return
     more = -(-groups // cp) * cp
@@ -58,7 +80,10 @@ def check_heads(heads: int, groups: int, cp: int) -> None:
 
 
 def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...]: part r goes to rank r, and what rank r sent here becomes part r. Collective over the group."""
+    """Exchange parts [ranks, ...]: part r is sent to rank r and replaced by the part from rank r.
+
+    Collective over the group.
+    """
     exchanged: Tensor = _Exchange.apply(parts, group)
     return exchanged
 

@@ -1,4 +1,4 @@
-"""The ways in which context-parallel ranks see each other's keys and values, by Megatron's names."""
+"""Context-parallel attention with a choice of communication, under Megatron's names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ COMM_TYPES: dict[str, Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup, Tenso
 def context_parallel_group(
     config: ModelParallelConfig, pg_collection: ProcessGroups | None
 ) -> dist.ProcessGroup | None:
-    """The context-parallel group; None where there is one rank. ValueError if the config was made for another size."""
+    """Return the context-parallel group, or None if there is one rank.
+
+    Args:
+        config: Configuration whose `context_parallel_size` the group must have.
+        pg_collection: Process groups. Defaults to those of `parallel_state`.
+
+    Raises:
+        ValueError: If the config was created for a different context-parallel size.
+    """
     group = resolve_groups(pg_collection).cp
     if group_size(group) != config.context_parallel_size:
         raise ValueError(
@@ -43,11 +51,23 @@ def context_parallel_attention(
     comm_type: str,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of this rank's queries to the whole sequence's keys: [s / cp, b, heads, d].
+    """Compute causal attention of this rank's queries to the keys of the full sequence.
 
-    query: [s / cp, b, heads, d], key and value: [s / cp, b, groups, d], split as `split_sequence` does. documents:
-    [b, s] of the whole sequence, on every rank; a token sees its own document only. Collective over `group`, forward
-    and backward; the gradients of keys and values are those of all ranks' queries.
+    Collective over `group`, in forward and backward. The gradients of keys and values include the queries of all ranks.
+
+    Args:
+        query: [s / cp, b, heads, d], split like `split_sequence` does.
+        key: [s / cp, b, groups, d], split the same way.
+        value: [s / cp, b, groups, d], split the same way.
+        group: Context-parallel group.
+        comm_type: 'p2p', 'all_gather' or 'a2a'.
+        documents: [b, s], document numbers of the full sequence, on every rank. A token sees its own document only.
+
+    Returns:
+        [s / cp, b, heads, d].
+
+    Raises:
+        ValueError: If `comm_type` is unknown.
     """
     if comm_type not in COMM_TYPES:
         raise ValueError(f"cp_comm_type is {comm_type!r}, expected one of {tuple(COMM_TYPES)}")

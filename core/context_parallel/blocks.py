@@ -1,13 +1,13 @@
 """Attention of a block of queries to a block of keys, and the exact sum of blocks (online softmax).
 
-The output of attention over several blocks of keys is the blocks' outputs weighted by the share of the softmax's
-denominator that each of them holds, so a block gives its output and the logarithm of its denominator, `lse`. Backward
-goes the other way: with the final output and `lse`, a block's gradients are those it has in the whole
+The output of attention over several blocks of keys is a weighted sum of the blocks' outputs. The weight of a block is
+its share of the softmax denominator. So a block returns its output and the logarithm of its denominator, `lse`. In
+backward, the final output and `lse` make a block's gradients equal to its part of the full attention's gradients
 (FlashAttention-2, arXiv 2307.08691, section 3.1; ring attention, arXiv 2310.01889).
 
-Shapes: queries [b, heads, s, d], keys and values [b, groups, t, d] with groups that divide heads, lse [b, heads, s].
-A sink is one more score in each query's softmax, a number for each head, whose value is zero: it belongs to the
-denominator alone, so it is added once, to the sum of all blocks.
+Shapes: queries [b, heads, s, d], keys and values [b, groups, t, d] with groups that divide heads, lse [b, heads, s]. A
+sink is an additional score in each query's softmax, one number per head, with a value of zero. It belongs only to the
+denominator, so it is added once, to the sum of all blocks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from torch.autograd.function import once_differentiable
 
 from core.context_parallel.kernels import Kernel, kernel_for
 
-# Where scores are written out, those of so many queries at a time: [b, heads, 512, t] instead of [b, heads, s, t].
+# If scores are materialized, then for this many queries at a time: [b, heads, 512, t] instead of [b, heads, s, t].
 TILE_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries of one slice attend to keys of another; causal: the two are the same positions, so only to earlier ones.
+    """Pairs of queries and keys, each given as a slice of positions.
 
-    Every other block is of keys that all lie before its queries.
+    If `causal` is True, both slices are the same positions, and a query sees its own and earlier keys. Otherwise all
+    keys come before the queries.
     """
 
     queries: slice
@@ -39,7 +40,7 @@ class Block:
     causal: bool = False
 
     def tiles(self, rows: int) -> Iterator[Block]:
-        """The same pairs as blocks of at most `rows` queries; of each query's blocks the causal one comes first."""
+        """Yield the same pairs as blocks of at most `rows` queries; for each query the causal block comes first."""
         keys_ahead = self.keys.start - self.queries.start
         for first in range(self.queries.start, self.queries.stop, rows):
             queries = slice(first, min(first + rows, self.queries.stop))
@@ -53,11 +54,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
-    """The keys that queries see, in addition to what a block says, and the cap of their scores. Blocks cut the tensors.
+    """Mask and score cap of an attention, in addition to the causality of its blocks.
 
-    documents: of the queries [b, s] and of the keys [b, t]; a query sees the keys of its own document only. places:
-    positions in the whole sequence, [s] and [t], on the CPU; of these a query sees the last `window` up to its own.
-    pairs: [b, 1 or heads, s, t], True where a query sees a key. cap: scores become cap * tanh(score / cap).
+    Attributes:
+        documents: Document numbers of the queries [b, s] and of the keys [b, t]. A query sees keys of its own document
+            only.
+        places: Positions in the full sequence, [s] and [t], on the CPU.
+        window: A query sees the last `window` positions, including its own. Needs `places`.
+        pairs: [b, 1 or heads, s, t], True if a query sees a key.
+        cap: Scores become cap * tanh(score / cap).
+
+    The tensors cover all queries and keys; a block selects its slices.
     """
 
     documents: tuple[Tensor, Tensor] | None = None
@@ -67,14 +74,14 @@ class Sight:
     cap: float | None = None
 
     def misses(self, block: Block) -> bool:
-        """True if all of a block's keys lie before the windows of all of its queries."""
+        """True if all keys of a block are before the windows of all its queries."""
         if self.window is None or self.places is None:
             return False
         queries, keys = self.places[0][block.queries], self.places[1][block.keys]
         return bool(keys.max() <= queries.min() - self.window)
 
     def visible(self, block: Block, device: torch.device) -> Tensor | None:
-        """Pairs of query and key [b or 1, 1 or heads, s, t] that may see each other; None where all do."""
+        """Return the mask [b or 1, 1 or heads, s, t] of a block, True if a query may see a key; None without a mask."""
         found = None if self.pairs is None else self.pairs[:, :, block.queries, block.keys]
         if self.documents is not None:
             mine, theirs = self.documents[0][:, block.queries, None], self.documents[1][:, None, block.keys]
@@ -86,15 +93,16 @@ class Sight:
         return found
 
     def kernel(self, query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
-        """The fused kernel of these tensors, with nothing to see but blocks; None where scores must be written out."""
+        """Return the fused kernel for these tensors, or None if scores must be materialized (any mask or cap)."""
         parts = (self.documents, self.window, self.pairs, self.cap)
         return kernel_for(query, key, value) if all(part is None for part in parts) else None
 
 
 class Accumulator:
-    """Adds up blocks of keys. The first block must let every query see at least one key.
+    """Running sum of attention over blocks of keys.
 
-    output: [b, heads, s, d] and lse: [b, heads, s], in fp32 for 16-bit inputs, else in their dtype.
+    The first block must let every query see at least one key. `output` [b, heads, s, d] and `lse` [b, heads, s] are
+    fp32 for 16-bit inputs, else in the input's dtype.
     """
 
     def __init__(self, query: Tensor) -> None:
@@ -103,7 +111,15 @@ class Accumulator:
         self.lse = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
 
     def attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> None:
-        """Add what a block's queries see of its keys; all arguments are those that the block's slices cut."""
+        """Add a block's attention.
+
+        Args:
+            block: Pairs to add.
+            query: All queries.
+            key: All keys.
+            value: All values.
+            sight: Mask and cap of all pairs. The block's slices select from it and from the tensors.
+        """
         kernel = sight.kernel(query, key, value)
         for tile in _tiles(block, sight, kernel):
             part = query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys]
@@ -136,7 +152,19 @@ def add_gradients(
     lse: Tensor,
     sight: Sight,
 ) -> None:
-    """Add a block's gradients of queries, keys and values to `totals`; grad, output, lse: of the whole attention."""
+    """Add a block's gradients of queries, keys and values to `totals`.
+
+    Args:
+        totals: Gradients of queries, keys and values, updated in place.
+        block: Pairs to add.
+        grad: Gradient of the final output.
+        query: All queries.
+        key: All keys.
+        value: All values.
+        output: Final output of the attention.
+        lse: Final logarithm of the denominators.
+        sight: Mask and cap of all pairs.
+    """
     kernel = sight.kernel(query, key, value)
     for tile in _tiles(block, sight, kernel):
         parts = block_backward(
@@ -155,7 +183,14 @@ def add_gradients(
 
 
 def sink_gradients(grad: Tensor, output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradients [heads] of sinks; grad, output, lse: of the whole attention, sinks in its denominators."""
+    """Return the gradients [heads] of sinks.
+
+    Args:
+        grad: Gradient of the final output.
+        output: Final output of the attention.
+        lse: Final logarithm of the denominators, including the sinks.
+        sinks: [heads].
+    """
     shares = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
     return -(shares * (grad.to(lse.dtype) * output.to(lse.dtype)).sum(dim=-1)).sum(dim=(0, 2)).to(sinks.dtype)
 
@@ -163,9 +198,17 @@ def sink_gradients(grad: Tensor, output: Tensor, lse: Tensor, sinks: Tensor) -> 
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], sight: Sight, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention [b, heads, s, d] as a sum of blocks: no scores of all queries and keys, and none kept for backward.
+    """Compute attention [b, heads, s, d] as a sum of blocks.
 
-    sinks: [heads].
+    Memory: the scores of all queries and keys never exist at once, and none are saved for backward.
+
+    Args:
+        query: [b, heads, s, d].
+        key: [b, groups, t, d].
+        value: [b, groups, t, d].
+        blocks: All pairs to compute.
+        sight: Mask and cap.
+        sinks: [heads].
     """
     output: Tensor = _BlockAttention.apply(query, key, value, sinks, sight, blocks)
     return output
@@ -214,19 +257,22 @@ def _tiles(block: Block, sight: Sight, kernel: Kernel | None) -> Iterator[Block]
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """lse with 0 for queries that see no key, whose shares are 0 then and not NaN."""
+    """Replace -inf with 0 for queries that see no key, so that their weights are 0 and not NaN."""
     return lse.masked_fill(lse.isneginf(), 0.0)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of sums over blocks: fp64 for fp64, else fp32."""
+    """Return the dtype of sums over blocks: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def block_forward(
     query: Tensor, key: Tensor, value: Tensor, block: Block, sight: Sight, kernel: Kernel | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of one block, whose part the tensors are. A query that sees no key has output 0 and lse -inf."""
+    """Return output and lse of one block, given the block's slices of the tensors.
+
+    A query that sees no key has output 0 and lse -inf.
+    """
     if kernel is not None:
         output, lse = kernel.forward(query, key, value, block.causal)
         return output, lse.to(accumulate_dtype(query.dtype))
@@ -249,19 +295,19 @@ def block_backward(
     sight: Sight,
     kernel: Kernel | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one block's queries, keys and values.
+    """Return the gradients of one block's queries, keys and values.
 
-    grad, output, lse: of the whole attention, for this block's queries.
+    `grad`, `output` and `lse` belong to the full attention, sliced to this block's queries.
     """
     if kernel is not None:
         return kernel.backward(grad.to(query.dtype), query, key, value, output.to(query.dtype), lse, block.causal)
     scores = _scores(query, key, block, sight)
     shares = (scores - _finite(lse).unsqueeze(-1)).exp()
     if sight.cap is not None:
-        slope = 1 - (scores.masked_fill(scores.isneginf(), 0.0) / sight.cap).square()  # of the capped scores
+        slope = 1 - (scores.masked_fill(scores.isneginf(), 0.0) / sight.cap).square()  # derivative of the capped scores
     groups, length, scale = key.shape[1], query.shape[2], query.shape[-1] ** -0.5
     grad, output = grad.to(shares.dtype), output.to(shares.dtype)
-    through_output = (grad * output).sum(dim=-1, keepdim=True)  # what raising all shares alike would change
+    through_output = (grad * output).sum(dim=-1, keepdim=True)  # the softmax backward subtracts it from every score
     shares = rearrange(shares, "b (g r) s t -> b g (r s) t", g=groups)
     grad, query, through_output = (
         rearrange(part.to(shares.dtype), "b (g r) s d -> b g (r s) d", g=groups)
@@ -276,7 +322,7 @@ def block_backward(
 
 
 def _scores(query: Tensor, key: Tensor, block: Block, sight: Sight) -> Tensor:
-    """Scaled scores [b, heads, s, t] in the dtype of sums, capped, -inf where a query does not see a key."""
+    """Return scaled and capped scores [b, heads, s, t] in the dtype of sums, -inf for masked pairs."""
     dtype, groups = accumulate_dtype(query.dtype), key.shape[1]
     scaled = rearrange(query.to(dtype), "b (g r) s d -> b g (r s) d", g=groups) * query.shape[-1] ** -0.5
     scores = rearrange(scaled @ key.to(dtype).mT, "b g (r s) t -> b (g r) s t", s=query.shape[2])

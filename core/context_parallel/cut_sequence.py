@@ -1,9 +1,9 @@
-"""CutSequence: a sequence that is cut, and made whole again, inside a forward that is given the whole one.
+"""CutSequence: splits a sequence inside a forward that gets all positions, and gathers it again.
 
-Note [Gradients of a part of the sequence]: context-parallel ranks are data ranks to the engine, which takes the mean of
-their gradients. A parameter between the cut and the join has seen a part of the tokens, so its gradient should be
-summed. Hence the gradient that enters from behind is multiplied by the number of ranks, and divided by it where it
-leaves in front: what lies outside computes the whole sequence, on every rank alike.
+Note [Gradients of a part of the sequence]: The engine treats context-parallel ranks as data ranks and averages their
+gradients. A parameter between the split and the gather sees a part of the tokens, so its gradients should be summed
+instead. Hence the gradient that enters at the gather is multiplied by the number of ranks, and the gradient that leaves
+at the split is divided by it. Everything outside computes the full sequence, equally on every rank.
 """
 
 from __future__ import annotations
@@ -23,46 +23,52 @@ Map = Callable[[Tensor], Tensor]
 
 
 class CutSequence:
-    """Division of a sequence over a group. in_halves: True if a rank has a chunk of the head and one of the tail."""
+    """Split of a sequence over a group.
+
+    Args:
+        group: Process group.
+        in_halves: True if a rank has a chunk of the head and a chunk of the tail.
+    """
 
     def __init__(self, group: dist.ProcessGroup, *, in_halves: bool) -> None:
         self.group, self.in_halves = group, in_halves
         self.size, self.rank = group_size(group), group_rank(group)
 
     def _order(self, length: int, device: torch.device) -> Tensor:
-        """Positions of the whole sequence, those of each rank one after the other."""
+        """Return the positions of the full sequence, grouped by rank."""
         positions = torch.arange(length, device=device)
         return rank_order(positions, 0, self.size) if self.in_halves else positions
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of a dimension that is as long as the sequence."""
+        """Return this rank's part of a dimension with the full sequence's length."""
         return whole.index_select(dim, self._order(whole.shape[dim], whole.device).chunk(self.size)[self.rank])
 
     def join(self, part: Tensor, dim: int) -> Tensor:
-        """The whole sequence of all ranks' parts, without gradients. Collective over the group."""
+        """All-gather the ranks' parts to the full sequence, without gradients. Collective over the group."""
         joined = gather_first(part.transpose(0, dim).contiguous(), self.group)
         return joined.index_select(0, self._order(len(joined), part.device).argsort()).transpose(0, dim).contiguous()
 
     def cut(self, whole: Tensor) -> Tensor:
-        """`part` of [..., s, h], with the mean of a gradient that is of all tokens: Note [Gradients of a part]."""
+        """Apply `part` to [..., s, h], and average the gathered gradient: Note [Gradients of a part of the sequence].
+        """
         part: Tensor = _LinearMap.apply(whole, partial(self.part, dim=-2), lambda grad: self.join(grad, -2) / self.size)
         return part
 
     def whole(self, part: Tensor) -> Tensor:
-        """`join` of [..., s, h], with a gradient for what all ranks compute alike: Note [Gradients of a part]."""
+        """Apply `join` to [..., s, h], and scale this rank's gradient: Note [Gradients of a part of the sequence]."""
         joined: Tensor = _LinearMap.apply(
             part, partial(self.join, dim=-2), lambda grad: self.part(grad, -2) * self.size
         )
         return joined
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum over the ranks. Its gradient is multiplied by their number: Note [Gradients of a part]."""
+        """Sum over the ranks, and multiply the gradient by their number: Note [Gradients of a part of the sequence]."""
         summed: Tensor = _LinearMap.apply(value, partial(all_reduce, group=self.group), lambda grad: grad * self.size)
         return summed
 
 
 class _LinearMap(torch.autograd.Function):
-    """Apply a linear function to a tensor; another function gives the gradient."""
+    """Autograd function for a linear function and a separate function for its gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, function: Map, gradient: Map) -> Tensor:

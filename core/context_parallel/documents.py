@@ -1,4 +1,4 @@
-"""Packed documents: which tokens attend to which, and the arguments a model gets for it."""
+"""Packed documents: attention masks, and the model's arguments for them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from core.watch.waiting import waiting
 class PackedTokens:
     """Document boundaries of a microbatch's tokens, for attention.
 
-    documents: [b, s], one number a token of the whole sequence, on every rank; a token attends to those before it with
-    the same number. positions: [b, s / cp], those of this rank's tokens, where they are not counted through.
+    Attributes:
+        documents: [b, s], one number per token of the full sequence, on every rank. A token sees itself and earlier
+            tokens with the same number.
+        positions: [b, s / cp], positions of this rank's tokens, if they do not count through the sequence.
     """
 
     documents: Tensor | None = None
@@ -27,9 +29,14 @@ class PackedTokens:
 def pack_tokens(
     document_ids: Tensor | None, position_ids: Tensor | None, cp_group: dist.ProcessGroup | None
 ) -> PackedTokens | None:
-    """PackedTokens of this rank's document_ids and position_ids, [b, s / cp] each; None where there are neither.
+    """Build PackedTokens, or return None if both arguments are None.
 
-    Collective over the group where document_ids are given.
+    Collective over the group if `document_ids` is given.
+
+    Args:
+        document_ids: [b, s / cp], this rank's part.
+        position_ids: [b, s / cp], this rank's part.
+        cp_group: Context-parallel group.
     """
     if document_ids is None:
         return None if position_ids is None else PackedTokens(positions=position_ids)
@@ -44,9 +51,16 @@ def pack_tokens(
 
 
 def documents_from_ends(ends: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """document_ids and position_ids [1, length] of a row whose documents end where `ends` say: 0, 3, 7 for two.
+    """Build document_ids and position_ids [1, length] of a packed row.
 
-    Tokens behind the last end are padding, a document of their own. ValueError for ends that are not the row's.
+    Tokens after the last end are padding and form a separate document.
+
+    Args:
+        ends: Cumulative document lengths, from 0: 0, 3, 7 for two documents.
+        length: Tokens of the row.
+
+    Raises:
+        ValueError: If `ends` does not start at 0, decreases, or exceeds `length`.
     """
     if int(ends[0]) != 0 or int(ends[-1]) > length or bool((ends.diff() < 0).any()):
         raise ValueError(f"{ends.tolist()} for {length} tokens; ends go up from 0 to at most their number")
@@ -56,6 +70,6 @@ def documents_from_ends(ends: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def visible_tokens(documents: Tensor) -> Tensor:
-    """Pairs of query and key [b, 1, s, s] where the key is of the same document and not later."""
+    """Return the mask [b, 1, s, s], True if the key is in the query's document and not after it."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same.tril()

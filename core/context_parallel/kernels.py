@@ -1,7 +1,7 @@
-"""Fused attention that also gives lse: torch's kernel on a CPU, and FlashAttention on a GPU.
+"""Fused attention kernels that also return lse: torch's on a CPU, and FlashAttention on a GPU.
 
-`scaled_dot_product_attention` keeps lse to itself, so blocks call the operators below it, as torch's own ring does.
-Shapes are those of blocks.py. No scores are written out, and none are kept.
+`scaled_dot_product_attention` does not return lse, so blocks call the underlying operators, like torch's own ring
+attention. Shapes are documented in blocks.py. No scores are materialized or saved.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ FLASH_WIDTH = 8  # FlashAttention takes heads whose width is a multiple of this
 
 
 class Kernel(NamedTuple):
-    """Attention of queries to keys that all of them see; to earlier ones and their own where `causal` is True.
+    """Fused attention without a mask, or causal.
 
-    forward(query, key, value, causal): the output, in the queries' dtype, and lse.
-    backward(grad, query, key, value, output, lse, causal): gradients of queries, keys and values. grad, output, lse: of
-    the whole attention, for these queries; the first two in the queries' dtype.
+    Attributes:
+        forward: (query, key, value, causal) -> the output, in the queries' dtype, and lse.
+        backward: (grad, query, key, value, output, lse, causal) -> gradients of queries, keys and values. `grad`,
+            `output` and `lse` belong to the full attention, for these queries; the first two have the queries' dtype.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -29,7 +30,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
-    """The kernel that attends with these on their device; None where scores have to be written out."""
+    """Return the kernel for these tensors on their device, or None if scores must be materialized."""
     if query.device.type == "cpu":
         return ON_CPU
     if query.device.type != "cuda" or query.shape[-1] % FLASH_WIDTH:
@@ -68,5 +69,5 @@ def _flash_backward(
     return grads
 
 
-ON_CPU = Kernel(_cpu_forward, _cpu_backward)  # of every dtype and width
+ON_CPU = Kernel(_cpu_forward, _cpu_backward)  # every dtype and width
 FLASH = Kernel(_flash_forward, _flash_backward)  # in 16 bits, on the GPUs that torch has it for

@@ -1,9 +1,9 @@
-"""Keys and values travel around a ring; each rank adds the blocks it sees with an online softmax.
+"""Ring attention: keys and values travel around a ring, and each rank adds its blocks with an online softmax.
 
-Ring attention (arXiv 2310.01889) with head-tail chunks. Of a block that a rank receives it computes one half, from any
-sender: an earlier rank's head chunk is before all queries here and its tail after them; a later rank's chunks lie both
-between this rank's head and tail. So all ranks work equally long in every step, and no block needs a causal mask but
-the rank's own. While a block is computed the next one is under way.
+Ring attention (arXiv 2310.01889) with head-tail chunks. A rank computes one half of every block it receives. From an
+earlier rank, the head chunk is before all queries here and the tail chunk after them. From a later rank, both chunks
+are between this rank's head and tail. So all ranks do the same work in every step, and only the rank's own block needs
+a causal mask. Communication of the next block overlaps with computation.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from core.watch.waiting import waiting
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A family's scores, in addition to causal masks. window: how many keys a query sees, itself among them.
+    """Changes of a model's scores, in addition to the causal mask.
 
-    cap: scores are cap * tanh(score / cap).
+    Attributes:
+        window: Number of keys that a query sees, including itself.
+        cap: Scores become cap * tanh(score / cap).
     """
 
     window: int | None = None
@@ -42,9 +44,21 @@ def ring_attention(
     scores: Scores = Scores(),
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[s / cp, b, heads or groups, d] -> [s / cp, b, heads, d]. Collective over the group, forward and backward.
+    """Compute attention by passing keys and values around a ring.
 
-    sinks: [heads], one more score in each query's denominator. Its gradient is that of this rank's queries.
+    Collective over the group, in forward and backward.
+
+    Args:
+        query: [s / cp, b, heads, d].
+        key: [s / cp, b, groups, d].
+        value: [s / cp, b, groups, d].
+        group: Context-parallel group.
+        documents: [b, s], document numbers of the full sequence, or None.
+        scores: Window and cap.
+        sinks: [heads], an additional score in each query's denominator. Its gradient covers this rank's queries only.
+
+    Returns:
+        [s / cp, b, heads, d].
     """
     query, key, value = (rearrange(part, "s b n d -> b n s d") for part in (query, key, value))
     output: Tensor = _RingAttention.apply(query, key, value, sinks, documents, scores, group)
@@ -52,7 +66,10 @@ def ring_attention(
 
 
 def ring_block(length: int, rank: int, source: int) -> Block:
-    """Block that `rank` computes with the keys of `source`; both hold `length` positions, their head chunk first."""
+    """Return the block that `rank` computes with the keys of `source`.
+
+    Both have `length` positions, with the head chunk first.
+    """
     everything, half = slice(0, length), length // 2
     if source == rank:
         return Block(everything, everything, causal=True)
@@ -62,7 +79,10 @@ def ring_block(length: int, rank: int, source: int) -> Block:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Forward: keys and values pass by. Backward: they pass by again, and their gradients travel with them, home."""
+    """Autograd function of ring attention.
+
+    In backward the keys and values travel again, and their gradients travel with them back to the owner.
+    """
 
     @staticmethod
     def forward(
@@ -101,7 +121,7 @@ class _RingAttention(torch.autograd.Function):
         size, rank = group.size(), group.rank()
         grad_query = torch.zeros(query.shape, dtype=dtype, device=query.device)
         passing = torch.stack([key, value])
-        returning: Passing | None = None  # the gradients of what is passing
+        returning: Passing | None = None  # gradients of the passing keys and values
         for step in range(size):
             incoming = pass_on(passing, group) if step < size - 1 else None
             source = (rank - step) % size
@@ -122,7 +142,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring_sight(documents: Tensor | None, scores: Scores, length: int, group: dist.ProcessGroup, source: int) -> Sight:
-    """The sight that this rank's `length` queries have of the keys of `source`."""
+    """Return the mask between this rank's `length` queries and the keys of `source`."""
     ranks = (group.rank(), source)
     parts = None if documents is None else [split_sequence(documents, 1, group.size(), rank) for rank in ranks]
     places = None if scores.window is None else [positions_on_rank(length, group.size(), rank) for rank in ranks]
@@ -136,7 +156,7 @@ def ring_sight(documents: Tensor | None, scores: Scores, length: int, group: dis
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """A tensor on its way around the ring. Holds what is being sent, whose memory must live until it has left."""
+    """A tensor in transit around the ring. Keeps the sent tensor alive until the send has completed."""
 
     works: list[dist.Work]
     sent: Tensor
@@ -151,7 +171,10 @@ class Passing:
 
 
 def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Passing:
-    """Send to the next rank of the group and receive from the one before; every rank passes on in the same order."""
+    """Send to the next rank of the group and receive from the previous one.
+
+    Every rank must call it in the same order.
+    """
     size, rank = group.size(), group.rank()
     received = torch.empty_like(tensor)
     works = dist.batch_isend_irecv(

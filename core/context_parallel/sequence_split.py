@@ -1,8 +1,8 @@
-"""Positions of a sequence that each context-parallel rank holds.
+"""Positions of a sequence on each context-parallel rank.
 
-A causal token attends to all before it, so the last positions cost the most. A sequence is cut into 2 * size chunks and
-rank r holds chunk r from the head and chunk 2 * size - 1 - r from the tail: every rank has the same number of pairs of
-query and key to compute.
+A causal token attends to all tokens before it, so the last positions cost the most. A sequence is split into 2 * size
+chunks, and rank r gets chunk r from the head and chunk 2 * size - 1 - r from the tail. So every rank computes the same
+number of query/key pairs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from torch import Tensor
 from core import parallel_state
 from core.number_ranges import either, nearest_multiples
 
-OF_WHOLE = "whole_of_this_part"  # the attribute of a part of tokens, which core.verify compares between ranks
+OF_WHOLE = "whole_of_this_part"  # attribute with the full sequence of tokens; core.verify compares it between ranks
 
 
 def check_sequence_length(length: int, cp: int, tp: int = 1, sequence_parallel: bool = False) -> None:
-    """ValueError, with the arithmetic and the nearest legal lengths, for a sequence that does not divide.
+    """Check that a sequence length divides over the ranks.
 
-    length: tokens of a whole sequence. Under context parallelism it is cut into 2 * cp chunks; under sequence
-    parallelism what is left on a rank is split once more over tp.
+    Args:
+        length: Tokens of a full sequence.
+        cp: Context-parallel size. Above 1, the sequence is split into 2 * cp chunks.
+        tp: Tensor-parallel size.
+        sequence_parallel: True if each context-parallel rank's part is split again over tp.
+
+    Raises:
+        ValueError: If it does not divide. The message has the arithmetic and the nearest valid lengths.
     """
     halves = 2 * cp if cp > 1 else 1
     split = math.lcm(halves, cp * tp) if sequence_parallel else halves
@@ -40,7 +46,17 @@ def check_sequence_length(length: int, cp: int, tp: int = 1, sequence_parallel: 
 
 
 def split_sequence(whole: Tensor, dim: int, cp: int, rank: int) -> Tensor:
-    """The head and the tail chunk of `whole` [..., s, ...] that rank `rank` of `cp` holds: [..., s / cp, ...]."""
+    """Return the head and tail chunk of one context-parallel rank.
+
+    Args:
+        whole: [..., s, ...], the full sequence.
+        dim: Dimension of the sequence.
+        cp: Context-parallel size.
+        rank: Context-parallel rank.
+
+    Returns:
+        [..., s / cp, ...]. `whole` itself if cp is 1.
+    """
     if cp == 1:
         return whole
     check_sequence_length(whole.shape[dim], cp)
@@ -53,7 +69,7 @@ def split_sequence(whole: Tensor, dim: int, cp: int, rank: int) -> Tensor:
 
 
 def join_sequence(parts: Tensor, dim: int, cp: int) -> Tensor:
-    """The ranks' parts, one after the other along `dim` in the order of ranks, brought into the order of positions."""
+    """Reorder the ranks' parts, concatenated in rank order along `dim`, to the order of positions."""
     if cp == 1:
         return parts
     chunks = parts.chunk(2 * cp, dim)  # rank 0's head and tail, rank 1's head and tail, ...
@@ -61,7 +77,7 @@ def join_sequence(parts: Tensor, dim: int, cp: int) -> Tensor:
 
 
 def rank_order(whole: Tensor, dim: int, cp: int) -> Tensor:
-    """The inverse of `join_sequence`: what each rank holds of `whole`, one rank after the other along `dim`."""
+    """Reorder a sequence to the ranks' parts, in rank order along `dim`. The inverse of `join_sequence`."""
     if cp == 1:
         return whole
     chunks = whole.chunk(2 * cp, dim)
@@ -69,7 +85,14 @@ def rank_order(whole: Tensor, dim: int, cp: int) -> Tensor:
 
 
 def positions_on_rank(length: int, cp: int, rank: int, device: torch.device | str | None = None) -> Tensor:
-    """The positions [length] in the whole sequence of the `length` tokens that rank `rank` of `cp` holds."""
+    """Return the positions [length], in the full sequence, of the tokens on one context-parallel rank.
+
+    Args:
+        length: Tokens of the rank.
+        cp: Context-parallel size.
+        rank: Context-parallel rank.
+        device: Device of the result.
+    """
     return split_sequence(torch.arange(length * cp, device=device), 0, cp, rank)
 
 
@@ -80,14 +103,23 @@ def get_batch_on_this_cp_rank(
     tp: int = 1,
     sequence_parallel: bool = False,
 ) -> dict[str, Tensor | None]:
-    """This rank's positions of every tensor [b, s] of a batch that all ranks of its context-parallel group hold alike.
+    """Select this context-parallel rank's positions of a batch.
 
-    batch: 'tokens', 'labels', 'loss_mask', 'position_ids', 'document_ids', ... Labels are shifted before the split, so
-    that the label of a chunk's last token is the token after it. cp_group: by default parallel_state's. tp and
-    sequence_parallel: how the model splits a rank's part once more, so that a length is refused here already.
+    Labels must be shifted before the split, so that the label of a chunk's last token is the following token.
 
-    Raises ValueError for a length that does not divide, for tensors of different lengths, and for an 'attention_mask'
-    [b, 1, s, s]: give document_ids.
+    Args:
+        batch: Tensors [b, s] or [b, s, ...], equal on all ranks of the group: 'tokens', 'labels', 'loss_mask',
+            'position_ids', 'document_ids', ...
+        cp_group: Context-parallel group. Defaults to the group of `parallel_state`.
+        tp: Tensor-parallel size, so that an invalid length is refused here already.
+        sequence_parallel: True if the model splits a rank's part again over tp.
+
+    Returns:
+        The same entries, each [b, s / cp, ...].
+
+    Raises:
+        ValueError: If the length does not divide, if lengths differ, or for an 'attention_mask' [b, 1, s, s] (use
+            document_ids).
     """
     if batch.get("attention_mask") is not None:
         raise ValueError(
