@@ -1,4 +1,4 @@
-"""Mixture of experts: the router, the experts of a rank, and the tokens' way to them and back."""
+"""Mixture of experts: the router, the experts of a rank, and the dispatch of tokens to them."""
 
 from core.moe.auxiliary_loss import MoEAuxLossAutoScaler, auxiliary_loss_scale
 from core.moe.experts import Experts

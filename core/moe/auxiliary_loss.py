@@ -1,4 +1,4 @@
-"""A loss that is in no sum: it enters in backward, with the gradient of the activation it is attached to."""
+"""Auxiliary loss: added in backward only, through the gradient of an activation."""
 
 from __future__ import annotations
 
@@ -11,34 +11,43 @@ from torch import Tensor
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """Passes an activation on, and in backward starts a gradient in a loss that is in no sum.
+    """Pass an activation through, and start the gradient of an auxiliary loss in backward.
 
-    The loss gets the gradient that the caller's own loss is given: with n microbatches, each divided by n, call
-    `MoEAuxLossAutoScaler.set_loss_scale(1 / n)`; with a loss scaler, its scale too. Read in backward; 1 at the start.
+    The auxiliary loss is in no sum, so it needs the same gradient scale as the main loss. With n microbatches, each
+    divided by n, call `MoEAuxLossAutoScaler.set_loss_scale(1 / n)`; with a loss scaler, multiply by its scale. The
+    scale is read in backward and is 1 by default.
     """
 
     main_loss_backward_scale: float | Tensor = 1.0
 
     @staticmethod
     def forward(ctx: Any, activation: Tensor, aux_loss: Tensor) -> Tensor:
-        """The activation, unchanged."""
+        """Return the activation unchanged."""
         ctx.like = aux_loss
         return activation.view_as(activation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The activation's gradient, and the scale as the loss's."""
+        """Return the activation's gradient, and the scale as the gradient of the loss."""
         return grad, torch.ones_like(ctx.like) * MoEAuxLossAutoScaler.main_loss_backward_scale
 
     @staticmethod
     def set_loss_scale(scale: float | Tensor) -> None:
-        """The gradient of auxiliary losses from the next backward on: that of the caller's loss."""
+        """Set the gradient of auxiliary losses for all following backward passes.
+
+        Args:
+            scale: Gradient of the main loss.
+        """
         MoEAuxLossAutoScaler.main_loss_backward_scale = scale
 
 
 @contextmanager
 def auxiliary_loss_scale(scale: float | Tensor) -> Iterator[None]:
-    """Inside the block backwards weigh auxiliary losses like the caller its own: 1 / microbatches, times any scaler."""
+    """Set the gradient of auxiliary losses for backward passes inside the block.
+
+    Args:
+        scale: Gradient of the main loss: 1 / microbatches, multiplied by any loss scale.
+    """
     before = MoEAuxLossAutoScaler.main_loss_backward_scale
     MoEAuxLossAutoScaler.set_loss_scale(scale)
     try:

@@ -1,7 +1,7 @@
-"""Rows of tokens between ranks, any number of them from each: one collective, whose backward is itself turned round.
+"""Exchange of token rows between ranks with uneven counts, in one collective whose backward is its reverse.
 
-Every rank of the group calls each function, also one that has no rows: in backward autograd then runs the same
-collectives in the same order everywhere.
+Every rank of the group calls each function, even without rows. Autograd then runs the same collectives in the same
+order on all ranks in backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from core.watch.waiting import waiting
 
 
 class _AllToAll(torch.autograd.Function):
-    """`send[i]` rows to rank i, `receive[i]` rows from it; gradients go back the way the rows came."""
+    """All-to-all of rows: `send[i]` rows to rank i, `receive[i]` rows from it. Backward reverses it."""
 
     @staticmethod
     def forward(
@@ -43,9 +43,18 @@ class _AllToAll(torch.autograd.Function):
 def all_to_all_rows(
     rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Rows [sum(send), ...], sorted by where they go, for rows [sum(receive), ...], sorted by where they are from.
+    """Exchange rows between the ranks of a group.
 
-    send, receive: rows to and from each rank of the group; a rank's `receive[i]` is `send` of rank i for it.
+    Collective: all ranks of the group must call it.
+
+    Args:
+        rows: [sum(send), ...], sorted by destination rank.
+        send: Number of rows to each rank.
+        receive: Number of rows from each rank: `receive[i]` equals rank i's `send` entry for this rank.
+        group: Process group.
+
+    Returns:
+        [sum(receive), ...], sorted by source rank.
     """
     if group is None or group_size(group) == 1:
         return rows
@@ -54,7 +63,10 @@ def all_to_all_rows(
 
 
 def gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """All ranks' rows, `counts[i]` from rank i. Each rank uses them its own way: in backward the gradients add up."""
+    """All-gather rows, `counts[i]` from rank i; backward sums the ranks' gradients.
+
+    Collective: all ranks of the group must call it.
+    """
     size = group_size(group)
     if group is None or size == 1 or not any(counts):
         return rows
@@ -64,7 +76,10 @@ def gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | 
 
 
 def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's `counts[rank]` rows of the sum over ranks of [sum(counts), ...]; the dual of `gather_rows`."""
+    """Sum [sum(counts), ...] over the ranks and keep this rank's `counts[rank]` rows. The dual of `gather_rows`.
+
+    Collective: all ranks of the group must call it.
+    """
     size = group_size(group)
     if group is None or size == 1 or not any(counts):
         return rows

@@ -1,4 +1,4 @@
-"""The experts of one rank: MLPs of one shape, their weights stacked, run on tokens that are sorted by expert."""
+"""Experts of one rank: MLPs of equal shape with stacked weights, applied to tokens sorted by expert."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class Experts(nn.Module):
-    """Rank r of 'ep' holds the experts r * n to (r + 1) * n - 1, each split over 'expt_tp'.
+    """Experts of one rank.
 
-    weight1: [n, parts * ffn / expt_tp, hidden], weight2: [n, hidden, ffn / expt_tp]; parts is 2 for SwiGLU. They carry
-    allreduce=False: their gradient is over the tokens of all 'ep' ranks already, and is added over 'expt_dp'.
-    name: the path in the whole model, which with an expert's number seeds its weights: the same at every layout.
-    recompute_activation: as of core.transformer.MLP.
+    Rank r of 'ep' has experts r * n to (r + 1) * n - 1, each split over 'expt_tp'. Shapes: weight1 [n, parts * ffn /
+    expt_tp, hidden], weight2 [n, hidden, ffn / expt_tp], with parts = 2 for SwiGLU. All parameters have
+    `allreduce=False`: their gradient already covers the tokens of all 'ep' ranks, and is reduced over 'expt_dp' only.
+
+    Args:
+        config: Configuration with `num_moe_experts`.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        name: Path of the module in the full model. With the expert's number it seeds the weights, equally in every
+            layout.
+        recompute_activation: See `core.transformer.MLP`.
     """
 
     def __init__(
@@ -78,7 +84,7 @@ class Experts(nn.Module):
         set_tensor_model_parallel_attributes(weight, True, dim + 1, stride)
         if self.config.perform_initialization:
             mine = range(self.first_expert, self.first_expert + self.num_local_experts)
-            # Without a name the numbers come from torch's stream, which must move alike on ranks with other experts.
+            # Without a name, numbers come from torch's stream, which must advance equally on ranks with other experts.
             for expert in range(self.num_experts) if name is None else mine:
                 full_name = None if name is None else name.format(expert)
                 master = draw_master(shape, init_method, full_name, self.config.init_seed)
@@ -88,9 +94,16 @@ class Experts(nn.Module):
         return weight
 
     def forward(self, tokens: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
-        """[tokens, hidden], sorted by expert; the output is a part of a sum over 'expt_tp'. No collective.
+        """Run every expert on its tokens, without communication.
 
-        Every expert runs, also on no token: its gradient is then zero, not missing.
+        An expert without tokens also runs, so its gradient is zero instead of missing.
+
+        Args:
+            tokens: [tokens, hidden], sorted by expert.
+            tokens_per_expert: Number of tokens of each local expert.
+
+        Returns:
+            [tokens, hidden], this rank's part of a sum over 'expt_tp'.
         """
         if self._can_group(tokens):
             return self._run_grouped(tokens, tokens_per_expert)
@@ -118,7 +131,7 @@ class Experts(nn.Module):
         return self._add_bias2(output, repeats)
 
     def _down(self, wide: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """The activation, and the second product of it."""
+        """Apply the activation and the second product."""
         again = self.recompute_activation and self.training
         active = computed_again(self.activation, wide) if again else self.activation(wide)
         return run_unsaved(product, active)
@@ -134,7 +147,10 @@ class Experts(nn.Module):
         return torch.tensor(tokens_per_expert, device=tokens.device)
 
     def _can_group(self, tokens: Tensor) -> bool:
-        """Has torch a kernel? For rows of whole 16 bytes, on a GPU in bf16 since Ampere; and for one token or more."""
+        """True if torch has a grouped kernel for these tokens.
+
+        It needs rows of a multiple of 16 bytes, at least one token, and on a GPU bf16 since Ampere.
+        """
         dtype = tokens.dtype
         if not (self.config.moe_grouped_gemm and hasattr(F, "grouped_mm") and tokens.shape[0]):
             return False

@@ -1,4 +1,4 @@
-"""The mixture of experts in the place of a layer's MLP."""
+"""Mixture-of-experts layer, a replacement for a transformer layer's MLP."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class MoELayer(nn.Module):
-    """Router, experts, and the tokens' way between them; [s, b, hidden] in and out, or [s / tp, b, hidden].
+    """Router, experts and token dispatch of one layer.
 
-    Inside, every rank has tokens of its own: where the sequence is not split over tensor parallelism yet, it is here.
-    So experts need no other parallelism than the ranks' tokens: any expt_tp * ep that divides the ranks of a stage fits
-    any tp. name: the path in the whole model, which seeds the weights. recompute_modules: of `shared_experts` and
-    `moe_act`, those that backward computes again.
+    Input and output: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism. Inside, every rank has
+    different tokens: a sequence that is not yet split over tensor parallelism is split here. So the experts'
+    parallelism is independent of tp: any expt_tp * ep that divides the ranks of a stage works.
+
+    Args:
+        config: Configuration with `num_moe_experts`.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        name: Path of the module in the full model, which seeds the weights.
+        recompute_modules: Parts that backward recomputes, of `shared_experts` and `moe_act`.
     """
 
     def __init__(
@@ -62,7 +67,10 @@ class MoELayer(nn.Module):
         self.splits_over = groups.tp if groups.size("tp") > 1 and not config.sequence_parallel else None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The tokens' experts' outputs, weighted. Collective over tp, and over the ranks that share the experts."""
+        """Combine each token's expert outputs, weighted by the router's probabilities.
+
+        Collective over tp, and over the ranks that share the experts.
+        """
         shared = None if self.shared_experts is None else self._shared(self.shared_experts, hidden)
         if self.splits_over is not None:
             hidden = scatter_to_sequence_parallel_region(hidden, self.splits_over)

@@ -1,4 +1,4 @@
-"""The router: a linear layer whose largest outputs decide where a token goes, and the losses that keep it even."""
+"""Top-k router: a linear layer that chooses the experts of a token, with load-balancing losses."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class TopKRouter(nn.Module):
-    """Tokens [tokens, hidden] to probabilities and choices [tokens, experts]; see core.moe.routing.
+    """Router that maps tokens [tokens, hidden] to probabilities and choices [tokens, experts].
 
-    The tensor-parallel ranks route different tokens, so the weight's gradient is partial there. `losses` holds this
-    rank's part of the last forward's auxiliary losses by name, times their coefficients: the parts of the ranks of
-    'tp_cp' add up to the loss of their data rank.
+    See `core.moe.routing` for the choice. The tensor-parallel ranks route different tokens, so the gradient of the
+    weight is partial there. After a forward, `losses` has this rank's part of the auxiliary losses by name, multiplied
+    by their coefficients. The sum over the ranks of 'tp_cp' is the loss of their data rank.
+
+    Args:
+        config: Configuration with `num_moe_experts`.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        name: Path of the module in the full model, which seeds the weight.
     """
 
     expert_bias: Tensor | None
@@ -64,7 +69,17 @@ class TopKRouter(nn.Module):
         self.losses: dict[str, Tensor] = {}
 
     def forward(self, tokens: Tensor, sequences: int = 1) -> tuple[Tensor, Tensor]:
-        """Probabilities and choices of tokens [positions * sequences, hidden]. Collective over the balanced ranks."""
+        """Choose the experts of each token.
+
+        Collective over the ranks that balance their load together.
+
+        Args:
+            tokens: [positions * sequences, hidden].
+            sequences: Number of sequences among the tokens.
+
+        Returns:
+            Probabilities and choices, [tokens, experts] each.
+        """
         config = self.config
         dtype = DTYPES[config.moe_router_dtype] if config.moe_router_dtype else tokens.dtype
         logits = F.linear(tokens.to(dtype), self.weight.to(dtype))
@@ -117,7 +132,7 @@ class TopKRouter(nn.Module):
         return load_balancing_loss(scores.sum(dim=0), logits.shape[0] * self.sharing, counts)
 
     def _total(self, counts: Tensor, axes: str) -> Tensor:
-        """Counts over the ranks that route other tokens of the same load."""
+        """Sum the counts over the ranks whose tokens share one load balance."""
         several = any(self.groups.size(axis) > 1 for axis in axes.split("_"))
         if several:
             group = self.groups.require(axes)
@@ -126,7 +141,7 @@ class TopKRouter(nn.Module):
         return counts
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TopKRouter:
-        """Like any module's, but the bias stays fp32: bf16 would round its small steps away."""
+        """Convert the module but keep the expert bias in fp32, because bf16 would round its small updates away."""
         before = self.expert_bias
         super()._apply(fn, recurse)
         if before is not None and self.expert_bias is not None:
@@ -135,10 +150,10 @@ class TopKRouter(nn.Module):
 
 
 def _count(probs: Tensor, total: Tensor, counts: Tensor) -> Tensor:
-    """`probs`; `counts` are added to `total` once, in backward.
+    """Return `probs`, and add `counts` to `total` once, in backward.
 
-    A checkpoint runs the forward twice, with gradients enabled both times if it is not reentrant; its backward is one.
-    Without a backward, because nothing up to here trains, the counts are added now.
+    A checkpoint runs the forward twice (with gradients enabled both times if it is not reentrant), but backward only
+    once. If no gradient is needed so far, the counts are added immediately.
     """
     if probs.requires_grad:
         counted: Tensor = _CountInBackward.apply(probs, total, counts)

@@ -1,6 +1,6 @@
-"""Choice of experts for each token, their weights, and a measure of imbalance: functions from logits to values.
+"""Choice of experts for each token, their weights, and load-balancing losses: pure functions of logits.
 
-Logits, probabilities and choices are [tokens, experts]; a choice is a boolean, a probability is 0 where not chosen.
+Logits, probabilities and choices are [tokens, experts]. A choice is a boolean; a probability is 0 if not chosen.
 """
 
 from __future__ import annotations
@@ -20,10 +20,21 @@ def choose(
     expert_bias: Tensor | None = None,
     scaling_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities and choices of the `topk` experts of each token.
+    """Choose the `topk` experts of each token.
 
-    The bias (DeepSeek-V3, arXiv:2412.19437, section 2.1.2) decides about the choice only: the weight of an expert is
-    its own score, so the bias needs no gradient.
+    The bias (DeepSeek-V3, arXiv:2412.19437, section 2.1.2) affects only the choice. The weight of an expert is its
+    unbiased score, so the bias needs no gradient.
+
+    Args:
+        logits: [tokens, experts].
+        topk: Experts per token.
+        score_function: 'softmax' or 'sigmoid'.
+        pre_softmax: Apply softmax over all experts before the choice, instead of over the chosen ones after it.
+        expert_bias: [experts], added to sigmoid scores for the choice.
+        scaling_factor: Multiplied with the probabilities.
+
+    Returns:
+        Probabilities and choices, [tokens, experts] each.
     """
     if score_function == "sigmoid":
         scores = torch.sigmoid(logits)
@@ -45,7 +56,7 @@ def choose(
 
 
 def balance_scores(logits: Tensor, score_function: str) -> Tensor:
-    """A token's score of each expert, summing to 1: what a load-balancing loss can change."""
+    """Return each token's differentiable scores of all experts, normalized to sum 1."""
     if score_function == "sigmoid":
         scores = torch.sigmoid(logits)
         return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
@@ -53,14 +64,23 @@ def balance_scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 def expert_capacity(tokens: int, topk: int, experts: int, factor: float) -> int:
-    """The most tokens that an expert takes from a rank which has `tokens` of them."""
+    """Return the maximum number of tokens that an expert accepts from a rank with `tokens` tokens."""
     return math.ceil(tokens * topk / experts * factor)
 
 
 def drop_overflow(probs: Tensor, choices: Tensor, capacity: int, policy: str) -> tuple[Tensor, Tensor]:
-    """Keep at most `capacity` choices of each expert: the most probable ones, or those of the first tokens.
+    """Keep at most `capacity` choices of each expert.
 
-    A dropped choice contributes nothing; the token's other weights stay what they were.
+    A dropped choice contributes nothing; the other weights of the token are unchanged.
+
+    Args:
+        probs: [tokens, experts].
+        choices: [tokens, experts].
+        capacity: Maximum number of tokens of an expert.
+        policy: 'position' keeps the first tokens; otherwise the most probable choices are kept.
+
+    Returns:
+        Probabilities and choices without the dropped ones.
     """
     if capacity >= choices.shape[0]:
         return probs, choices
@@ -74,15 +94,24 @@ def drop_overflow(probs: Tensor, choices: Tensor, capacity: int, policy: str) ->
 
 
 def load_balancing_loss(score_sums: Tensor, tokens: int, counts: Tensor) -> Tensor:
-    """Switch Transformer's loss (arXiv:2101.03961, equation 4), 1 for an even load, for each row of [..., experts].
+    """Compute Switch Transformer's loss (arXiv:2101.03961, equation 4) for each row of [..., experts].
 
-    score_sums: `balance_scores` added over this rank's tokens. tokens: those of all ranks that share the loss, whose
-    values add up to it. counts: choices of each expert over everything the load is measured on, without a gradient.
+    It is 1 for an even load.
+
+    Args:
+        score_sums: `balance_scores` summed over this rank's tokens.
+        tokens: Number of tokens on all ranks that share the loss; their values sum to it.
+        counts: Choices of each expert over everything that the load is measured on, without a gradient.
     """
     share = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
     return counts.shape[-1] * (score_sums / max(tokens, 1) * share).sum(dim=-1)
 
 
 def z_loss(logits: Tensor, tokens: int) -> Tensor:
-    """Mean squared log-sum-exp (ST-MoE, arXiv:2202.08906, equation 5); this rank's part of it, of `tokens` in all."""
+    """Compute this rank's part of the mean squared log-sum-exp (ST-MoE, arXiv:2202.08906, equation 5).
+
+    Args:
+        logits: [tokens, experts] of this rank.
+        tokens: Number of tokens on all ranks that share the loss.
+    """
     return torch.logsumexp(logits, dim=-1).square().sum() / max(tokens, 1)

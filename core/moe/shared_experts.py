@@ -1,4 +1,4 @@
-"""The shared expert: an MLP that every token goes to, in addition to those the router chooses."""
+"""Shared expert: an MLP that processes every token, in addition to the routed experts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class SharedExpert(nn.Module):
-    """A dense MLP, split over tensor parallelism; with a gate its output is weighed by a sigmoid of the token.
+    """Dense MLP split over tensor parallelism, with an optional sigmoid gate per token.
 
-    Under sequence parallelism a rank's gate sees its own positions: its gradient is partial there.
+    Under sequence parallelism a rank's gate sees only its own positions, so its gradient is partial.
+
+    Args:
+        config: Configuration with `moe_shared_expert_intermediate_size`.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        name: Path of the module in the full model, which seeds the weights.
+        recompute_activation: See `core.transformer.MLP`.
     """
 
     def __init__(
@@ -57,6 +63,6 @@ class SharedExpert(nn.Module):
             self.gate_weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[s, b, hidden] to the same, or [s / tp, b, hidden] under sequence parallelism."""
+        """Apply the MLP to [s, b, hidden], or to [s / tp, b, hidden] under sequence parallelism."""
         output: Tensor = self.mlp(hidden)
         return output if self.gate_weight is None else output * torch.sigmoid(F.linear(hidden, self.gate_weight))

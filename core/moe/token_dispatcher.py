@@ -1,7 +1,7 @@
-"""Dispatch of tokens to their experts and back: one by one, or all tokens to all ranks that share the experts.
+"""Dispatch of tokens to their experts and back, by all-to-all or by all-gather.
 
-Both leave each rank with the tokens of its experts, those of one expert together, and bring back for each token the sum
-of its experts' outputs, weighted by the router's probabilities. Ranks may have different numbers of tokens, and none.
+Both dispatchers give each rank the tokens of its experts, sorted by expert. Afterwards they return, for each token, the
+sum of its experts' outputs weighted by the router's probabilities. Ranks may have different numbers of tokens, or none.
 """
 
 from __future__ import annotations
@@ -20,51 +20,58 @@ from core.tensor_parallel.mappings import gather_first
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """Tokens at their experts, and the way back."""
+    """Tokens at their experts, with the information needed to return them."""
 
     tokens: Tensor  # [rows, hidden], sorted by local expert
     tokens_per_expert: list[int]
-    weights: Tensor  # what each sent row counts in its token's sum
+    weights: Tensor  # weight of each sent row in its token's sum
     token_of_row: Tensor
-    num_tokens: int  # that the weighted rows are added up to
-    rows_of_ranks: list[int]  # what each rank of the gathering group gave
+    num_tokens: int  # tokens that the weighted rows are summed to
+    rows_of_ranks: list[int]  # rows from each rank of the gathering group
     order: Tensor | None = None  # row received -> row sorted by expert
     sent: Sequence[int] = ()
     received: Sequence[int] = ()
 
 
 class HostCounts:
-    """Facts about the choices that the host needs: the number of rows of each expert."""
+    """Counts of rows per expert that the host needs."""
 
     def rows(self, choices: Tensor) -> tuple[Tensor, ...]:
-        """(expert, token) of each choice in [tokens, experts], sorted by expert."""
+        """Return the expert and the token of each choice in [tokens, experts], sorted by expert."""
         return choices.t().nonzero(as_tuple=True)
 
     def lists(self, counts: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Rows sent to and received from each rank of 'ep', held by each rank of 'expt_tp', and of each local expert.
+        """Convert the counts to lists of row numbers, with one device synchronization.
 
-        counts: [2 + expt_tp, ep, local experts] of rows that leave, that arrive, and that each rank of 'expt_tp' has.
+        Args:
+            counts: [2 + expt_tp, ep, local experts]: rows that leave, rows that arrive, and rows on each rank of
+                'expt_tp'.
+
+        Returns:
+            Rows sent to each rank of 'ep', rows received from each rank of 'ep', rows of each rank of 'expt_tp', and
+            rows of each local expert.
         """
         counts = counts.cpu()  # the one wait for the device; sizes are the host's
         sent, received, shared = counts[0].sum(dim=1), counts[1].sum(dim=1), counts[2:]
         return sent.tolist(), received.tolist(), shared.sum(dim=(1, 2)).tolist(), shared.sum(dim=(0, 1)).tolist()
 
     def of_ranks(self, rows: int, group: ProcessGroup, device: torch.device) -> list[int]:
-        """Every rank's number of rows. Collective."""
+        """Return every rank's number of rows. Collective over the group."""
         counts: list[int] = gather_first(torch.tensor([rows], device=device), group).tolist()
         return counts
 
     def of_experts(self, choices: Tensor) -> list[int]:
-        """The rows of each expert of [tokens, experts]."""
+        """Return the number of rows of each expert in [tokens, experts]."""
         counts: list[int] = choices.sum(dim=0).tolist()
         return counts
 
 
-HOST_COUNTS = HostCounts()  # the plan of a run, whose tensors have no values, puts even loads in its place
+HOST_COUNTS = HostCounts()  # the planner, whose tensors have no values, replaces it with even loads
 
 
 class AllToAllTokenDispatcher:
-    """Each chosen token travels to its expert's rank over 'ep'; the ranks of 'expt_tp' then share what they got."""
+    """Dispatcher that sends each token to its experts' ranks over 'ep'; the ranks of 'expt_tp' then share their rows.
+    """
 
     def __init__(self, num_experts: int, groups: ProcessGroups) -> None:
         self.num_experts = num_experts
@@ -73,10 +80,16 @@ class AllToAllTokenDispatcher:
         self.ep_size, self.ep_rank = groups.size("ep"), groups.rank("ep")
 
     def dispatch(self, hidden: Tensor, probs: Tensor, choices: Tensor) -> Dispatched:
-        """[tokens, hidden] and what the router says to rows at their experts. Collective over 'ep' and 'expt_tp'."""
+        """Send tokens to the ranks of their experts. Collective over 'ep' and 'expt_tp'.
+
+        Args:
+            hidden: [tokens, hidden].
+            probs: The router's probabilities, [tokens, experts].
+            choices: The router's choices, [tokens, experts].
+        """
         local = self.num_experts // self.ep_size
         expert_of_row, token_of_row = HOST_COUNTS.rows(choices)  # sorted by expert, so by rank too
-        # How many rows: to each expert; from each rank of 'ep' to each of mine; the same on each rank of 'expt_tp'.
+        # Rows to each expert; rows from each rank of 'ep' to each local expert; the latter for each rank of 'expt_tp'.
         leaving = choices.sum(dim=0).view(1, self.ep_size, local)
         arriving = leaving if self.ep is None else gather_first(leaving, self.ep)[:, self.ep_rank].unsqueeze(0)
         shared = arriving if self.expt_tp is None else gather_first(arriving, self.expt_tp)
@@ -100,7 +113,7 @@ class AllToAllTokenDispatcher:
         )
 
     def combine(self, output: Tensor, way: Dispatched) -> Tensor:
-        """The experts' output back to [tokens, hidden]. Collective over 'expt_tp' and 'ep'."""
+        """Return the experts' output to the tokens [tokens, hidden]. Collective over 'expt_tp' and 'ep'."""
         assert way.order is not None, "combine got the way of another dispatcher"
         rows = output.index_select(0, way.order.argsort())
         rows = reduce_scatter_rows(rows, way.rows_of_ranks, self.expt_tp)
@@ -109,7 +122,7 @@ class AllToAllTokenDispatcher:
 
 
 class AllGatherTokenDispatcher:
-    """All ranks of 'tp_ep' get all their tokens, run their experts on the chosen ones, and add up what they have."""
+    """Dispatcher that gathers all tokens over 'tp_ep'; each rank runs its experts, and the outputs are summed."""
 
     def __init__(self, num_experts: int, groups: ProcessGroups) -> None:
         several = groups.size("ep") * groups.size("expt_tp") > 1
@@ -118,7 +131,13 @@ class AllGatherTokenDispatcher:
         self.first, self.last = groups.rank("ep") * local, (groups.rank("ep") + 1) * local
 
     def dispatch(self, hidden: Tensor, probs: Tensor, choices: Tensor) -> Dispatched:
-        """[tokens, hidden] and what the router says to rows at their experts. Collective over 'tp_ep'."""
+        """Gather all tokens and select the rows of this rank's experts. Collective over 'tp_ep'.
+
+        Args:
+            hidden: [tokens, hidden].
+            probs: The router's probabilities, [tokens, experts].
+            choices: The router's choices, [tokens, experts].
+        """
         rows_of_ranks = [hidden.shape[0]]
         if self.group is not None:
             rows_of_ranks = HOST_COUNTS.of_ranks(hidden.shape[0], self.group, hidden.device)
@@ -137,7 +156,7 @@ class AllGatherTokenDispatcher:
         )
 
     def combine(self, output: Tensor, way: Dispatched) -> Tensor:
-        """The experts' output back to [tokens, hidden]. Collective over 'tp_ep'."""
+        """Return the experts' output to the tokens [tokens, hidden]. Collective over 'tp_ep'."""
         return reduce_scatter_rows(_weighted_sum(output, way).to(output.dtype), way.rows_of_ranks, self.group)
 
 
@@ -149,7 +168,7 @@ def _weighted_sum(rows: Tensor, way: Dispatched) -> Tensor:
 def build_dispatcher(
     kind: str, num_experts: int, groups: ProcessGroups
 ) -> AllToAllTokenDispatcher | AllGatherTokenDispatcher:
-    """The dispatcher that `moe_token_dispatcher_type` names."""
+    """Create the dispatcher for a value of `moe_token_dispatcher_type`."""
     if kind == "alltoall":
         return AllToAllTokenDispatcher(num_experts, groups)
     return AllGatherTokenDispatcher(num_experts, groups)
