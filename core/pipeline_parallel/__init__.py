@@ -1,6 +1,6 @@
-"""Pipelines: layers cut into stages by a layout, and steps through them under one of torch's schedules.
+"""Pipeline parallelism: a layout splits the layers into stages, and a runner executes steps under torch's schedules.
 
-Names are imported at their first use: torch's schedules take a second, and code that plans a layout needs none of them.
+Names are imported lazily: importing torch's schedules takes a second, and code that plans a layout does not need them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ChunkSync: marks a wrapped model chunk's last backward of a step, after which its buckets may be reduced."""
+"""Gradient reduction of one model chunk, started after the chunk's last backward of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from core.distributed import DistributedDataParallel
 
 
 def func_of_chunk(funcs: Any, name: str, chunk: int, chunks: int) -> Callable[..., Any] | None:
-    """A callback of ModelParallelConfig for one chunk: Megatron's users give one, or a list of one a chunk."""
+    """Return a ModelParallelConfig callback for one chunk.
+
+    Args:
+        funcs: One function, a list with one function per chunk (as in Megatron), or None.
+        name: Name of the config field, for the error message.
+        chunk: Index of the chunk.
+        chunks: Number of chunks on this rank.
+
+    Raises:
+        ValueError: If the list has another length.
+    """
     if funcs is None:
         return None
     if not isinstance(funcs, Sequence):
@@ -26,12 +36,15 @@ def func_of_chunk(funcs: Any, name: str, chunk: int, chunks: int) -> Callable[..
 
 
 class ChunkSync:
-    """One chunk's step: ACCUMULATING until its last weight gradient is due, then SYNCING, then complete.
+    """State of one chunk in a step: accumulating until its last weight gradient is due, then reducing, then complete.
 
-    no_sync: the context that keeps a chunk from reducing; by default the wrapper's. grad_sync: called with the
-    parameters once all gradients are there, instead of launching from hooks. from_hooks: does the last backward produce
-    every gradient, so that hooks may launch buckets during it? Where weight gradients are computed apart, or another
-    chunk adds to a shared parameter, they may not, and `complete` announces all gradients at once.
+    Args:
+        chunk: Model chunk.
+        no_sync: Context that prevents the chunk from reducing. Defaults to the wrapper's.
+        grad_sync: Called with the parameters when all gradients are complete, instead of launching from hooks.
+        from_hooks: True if the last backward produces every gradient, so that hooks may launch buckets during it. False
+            if weight gradients are computed separately or another chunk contributes to a shared parameter; `complete`
+            then announces all gradients at once.
     """
 
     def __init__(
@@ -50,18 +63,18 @@ class ChunkSync:
         self.context: AbstractContextManager[Any] | None = None
 
     def begin(self) -> None:
-        """A step begins: accumulate."""
+        """Start a step: accumulate without reducing."""
         self.leave()
         self.context = self.no_sync()
         self.context.__enter__()
 
     def last_backward(self) -> None:
-        """The last backward comes next."""
+        """Allow reductions, because the next backward is the last one."""
         if self.from_hooks:
             self.leave()
 
     def complete(self) -> None:
-        """Every gradient of this step has been accumulated."""
+        """Reduce, because every gradient of this step has been accumulated."""
         self.leave()
         if self.grad_sync is not None:
             self.grad_sync(self.chunk.parameters())
@@ -72,7 +85,7 @@ class ChunkSync:
                     reducer.arrive(bucket, index)
 
     def leave(self) -> None:
-        """Stop keeping the chunk from reducing; also after a step that failed."""
+        """Leave the no_sync context, if it is active. Also called after a failed step."""
         context, self.context = self.context, None
         if context is not None:
             context.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""The pipeline as Megatron's users call it: get_forward_backward_func and forward_step_func(data_iterator, model)."""
+"""Megatron's pipeline interface: get_forward_backward_func and forward_step_func(data_iterator, model)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from core.pipeline_parallel.schedules import find_schedule
 # (data iterator, chunk) -> (output, loss function); loss function: output -> (loss, report) or (sum, tokens, report)
 ForwardStepFunc = Callable[[Any, nn.Module], tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]]
 
-RUNNER = "pipeline_runner"  # the attribute of the first chunk that keeps its runner from step to step
+RUNNER = "pipeline_runner"  # attribute of the first chunk that caches the runner between steps
 
 
 def get_forward_backward_func(schedule: str | None = None) -> Callable[..., list[Any]]:
-    """The function that runs a step's microbatches.
-
-    schedule: a name from SCHEDULES; by default 1F1B, and Interleaved1F1B where the model comes in several chunks.
+    """Return the function that runs a step's microbatches.
 
         losses = get_forward_backward_func()(
             forward_step_func=forward_step, data_iterator=iterator, model=chunks,
             num_microbatches=8, seq_length=1024, micro_batch_size=4,
         )
+
+    Args:
+        schedule: A name from SCHEDULES. Defaults to 1F1B, or to Interleaved1F1B for a model of several chunks.
     """
 
     def forward_backward(
@@ -44,12 +45,27 @@ def get_forward_backward_func(schedule: str | None = None) -> Callable[..., list
         pg_collection: ProcessGroups | None = None,
         force_all_reduce: bool = False,
     ) -> list[Any]:
-        """Run forward and backward of every microbatch; the last stage returns each one's report, others [].
+        """Run forward and backward of all microbatches.
 
-        forward_step_func: called for every chunk and microbatch, as ForwardStepFunc says. data_iterator: one, or a list
-        of one a chunk. A loss of (loss, report) counts by microbatch, times the context-parallel size; of
-        (sum, num_tokens, report) by token. forward_only: losses without gradients.
-        config.finalize_model_grads_func is called at the end where it is set; otherwise call finalize_model_grads.
+        Collective over the pipeline. Calls `config.finalize_model_grads_func` at the end if it is set; otherwise call
+        `finalize_model_grads` yourself.
+
+        Args:
+            forward_step_func: ForwardStepFunc, called for every chunk and microbatch. A loss function that returns
+                (loss, report) is averaged over microbatches, multiplied by the context-parallel size; one that returns
+                (sum, num_tokens, report) is averaged over tokens.
+            data_iterator: One iterator, or a list with one per chunk.
+            model: One chunk, or a list of chunks.
+            num_microbatches: Microbatches of the step.
+            seq_length: Length of the full sequence.
+            micro_batch_size: Sequences of a microbatch.
+            decoder_seq_length: Must be None or equal to `seq_length`.
+            forward_only: Compute losses without gradients.
+            pg_collection: Process groups. Defaults to those of the first chunk, else of `parallel_state`.
+            force_all_reduce: Passed to the finalize function.
+
+        Returns:
+            The report of each microbatch on the last stage, [] on other stages.
         """
         chunks = list(model) if isinstance(model, Sequence) else [model]
         if decoder_seq_length not in (None, seq_length):
@@ -80,7 +96,7 @@ def _runner_of(chunks: list[nn.Module], schedule: str | None, groups: ProcessGro
         return kept
     held = groups or getattr(chunks[0], "groups", None) or parallel_state.get_process_groups()
     pp = held.size("pp")
-    # Which layers a chunk holds is the model's affair here.
+    # The layers of a chunk are up to the model here.
     layout = PipelineLayout((0,) * (pp * len(chunks)), pp, find_schedule(name).placement)
     runner = PipelineRunner(chunks, layout, _no_step, (), schedule=name, pg_collection=held)
     setattr(chunks[0], RUNNER, runner)
@@ -96,9 +112,11 @@ def _no_step(chunk: nn.Module, microbatch: Any, hidden: Any) -> Any:
 
 
 class DrawingStep:
-    """The forward step of a runner whose user's step draws the data of a microbatch itself.
+    """Forward step of a runner whose user function draws a microbatch's data from an iterator.
 
-    iterators: one for each chunk. position: of the chunk that runs now.
+    Attributes:
+        iterators: One for each chunk.
+        position: Index of the running chunk.
     """
 
     def __init__(self, runner: PipelineRunner, func: ForwardStepFunc, iterators: list[Any]) -> None:
@@ -109,7 +127,7 @@ class DrawingStep:
         self.position = 0
 
     def __call__(self, chunk: nn.Module, _microbatch: Any, hidden: Any) -> Any:
-        """See ForwardStep."""
+        """Run the user's forward step; see ForwardStep."""
         runner = self.runner
         self.position = self.position_of[id(chunk)]
         inner = _takes_input(chunk)

@@ -1,4 +1,4 @@
-"""Forward passes without backward: stage by stage, microbatch by microbatch, in an order that all ranks share."""
+"""Pipelined forward passes without backward, in an order that all ranks share."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ def forward_only(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Run this rank's stages on every microbatch. Collective over the pipeline.
+    """Run this rank's stages on every microbatch.
 
-    runs: stage -> its forward. received: stage -> meta tensors of what it receives.
-    Each rank works through its (microbatch, stage) pairs in ascending order and waits for what it needs, which a rank
-    sends whose own pair comes earlier: no wait can go round in a circle.
+    Collective over the pipeline. Each rank processes its (microbatch, stage) pairs in ascending order. It waits for
+    input from a rank whose own pair comes earlier in this order, so no deadlock is possible.
+
+    Args:
+        layout: Layout of the pipeline.
+        runs: Stage -> its forward function.
+        microbatches: Number of microbatches.
+        received: Stage -> meta tensors of its inputs.
+        group: Pipeline group.
+        device: Device for received tensors.
     """
     for number in range(microbatches):
         local: tuple[Tensor, ...] = ()

@@ -1,4 +1,4 @@
-"""The stages of our GPT: built from a layout, wrapped, and run on microbatches of token ids."""
+"""Pipeline stages of our GPT: building, wrapping, and the forward step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,18 @@ from core.transformer.transformer_config import TransformerConfig
 def build_gpt_stages(
     config: TransformerConfig, layout: PipelineLayout, pg_collection: ProcessGroups | None = None
 ) -> list[GPTModel]:
-    """This rank's stages, in the model's order, with the weights that a whole GPTModel of this config has.
+    """Build this rank's stages, in model order, with the same weights as an unsplit GPTModel of this config.
 
-    A tied embedding is one parameter where the first and the last stage share a rank, and a copy on each otherwise.
-    Raises ValueError where the layout contradicts config or groups. Local.
+    A tied embedding is one parameter if the first and the last stage share a rank, and a copy on each otherwise. No
+    communication.
+
+    Args:
+        config: Configuration of the model.
+        layout: Layout of the pipeline.
+        pg_collection: Process groups. Defaults to those of `parallel_state`.
+
+    Raises:
+        ValueError: If the layout contradicts the config or the groups.
     """
     groups = pg_collection if pg_collection is not None else parallel_state.get_process_groups()
     layout.check_model(config.num_layers)
@@ -53,10 +61,16 @@ def wrap_stages(
     stages: Sequence[nn.Module],
     pg_collection: ProcessGroups | None = None,
 ) -> list[DistributedDataParallel]:
-    """Each stage in its wrapper; several buckets only for the chunk that backward reaches last.
+    """Wrap each stage in DistributedDataParallel.
 
-    The others' gradients are off the critical path: their single bucket has the rest of the step to travel.
-    Collective over each stage's ranks.
+    Collective over each stage's ranks. Only the chunk that backward reaches last gets several buckets. The gradients of
+    the other chunks are not on the critical path: the remaining step hides their single bucket.
+
+    Args:
+        config: Configuration of the model.
+        ddp_config: Configuration of the wrappers.
+        stages: This rank's stages, in model order.
+        pg_collection: Process groups. Defaults to those of `parallel_state`.
     """
     return [
         DistributedDataParallel(config, ddp_config, stage, disable_bucketing=number > 0, pg_collection=pg_collection)
@@ -65,10 +79,17 @@ def wrap_stages(
 
 
 def gpt_activations(config: TransformerConfig, microbatch_size: int, sequence_length: int) -> list[Tensor]:
-    """Outputs of a stage: hidden states [s / cp, b, hidden]; under sequence parallelism [s / (cp tp), b, h].
+    """Return meta tensors of a stage's output.
 
-    sequence_length: of the whole sequence, before context parallelism splits it. On the meta device. ValueError, with
-    the nearest legal lengths, for a sequence that does not divide.
+    Shape: [s / cp, b, hidden], or [s / (cp tp), b, hidden] under sequence parallelism.
+
+    Args:
+        config: Configuration of the model.
+        microbatch_size: Sequences of a microbatch.
+        sequence_length: Length of the full sequence, before context parallelism splits it.
+
+    Raises:
+        ValueError: If the sequence does not divide. The message has the nearest valid lengths.
     """
     tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
     check_sequence_length(sequence_length, cp, tp, config.sequence_parallel)
@@ -79,12 +100,18 @@ def gpt_activations(config: TransformerConfig, microbatch_size: int, sequence_le
 
 
 def gpt_forward_step(chunk: nn.Module, microbatch: Mapping[str, Tensor | None] | None, hidden: Tensor | None) -> Any:
-    """One microbatch through one stage of a GPT; on the last stage the sum of the tokens' losses, and their number.
+    """Run one microbatch through one stage of a GPT.
 
-    microbatch: 'tokens' [b, s], 'labels' [b, s] and, where some tokens do not count, 'loss_mask' [b, s]. Packed
-    documents bring 'document_ids' [b, s] and 'position_ids' [b, s]: every stage reads these two, so that with them a
-    placeholder will not do on the stages between. Under context parallelism s is this rank's part of the sequence, all
-    of it from get_batch_on_this_cp_rank.
+    Args:
+        chunk: The stage.
+        microbatch: 'tokens' [b, s], 'labels' [b, s] and, to mask some tokens, 'loss_mask' [b, s]. For packed documents
+            also 'document_ids' [b, s] and 'position_ids' [b, s]; every stage reads these two, so intermediate stages
+            also need the microbatch. Under context parallelism, all of them come from get_batch_on_this_cp_rank, and s
+            is this rank's part of the sequence.
+        hidden: Output of the previous stage, None on the first.
+
+    Returns:
+        Hidden states; on the last stage the sum of the token losses and the number of tokens.
     """
     stage: Any = chunk
     while not hasattr(stage, "post_process"):
@@ -115,7 +142,11 @@ def _check_sizes(config: TransformerConfig, layout: PipelineLayout, groups: Proc
 
 
 def check_embedding_group(layout: PipelineLayout, groups: ProcessGroups) -> None:
-    """Raise ValueError unless group 'embd' has the ranks on which the layout places a tied embedding."""
+    """Check that group 'embd' has the ranks on which the layout places a tied embedding.
+
+    Raises:
+        ValueError: If it has other ranks.
+    """
     expected = layout.embedding_ranks(groups.ranks("pp"))
     found = groups.ranks("embd") if groups.embd is not None else []
     mine = groups.ranks("pp")[groups.rank("pp")]

@@ -1,4 +1,4 @@
-"""PipelineLayout: which layers lie on which stage, and which stage on which rank. Pure arithmetic, no torch."""
+"""PipelineLayout: assignment of layers to stages and of stages to ranks. Pure arithmetic, no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ Placement = Literal["loop", "v"]
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """One stage: its layers, counted over the whole model, and whether the embeddings or the head lie on it."""
+    """Layers of one stage.
+
+    Attributes:
+        index: Number of the stage.
+        layer_numbers: Layers, counted over the full model.
+        pre_process: True if the stage has the embeddings.
+        post_process: True if the stage has the output layer.
+    """
 
     index: int
     layer_numbers: range
@@ -26,18 +33,21 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class PipelineLayout:
-    """Division of a model's layers into stages.
-
-    layers_per_stage: in the model's order. The embeddings lie on the first stage, the last norm, the head and the loss
-    on the last; 0 gives a stage that holds nothing else. pp: ranks; each holds the same number of stages, its chunks.
-    placement: 'loop' gives stage s to rank s mod pp; 'v' has two chunks a rank and turns around on the last one, so
-    that rank 0 holds the first stage and the last.
+    """Assignment of a model's layers to pipeline stages.
 
         PipelineLayout.even(24, pp=4)            # 6 layers on each of 4 ranks
         PipelineLayout((5, 7, 7, 5), pp=4)       # uneven: room for embeddings and head
         PipelineLayout.even(24, pp=4, chunks=3)  # 12 stages of 2 layers, virtual chunks
 
-    Raises ValueError, with the arithmetic, on numbers that make no pipeline.
+    Args:
+        layers_per_stage: Layers of each stage, in model order. The first stage also has the embeddings, the last one
+            the final norm, the head and the loss; 0 means that a stage has nothing else.
+        pp: Number of pipeline ranks. Each has the same number of stages, its chunks.
+        placement: 'loop' assigns stage s to rank s mod pp. 'v' has two chunks per rank and reverses at the last rank,
+            so that rank 0 has the first and the last stage.
+
+    Raises:
+        ValueError: If the numbers do not form a pipeline. The message has the arithmetic.
     """
 
     layers_per_stage: tuple[int, ...]
@@ -76,9 +86,18 @@ class PipelineLayout:
         count_embedding: bool = False,
         count_head: bool = False,
     ) -> PipelineLayout:
-        """The same number of layers on every stage; embeddings and head may each count as one layer.
+        """Create a layout with the same number of layers on every stage.
 
-        Raises ValueError with the nearest numbers of layers and of ranks that divide.
+        Args:
+            num_layers: Layers of the full model.
+            pp: Number of pipeline ranks.
+            chunks: Stages per rank.
+            placement: 'loop' or 'v'.
+            count_embedding: Count the embeddings as one layer.
+            count_head: Count the head as one layer.
+
+        Raises:
+            ValueError: If the layers do not divide. The message has the nearest valid numbers of layers and ranks.
         """
         if pp < 1 or chunks < 1:
             raise ValueError(f"pp and chunks must be at least 1, got pp {pp} and chunks {chunks}")
@@ -110,9 +129,19 @@ class PipelineLayout:
     def with_ends(
         cls, num_layers: int, pp: int, chunks: int = 1, *, first: int | None = None, last: int | None = None
     ) -> PipelineLayout:
-        """`first` layers on the first rank and `last` on the last one; the ranks between share the rest evenly.
+        """Create a layout with given numbers of layers on the first and last rank.
 
-        A rank's layers are spread evenly over its chunks. Raises ValueError where the numbers do not add up.
+        The other ranks share the remaining layers evenly. A rank's layers are spread evenly over its chunks.
+
+        Args:
+            num_layers: Layers of the full model.
+            pp: Number of pipeline ranks.
+            chunks: Stages per rank.
+            first: Layers of the first rank.
+            last: Layers of the last rank.
+
+        Raises:
+            ValueError: If the numbers do not add up.
         """
         middle = pp - (first is not None) - (last is not None)
         each = (num_layers - (first or 0) - (last or 0)) // (middle or 1)
@@ -123,31 +152,31 @@ class PipelineLayout:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model."""
+        """Layers of the full model."""
         return sum(self.layers_per_stage)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline, over all ranks."""
+        """Stages of the pipeline, over all ranks."""
         return len(self.layers_per_stage)
 
     @property
     def chunks(self) -> int:
-        """Stages that one rank holds."""
+        """Stages per rank."""
         return self.num_stages // self.pp
 
     @property
     def last_rank(self) -> int:
-        """The rank, within the pipeline, of the last stage: there the loss is computed."""
+        """Pipeline rank of the last stage, which computes the loss."""
         return self.rank_of(self.num_stages - 1)
 
     @property
     def ends_share_a_rank(self) -> bool:
-        """True if the first and the last of several stages lie on one rank: a tied weight then needs no copy."""
+        """True if one rank has both the first and the last of several stages; a tied weight then needs no copy."""
         return self.num_stages > 1 and self.last_rank == 0
 
     def stage(self, index: int) -> StageSpec:
-        """Layers and ends of stage `index`."""
+        """Return the layers and ends of stage `index`."""
         first = sum(self.layers_per_stage[:index])
         layers = range(first, first + self.layers_per_stage[index])
         return StageSpec(index, layers, index == 0, index == self.num_stages - 1)
@@ -157,24 +186,27 @@ class PipelineLayout:
         return stage + 1 < self.num_stages and self.rank_of(stage + 1) != self.rank_of(stage)
 
     def rank_of(self, stage: int) -> int:
-        """The rank within the pipeline that holds a stage."""
+        """Return the pipeline rank of a stage."""
         if self.placement == "v" and stage >= self.pp:
             return 2 * self.pp - 1 - stage
         return stage % self.pp
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of one rank, in the model's order: chunk 0, chunk 1, ..."""
+        """Return the stages of one rank, in model order: chunk 0, chunk 1, ..."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
     def embedding_ranks(self, pipeline_ranks: Sequence[int]) -> list[int]:
-        """The ranks that hold a copy of a tied embedding; give it to initialize_model_parallel.
+        """Return the ranks with a copy of a tied embedding.
 
-        initialize_model_parallel(..., get_embedding_ranks=layout.embedding_ranks)
+        Pass it to `initialize_model_parallel(..., get_embedding_ranks=layout.embedding_ranks)`.
+
+        Args:
+            pipeline_ranks: Global ranks of a pipeline group.
         """
         return [pipeline_ranks[rank] for rank in sorted({0, self.last_rank})]
 
     def check_model(self, num_layers: int) -> None:
-        """Raise ValueError unless the layout places exactly the model's layers."""
+        """Raise ValueError unless the layout has exactly the model's layers."""
         if self.num_layers != num_layers:
             raise ValueError(
                 f"layers_per_stage {list(self.layers_per_stage)} places {self.num_layers} layers, and the model has "
@@ -182,7 +214,7 @@ class PipelineLayout:
             )
 
     def check_ranks(self, groups: ProcessGroups) -> None:
-        """Raise ValueError unless the layout is for as many ranks as the pipeline group has."""
+        """Raise ValueError unless the layout and the pipeline group have equally many ranks."""
         if groups.size("pp") != self.pp:
             ranks = "" if groups.pp is None else f" {groups.ranks('pp')}"
             raise ValueError(
@@ -191,7 +223,7 @@ class PipelineLayout:
             )
 
     def describe(self) -> str:
-        """One line a rank."""
+        """Describe the layout, one line per rank."""
         lines = []
         for rank in range(self.pp):
             parts = []
@@ -205,7 +237,7 @@ class PipelineLayout:
 
 
 def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers as even as they go, the larger stages in the middle, away from embeddings and head."""
+    """Spread layers evenly over stages, with the larger stages in the middle, away from embeddings and head."""
     each, rest = divmod(layers, stages)
     first = (stages - rest) // 2
     return tuple(each + (first <= stage < first + rest) for stage in range(stages))

@@ -1,4 +1,4 @@
-"""PipelineRunner: one training step through a pipeline, from microbatches to whole gradients."""
+"""PipelineRunner: one training step through a pipeline, from microbatches to fully reduced gradients."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ from core.watch.waiting import add_wait, calling, waiting
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLoss:
-    """Return value of a forward step on the last stage; a tensor alone means `MicrobatchLoss(tensor)`.
+    """Return value of a forward step on the last stage. A plain tensor means `MicrobatchLoss(tensor)`.
 
-    value: 0-dim, with a graph: the mean over the microbatch, or the sum over `num_tokens` where that is given.
-    num_tokens: the sum of the loss mask, which need not be a whole number. Under context parallelism value and
-    num_tokens are those of this rank's positions; the runner counts a microbatch's tokens over the group 'cp'.
-    report: anything; the step returns it on the last stage.
+    Attributes:
+        value: 0-dim, with a graph: the mean over the microbatch, or the sum over `num_tokens` if given.
+        num_tokens: Sum of the loss mask, which need not be an integer. Under context parallelism, `value` and
+            `num_tokens` cover this rank's positions; the runner sums a microbatch's tokens over the group 'cp'.
+        report: Any object; the step returns it on the last stage.
     """
 
     value: Tensor
@@ -54,12 +55,17 @@ Activations = Sequence[Tensor] | Callable[[int], Sequence[Tensor]]
 
 @dataclass(slots=True)
 class StepOutcome:
-    """One step's loss. `loss` and `num_tokens` are equal on all stages; `losses` and `reports` are the last stage's.
+    """Loss of one step.
 
-    loss: mean over the microbatches, or with calculate_per_token_loss over their tokens; unscaled. It and `losses`, one
-    for each microbatch, are of whole sequences, so equal on all context-parallel ranks.
-    num_tokens: of this rank's positions, 0-dim fp64, because a loss mask may weigh tokens; None without
-    calculate_per_token_loss.
+    `loss` and `num_tokens` are equal on all stages; `losses` and `reports` exist on the last stage only.
+
+    Attributes:
+        loss: Unscaled mean over the microbatches, or over their tokens with calculate_per_token_loss.
+        num_tokens: Tokens of this rank's positions, 0-dim fp64 because a loss mask may have weights. None without
+            calculate_per_token_loss.
+        losses: One for each microbatch. Like `loss`, they cover full sequences, so they are equal on all
+            context-parallel ranks.
+        reports: The report of each microbatch.
     """
 
     loss: Tensor
@@ -69,7 +75,7 @@ class StepOutcome:
 
 
 class PipelineRunner:
-    """Runs this rank's chunks of a pipeline under one of torch's schedules.
+    """Runner of this rank's pipeline chunks under one of torch's schedules.
 
         layout = plan_pipeline(config.num_layers, pp=2, microbatches=8)
         chunks = wrap_stages(config, ddp_config, build_gpt_stages(config, layout))
@@ -81,12 +87,18 @@ class PipelineRunner:
             loss = runner.step(batches).loss
             optimizer.step()
 
-    chunks: this rank's, in the model's order; wrapped ones overlap their reduction with the step. forward_step: see
-    ForwardStep. activations: tensors (on the meta device) of the shape and dtype that one stage sends the next, or a
-    function from the sending stage to them. schedule: a name from SCHEDULES. config: a ModelParallelConfig, for its
-    callbacks and calculate_per_token_loss; by default the first chunk's. pg_collection: holds 'pp'.
+    Args:
+        chunks: This rank's chunks, in model order. Wrapped chunks overlap their reduction with the step.
+        layout: Layout of the pipeline.
+        forward_step: See ForwardStep.
+        activations: Meta tensors with the shape and dtype of a stage's output, or a function from the sending stage to
+            them.
+        schedule: A name from SCHEDULES.
+        config: ModelParallelConfig, for its callbacks and calculate_per_token_loss. Defaults to the first chunk's.
+        pg_collection: Process groups with 'pp'. Defaults to those of the first chunk, else of `parallel_state`.
 
-    Raises ValueError for what does not fit together, before any communication.
+    Raises:
+        ValueError: If the arguments contradict each other, before any communication.
     """
 
     def __init__(
@@ -122,7 +134,7 @@ class PipelineRunner:
         self.param_syncs = self._param_syncs()
         self.owners = _owners_of_borrowed(self.chunks)
         self.syncs = [self._sync_of(position) for position in range(len(self.chunks))]
-        self.events: list[StageEvent] = []  # of the last step, in order
+        self.events: list[StageEvent] = []  # events of the last step, in order
         self._built: tuple[Any, Any, list[Stage]] | None = None
         self.steps = 0
         self._begin([])
@@ -137,11 +149,14 @@ class PipelineRunner:
         force_all_reduce: bool = False,
         activations: Activations | None = None,
     ) -> StepOutcome:
-        """Forward and backward of all microbatches, then the last reductions. Collective over the whole model.
+        """Run forward and backward of all microbatches, then the final reductions. Collective over the full model.
 
-        microbatches: as many on every rank; read on the first stage and on the last, any placeholder serves elsewhere.
-        finalize: call config.finalize_model_grads_func, or finalize_model_grads where that is None;
-        force_all_reduce is passed to it. activations: those of this step, where they differ from the runner's.
+        Args:
+            microbatches: As many on every rank. Only the first and the last stage read them; elsewhere, pass any
+                placeholder.
+            finalize: Call config.finalize_model_grads_func, or finalize_model_grads if it is None.
+            force_all_reduce: Passed to the finalize function.
+            activations: Activations of this step, if they differ from the runner's.
         """
         check_microbatches(self.kind, self.layout, len(microbatches))
         schedule, stages = self._schedule(len(microbatches), activations or self.activations)
@@ -178,7 +193,12 @@ class PipelineRunner:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any], *, activations: Activations | None = None) -> StepOutcome:
-        """The loss alone, without gradients. Collective over the pipeline."""
+        """Compute the loss without gradients. Collective over the pipeline.
+
+        Args:
+            microbatches: As in `step`.
+            activations: As in `step`.
+        """
         check_microbatches(find_schedule("GPipe"), self.layout, len(microbatches))
         self._begin(microbatches)
         received = partial(self._received, activations or self.activations)
@@ -197,7 +217,7 @@ class PipelineRunner:
         self.forwarded = [False] * len(self.chunks)
 
     def _run(self, position: int, number: int, received: tuple[Tensor, ...]) -> Any:
-        """One chunk's forward on one microbatch; on the last stage the scaled loss, [1]."""
+        """Run one chunk's forward on one microbatch. The last stage returns the scaled loss, [1]."""
         if not self.forwarded[position]:
             self.forwarded[position] = True
             if position > 0 and position + 1 < len(self.param_syncs):
@@ -208,7 +228,7 @@ class PipelineRunner:
         if not is_last:
             return output
         loss = output if isinstance(output, MicrobatchLoss) else MicrobatchLoss(output)
-        # No view: torch can let go of its graph, and so of the microbatch's input, as soon as its backward has run.
+        # Not a view: torch can then free its graph, and with it the microbatch's input, right after its backward.
         return torch.stack([self._record(loss, number).to(LOSS_DTYPE).reshape(())])
 
     def _record(self, loss: MicrobatchLoss, number: int) -> Tensor:
@@ -241,9 +261,9 @@ class PipelineRunner:
         return value
 
     def _share_of_tokens(self, num_tokens: Tensor | float) -> Tensor:
-        """A microbatch's tokens over all context-parallel ranks, a rank's share: the wrapper takes these ranks' mean.
+        """Return a microbatch's tokens over all context-parallel ranks, divided by the number of these ranks.
 
-        Collective over the group 'cp'.
+        The division compensates the wrapper's mean over them. Collective over the group 'cp'.
         """
         tokens = torch.as_tensor(num_tokens, device=self.device)
         ranks = self.groups.size("cp")
@@ -259,14 +279,14 @@ class PipelineRunner:
             dist.all_reduce(numbers, group=group)
 
     def _weight_of_a_loss(self) -> Tensor:
-        """Factor that `_record` applies to a microbatch's loss, for auxiliary losses of earlier stages."""
+        """Return the factor that `_record` applies to a microbatch's loss, for auxiliary losses of earlier stages."""
         share = 1.0 if self.per_token else 1.0 / len(self.microbatches)
         weight = torch.full((), share, dtype=LOSS_DTYPE, device=self.device)
         grad_scale = getattr(self.config, "grad_scale_func", None)
         return weight if grad_scale is None else grad_scale(weight)
 
     def _outcome(self) -> StepOutcome:
-        """The last stage's loss and tokens, on all stages."""
+        """Broadcast the last stage's loss and tokens to all stages."""
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # losses, their tokens, this rank's tokens
         with calling("PipelineRunner.step", self.steps):
             if self.losses:
@@ -280,7 +300,10 @@ class PipelineRunner:
         return StepOutcome(loss, totals[2] if self.per_token else None, self.losses, self.reports)
 
     def _whole_losses(self, tokens: Tensor) -> Tensor:
-        """Their sum, in fp64. Makes `losses`, and `tokens` in place, those of whole sequences."""
+        """Return the sum of the losses in fp64.
+
+        Under context parallelism, update `losses`, and `tokens` in place, to cover full sequences.
+        """
         ranks = self.groups.size("cp")
         losses = torch.stack(self.losses).double()
         if ranks > 1:
@@ -291,11 +314,11 @@ class PipelineRunner:
             self.losses = list(losses.to(self.losses[0].dtype))
         return losses.sum()
 
-    # -- what a step consists of --------------------------------------------------------------------------------------
+    # -- parts of a step ----------------------------------------------------------------------------------------------
 
     def _schedule(self, count: int, activations: Activations) -> tuple[Any, list[Stage]]:
-        """Torch's schedule, built again only when the number of microbatches or the shapes change."""
-        # The first stage receives nothing, so what a stage sends counts too.
+        """Return torch's schedule, rebuilt only if the number of microbatches or the shapes change."""
+        # The first stage receives nothing, so outputs are part of the key too.
         borders = [self._received(activations, stage + end) for stage in self.stage_numbers for end in (0, 1)]
         key = (count, [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in borders])
         if self._built is None or self._built[0] != key:
@@ -327,7 +350,7 @@ class PipelineRunner:
         )
 
     def _received(self, activations: Activations, stage: int) -> list[Tensor]:
-        """Tensors that a stage receives, on the meta device; none on the first stage, nor past the last."""
+        """Return meta tensors of a stage's inputs; [] for the first stage and past the last."""
         if stage == 0 or stage == self.layout.num_stages:
             return []
         tensors = activations(stage - 1) if callable(activations) else activations
@@ -336,7 +359,7 @@ class PipelineRunner:
         ]
 
     def _backwards_done(self, position: int) -> None:
-        """A chunk is complete once its own backwards, and those of chunks that borrow its weights, are through."""
+        """Complete chunks whose own backwards, and those of chunks that borrow their weights, are done."""
         for sync, waits_for in zip(self.syncs, self.unfinished, strict=True):
             if position in waits_for:
                 waits_for.remove(position)
@@ -355,7 +378,7 @@ class PipelineRunner:
         )
 
     def _param_syncs(self) -> list[Callable[[], Any]]:
-        """param_sync_func of each chunk; not called where there is one chunk, as in Megatron's schedule."""
+        """Return param_sync_func of each chunk; [] for one chunk, like Megatron's schedule."""
         funcs = getattr(self.config, "param_sync_func", None)
         count = len(self.chunks)
         if funcs is None or count == 1:
@@ -365,7 +388,7 @@ class PipelineRunner:
 
 
 def _owners_of_borrowed(chunks: Sequence[nn.Module]) -> dict[int, list[int]]:
-    """Chunk -> chunks that use a parameter of it without holding it (`borrowed_weights`), such as a tied embedding."""
+    """Map each chunk to other chunks that use one of its parameters (`borrowed_weights`), such as a tied embedding."""
     owners = {id(param): position for position, chunk in enumerate(chunks) for param in chunk.parameters()}
     borrowers: dict[int, list[int]] = {}
     for position, chunk in enumerate(chunks):

@@ -1,4 +1,4 @@
-"""The schedules: what each asks of a layout and of the number of microbatches, and torch's class that runs it."""
+"""Pipeline schedules: torch's class for each, and its constraints on layout and microbatches."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class ScheduleKind:
     name: str
     torch_class: str
     placement: Placement
-    many_chunks: bool  # may a rank hold several stages?
-    splits_backward: bool  # does it run weight gradients apart from input gradients?
+    many_chunks: bool  # True if a rank may have several stages
+    splits_backward: bool  # True if it computes weight gradients separately from input gradients
     legal_microbatches: Callable[[int, PipelineLayout], bool]
-    rule: str  # that of legal_microbatches, in words
+    rule: str  # legal_microbatches in words
 
 
 def _any_number(microbatches: int, layout: PipelineLayout) -> bool:
@@ -54,7 +54,11 @@ SCHEDULES = {
 
 
 def find_schedule(name: str) -> ScheduleKind:
-    """The schedule of this name, in any case. ValueError with all names otherwise."""
+    """Return the schedule of this name, ignoring case.
+
+    Raises:
+        ValueError: If there is no such schedule. The message lists all names.
+    """
     for kind in SCHEDULES.values():
         if kind.name.lower() == name.lower():
             return kind
@@ -62,7 +66,7 @@ def find_schedule(name: str) -> ScheduleKind:
 
 
 def check_schedule(kind: ScheduleKind, layout: PipelineLayout) -> None:
-    """Raise ValueError unless the schedule can run stages that lie so."""
+    """Raise ValueError unless the schedule supports the layout's placement and number of chunks."""
     if layout.pp > 1 and kind.placement != layout.placement:
         raise ValueError(
             f"schedule {kind.name} needs placement {kind.placement!r}, and the layout has {layout.placement!r}; use "
@@ -76,7 +80,7 @@ def check_schedule(kind: ScheduleKind, layout: PipelineLayout) -> None:
 
 
 def check_microbatches(kind: ScheduleKind, layout: PipelineLayout, microbatches: int) -> None:
-    """Raise ValueError, with the nearest legal numbers, unless the schedule can run so many microbatches."""
+    """Raise ValueError, with the nearest valid numbers, unless the schedule supports this number of microbatches."""
     if microbatches >= 1 and kind.legal_microbatches(microbatches, layout):
         return
     below = next((n for n in range(microbatches - 1, 0, -1) if kind.legal_microbatches(n, layout)), None)
@@ -100,9 +104,20 @@ def plan_pipeline(
     count_embedding: bool = False,
     count_head: bool = False,
 ) -> PipelineLayout:
-    """The layout of a model under a schedule, checked; before any group exists. ValueError on what does not fit.
+    """Create and check the layout of a model under a schedule, before any group exists.
 
-    chunks: stages a rank; by default what layers_per_stage says, else 2 for a schedule in V shape and 1 otherwise.
+    Args:
+        num_layers: Layers of the full model.
+        pp: Number of pipeline ranks.
+        schedule: A name from SCHEDULES.
+        chunks: Stages per rank. Defaults to the number in `layers_per_stage`, else 2 for a V-shaped schedule, else 1.
+        microbatches: Microbatches per step, to check them too.
+        layers_per_stage: Layers of each stage. Defaults to an even layout.
+        count_embedding: Count the embeddings as one layer.
+        count_head: Count the head as one layer.
+
+    Raises:
+        ValueError: If the arguments contradict each other or the schedule.
     """
     kind = find_schedule(schedule)
     if layers_per_stage is not None:
@@ -127,7 +142,10 @@ def plan_pipeline(
 
 
 def build_schedule(kind: ScheduleKind, stages: list[Any], microbatches: int) -> Any:
-    """torch's schedule over this rank's stages. The last stage's output is its loss, already scaled."""
+    """Create torch's schedule over this rank's stages.
+
+    The output of the last stage is its loss, already scaled.
+    """
     from torch.distributed import pipelining
 
     schedule_class = getattr(pipelining, kind.torch_class, None) or getattr(
@@ -142,8 +160,9 @@ def build_schedule(kind: ScheduleKind, stages: list[Any], microbatches: int) -> 
 
 
 class Action(NamedTuple):
-    """One thing that a rank does for one microbatch: forward, backward, or where they are apart input gradients and
-    weight gradients.
+    """One computation of a rank for one microbatch: forward, backward, input gradient or weight gradient.
+
+    The last two occur if a schedule splits the backward.
     """
 
     kind: Literal["F", "B", "I", "W"]
@@ -152,25 +171,30 @@ class Action(NamedTuple):
 
 
 def actions_of(schedule: Any) -> dict[int, list[Action]] | None:
-    """Actions of each rank in one of torch's tables, in order; None where torch has none, and waits for each send."""
+    """Return each rank's actions in torch's schedule, in order.
+
+    None if torch has no table for the schedule; it then waits for each send.
+    """
     if not hasattr(schedule, "pipeline_order_with_comms"):
         return None
     return {rank: actions_in(row) for rank, row in schedule.pipeline_order.items()}
 
 
 def actions_in(row: Iterable[Any]) -> list[Action]:
-    """The computation in one rank's row of one of torch's tables."""
+    """Return the computations in one rank's row of torch's schedule table."""
     parts = (part for action in row if action is not None for part in action.sub_actions or (action,))
     found = ((str(part.computation_type.value), part.stage_index, part.microbatch_index) for part in parts)
     return [Action(kind, stage, number) for kind, stage, number in found if kind in ("F", "B", "I", "W")]  # type: ignore[arg-type]
 
 
 class Arrivals(NamedTuple):
-    """Messages of a stage that are known to have been used when it receives, by (stage, microbatch).
+    """Messages of a stage that must have been consumed when it receives another one, by (stage, microbatch).
 
-    outputs: how many of its activations have been, when the gradient of this microbatch comes. gradients: (rank,
-    count), where the activations of this microbatch come from that rank, which has used `count` gradients before.
-    place: of each gradient that a stage sends (the rank that uses it, its number among all that this rank uses).
+    Attributes:
+        outputs: Number of the stage's activations consumed when the gradient of this microbatch arrives.
+        gradients: For activations of this microbatch, the sending rank and the number of gradients it had consumed
+            before.
+        place: For each gradient that a stage sends, the consuming rank and the gradient's index on that rank.
     """
 
     outputs: dict[tuple[int, int], int]
@@ -178,13 +202,13 @@ class Arrivals(NamedTuple):
     place: dict[tuple[int, int], tuple[int, int]]
 
     def used(self, gradient: tuple[int, int], received: tuple[int, int]) -> bool:
-        """True if a gradient has been used when activations are received. Both are (stage, microbatch)."""
+        """True if a gradient has been consumed when activations are received. Both are (stage, microbatch)."""
         (user, number), (sender, count) = self.place[gradient], self.gradients[received]
         return user == sender and number < count
 
 
 def passed(sent: tuple[int, int], received: tuple[int, int]) -> bool:
-    """True if activations that a rank has sent have been used when others reach a later stage of it.
+    """True if sent activations have been consumed when activations reach a later stage of the same rank.
 
     Both are (stage, microbatch). A microbatch that arrives has been through all stages before.
     """
@@ -192,7 +216,7 @@ def passed(sent: tuple[int, int], received: tuple[int, int]) -> bool:
 
 
 def arrivals(rows: Iterable[Sequence[Action]]) -> Arrivals:
-    """The order in which neighbouring stages use each other's messages, read from the rows of all ranks."""
+    """Derive the order in which neighbouring stages consume each other's messages from all ranks' rows."""
     found = Arrivals({}, {}, {})
     for rank, row in enumerate(rows):
         forwards: Counter[int] = Counter()

@@ -18,15 +18,15 @@ from core.pipeline_parallel.schedules import Arrivals, passed
 from core.tensor_parallel.deferred_weights import WeightWork, deferred_weight_gradients
 from core.watch.waiting import PeerLost
 
-Forward = Callable[[int, tuple[Tensor, ...]], Any]  # (microbatch, what the stage before sent) -> output or loss
+Forward = Callable[[int, tuple[Tensor, ...]], Any]  # (microbatch, output of the previous stage) -> output or loss
 LOSS_DTYPE = torch.float64  # holds any loss exactly; torch 2.11 compares it with what was declared
 
 
 @dataclass(frozen=True, slots=True)
 class StageEvent:
-    """Work of a stage for one microbatch, with perf_counter seconds; on an accelerator, times of its launch.
+    """Work of a stage for one microbatch, with perf_counter seconds. On an accelerator these are launch times.
 
-    work: 'forward', 'backward', or where weight gradients are put off 'input gradient' and 'weight gradient'.
+    `work` is 'forward' or 'backward', or 'input gradient' and 'weight gradient' if weight gradients are deferred.
     """
 
     work: str
@@ -37,10 +37,10 @@ class StageEvent:
 
 
 class Received(dict[int, Any]):
-    """Microbatch -> what torch knows of its received tensors; their memory is there from the receive to the use.
+    """Map from a microbatch to torch's information on its received tensors, with memory allocated on demand.
 
-    torch makes memory for every microbatch of a step at once, and keeps it. Here it is made when a receive is posted.
-    Before that, and when the stage has taken what was received, a tensor on the meta device stands in its place.
+    torch allocates memory for every microbatch of a step at once, and keeps it. Here it is allocated when a receive is
+    posted. Before that, and after the stage has consumed the tensor, the buffer is a tensor on the meta device.
     """
 
     def __init__(self) -> None:
@@ -57,24 +57,33 @@ class Received(dict[int, Any]):
         self.let_go(microbatch)
 
     def make(self, microbatch: int, device: torch.device) -> None:
-        """Memory for what is going to be received."""
+        """Allocate memory for a receive."""
         for info, place in zip(self[microbatch], self.places, strict=True):
             if place is not None:
                 info.buffer = torch.empty_like(place, device=device, requires_grad=place.requires_grad)
 
     def let_go(self, microbatch: int) -> None:
-        """Keep no memory here; where it is in use, autograd and the schedule hold it."""
+        """Drop the reference to the memory. Autograd and the schedule keep it alive while they use it."""
         for info, place in zip(self[microbatch], self.places, strict=True):
             if place is not None:
                 info.buffer = place
 
 
 class Stage(PipelineStage):
-    """A stage whose shapes are declared, so that torch infers nothing by running the model.
+    """Pipeline stage with declared shapes, so that torch does not run the model to infer them.
 
-    forward: runs the chunk on one microbatch. received, sent: meta tensors of what comes in and goes out.
-    before_last: called before the backward that completes this stage's gradients; after_last: when they are complete.
-    events: a list that grows by one entry for each thing that the stage does.
+    Args:
+        chunk: Model chunk.
+        index: Number of the stage.
+        layout: Layout of the pipeline.
+        forward: Runs the chunk on one microbatch.
+        received: Meta tensors of the inputs.
+        sent: Meta tensors of the outputs.
+        before_last: Called before the backward that completes this stage's gradients.
+        after_last: Called when this stage's gradients are complete.
+        events: List to which the stage appends an event for each computation.
+        group: Pipeline group.
+        device: Device of the stage.
     """
 
     def __init__(
@@ -111,28 +120,29 @@ class Stage(PipelineStage):
         self.after_last = after_last
         self.events = events
         self.microbatch = 0
-        self.backwards_left = 0  # of this step, counted where weight gradients are done
+        self.backwards_left = 0  # backwards of this step without complete weight gradients
         self.weight_work: WeightWork = []
-        self.arrived: Arrivals | None = None  # of this schedule; None where torch waits for what this stage sends
-        # (stage, microbatch) -> its activations under way, and its gradients, of all stages of the rank
+        self.arrived: Arrivals | None = None  # None if torch waits for this stage's sends
+        # (stage, microbatch) -> its sends of activations and of gradients in flight, for all stages of the rank
         self.leaving: dict[tuple[int, int], list[dist.Work]] = {}
         self.leaving_back: dict[tuple[int, int], list[dist.Work]] = {}
         self.posted: list[dist.P2POp] = []  # the last sends that torch waits for
 
     def begin_step(self, microbatches: int) -> None:
-        """So many backwards will come."""
+        """Reset the state for a step with this number of backwards."""
         self.backwards_left = microbatches
         self.weight_work = []
         self.leaving.clear()
         self.leaving_back.clear()
 
     def end_step(self) -> None:
-        """Wait for what is under way."""
+        """Wait for all sends in flight."""
         _let_go(self.leaving, list(self.leaving))
         _let_go(self.leaving_back, list(self.leaving_back))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Note the microbatch; an error of the model is raised unchanged, without torch's dump of the tensors."""
+        """Run the forward of a microbatch. Errors of the model are raised unchanged, without torch's dump of tensors.
+        """
         self.microbatch = fwd_chunk_id
         if self.arrived is not None and not self.is_first:
             received = self.stage_index, fwd_chunk_id
@@ -144,18 +154,18 @@ class Stage(PipelineStage):
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """The chunk on this microbatch; the first stage takes its input from the data."""
+        """Run the chunk on the current microbatch; the first stage takes its input from the data."""
         output = self.run_chunk(self.microbatch, args)
         if self.is_last:
             return output
         check_sent(output, self.sent, self.stage_index)
-        # Nothing else can have saved these tensors, so their values may go when they are sent.
+        # Nothing else can have saved these tensors, so their values may be freed after the send.
         if isinstance(output, (tuple, list)):
             return tuple(_Leaving.apply(tensor) for tensor in output)
         return _Leaving.apply(output)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
-        """Backward; without weight gradients of linear layers unless `full_backward`."""
+        """Run the backward of a microbatch, without weight gradients of linear layers unless `full_backward`."""
         if self.arrived is not None:
             used = self.arrived.outputs.get((self.stage_index, bwd_chunk_id), 0)
             _let_go(self.leaving, [sent for sent in self.leaving if sent[0] == self.stage_index and sent[1] < used])
@@ -173,26 +183,26 @@ class Stage(PipelineStage):
         self.gradients.let_go(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The weight gradients that a backward left for later."""
+        """Compute a backward's deferred weight gradients."""
         with _unwrapped(), self._timed("weight gradient", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         self._weights_done()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives of a microbatch's activations, into new memory."""
+        """Return the receives of a microbatch's activations, into newly allocated memory."""
         self.inputs.make(fwd_chunk_id, self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives of the gradients of what was sent, into new memory."""
+        """Return the receives of the gradients of sent activations, into newly allocated memory."""
         if not self.is_last:
             self.gradients.make(bwd_chunk_id, self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends of a microbatch's activations; none where this stage has begun and waits for them itself.
+        """Return the sends of a microbatch's activations; [] if this stage has started and waits for them itself.
 
-        From here on backward needs the graph of what is sent, and not its values: these stay as long as the send.
+        From here on backward needs only the graph of the sent tensors. Their values live as long as the send.
         """
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         for op in ops:
@@ -206,9 +216,9 @@ class Stage(PipelineStage):
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends of gradients of what was received; none where this stage has begun and waits for them itself.
+        """Return the sends of input gradients; [] if this stage has started and waits for them itself.
 
-        Activations that come later show that the stage before has used them.
+        Later activations from the previous stage show that it has consumed the gradients.
         """
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if self.arrived is None or not ops:
@@ -217,7 +227,7 @@ class Stage(PipelineStage):
         return []
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Gradients of the next stage, which is on this rank too; torch zeroes memory where there is none."""
+        """Set gradients from the next stage on the same rank; torch zeroes the memory if there is no gradient."""
         if any(gradient is None for gradient in next_stage_bwd_outputs):
             self.gradients.make(mb_index, self.device)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
@@ -229,7 +239,7 @@ class Stage(PipelineStage):
         self.events.append(StageEvent(work, self.stage_index, microbatch, start_s, time.perf_counter()))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Without messages to this rank itself, which torch 2.11 posts where a V turns around and gloo refuses."""
+        """Drop messages to this rank itself, which torch 2.11 posts for V placements and gloo refuses."""
         mine = dist.get_rank()
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
 
@@ -250,7 +260,7 @@ class Stage(PipelineStage):
 
 
 class _Leaving(torch.autograd.Function):
-    """The same values in a tensor of their own, which only the pipeline has."""
+    """Copy of a tensor object with the same values, referenced only by the pipeline."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -262,20 +272,20 @@ class _Leaving(torch.autograd.Function):
 
 
 def _keep_graph_alone(outputs: Iterable[Tensor]) -> None:
-    """Give tensors of a pipeline one element of memory. Their shape stays, by which torch checks their gradients."""
+    """Shrink tensors to one element of memory. They keep the shape, which torch uses to check gradients."""
     for output in outputs:
         output.data = torch.empty((), dtype=output.dtype, device=output.device).expand(output.shape)
 
 
 def _let_go(leaving: dict[Any, list[dist.Work]], used: Iterable[Any]) -> None:
-    """Wait for sends, which keep their memory; their receivers have used them, or the step ends."""
+    """Wait for consumed sends, so that their memory can be freed."""
     for message in used:
         for work in leaving.pop(message):
             work.wait()
 
 
 def check_sent(output: Any, expected: Sequence[Tensor], stage: int) -> None:
-    """Raise ValueError unless a stage gives what the next expects, which would wait for bytes that never come."""
+    """Raise ValueError unless a stage's output matches the next stage's input, which would otherwise hang."""
     outputs = output if isinstance(output, (tuple, list)) else (output,)
     got = [(list(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in outputs]
     declared = [(list(t.shape), t.dtype) for t in expected]
@@ -288,7 +298,7 @@ def check_sent(output: Any, expected: Sequence[Tensor], stage: int) -> None:
 
 @contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Let an error of the model, or of a wait in it, pass unchanged: torch raises another one from it."""
+    """Re-raise the original error of the model, or of a wait in it, that torch wraps in another one."""
     try:
         yield
     except RuntimeError as error:
