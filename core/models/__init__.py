@@ -1,4 +1,4 @@
-"""Models built of the parts in core.transformer."""
+"""Models built from the blocks in core.transformer."""
 
 from core.models.gpt import GPTModel
 

@@ -1,4 +1,4 @@
-"""A GPT: embeddings, layers, and logits or the loss of each token."""
+"""GPT model: embeddings, layers, and logits or the loss of each token."""
 
 from __future__ import annotations
 
@@ -19,16 +19,23 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class GPTModel(nn.Module):
-    """A decoder-only language model, or one pipeline stage of it.
-
-    pg_collection: this rank's groups; by default parallel_state's, and without any the model is whole on this rank.
-    pre_process, post_process: this stage begins with the embeddings, ends with the logits. layer_numbers: the layers of
-    this stage, counted over the whole model; by default all. tied_weight: the word embedding of another chunk on this
-    rank, which the logits of a last stage without embeddings then use instead of a copy.
+    """Decoder-only language model, or one pipeline stage of it.
 
         sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
         model = GPTModel(TransformerConfig(**sizes, vocab_size=256))
         loss = model(tokens, labels=labels).mean()
+
+    Args:
+        config: Configuration of the model.
+        pg_collection: Process groups. Defaults to those of `parallel_state`. Without any, this rank has the full model.
+        pre_process: True if this stage has the embeddings.
+        post_process: True if this stage computes the logits.
+        layer_numbers: Layers of this stage, counted over the full model. Defaults to all.
+        tied_weight: Word embedding of another chunk on this rank. A last stage without embeddings uses it for the
+            logits instead of a copy.
+
+    Raises:
+        ValueError: If the config is for other group sizes, or for a pipeline that this model is no stage of.
     """
 
     def __init__(
@@ -57,7 +64,7 @@ class GPTModel(nn.Module):
         self.post_process = post_process
         self.share_embeddings_and_output_weights = config.share_embeddings_and_output_weights
         self._input: Tensor | None = None
-        # In a tuple, so that it stays the other chunk's: registered, two wrappers would reduce it.
+        # A tuple hides it from nn.Module: if both chunks registered it, two wrappers would reduce it.
         self.borrowed_weights = () if tied_weight is None else (tied_weight,)
 
         if pre_process:
@@ -95,7 +102,9 @@ class GPTModel(nn.Module):
             weight.shared = self.post_process  # type: ignore[union-attr]  # the copy: norms count the first stage's
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
-        """The word embedding's weight where this stage has it, or the output layer's; None on a stage between."""
+        """Return the word embedding's weight if this stage has it, else the output layer's; None on intermediate
+        stages.
+        """
         if self.pre_process:
             return self.embedding.word_embeddings.weight
         if self.borrowed_weights:
@@ -103,7 +112,7 @@ class GPTModel(nn.Module):
         return self.output_layer.weight if self.post_process else None
 
     def set_input_tensor(self, hidden: Tensor | None) -> None:
-        """The hidden state that the stage before sent; used by the next forward of a stage without embeddings."""
+        """Set the previous stage's hidden state for the next forward of a stage without embeddings."""
         self._input = hidden
 
     def forward(
@@ -114,13 +123,21 @@ class GPTModel(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Loss of each token [b, s] given labels, else logits [s, b, padded vocab / tp]; hidden before the last stage.
+        """Compute the loss of each token if labels are given, else logits.
 
-        input_ids, labels: [b, s], the same on all ranks of a tensor-parallel group; under context parallelism s is this
-        rank's part of the sequence, from get_batch_on_this_cp_rank. Collective over both groups.
-        position_ids: [b, s]; by default counted from 0 through the sequence. document_ids: [b, s], one number a token;
-        a token sees only those before it with the same number. Where one rank is given either, all of them are.
-        Logits beyond vocab_size (padding, on the last ranks) are those of zero rows; the loss leaves them out.
+        Collective over the tensor- and context-parallel groups. Logits of padding columns (beyond vocab_size, on the
+        last ranks) come from zero rows, and the loss ignores them.
+
+        Args:
+            input_ids: [b, s], equal on all ranks of a tensor-parallel group. Under context parallelism s is this rank's
+                part of the sequence, from get_batch_on_this_cp_rank.
+            labels: [b, s], as `input_ids`.
+            position_ids: [b, s]. Defaults to positions counted from 0 through the sequence.
+            document_ids: [b, s], one number per token; a token sees only itself and earlier tokens with the same
+                number. If one rank passes position_ids or document_ids, all ranks must.
+
+        Returns:
+            Losses [b, s], or logits [s, b, padded vocab / tp]; hidden states before the last stage.
         """
         packed = pack_tokens(document_ids, position_ids, self.cp_group)
         if self.pre_process:

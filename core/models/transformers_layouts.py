@@ -1,13 +1,13 @@
-"""Our GPT's weights under the names of Hugging Face's transformers, and back: pure renaming, splitting and joining.
+"""Conversion of our GPT's weights to and from Hugging Face transformers: pure renaming, splitting and joining.
 
-A whole GPT has one of three layouts there, which its options decide:
+The options of a full GPT determine one of three layouts of transformers:
 
     gpt2     LayerNorm, gelu, learned positions, biases, as many key/value heads as heads
     llama    RMSNorm, swiglu, rotary positions
-    arcee    RMSNorm, gelu, rotary positions: Llama with an MLP that has no gate
+    arcee    RMSNorm, gelu, rotary positions: Llama with an MLP without a gate
 
-What has no counterpart is refused by the option's name. Nothing of transformers is imported: its configuration is a
-dictionary, as config.json holds it.
+Options without a counterpart are refused by name. Nothing of transformers is imported: its configuration is a
+dictionary with the content of config.json.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from core.transformer.transformer_config import TransformerConfig
 LAYOUTS = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "arcee": "ArceeForCausalLM"}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EMBEDDINGS = {"gpt2": "transformer.wte.weight", **dict.fromkeys(("llama", "arcee"), "model.embed_tokens.weight")}
-HEAD = "lm_head.weight"  # of all layouts
+HEAD = "lm_head.weight"  # in all layouts
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
 
 
 @dataclass(frozen=True)
 class NamePair:
-    """One tensor of ours, the tensors there that hold the same numbers, and the way in both directions."""
+    """One of our tensors, their tensors with the same numbers, and the conversion in both directions."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -39,7 +39,11 @@ class NamePair:
 
 
 def layout_of(config: TransformerConfig) -> str:
-    """'gpt2', 'llama' or 'arcee'. ValueError names the option that none of them has."""
+    """Return the layout of a configuration: 'gpt2', 'llama' or 'arcee'.
+
+    Raises:
+        ValueError: If no layout supports an option. The message names it.
+    """
     if config.num_moe_experts is not None:
         raise ValueError(f"num_moe_experts is {config.num_moe_experts}; experts have no counterpart in these layouts")
     if config.qk_layernorm:
@@ -68,7 +72,7 @@ def layout_of(config: TransformerConfig) -> str:
 
 
 def config_for_transformers(config: TransformerConfig) -> dict[str, Any]:
-    """The content of config.json."""
+    """Convert a configuration to the content of config.json."""
     layout = layout_of(config)
     common = {
         "model_type": layout,
@@ -112,7 +116,11 @@ def config_for_transformers(config: TransformerConfig) -> dict[str, Any]:
 
 
 def config_from_transformers(theirs: Mapping[str, Any]) -> TransformerConfig:
-    """Our configuration for a config.json. ValueError names the entry that our GPT has no counterpart for."""
+    """Convert the content of a config.json to our configuration.
+
+    Raises:
+        ValueError: If our GPT does not support an entry. The message names it.
+    """
     layout = theirs.get("model_type")
     if layout not in LAYOUTS:
         raise ValueError(f"model_type is {layout!r}; read are {', '.join(LAYOUTS)}")
@@ -175,7 +183,15 @@ def _expect(theirs: Mapping[str, Any], **wanted: Any) -> None:
 
 
 def to_transformers(config: TransformerConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their state_dict. ValueError where `state` has other names than a whole GPT of this configuration."""
+    """Convert our state_dict to theirs.
+
+    Args:
+        config: Configuration of the model.
+        state: state_dict of a full GPT.
+
+    Raises:
+        ValueError: If `state` has other names than a full GPT of this configuration.
+    """
     entries = list(_entries(config))
     _same_names({entry.ours for entry in entries}, state)
     return {
@@ -186,7 +202,15 @@ def to_transformers(config: TransformerConfig, state: Mapping[str, Tensor]) -> d
 
 
 def from_transformers(config: TransformerConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state_dict. ValueError where `theirs` has other names than such a model."""
+    """Convert their state_dict to ours.
+
+    Args:
+        config: Configuration of the model.
+        theirs: state_dict of a transformers model.
+
+    Raises:
+        ValueError: If `theirs` has other names than such a model.
+    """
     entries = list(_entries(config))
     names = {name for entry in entries for name in entry.theirs}
     ignored = {HEAD} if config.share_embeddings_and_output_weights else set()
@@ -196,7 +220,7 @@ def from_transformers(config: TransformerConfig, theirs: Mapping[str, Tensor]) -
 
 
 def paths_of(config: TransformerConfig) -> dict[str, str]:
-    """Our modules, and those there that give the same output, by name: all but mixed products."""
+    """Map the names of our modules to their modules with the same output, except mixed projections."""
     found = {}
     for entry in _entries(config):
         ours, (theirs, *more) = entry.ours, entry.theirs
@@ -217,7 +241,7 @@ def _same_names(expected: set[str], found: Mapping[str, Tensor]) -> None:
 
 
 def _entries(config: TransformerConfig) -> Iterator[NamePair]:
-    """Every tensor of a whole GPT, in order."""
+    """Yield every tensor of a full GPT, in order."""
     yield _same(EMBEDDING, EMBEDDINGS[layout_of(config)])
     if layout_of(config) == "gpt2":
         yield _same("embedding.position_embeddings.weight", "transformer.wpe.weight")
@@ -274,7 +298,7 @@ def _same(ours: str, theirs: str) -> NamePair:
 
 
 def _linear(ours: str, theirs: str) -> NamePair:
-    """gpt2 keeps the matrices of linear layers as [in, out]."""
+    """Pair a linear layer with gpt2's, which stores matrices as [in, out]."""
     return NamePair(ours, (theirs,), lambda whole: [_turned(whole)], lambda parts: _turned(parts[0]))
 
 
@@ -283,7 +307,7 @@ def _turned(tensor: Tensor) -> Tensor:
 
 
 def _split_qkv(config: TransformerConfig, mixed: Tensor) -> list[Tensor]:
-    """Rows of groups, each its queries, its key and its value, to all queries, all keys, all values."""
+    """Split rows grouped by query group (queries, key, value) into all queries, all keys, all values."""
     per_group = config.num_attention_heads // config.query_groups
     groups = mixed.unflatten(0, (config.query_groups, per_group + 2, config.head_size))
     return [part.flatten(0, 2) for part in groups.split([per_group, 1, 1], dim=1)]

@@ -1,4 +1,4 @@
-"""The parts of a transformer: its configuration, norms, attention, MLP, layers and embeddings."""
+"""Building blocks of a transformer: configuration, norms, attention, MLP, layers and embeddings."""
 
 from core.transformer.attention import SelfAttention
 from core.transformer.language_model_embedding import LanguageModelEmbedding

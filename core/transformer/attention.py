@@ -1,4 +1,4 @@
-"""Causal self-attention with its heads split over tensor, its positions over context parallelism."""
+"""Causal self-attention with heads split over tensor parallelism and positions over context parallelism."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class SelfAttention(nn.Module):
-    """Projection to queries, keys and values, scaled dot product, projection back.
+    """QKV projection, scaled dot-product attention, and output projection.
 
-    Input and output: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; a rank holds the query groups
-    (one head of keys and values, with the query heads that read it) rank * groups / tp and following. Under context
-    parallelism s is what this rank holds of the sequence, and attention is the only part that asks the other ranks.
+    Input and output: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism. A query group is one key/value
+    head with its query heads; rank r has groups / tp of them, starting at r * groups / tp. Under context parallelism s
+    is this rank's part of the sequence, and attention is the only layer that communicates with the other ranks.
+
+    Args:
+        config: Configuration of the model.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        name: Path of the module in the full model, which seeds its weights.
+        recompute_core: Recompute attention without its projections in backward.
     """
 
     def __init__(
@@ -40,7 +46,7 @@ class SelfAttention(nn.Module):
         self.cp_group = context_parallel_group(config, pg_collection)
         self.recompute_core = recompute_core
         self.heads_per_group = config.num_attention_heads // config.query_groups
-        # The rows of one query group lie together: its queries, its key, its value. So a slice of rows is whole groups.
+        # The rows of one query group are contiguous: its queries, its key, its value. So a slice has complete groups.
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             config.query_groups * (self.heads_per_group + 2) * config.head_size,
@@ -79,7 +85,12 @@ class SelfAttention(nn.Module):
                     declare_gradient(param, partial_over=("tp",))
 
     def forward(self, hidden: Tensor, packed: PackedTokens | None = None) -> Tensor:
-        """Attention of each position to itself and those before it, of its own document where documents are packed."""
+        """Compute causal attention, within each document if documents are packed.
+
+        Args:
+            hidden: [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism.
+            packed: Documents and positions of the tokens, if they are not one sequence each.
+        """
         documents, positions = (None, None) if packed is None else (packed.documents, packed.positions)
         mixed, _ = self.linear_qkv(hidden)
         rows = self.heads_per_group + 2
@@ -101,7 +112,7 @@ class SelfAttention(nn.Module):
         return output
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
-        """[s, b, heads, d] three times -> [s, b, heads * d]."""
+        """Compute attention of query, key and value [s, b, heads, d] to [s, b, heads * d]."""
         if self.cp_group is not None and group_size(self.cp_group) > 1:
             comm_type = self.config.cp_comm_type
             context = context_parallel_attention(query, key, value, self.cp_group, comm_type, documents)

@@ -1,4 +1,4 @@
-"""The random stream that a dropout draws from: Note [Random streams] in core/tensor_parallel/random.py."""
+"""Dropout with the random streams of Note [Random streams] in core/tensor_parallel/random.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from core.tensor_parallel.random import DROPOUT_STREAM, SPLIT_DROPOUT_STREAM, ge
 
 
 def dropout_stream(probability: float, tp_size: int, *, is_split: bool) -> contextlib.AbstractContextManager[None]:
-    """Inside the block a rank draws from the stream for dropout of an activation of a tensor-parallel group.
+    """Draw from the tensor-parallel group's dropout stream inside the block.
 
-    is_split: True if each rank of the group has a part of the activation, False if all have copies. RuntimeError where
-    several ranks have no streams. A rank alone then draws from torch's default one, as its user has seeded it.
+    A single rank without streams draws from torch's default one, as seeded by its user.
+
+    Args:
+        probability: Probability of dropout; nothing is done for 0.
+        tp_size: Ranks of the tensor-parallel group.
+        is_split: True if each rank of the group has a part of the activation, False if all have copies.
+
+    Raises:
+        RuntimeError: If there are several ranks and their streams were not seeded.
     """
     stream = SPLIT_DROPOUT_STREAM if is_split else DROPOUT_STREAM
     if probability == 0.0 or (tp_size == 1 and stream not in get_rng_tracker()):
@@ -23,7 +30,15 @@ def dropout_stream(probability: float, tp_size: int, *, is_split: bool) -> conte
 
 
 def hidden_dropout(hidden: Tensor, probability: float, *, training: bool, tp_size: int, is_split: bool) -> Tensor:
-    """Dropout of [s, b, hidden]. is_split: True if its sequence is split over the `tp_size` ranks."""
+    """Apply dropout to [s, b, hidden].
+
+    Args:
+        hidden: Activation.
+        probability: Probability of dropout.
+        training: Apply dropout only if True.
+        tp_size: Ranks of the tensor-parallel group.
+        is_split: True if the sequence is split over these ranks.
+    """
     if not training or probability == 0.0:
         return hidden
     with dropout_stream(probability, tp_size, is_split=is_split):

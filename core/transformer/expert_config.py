@@ -1,4 +1,4 @@
-"""ExpertConfig: what a mixture of experts adds to a model's configuration."""
+"""ExpertConfig: fields of a model's configuration for a mixture of experts."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class ExpertConfig(ModelParallelConfig):
 
     @property
     def expert_tensor_parallel(self) -> int:
-        """Ranks that one expert is split over."""
+        """Number of ranks that one expert is split over."""
         size = self.expert_tensor_parallel_size
         return self.tensor_model_parallel_size if size is None else size
 
     def is_moe_layer(self, number: int) -> bool:
-        """True if layer `number`, counted from 0, holds experts."""
+        """True if layer `number`, counted from 0, has experts."""
         if self.num_moe_experts is None:
             return False
         if isinstance(self.moe_layer_freq, int):
@@ -75,7 +75,15 @@ class ExpertConfig(ModelParallelConfig):
         return bool(self.moe_layer_freq[number])
 
     def check_experts(self, num_layers: int, ffn_size: int) -> None:
-        """ValueError, with the arithmetic and the nearest legal values, for experts that cannot be built."""
+        """Check that the experts can be built.
+
+        Args:
+            num_layers: Layers of the full model.
+            ffn_size: Hidden size of one expert.
+
+        Raises:
+            ValueError: If not. The message has the arithmetic and the nearest valid values.
+        """
         experts, ep, etp = self.num_moe_experts, self.expert_model_parallel_size, self.expert_tensor_parallel
         if experts is None:
             if ep > 1:

@@ -16,12 +16,16 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModelEmbedding(nn.Module):
-    """Token ids [b, s] to [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism.
+    """Embedding of token ids [b, s] to [s, b, hidden], or to [s / tp, b, hidden] under sequence parallelism.
 
-    Under context parallelism s is what this rank holds of the sequence.
+    Under context parallelism s is this rank's part of the sequence. Under sequence parallelism the ranks' partial word
+    embeddings are reduce-scattered, with half the traffic of an all-reduce. Each rank then adds its own positions, so
+    the gradient of a position is on one rank and zero on the others.
 
-    Under sequence parallelism the ranks' partial word embeddings are reduce-scattered, half the traffic of an
-    all-reduce, and each rank adds the positions it keeps: a position's gradient is on one rank, zero on the others.
+    Args:
+        config: Configuration of the model.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        name: Path of the module in the full model, which seeds its weights.
     """
 
     def __init__(
@@ -52,10 +56,14 @@ class LanguageModelEmbedding(nn.Module):
             self.position_embeddings.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Embeddings of token ids [b, s] at their positions.
+        """Embed token ids at their positions.
 
-        positions: [b, s]; by default those that this rank holds of the sequence, from 0 on; ValueError then for a
-        sequence that is too long.
+        Args:
+            input_ids: [b, s].
+            positions: [b, s]. Defaults to this rank's positions, counted from 0 through the sequence.
+
+        Raises:
+            ValueError: If the sequence is too long for the default positions.
         """
         length = input_ids.shape[1]
         whole = length * self.cp_size
@@ -67,7 +75,7 @@ class LanguageModelEmbedding(nn.Module):
         if self.position_embeddings is not None:
             kept = divide(length, self.sequence_split_over, "sequence length over tensor-parallel size")
             first = self.word_embeddings.tp_rank * kept if self.sequence_split_over > 1 else 0
-            # Through the module, not its weight: the wrapper's hooks wait for weights that are still on their way.
+            # Call the module instead of reading its weight: the wrapper's hooks wait for weights in flight.
             if positions is None:
                 positions = positions_on_rank(length, self.cp_size, self.cp_rank, input_ids.device).unsqueeze(0)
             embedded = self.position_embeddings(positions[:, first : first + kept])

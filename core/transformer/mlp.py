@@ -1,4 +1,4 @@
-"""The MLP of a transformer layer, its hidden channels split over tensor parallelism."""
+"""MLP of a transformer layer, with hidden channels split over tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 def swiglu(wide: Tensor) -> Tensor:
-    """silu(gate) * value of [..., gate and value side by side]."""
+    """Compute silu(gate) * value, with gate and value concatenated in the last dimension."""
     gate, value = wide.chunk(2, dim=-1)
     return F.silu(gate) * value
 
 
 def gelu(wide: Tensor) -> Tensor:
-    """GELU of any shape, elementwise."""
+    """Compute GELU elementwise."""
     return F.gelu(wide)
 
 
@@ -29,9 +29,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "swiglu": sw
 
 
 class MLP(nn.Module):
-    """Up, activation, down; with SwiGLU (arXiv 2002.05202) up is a gate and a value side by side.
+    """Up projection, activation, down projection.
 
-    recompute_activation: True if backward computes the output of the activation again, which is freed in between.
+    With SwiGLU (arXiv 2002.05202) the up projection computes a gate and a value.
+
+    Args:
+        config: Configuration of the model.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        name: Path of the module in the full model, which seeds its weights.
+        recompute_activation: Free the output of the activation after use, and recompute it in backward.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class MLP(nn.Module):
             config=config,
             init_method=normal_init(config.init_method_std),
             bias=config.add_bias_linear,
-            stride=parts,  # gate and value are split each for itself, so a rank's halves belong together
+            stride=parts,  # gate and value are split separately, so a rank has matching halves
             pg_collection=pg_collection,
             name=None if name is None else f"{name}.linear_fc1",
         )
@@ -68,7 +74,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[s, b, hidden] to the same, or [s / tp, b, hidden] under sequence parallelism."""
+        """Apply the MLP to [s, b, hidden], or to [s / tp, b, hidden] under sequence parallelism."""
         wide, _ = self.linear_fc1(hidden)
         again = self.recompute_activation and self.training
         wide = computed_again(self.activation, wide) if again else self.activation(wide)

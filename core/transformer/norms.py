@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last dimension, with the tag that says what their gradients need."""
+"""LayerNorm and RMSNorm over the last dimension, tagged for the reduction of their gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from core.tensor_parallel.unsaved_output import computed_again
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * weight + bias. Under sequence parallelism it sees some positions: gradients are partial."""
+    """Layer normalization: (x - mean) / std * weight + bias.
+
+    Under sequence parallelism it sees this rank's positions only, so its gradients are partial.
+    """
 
     def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False) -> None:
         super().__init__()
@@ -23,7 +26,7 @@ class LayerNorm(nn.Module):
         self.bias.sequence_parallel = config.sequence_parallel
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Normalised input, [..., size]."""
+        """Normalize the input, [..., size]."""
         shape, eps = self.weight.shape, self.eps
         if self.recompute and self.training:
             args = input_, self.weight, self.bias
@@ -32,7 +35,10 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / root mean square * weight (arXiv 1910.07467). Under sequence parallelism its gradient is partial."""
+    """RMS normalization: x / root mean square * weight (arXiv 1910.07467).
+
+    Under sequence parallelism it sees this rank's positions only, so its gradient is partial.
+    """
 
     def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False) -> None:
         super().__init__()
@@ -42,16 +48,22 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Normalised input, [..., size]."""
+        """Normalize the input, [..., size]."""
         shape, eps = self.weight.shape, self.eps
         if self.recompute and self.training:
             return computed_again(lambda x, weight: F.rms_norm(x, shape, weight, eps), input_, self.weight)
-        # A CPU's rms_norm reads its input twice. Through one view both gradients are added up before they leave, as
-        # they are where the norm is computed again.
+        # On a CPU rms_norm reads its input twice. One view sums both gradients before they are passed on, as happens
+        # when the norm is recomputed.
         return F.rms_norm(input_.view_as(input_), shape, self.weight, eps)
 
 
 def build_norm(config: ModelParallelConfig, size: int, *, recompute: bool = False) -> nn.Module:
-    """The norm that `config.normalization` names. recompute: True if backward computes its output again."""
+    """Create the norm named by `config.normalization`.
+
+    Args:
+        config: Configuration of the model.
+        size: Size of the last dimension.
+        recompute: Recompute the output in backward.
+    """
     kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[getattr(config, "normalization", "LayerNorm")]
     return kind(config, size, getattr(config, "layernorm_epsilon", 1e-5), recompute=recompute)

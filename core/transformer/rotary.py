@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv 2104.09864): each pair of a head's channels is turned by an angle, more at each position."""
+"""Rotary position embeddings (arXiv 2104.09864): rotate pairs of a head's channels by position-dependent angles."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from core.context_parallel import positions_on_rank
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns queries and keys; has no parameters.
+    """Rotation of queries and keys, without parameters.
 
-    cp_size, cp_rank: which positions this rank holds, where the sequence is split over context parallelism.
+    Args:
+        head_size: Channels of a head.
+        base: Base of the angles.
+        cp_size: Context-parallel size.
+        cp_rank: Context-parallel rank, which determines this rank's positions.
     """
 
     def __init__(self, head_size: int, base: float = 10000.0, cp_size: int = 1, cp_rank: int = 0) -> None:
@@ -24,9 +28,11 @@ class RotaryEmbedding(nn.Module):
         self._turns: tuple[tuple[int, torch.dtype, torch.device], Tensor, Tensor] | None = None
 
     def forward(self, *inputs: Tensor, positions: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Each of the inputs [s, b, heads, head_size], turned by its position.
+        """Rotate each input by its position.
 
-        positions: [b, s]; by default those that this rank holds of the sequence, from 0 on.
+        Args:
+            inputs: Tensors [s, b, heads, head_size].
+            positions: [b, s]. Defaults to this rank's positions, counted from 0 through the sequence.
         """
         cos, sin = self._cos_sin(inputs[0]) if positions is None else self._turns_of(positions, inputs[0])
         return tuple(input_ * cos + _quarter_turn(input_) * sin for input_ in inputs)
@@ -39,7 +45,7 @@ class RotaryEmbedding(nn.Module):
         return self._turns[1], self._turns[2]
 
     def _turns_of(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [s, b, 1, head_size] of positions [b, s]."""
+        """Return cosine and sine [s, b, 1, head_size] of positions [b, s]."""
         # In fp64, so that every dtype gets the angles of the same positions, rounded once.
         exponent = torch.arange(0, self.head_size, 2, dtype=torch.float64, device=positions.device) / self.head_size
         angle = rearrange(positions, "b s -> s b 1 1") * self.base**-exponent
@@ -48,6 +54,6 @@ class RotaryEmbedding(nn.Module):
 
 
 def _quarter_turn(input_: Tensor) -> Tensor:
-    """The channel pairs are (i, i + head_size / 2), as in GPT-NeoX."""
+    """Rotate channel pairs (i, i + head_size / 2) by 90 degrees, as in GPT-NeoX."""
     first, second = input_.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)

@@ -1,4 +1,4 @@
-"""The layers of one pipeline stage, with recomputation."""
+"""Transformer layers of one pipeline stage, with activation recomputation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from core.transformer.transformer_layer import TransformerLayer
 
 
 class TransformerBlock(nn.Module):
-    """Layers `layer_numbers` of the model, counted from 0 over all stages, and the last norm on the last stage."""
+    """Transformer layers of one stage, and the final norm on the last stage.
+
+    Args:
+        config: Configuration of the model.
+        layer_numbers: Layers, counted from 0 over all stages. Defaults to all.
+        post_process: True on the last stage.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        name: Path of the module in the full model, which seeds its weights.
+    """
 
     def __init__(
         self,
@@ -44,7 +52,12 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = build_norm(config, config.hidden_size) if post_process else None
 
     def forward(self, hidden: Tensor, packed: PackedTokens | None = None) -> Tensor:
-        """[s, b, hidden], the sequence split under sequence and context parallelism. packed: the tokens' documents."""
+        """Apply all layers.
+
+        Args:
+            hidden: [s, b, hidden], with the sequence split under sequence and context parallelism.
+            packed: Documents of the tokens, if they are packed.
+        """
         for position, layer in enumerate(self.layers):
             if position < self.num_full_recompute and self.training:
                 hidden = checkpoint(layer, False, hidden, packed)

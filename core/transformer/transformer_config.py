@@ -1,4 +1,4 @@
-"""TransformerConfig: the shape of a transformer, its experts, and the fields that the gradient path reads."""
+"""TransformerConfig: shape of a transformer, its experts, and the fields that affect gradients."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class TransformerConfig(ExpertConfig):
 
     @property
     def recomputed_parts(self) -> frozenset[str]:
-        """The parts of a layer that backward computes again; none unless the granularity is 'selective'."""
+        """Parts of a layer that backward recomputes; empty unless the granularity is 'selective'."""
         return frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
 
     @property
     def query_groups(self) -> int:
-        """Heads of keys and values."""
+        """Number of key/value heads."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
 
     @property

@@ -19,11 +19,17 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, hidden], the sequence split under sequence parallelism.
+    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    number: the layer's, counted from 0 over the whole model; it says whether experts stand in the MLP's place.
-    recompute_modules: the parts that backward computes again, as TransformerConfig names them; recompute_attention is
-    'core_attn'.
+    Input and output: [s, b, hidden], with the sequence split under sequence parallelism.
+
+    Args:
+        config: Configuration of the model.
+        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        name: Path of the module in the full model, which seeds its weights.
+        recompute_attention: Same as 'core_attn' in `recompute_modules`.
+        number: Layer number, counted from 0 over the full model; it decides if experts replace the MLP.
+        recompute_modules: Parts that backward recomputes, named as in TransformerConfig.
     """
 
     def __init__(
@@ -49,12 +55,17 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = build_norm(config, config.hidden_size, recompute=norms_again)
         self.tp_size = self.self_attention.tp_size
         self.recompute_mlp = ("moe" if config.is_moe_layer(number) else "mlp") in recompute_modules
-        # What is inside of a checkpoint is computed again already.
+        # Parts inside a checkpoint are recomputed already.
         inner = () if self.recompute_mlp else recompute_modules
         self.mlp = _build_mlp(config, pg_collection, None if name is None else f"{name}.mlp", number, inner)
 
     def forward(self, hidden: Tensor, packed: PackedTokens | None = None) -> Tensor:
-        """The next hidden state. packed: the tokens' documents and positions, where they are not one sequence."""
+        """Compute the next hidden state.
+
+        Args:
+            hidden: [s, b, hidden].
+            packed: Documents and positions of the tokens, if they are not one sequence each.
+        """
         normed = self.input_layernorm(hidden)
         output = run_unsaved(self.self_attention, normed, packed)
         del normed
