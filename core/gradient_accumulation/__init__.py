@@ -1,8 +1,8 @@
-"""Gradient accumulation: an optimizer, loader, handlers and scheduler that act once in `accumulate_size` microbatches.
+"""Gradient accumulation: an optimizer, loader, handlers and scheduler that act once per `accumulate_size` microbatches.
 
-One `Accumulation` knows where the cycle stands, and the four wrappers read it; only backwards move it. A batch that is
-skipped moves nothing, and a second backward on the same batch belongs to the same microbatch. So the wrappers cannot
-disagree about when a step is due.
+The four wrappers share one `Accumulation` with the position in the cycle, which only backward passes advance. A skipped
+batch changes nothing, and a second backward on the same batch belongs to the same microbatch. So the wrappers always
+agree on when a step is due.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def accumulate_gradient(
 ) -> tuple[
     GradAccumOptimizer, GradAccumDataloader, list[GradAccumGradientHandler] | None, GradAccumLrSchedulerByStep | None
 ]:
-    """Make a loop's objects accumulate over `accumulate_size` microbatches. The loop is unchanged.
+    """Wrap the objects of a training loop to accumulate over `accumulate_size` microbatches. The loop is unchanged.
 
         optimizer, loader, _, scheduler = accumulate_gradient(
             model, optimizer, loader, 4, lr_scheduler=scheduler
@@ -52,10 +52,21 @@ def accumulate_gradient(
             optimizer.step()
             scheduler.step()
 
-    model: plain, or in torch's or core's DistributedDataParallel, which then reduces once a cycle. It is not wrapped.
-    Returns (optimizer, dataloader, gradient_handlers, lr_scheduler); what was None stays None.
-    Raises ValueError or TypeError for a size that is no integer of at least 1, and for handlers that are no list of
-    handlers.
+    Args:
+        model: A plain module, or one in torch's or core's DistributedDataParallel, which then reduces once per cycle.
+            It is not wrapped.
+        optimizer: See `GradAccumOptimizer`.
+        dataloader: Iterable of microbatches.
+        accumulate_size: Microbatches per step.
+        gradient_handlers: List of handlers, or None.
+        lr_scheduler: A torch scheduler, or None.
+
+    Returns:
+        (optimizer, dataloader, gradient_handlers, lr_scheduler); None for those not passed.
+
+    Raises:
+        ValueError: If the size is below 1.
+        TypeError: If the size is not an integer, or `gradient_handlers` is not a list of handlers.
     """
     state = Accumulation(accumulate_size)
     handlers = None
@@ -82,11 +93,11 @@ def accumulate_gradient(
 
 
 class GradAccumDataloader(StandIn):
-    """Drops the batches at the end of an epoch that make no whole cycle.
+    """Data loader that drops the last batches of an epoch if they do not complete a cycle.
 
-    Of 10 batches and a size of 4, 8 are given. What a loader that is not torch's has left by its length, and its end,
-    are then consumed, when the batch after the last one is asked for. An iterable without a length, endless or not, is
-    read one cycle ahead. Iterators are independent of each other.
+    Of 10 batches with a size of 4, it yields 8. After the last one, it also consumes the remaining batches (by length)
+    and the end of a loader that is not torch's. An iterable without a length, endless or not, is read one cycle ahead.
+    Iterators are independent of each other.
     """
 
     _inner = "dataloader"
@@ -94,7 +105,7 @@ class GradAccumDataloader(StandIn):
     def __init__(self, dataloader: Iterable[Any], accumulate_size: int, *, state: Accumulation | None = None) -> None:
         self.accumulation = shared_state(state, accumulate_size)
         self.dataloader = dataloader
-        self._position = 0  # batches given in this epoch
+        self._position = 0  # batches yielded in this epoch
         self._resume_at = 0
 
     def __len__(self) -> int:
@@ -111,11 +122,14 @@ class GradAccumDataloader(StandIn):
         self._position = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Number of batches of this epoch that were given."""
+        """Return the number of batches yielded in this epoch."""
         return {"position": self._position}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Skip, in the next epoch that is begun, what was given before. The loader must give the same order again."""
+        """Skip the batches yielded before, in the next epoch that starts.
+
+        The loader must produce the same order again.
+        """
         self._position = self._resume_at = int(state_dict["position"])
 
     def _whole_cycles(self) -> Iterator[Any]:
@@ -132,16 +146,16 @@ class GradAccumDataloader(StandIn):
             yield batch
             given += 1
         if given == length - length % size and not isinstance(self.dataloader, DataLoader):
-            # One more than is left, because some loaders rewind when they have said that they are at the end; no more
-            # than that, because an endless one never says so.
+            # Read one more than remain, because some loaders rewind when they signal their end; not more, because an
+            # endless loader never does.
             collections.deque(itertools.islice(iterator, length % size + 1), maxlen=0)
 
 
 class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
-    """Steps the inner scheduler once for an update of the parameters, however often and whenever it is called.
+    """LR scheduler wrapper that steps once per parameter update, independent of the number and time of its calls.
 
-    Made alone, without the optimizer's `state`, it steps on every `accumulate_size`-th call, unless the optimizer of
-    the scheduler says `step_was_skipped` (a loss scale's overflow; all optimizers of this package do).
+    Without the optimizer's `state`, it steps on every `accumulate_size`-th call, unless the scheduler's optimizer has
+    `step_was_skipped` set (after an overflow; all optimizers of this package set it).
     """
 
     _inner = "lr_scheduler"
@@ -153,11 +167,11 @@ class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
 
     @staticmethod
     def compute_effective_steps_per_epoch(dataloader: Any, accumulate_size: int) -> int:
-        """Updates in an epoch: what a schedule's total steps are counted in."""
+        """Return the number of updates per epoch, the unit of a schedule's total steps."""
         return len(dataloader) // checked_size(accumulate_size)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the inner scheduler if the parameters were updated since the last time."""
+        """Step the inner scheduler if the parameters were updated since the last step."""
         state = self.accumulation
         if self.alone:
             driven = getattr(self.lr_scheduler, "optimizer", None)
@@ -167,22 +181,23 @@ class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
             self.lr_scheduler.step(*args, **kwargs)
 
     def get_lr(self) -> list[float]:
-        """The inner scheduler's."""
+        """Return the learning rates of the inner scheduler."""
         rates: list[float] = self.lr_scheduler.get_lr()
         return rates
 
     def get_last_lr(self) -> list[float]:
-        """The inner scheduler's."""
+        """Return the last learning rates of the inner scheduler."""
         rates: list[float] = self.lr_scheduler.get_last_lr()
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner scheduler's, with the number of calls since its last step where this one counts calls."""
+        """Return the inner scheduler's state, and the number of calls since its last step if this wrapper counts calls.
+        """
         count = {"accumulate_step": self.accumulation.count} if self.alone else {}
         return {**self.lr_scheduler.state_dict(), **count}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was called. Also takes the inner scheduler's alone."""
+        """Restore a state from `state_dict`, or a state of the inner scheduler only."""
         inner = dict(state_dict)
         count = inner.pop("accumulate_step", 0)
         if self.alone:
@@ -191,9 +206,9 @@ class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
 
 
 class GradAccumGradientHandler(BaseGradientHandler):
-    """Runs the inner handler once a cycle, when a step is due; a second call in a cycle does nothing.
+    """Gradient handler wrapper that runs once per cycle, when a step is due; a second call in a cycle does nothing.
 
-    Made alone, without the optimizer's `state`, it runs on every `accumulate_size`-th call.
+    Without the optimizer's `state`, it runs on every `accumulate_size`-th call.
     """
 
     def __init__(
@@ -211,7 +226,7 @@ class GradAccumGradientHandler(BaseGradientHandler):
         self.accumulation.handlers += 1
 
     def handle_gradient(self) -> None:
-        """Reduce the accumulated gradient if a step is due. Collective then."""
+        """Reduce the accumulated gradient if a step is due. Collective in that case."""
         state = self.accumulation
         if self.alone:
             if state.counted_call():

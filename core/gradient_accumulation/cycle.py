@@ -1,4 +1,4 @@
-"""Accumulation: where a cycle of microbatches stands. Pure; the wrappers of core.gradient_accumulation share one."""
+"""Position in a cycle of microbatches, shared by the wrappers of core.gradient_accumulation. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ logger = logging.getLogger(__name__)
 
 
 class AccumulationError(RuntimeError):
-    """A call that would mix one cycle's gradients with another's, or use them before they are whole."""
+    """Raised for a call that would mix gradients of two cycles, or use them before they are fully reduced."""
 
 
 class Accumulation:
-    """The one count of a cycle: ACCUMULATING while `count < size`, then DUE until the optimizer has stepped.
+    """Counter of a cycle: accumulating while `count < size`, then due until the optimizer has stepped.
 
-    A backward begins a new microbatch if a batch was drawn or `step` was called since the last one. Where no loader of
-    ours is ever drawn from, every backward is a microbatch.
+    A backward starts a new microbatch if a batch was drawn or `step` was called since the last one. If no batch is ever
+    drawn from our loader, every backward is a microbatch.
     """
 
     def __init__(self, size: int) -> None:
@@ -26,10 +26,10 @@ class Accumulation:
         self.fresh = True  # True if the next backward begins a microbatch
         self.has_loader = False  # True once a batch was drawn from a loader of ours
         self.drawn_ahead = 0  # batches since the last backward
-        self.drawn_for_this = 0  # batches for the microbatch that is going on
-        self.tokens: float | None = None  # of this cycle on this rank, where losses are sums over tokens
+        self.drawn_for_this = 0  # batches for the current microbatch
+        self.tokens: float | None = None  # tokens of this cycle on this rank, if losses are sums over tokens
         self.reduced = False  # True once this cycle's gradients are reduced, scaled or clipped
-        self.handlers = 0  # that share this state, and must run before a step
+        self.handlers = 0  # number of handlers that share this state, and must run before a step
         self.handled: set[int] = set()
         self.schedule_due = False  # True while the scheduler has not followed an update
         self.optimizer: Callable[[], Any] = _no_optimizer  # a weak reference to the GradAccumOptimizer
@@ -41,18 +41,18 @@ class Accumulation:
 
     @property
     def is_last(self) -> bool:
-        """True if the microbatch that is going on, or comes next, is the last of the cycle."""
+        """True if the current or next microbatch is the last of the cycle."""
         return self.count + self.fresh >= self.size
 
     def drew(self) -> None:
-        """A batch was drawn: the next backward begins a microbatch."""
+        """Record that a batch was drawn: the next backward starts a microbatch."""
         self.has_loader = True
         self.drawn_ahead += 1
         self.fresh = True
         self._changed()
 
     def expect_backward(self) -> None:
-        """Raise AccumulationError if a backward now would spoil gradients that a step is due for."""
+        """Raise AccumulationError if a backward now would corrupt gradients of a due step."""
         if self.reduced or self.handled:
             raise AccumulationError(
                 "backward() came after this cycle's gradients were reduced or clipped; call optimizer.step() first"
@@ -72,7 +72,11 @@ class Accumulation:
             self.drawn_for_this = 1
 
     def backward_done(self, num_tokens: float | None) -> None:
-        """A backward has added its gradients."""
+        """Record that a backward has accumulated its gradients.
+
+        Args:
+            num_tokens: Tokens of the microbatch, if its loss is a sum over tokens.
+        """
         if self.fresh:
             self.count += 1
             self.drawn_for_this = self.drawn_ahead
@@ -83,28 +87,32 @@ class Accumulation:
         self._changed()
 
     def stepped(self) -> None:
-        """`step` was called and nothing was due: the next backward begins a microbatch."""
+        """Record a call of `step` with nothing due: the next backward starts a microbatch."""
         self.fresh = True
         self._changed()
 
     def updated(self, *, made: bool) -> None:
-        """The cycle is over. made: True if the optimizer updated the parameters, False if it skipped (overflow)."""
+        """End the cycle.
+
+        Args:
+            made: True if the optimizer updated the parameters, False if it skipped the step (overflow).
+        """
         self.schedule_due = self.schedule_due or made
         self.begin()
 
     def counted_call(self) -> bool:
-        """Count a call of a wrapper that is used without the optimizer; True for every `size`-th."""
+        """Count a call of a wrapper without an optimizer; return True for every `size`-th call."""
         self.count = (self.count + 1) % self.size
         return self.count == 0
 
     def begin(self) -> None:
-        """A new cycle."""
+        """Start a new cycle."""
         self.count, self.fresh, self.tokens, self.reduced = 0, True, None, False
         self.handled.clear()
         self._changed()
 
     def finalize(self) -> None:
-        """Have the optimizer make gradients whole, where a wrapper of ours has left that to it."""
+        """Let the optimizer reduce gradients that our wrapper has left to it."""
         if (optimizer := self.optimizer()) is not None:
             optimizer.finalize()
 
@@ -117,11 +125,11 @@ class Accumulation:
 
 
 def _no_optimizer() -> None:
-    """In place of a weak reference."""
+    """Placeholder for a weak reference."""
 
 
 def checked_size(size: int) -> int:
-    """`accumulate_size`, refused when it is no integer of at least 1."""
+    """Return `accumulate_size`; TypeError if it is not an integer, ValueError if it is below 1."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"accumulate_size is {size!r}; it must be an integer")
     if size < 1:
@@ -130,7 +138,11 @@ def checked_size(size: int) -> int:
 
 
 def shared_state(state: Accumulation | None, size: int) -> Accumulation:
-    """The state that other wrappers share, or one of its own. ValueError if the sizes differ."""
+    """Return the state shared with other wrappers, or a new one.
+
+    Raises:
+        ValueError: If the sizes differ.
+    """
     if state is None:
         return Accumulation(size)
     if state.size != checked_size(size):
@@ -139,9 +151,9 @@ def shared_state(state: Accumulation | None, size: int) -> Accumulation:
 
 
 class StandIn:
-    """Stands in for another object: what is not defined here is read from it."""
+    """Proxy for another object: attributes not defined here are read from it."""
 
-    _inner: str  # the name under which the other object is held
+    _inner: str  # name of the attribute with the other object
 
     def __getattr__(self, name: str) -> Any:
         # A copy is made without __init__, and special methods are not looked up here.

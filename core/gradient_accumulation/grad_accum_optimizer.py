@@ -1,4 +1,4 @@
-"""GradAccumOptimizer: scales each loss once, and steps, clips and reduces once a cycle of microbatches."""
+"""GradAccumOptimizer: scales each loss, and steps, clips and reduces once per cycle of microbatches."""
 
 from __future__ import annotations
 
@@ -26,13 +26,20 @@ TorchDDP = nn.parallel.DistributedDataParallel
 
 
 class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
-    """Scales each loss by 1 / `accumulate_size`; `step`, `zero_grad` and clipping do nothing until a step is due.
+    """Optimizer wrapper for gradient accumulation.
 
-    optim: a torch optimizer, one of `get_megatron_optimizer`, or one with ColossalAI's `backward` and
-    `clip_grad_by_norm`. model: its wrappers (torch's and core's DistributedDataParallel) are kept under no_sync,
-    forward included, for all microbatches but the last; core's is finalized at the boundary unless the loop has done
-    so. state: shared with the other wrappers. data_group: the ranks whose tokens are counted together; by default those
-    of torch's DistributedDataParallel, else this rank alone.
+    Each loss is scaled by 1 / `accumulate_size`; `step`, `zero_grad` and clipping do nothing until a step is due.
+
+    Args:
+        optim: A torch optimizer, one from `get_megatron_optimizer`, or one with ColossalAI's `backward` and
+            `clip_grad_by_norm`.
+        accumulate_size: Microbatches per step.
+        model: Its wrappers (torch's and core's DistributedDataParallel) stay under no_sync, including the forward, for
+            all microbatches but the last. core's wrapper is finalized at the end of the cycle unless the loop has done
+            so.
+        state: State shared with the other wrappers.
+        data_group: Returns the group over which tokens are summed. Defaults to the group of torch's
+            DistributedDataParallel, else this rank only.
     """
 
     _inner = "optim"
@@ -56,13 +63,13 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         self._norm: Any = None
         self._held = False
         self._no_sync = ExitStack()
-        weakref.finalize(self, self._no_sync.close)  # a model that outlives us reduces again
+        weakref.finalize(self, self._no_sync.close)  # a model that outlives this object reduces again
         self.accumulation.optimizer = weakref.ref(self)
         self.hold_reductions()
 
     @property
     def accumulate_size(self) -> int:
-        """Microbatches a step."""
+        """Microbatches per step."""
         return self.accumulation.size
 
     @property
@@ -76,10 +83,12 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         return self.accumulation.is_due
 
     def backward(self, loss: torch.Tensor, num_tokens: float | torch.Tensor | None = None) -> None:
-        """Accumulate the gradient of loss / accumulate_size: the loss is a mean over its microbatch.
+        """Accumulate the gradient of loss / accumulate_size.
 
-        num_tokens: the loss is a sum over so many tokens instead. It is not scaled; at the boundary gradients are
-        divided by the tokens of the whole cycle and data group, so that microbatches may differ in size.
+        Args:
+            loss: Mean over the microbatch, or a sum over tokens if `num_tokens` is given.
+            num_tokens: Tokens of the microbatch. The loss is then not scaled. At the end of the cycle gradients are
+                divided by the tokens of the entire cycle and data group, so microbatches may differ in size.
         """
         tokens = self._begin(num_tokens)
         scaled = loss / self.accumulation.size if tokens is None else loss
@@ -94,7 +103,13 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, num_tokens: float | torch.Tensor | None = None
     ) -> None:
-        """Continue with a gradient from elsewhere (the next pipeline stage), whose loss is scaled already."""
+        """Run backward from a gradient of the next pipeline stage or another source, whose loss is scaled already.
+
+        Args:
+            tensor: Output to differentiate.
+            grad: Its gradient.
+            num_tokens: Tokens of the microbatch, as in `backward`.
+        """
         tokens = self._begin(num_tokens)
         if hasattr(self.optim, "backward_by_grad"):
             self.optim.backward_by_grad(tensor, grad)
@@ -104,7 +119,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         self.accumulation.backward_done(tokens)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner optimizer's step when one is due, and its answer; None otherwise."""
+        """Step the inner optimizer if a step is due, and return its result; else return None."""
         if not self.accumulation.is_due:
             self.accumulation.stepped()
             return None
@@ -117,22 +132,31 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero gradients at the beginning of a cycle; do nothing in the middle of one."""
+        """Zero gradients at the beginning of a cycle; do nothing later in a cycle."""
         if self.accumulation.count == 0:
             self.optim.zero_grad(*args, **kwargs)
 
     def discard(self) -> None:
-        """Drop the gradients of this cycle and begin a new one. On all ranks alike."""
+        """Drop the gradients of this cycle and start a new one. All ranks must call it."""
         self._norm = None
         self.accumulation.begin()
         for wrapper in self._ours:
-            wrapper.zero_grad_buffer()  # which waits for what is on its way
+            wrapper.zero_grad_buffer()  # waits for reductions in flight
         self.optim.zero_grad()
 
     def clip_grad_norm(self, model: nn.Module | None, max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip the whole gradient when a step is due, once; the norm before it, or None when none is due.
+        """Clip the full gradient once, if a step is due.
 
-        A `max_norm` of 0 or less clips nothing. Raises ValueError where the norm can only be known by the optimizer.
+        Args:
+            model: Model whose gradients are clipped. None for all parameters of the optimizer.
+            max_norm: Maximum norm; 0 or less disables clipping.
+            norm_type: Order of the norm.
+
+        Returns:
+            The norm before clipping, or None if no step is due.
+
+        Raises:
+            ValueError: If only the optimizer can compute the norm.
         """
         if not self.accumulation.is_due or max_norm <= 0:
             return None
@@ -147,11 +171,15 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         return self._norm
 
     def clip_grad_by_norm(self, max_norm: float) -> Any:
-        """ColossalAI's other name for `clip_grad_norm`, with the same condition."""
+        """Call `clip_grad_norm` on the model, under ColossalAI's name."""
         return self.clip_grad_norm(self.model, max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and this rank's place in the cycle, and its partial gradients."""
+        """Return the inner optimizer's state, this rank's position in the cycle, and its partial gradients.
+
+        Raises:
+            AccumulationError: If a step is due and its gradients may be in flight to other ranks.
+        """
         state = self.accumulation
         if state.reduced or state.handled or (state.is_due and self._ours):
             raise AccumulationError(
@@ -177,9 +205,12 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was called, in the middle of a cycle too. Also takes the inner optimizer's alone.
+        """Restore a state from `state_dict`, also mid-cycle, or a state of the inner optimizer only.
 
-        Each rank loads its own. Raises ValueError, before anything is changed, when the size or the parameters differ.
+        Each rank loads its own state.
+
+        Raises:
+            ValueError: If the size or the parameters differ. Nothing is changed then.
         """
         inner = dict(state_dict)
         saved = inner.pop("accumulation", None) or {"count": 0, "gradients": {}, "size": self.accumulation.size}
@@ -222,7 +253,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
     # -- the boundary -----------------------------------------------------------------------------------------------
 
     def hold_reductions(self) -> None:
-        """Reduce in the last microbatch only. torch's wrapper decides in forward, so this is set before it."""
+        """Reduce in the last microbatch only. torch's wrapper decides in forward, so this must be set before it."""
         if self.accumulation.is_last:
             self._no_sync.close()
             self._held = False
@@ -232,7 +263,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
             self._held = True
 
     def _settle(self) -> None:
-        """Once a cycle, before clipping or the step: make the accumulated gradient whole and scaled."""
+        """Fully reduce and scale the accumulated gradient, once per cycle, before clipping or the step."""
         state = self.accumulation
         if len(state.handled) < state.handlers:
             raise AccumulationError(
@@ -245,7 +276,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         state.reduced = True
 
     def finalize(self) -> None:
-        """Make the gradients of wrappers of ours whole, unless the loop has done so."""
+        """Finalize the gradients of core's wrappers, unless the loop has done so."""
         if any(wrapper.reducer.open for wrapper in self._ours):
             tokens = self.accumulation.tokens
             finalize_model_grads(
@@ -253,7 +284,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
             )
 
     def _divide_by_tokens(self, tokens: float) -> None:
-        """Turn the mean over ranks of sums over tokens into the mean over all tokens of the data group."""
+        """Convert the rank-mean of token sums to the mean over all tokens of the data group."""
         total, size = tokens, 1
         group = self._token_group()
         if group is not None and dist.get_world_size(group) > 1:

@@ -1,4 +1,4 @@
-"""Base class of gradient handlers: called once a step, after backward and before clipping."""
+"""Base class of gradient handlers, called once per step after backward and before clipping."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import nn
 
 
 class BaseGradientHandler(ABC):
-    """Makes the gradients of a model whole before the optimizer's step. Subclass it for a reduction of your own.
+    """Reduction of a model's gradients before the optimizer's step. Subclass it for a custom reduction.
 
-    model: where the gradients accumulate. optimizer: what updates the parameters.
+    Args:
+        model: Model with the gradients.
+        optimizer: Optimizer of the parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -20,4 +22,4 @@ class BaseGradientHandler(ABC):
 
     @abstractmethod
     def handle_gradient(self) -> None:
-        """Reduce the gradients, in place. Collective: every rank of the groups concerned calls it."""
+        """Reduce the gradients in place. Collective: every rank of the groups involved must call it."""

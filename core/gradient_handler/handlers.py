@@ -1,11 +1,11 @@
-"""The handlers that reduce over process groups: which parameters, over which group, divided by what.
+"""Gradient handlers that reduce over process groups.
 
-Groups default to `parallel_state`'s. `bucket_cap_mb`: at most so many MiB travel in one collective (a larger tensor
-travels alone). `deterministic`: add in rank order, as the engine's deterministic_reduction.
+Groups default to those of `parallel_state`. `bucket_cap_mb` limits the MiB per collective (a larger tensor is sent
+alone). `deterministic` sums in rank order, like the engine's deterministic_reduction.
 
-The handlers that average over data skip parameters that a wrapper reduces. Which ones these are is asked in every call,
+Handlers that average over data ranks skip parameters that a wrapper reduces. These are determined in every call,
 because a wrapper may have been deleted since the last one. Gradients of torch's DistributedDataParallel are compared
-between ranks: `no_sync` may have left them local.
+between ranks, because `no_sync` may have left them local.
 """
 
 from __future__ import annotations
@@ -28,7 +28,16 @@ from core.groups.agree import SyncError
 
 
 class GroupGradientHandler(BaseGradientHandler):
-    """Sums loose gradients over groups; a subclass says which. `traffic` counts what it sent."""
+    """Base class of handlers that sum loose gradients over groups chosen by a subclass.
+
+    Args:
+        model: Model with the gradients.
+        optimizer: Optimizer of the parameters.
+        bucket_cap_mb: Maximum MiB per collective; None for no limit.
+        deterministic: Sum in rank order.
+
+    `traffic` counts the data sent.
+    """
 
     same_names = True  # True if the parameters of a group are named alike on all its ranks
 
@@ -46,14 +55,18 @@ class GroupGradientHandler(BaseGradientHandler):
 
     @abstractmethod
     def gradients(self) -> list[LooseGradient]:
-        """List the gradients that this handler is for, in an order that all ranks of a group share. Called once."""
+        """List the gradients of this handler, in an order that all ranks of a group share. Called once."""
 
     def wrappers(self) -> dict[int, Wrapper]:
-        """Return who reduces parameters in this handler's place now, by id of the parameter."""
+        """Return the wrappers that currently reduce parameters instead of this handler, by id of the parameter."""
         return {}
 
     def not_ready(self, wrappers: Mapping[int, Wrapper]) -> Exception | None:
-        """Return what keeps this rank from reducing now, or None. wrappers: see `wrappers`."""
+        """Return an error if this rank cannot reduce now, else None.
+
+        Args:
+            wrappers: Result of `wrappers`.
+        """
         if [id(param) for param in self._model.parameters()] != self._planned:
             return GradientHandlerError(
                 "the model's parameters are not those of the first call; make a new handler after changing the model"
@@ -61,7 +74,7 @@ class GroupGradientHandler(BaseGradientHandler):
         return None
 
     def handle_gradient(self) -> None:
-        """Reduce the gradients in place. Collective over the handler's groups; nothing to do without process groups."""
+        """Reduce the gradients in place. Collective over the handler's groups; does nothing without process groups."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         if self._reduction is None:
@@ -81,10 +94,15 @@ class GroupGradientHandler(BaseGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class DataParallelGradientHandler(GroupGradientHandler):
-    """Averages all gradients over the data-parallel ranks (context-parallel ones included).
+    """Handler that averages all gradients over the data-parallel ranks (including context-parallel ones).
 
-    group: the ranks to average over; by default `parallel_state`'s data x context parallel group.
-    Raises ContractError for an expert's parameter (`allreduce=False`), which is MoeGradientHandler's.
+    Refuses an expert's parameter (`allreduce=False`) with a ContractError; use MoeGradientHandler for it.
+
+    Args:
+        model: Model with the gradients.
+        optimizer: Optimizer of the parameters.
+        group: Ranks to average over. Defaults to `parallel_state`'s data x context parallel group.
+        options: Further arguments of GroupGradientHandler.
     """
 
     def __init__(
@@ -95,7 +113,7 @@ class DataParallelGradientHandler(GroupGradientHandler):
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The group that gradients are averaged over."""
+        """Group that gradients are averaged over."""
         return self._group if self._group is not None else parallel_state.get_process_groups().require("dp_cp")
 
     def gradients(self) -> list[LooseGradient]:
@@ -139,21 +157,27 @@ class DataParallelGradientHandler(GroupGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class SequenceParallelGradientHandler(DataParallelGradientHandler):
-    """Averages all gradients over the ranks of a pipeline stage that hold other samples or other parts of a sequence.
+    """Handler that averages all gradients over ranks with different samples or different parts of a sequence.
 
-    group: those ranks, data x sequence; by default `parallel_state`'s data x context parallel group. Each rank's loss
-    is the mean over its part of the sequence, so the average is the gradient of the mean over everything.
+    Each rank's loss is the mean over its part of the sequence, so the average is the gradient of the global mean.
+    `group` is data x sequence; it defaults to `parallel_state`'s data x context parallel group.
     """
 
 
 @GRADIENT_HANDLER.register_module
 class MoeGradientHandler(DataParallelGradientHandler):
-    """Averages dense gradients over the data-parallel ranks and sums each expert's over the ranks that hold it.
+    """Handler that averages dense gradients over data-parallel ranks and sums expert gradients over their replicas.
 
-    group: the data group; expert_group: the ranks that hold the same experts (`moe_info.dp_group` on a parameter wins);
-    by default `parallel_state`'s. An expert is marked by `allreduce=False`, `moe_info` or `ep_group`. Its gradient is a
-    sum over tokens that came from all ranks, each divided by its own rank's loss only, so it is divided by the size of
-    the whole data group, as a dense one is.
+    An expert is marked by `allreduce=False`, `moe_info` or `ep_group`. Its gradient is a sum over tokens from all
+    ranks, each normalized by its own rank's loss only. So it is divided by the size of the full data group, like a
+    dense gradient.
+
+    Args:
+        model: Model with the gradients.
+        optimizer: Optimizer of the parameters.
+        expert_group: Ranks with the same experts. Defaults to `parallel_state`'s; a parameter's `moe_info.dp_group`
+            takes precedence.
+        options: Further arguments of DataParallelGradientHandler, such as the data `group`.
     """
 
     def __init__(
@@ -174,17 +198,18 @@ class MoeGradientHandler(DataParallelGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class PipelineSharedModuleGradientHandler(GroupGradientHandler):
-    """Sums the gradients of a module that several pipeline stages share, such as a tied embedding.
+    """Handler that sums the gradients of a module shared by several pipeline stages, such as a tied embedding.
 
-    A shared parameter carries its group in `param.pipeline_shared_module_pg`. Each stage holds one use's part of the
-    gradient, so the parts are added, not averaged. Works on a model in core's DistributedDataParallel too, after
-    `finalize_model_grads`; not where that sums the parameter itself (`shared_embedding`) or shards its gradient.
+    The attribute `pipeline_shared_module_pg` of a shared parameter is its group. Each stage has a part of the gradient,
+    so the parts are summed, not averaged. It also works on a model in core's DistributedDataParallel, after
+    `finalize_model_grads`; but not if the wrapper sums the parameter itself (`shared_embedding`) or shards its
+    gradient.
     """
 
     same_names = False
 
     def gradients(self) -> list[LooseGradient]:
-        """List the gradients of parameters that carry a group."""
+        """List the gradients of parameters with a group."""
         return [LooseGradient(name, param, _stages_of(param)) for name, param in self._shared()]
 
     def not_ready(self, wrappers: Mapping[int, Wrapper]) -> Exception | None:
@@ -221,15 +246,16 @@ class PipelineSharedModuleGradientHandler(GroupGradientHandler):
 
 
 def _stages_of(param: nn.Parameter) -> Any:
-    """The group of the stages that share the parameter, if any."""
+    """Return the group of the stages that share a parameter, or None."""
     return getattr(param, "pipeline_shared_module_pg", None)
 
 
-# -- who reduces what already ---------------------------------------------------------------------------------------
+# -- existing reductions --------------------------------------------------------------------------------------------
 
 
 def is_expert(param: nn.Parameter) -> bool:
-    """True for an expert's parameter, in our words (`allreduce=False`) or in ColossalAI's (`moe_info`, `ep_group`)."""
+    """True for an expert's parameter, marked in our way (`allreduce=False`) or ColossalAI's (`moe_info`, `ep_group`).
+    """
     if data_group_of(param) == "expt_dp" or getattr(param, "ep_group", None) is not None:
         return True
     info = getattr(param, "moe_info", None)

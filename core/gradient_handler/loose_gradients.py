@@ -1,8 +1,8 @@
-"""Gradients that lie loose in `.grad`, made whole over their groups: in place, coalesced by dtype and group.
+"""Reduction of loose gradients (in `.grad`) over their groups: in place, coalesced by dtype and group.
 
 The engine keeps gradients in buckets whose layout all ranks know. Loose gradients may be missing, strided or of another
-dtype on some ranks, so before anything is sent the ranks of a group agree on what there is: one small maximum a group
-and step. A difference is an error on all of them, never a wait.
+dtype on some ranks. So before any reduction the ranks of a group exchange this information: one small maximum per group
+and step. A difference raises an error on all of them instead of a hang.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ GRAD_DTYPES = (
     torch.complex128,
 )
 MISSING = 0  # the code of "no gradient here"; dtype i of GRAD_DTYPES has code i + 1
-FROZEN = len(GRAD_DTYPES) + 1  # the code of a parameter that does not train: above all others
+FROZEN = len(GRAD_DTYPES) + 1  # the code of a frozen parameter: above all others
 
 
 class GradientHandlerError(RuntimeError):
-    """Gradients that cannot be reduced together; raised on all ranks of the group."""
+    """Raised on all ranks of a group if their gradients cannot be reduced together."""
 
 
 @dataclass(frozen=True, slots=True)
 class LooseGradient:
-    """One parameter whose `.grad` is to be summed over a group, after a multiplication with `scale`."""
+    """One parameter whose `.grad` is scaled and then summed over a group."""
 
     name: str
     param: nn.Parameter
@@ -56,9 +56,9 @@ class LooseGradient:
 class Wrapper(NamedTuple):
     """A wrapper that reduces parameters.
 
-    Args:
-        name: For messages.
-        group: The ranks that it averages over.
+    Attributes:
+        name: Name for messages.
+        group: Ranks that it averages over.
         may_be_local: True if its gradients may differ between ranks after backward, as under torch's `no_sync`.
     """
 
@@ -68,7 +68,7 @@ class Wrapper(NamedTuple):
 
 
 def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient to reduce: that of a sharded parameter's `colo_attr` where it holds one, else `param.grad`."""
+    """Return the gradient to reduce: from a sharded parameter's `colo_attr` if it has one, else `param.grad`."""
     sharded: Any = getattr(param, "colo_attr", None)
     if sharded is not None and not sharded.saved_grad.is_null():
         payload: torch.Tensor = sharded.grad_payload
@@ -77,10 +77,17 @@ def gradient_of(param: nn.Parameter) -> torch.Tensor | None:
 
 
 class LooseReduction:
-    """The gradients of one handler, planned once.
+    """Reduction of one handler's gradients, planned once.
 
-    same_names: True if a group's parameters are named alike on its ranks. Copies of a parameter on several pipeline
-    stages are not; they are matched by their order. Making it is collective over all groups that it names.
+    Construction is collective over all groups of the gradients.
+
+    Args:
+        gradients: All gradients of the handler.
+        collectives: Runs the collectives.
+        bucket_cap_mb: Maximum MiB per collective; None for no limit.
+        same_names: True if a group's parameters have equal names on its ranks. Copies of a parameter on several
+            pipeline stages do not; they are matched by their order.
+        failure: This rank's own error. All ranks of its groups raise then.
     """
 
     def __init__(
@@ -106,11 +113,11 @@ class LooseReduction:
     def run(self, wrappers: Mapping[int, Wrapper], failure: Exception | None = None) -> None:
         """Reduce the gradients that no wrapper has reduced. Collective over the groups of all gradients.
 
-        A parameter without a gradient here and with one elsewhere contributes zeros and gets the sum; one without a
-        gradient anywhere is left without.
+        A parameter with a gradient on another rank only contributes zeros and gets the sum; one without a gradient on
+        any rank stays without.
 
         Args:
-            wrappers: Who reduces a parameter, by its id.
+            wrappers: The wrapper that reduces a parameter, by the parameter's id.
             failure: This rank's own error. All ranks of its groups raise then.
 
         Raises:
@@ -156,7 +163,7 @@ class LooseReduction:
 
 
 def _flat(gradient: LooseGradient, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient as one row, [numel]: its own memory where that is contiguous, else a copy; zeros where none is."""
+    """Return a gradient as [numel]: a view if it is contiguous, else a copy; zeros if it is missing."""
     grad = gradient_of(gradient.param)
     if grad is None:
         return torch.zeros(gradient.param.numel(), dtype=dtype, device=gradient.param.device)
@@ -164,12 +171,12 @@ def _flat(gradient: LooseGradient, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _on_wire(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensor itself, or its copy on the GPU where it lies on the CPU and the group's backend moves none of that."""
+    """Return the tensor, or a GPU copy if the group's backend cannot send CPU tensors."""
     return flat.to(control_device(group)) if flat.device.type == "cpu" else flat
 
 
 def _put_back(param: nn.Parameter, reduced: torch.Tensor) -> None:
-    """Store a reduced row in `param.grad`, keeping its memory and strides; give a parameter without one a gradient."""
+    """Store a reduced row in `param.grad`, keeping its memory and strides; create the gradient if it is missing."""
     grad = gradient_of(param)
     if grad is None:
         if reduced.dtype != param.dtype:
@@ -180,9 +187,10 @@ def _put_back(param: nn.Parameter, reduced: torch.Tensor) -> None:
 
 
 def _by_group(gradients: Sequence[LooseGradient]) -> dict[dist.ProcessGroup, list[LooseGradient]]:
-    """Small groups first, then by ranks: an order that all ranks share, so that no circle of waits can form.
+    """Group the gradients, small groups first, then by ranks: an order that all ranks share, so no deadlock is
+    possible.
 
-    What goes wrong in a small group (experts) is then known in the large one around it before anything is sent there.
+    An error in a small group (experts) is then known in the larger group around it before anything is sent there.
     """
     ranks = {gradient.group: sorted(dist.get_process_group_ranks(gradient.group)) for gradient in gradients}
     in_order = sorted(ranks, key=lambda group: (len(ranks[group]), ranks[group]))
@@ -202,8 +210,8 @@ def _without_reduced(
 ) -> list[int]:
     """Return the codes, with MISSING for gradients that a wrapper has made equal on all ranks. Collective.
 
-    A mean of gradients that some ranks have averaged in part is the mean of all: averaging is linear, and changes
-    nothing that is equal already. So what torch's wrapper has left local is averaged like loose gradients.
+    Averaging is linear and leaves equal values unchanged. So the mean of gradients that some ranks have already
+    averaged is the mean of all of them, and gradients that torch's wrapper has left local are averaged like loose ones.
     """
     compared = []
     for place, (gradient, code) in enumerate(zip(served, codes, strict=True)):
@@ -234,7 +242,7 @@ def _agree(
     wrappers: Mapping[int, Wrapper],
     failure: Exception | None,
 ) -> list[int]:
-    """The code of every gradient, MISSING where no rank has one. Raises on all ranks of the group alike."""
+    """Return the code of every gradient, MISSING if no rank has one. Raises on all ranks of the group together."""
     names = [None if (wrapper := wrappers.get(id(g.param))) is None else wrapper.name for g in served]
     digest = zlib.crc32(repr(names).encode())
     codes = [MISSING] * len(served)
@@ -272,7 +280,7 @@ def _agree(
 
 
 def _code(gradient: LooseGradient, wrapper: Wrapper | None) -> int:
-    """This rank's code for a gradient. Raises GradientHandlerError for one that cannot travel."""
+    """Return this rank's code for a gradient; GradientHandlerError if it cannot be sent."""
     grad = gradient_of(gradient.param)
     if wrapper is not None and not wrapper.may_be_local:
         return MISSING

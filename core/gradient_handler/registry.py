@@ -1,4 +1,4 @@
-"""Gradient handlers by name."""
+"""Registry of gradient handlers by name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ Handler = TypeVar("Handler", bound=type[BaseGradientHandler])
 
 
 class Registry:
-    """Classes by their name."""
+    """Registry of classes by name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._modules: dict[str, type[BaseGradientHandler]] = {}
 
     def register_module(self, module: Handler) -> Handler:
-        """Decorator: make a subclass of BaseGradientHandler known under its class name. ValueError if that is taken."""
+        """Register a subclass of BaseGradientHandler under its class name. Use as a decorator.
+
+        Raises:
+            TypeError: If it is no subclass of BaseGradientHandler.
+            ValueError: If the name is taken.
+        """
         if not (isinstance(module, type) and issubclass(module, BaseGradientHandler)):
             raise TypeError(f"registry {self.name!r} takes subclasses of BaseGradientHandler, got {module!r}")
         if module.__name__ in self._modules:
@@ -32,14 +37,18 @@ class Registry:
         return module
 
     def get_module(self, name: str) -> type[BaseGradientHandler]:
-        """The class of that name; ValueError that lists the known ones."""
+        """Return the class of that name.
+
+        Raises:
+            ValueError: If there is no such class. The message lists the known names.
+        """
         if name not in self._modules:
             known = ", ".join(sorted(self._modules))
             raise ValueError(f"{name!r} is not in registry {self.name!r}; known are {known}")
         return self._modules[name]
 
     def has(self, name: str) -> bool:
-        """True if there is a class of that name."""
+        """True if a class of that name is registered."""
         return name in self._modules
 
 
@@ -49,15 +58,20 @@ GRADIENT_HANDLER = Registry("gradient_handler")
 def build_gradient_handler(
     config: str | Mapping[str, Any], model: nn.Module, optimizer: Any, **options: Any
 ) -> BaseGradientHandler:
-    """Make the handler that a configuration names.
-
-    config: a registered name, or a dict with the name under "type" and further arguments of the class; it is
-    not changed. options: further arguments, which win over the config's.
+    """Create the handler named by a configuration.
 
         config = {"type": "DataParallelGradientHandler", "bucket_cap_mb": 25}
         build_gradient_handler(config, model, optimizer)
 
-    Raises ValueError for an unknown or missing name.
+    Args:
+        config: A registered name, or a dict with the name under "type" and further arguments of the class. It is not
+            modified.
+        model: Model with the gradients.
+        optimizer: Optimizer of the parameters.
+        options: Further arguments, which override the config's.
+
+    Raises:
+        ValueError: If the name is unknown or missing.
     """
     arguments = {"type": config} if isinstance(config, str) else dict(config)
     name = arguments.pop("type", None)

@@ -1,4 +1,4 @@
-"""ZeROGradientHandler: leaves the reduction to an optimizer that knows whose gradient is whose."""
+"""ZeROGradientHandler: delegates the reduction to an optimizer that knows which rank needs which gradient."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from core.gradient_handler.registry import GRADIENT_HANDLER
 
 
 class GradSyncUnsupported(TypeError):
-    """The optimizer has no gradients of its own to reduce."""
+    """Raised for an optimizer that cannot reduce gradients."""
 
 
 @runtime_checkable
 class SupportsGradSync(Protocol):
-    """An optimizer that reduces the gradients it will use."""
+    """Protocol of an optimizer that reduces its own gradients."""
 
     def sync_grad(self) -> None:
-        """Reduce all gradients of the step, so that `step` may follow. Collective."""
+        """Reduce all gradients before `step`. Collective."""
 
 
 @GRADIENT_HANDLER.register_module
 class ZeROGradientHandler(BaseGradientHandler):
-    """Calls `optimizer.sync_grad()`, which the optimizer of LowLevelZeroPlugin has too.
+    """Handler that calls `optimizer.sync_grad()`, which the optimizer of LowLevelZeroPlugin also has.
 
-    An optimizer of `get_megatron_optimizer` is finalized through its model chunks.
+    For an optimizer of `get_megatron_optimizer` it finalizes the model chunks instead.
 
-    Raises GradSyncUnsupported, when it is made, for an optimizer that can do neither.
+    Args:
+        model: Model with the gradients.
+        optimizer: Optimizer that reduces its gradients.
+
+    Raises:
+        GradSyncUnsupported: If the optimizer supports neither.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
@@ -43,7 +48,7 @@ class ZeROGradientHandler(BaseGradientHandler):
             )
 
     def handle_gradient(self) -> None:
-        """Reduce the gradients of the step, once: a second call before the next backward does nothing. Collective."""
+        """Reduce the gradients of the step. Collective. A second call before the next backward does nothing."""
         if isinstance(self._optimizer, SupportsGradSync):
             self._optimizer.sync_grad()
             return

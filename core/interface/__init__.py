@@ -1,4 +1,4 @@
-"""Interface of boosted models and optimizers: the same for a loop under every plugin."""
+"""Interface of boosted models and optimizers, equal for a training loop under every plugin."""
 
 from core.interface.model import AMPModelMixin, ModelWrapper
 from core.interface.optimizer import OptimizerWrapper

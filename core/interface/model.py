@@ -1,4 +1,4 @@
-"""ModelWrapper: a model as a plugin returns it, with the plain module one `unwrap()` away."""
+"""ModelWrapper: model returned by a plugin; `unwrap()` returns the plain module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 
-# Attributes of a transformers model that are right on a part of it. A layer that is returned holds this rank's part.
+# Attributes of a transformers model that are correct for a part of it. A returned layer is this rank's part.
 PASSED_ON = (
     *("config", "generation_config", "device", "dtype", "main_input_name", "base_model_prefix", "can_generate"),
     *("get_input_embeddings", "get_output_embeddings", "peft_config", "active_adapter", "active_adapters"),
@@ -22,9 +22,12 @@ SAVE = (
 
 
 class ModelWrapper(nn.Module):
-    """Holds a model as `module`. A plugin derives from it to change the forward or what `unwrap` finds.
+    """Wrapper with the model as `module`. Plugins subclass it to change the forward or `unwrap`.
 
-    Of the attributes of a transformers model it has those that are right on a part of the model (`PASSED_ON`).
+    It forwards those attributes of a transformers model that are correct for a part of the model (`PASSED_ON`).
+
+    Args:
+        module: The wrapped model.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -50,7 +53,7 @@ class ModelWrapper(nn.Module):
         self.module = module
 
     def unwrap(self) -> nn.Module:
-        """The user's own module, under all wrappers: these are the names that checkpoints use."""
+        """Return the user's module under all wrappers. Checkpoints use its parameter names."""
         module = self.module
         while isinstance(module, (ModelWrapper, nn.parallel.DistributedDataParallel)):
             module = module.module
@@ -72,18 +75,18 @@ class ModelWrapper(nn.Module):
         return [part for part in self.modules() if isinstance(part, kinds)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Call the module's forward."""
         return self.module(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call a transformers model's own `generate`. Every rank calls it; data ranks may have other prompts."""
+        """Call a transformers model's `generate`. Every rank must call it; data ranks may have different prompts."""
         model: Any = self.unwrap()
         return model.generate(*args, **kwargs)
 
 
 @contextmanager
 def all_of(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    """Inside all of these contexts, which are entered one after another."""
+    """Enter all contexts, one after another."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -91,7 +94,7 @@ def all_of(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
 
 
 class AMPModelMixin:
-    """A model whose optimizer keeps master weights of its own."""
+    """Mixin for a model whose optimizer keeps master weights."""
 
     def update_master_params(self) -> None:
-        """Take over weights that were written into the model from outside. Called after a checkpoint is loaded."""
+        """Copy weights that were written into the model to the master weights. Called after a checkpoint is loaded."""

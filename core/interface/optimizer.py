@@ -1,4 +1,4 @@
-"""OptimizerWrapper: an optimizer as a plugin returns it; the loop calls it for backward, clipping and the step."""
+"""OptimizerWrapper: optimizer returned by a plugin, with backward, clipping and step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from core.optimizer.step.scaled_backward import scale_loss
 
 
 class OptimizerWrapper:
-    """Holds a torch optimizer, or another wrapper, as `optim`.
+    """Wrapper with a torch optimizer, or another wrapper, as `optim`.
 
-    Parameter groups are the inner optimizer's own objects, so a scheduler made before `boost` keeps working; make one
-    after `boost` with `unwrap()`. A plugin overrides `clip_grad_by_norm` and `agree_on_overflow` where a rank holds
-    only a part of each gradient, and `inner_state` and `load_inner_state` where the state is not torch's.
+    Parameter groups are the inner optimizer's objects, so a scheduler created before `boost` keeps working; after
+    `boost`, create one with `unwrap()`. A plugin overrides `clip_grad_by_norm` and `agree_on_overflow` if a rank has
+    only a part of each gradient, and `inner_state` and `load_inner_state` if the state is not torch's.
+
+    Args:
+        optim: The wrapped optimizer.
     """
 
-    scaler: LossScaler | None = None  # the loss scale, of fp16
+    scaler: LossScaler | None = None  # the loss scale, for fp16
 
     def __init__(self, optim: Any) -> None:
         self.optim = optim
@@ -36,13 +39,13 @@ class OptimizerWrapper:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's."""
+        """Parameter groups of the inner optimizer."""
         groups: list[dict[str, Any]] = self.optim.param_groups
         return groups
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's."""
+        """Default options of the inner optimizer."""
         defaults: dict[str, Any] = self.optim.defaults
         return defaults
 
@@ -51,7 +54,7 @@ class OptimizerWrapper:
         self.optim.add_param_group(param_group)
 
     def unwrap(self) -> Any:
-        """The torch optimizer under all wrappers."""
+        """Return the torch optimizer under all wrappers."""
         return self.optim.unwrap() if isinstance(self.optim, OptimizerWrapper) else self.optim
 
     # -- one step, in order ---------------------------------------------------------------------------------------
@@ -70,14 +73,14 @@ class OptimizerWrapper:
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
-        """Continue with a gradient from elsewhere, for example from the next pipeline stage. It is never scaled."""
+        """Run backward from a gradient, for example from the next pipeline stage. It is never scaled."""
         if isinstance(self.optim, OptimizerWrapper):
             self.optim.backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
         else:
             torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Bound each element of the gradient to [-clip_value, clip_value]."""
+        """Clamp each element of the gradient to [-clip_value, clip_value]."""
         nn.utils.clip_grad_value_(self.parameters, clip_value, *args, **kwargs)
 
     def clip_grad_by_norm(
@@ -88,10 +91,21 @@ class OptimizerWrapper:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Scale the whole gradient so that its norm is at most `max_norm`; return the norm before.
+        """Scale the full gradient so that its norm is at most `max_norm`.
 
-        Raises ValueError when max_norm is not positive (0 would make every gradient 0: leave the call out to train
-        without clipping), RuntimeError for a norm that is not finite where error_if_nonfinite.
+        Args:
+            max_norm: Maximum norm, positive (0 would zero every gradient; to disable clipping, do not call this).
+            norm_type: Order of the norm.
+            error_if_nonfinite: Raise if the norm is not finite.
+            args: Further arguments of the inner optimizer.
+            kwargs: Further arguments of the inner optimizer.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            ValueError: If `max_norm` is not positive.
+            RuntimeError: If the norm is not finite and `error_if_nonfinite` is True.
         """
         check_max_norm(max_norm)
         if isinstance(self.optim, OptimizerWrapper):
@@ -102,7 +116,9 @@ class OptimizerWrapper:
         return norm
 
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float | None:
-        """The norm of the last clipping: of the whole, unscaled gradient, before it was clipped. None before that."""
+        """Return the norm from the last clipping: of the full, unscaled gradient, before clipping. None before the
+        first.
+        """
         return self._grad_norm
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,17 +127,17 @@ class OptimizerWrapper:
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the last `step` left the parameters alone because a gradient overflowed."""
+        """True if the last `step` was skipped because a gradient overflowed."""
         return bool(getattr(self.unwrap(), "step_was_skipped", False))
 
     def note_step(self, *, skipped: bool) -> None:
-        """Leave the mark on the torch optimizer, which is what a scheduler holds."""
+        """Set `step_was_skipped` on the torch optimizer, because LR schedulers keep a reference to it."""
         self.unwrap().step_was_skipped = skipped
 
     # -- scaled losses --------------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the loss scale, in fp32: a scale is larger than fp16's numbers. Only with fp16."""
+        """Multiply the loss by the loss scale, in fp32 because a scale exceeds fp16's range. Only with fp16."""
         if self.scaler is None:
             raise NotImplementedError(
                 f"{type(self).__name__} has no loss scale; scale_loss is for fp16 mixed precision"
@@ -134,18 +150,19 @@ class OptimizerWrapper:
         raise NotImplementedError(f"{type(self).__name__} has no loss scale; unscale_grad is for fp16 mixed precision")
 
     def agree_on_overflow(self, found: bool) -> bool:
-        """Did any rank that holds a part of this gradient find inf or NaN? Here every rank holds the whole."""
+        """Return True if any rank with a part of this gradient found inf or NaN. Here every rank has the full gradient.
+        """
         return self.optim.agree_on_overflow(found) if isinstance(self.optim, OptimizerWrapper) else found
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, and `loss_scaler` with fp16."""
+        """Return the optimizer's state, with `loss_scaler` for fp16."""
         scale = {} if self.scaler is None else {"loss_scaler": self.scaler.state_dict()}
         return {**self.inner_state(), **scale}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was called. Without `loss_scaler` in it, the scale is unchanged."""
+        """Restore a state from `state_dict`. Without `loss_scaler` in it, the scale is unchanged."""
         inner = dict(state_dict)
         scale = None if self.scaler is None else inner.pop("loss_scaler", None)
         self.load_inner_state(inner)
@@ -153,26 +170,26 @@ class OptimizerWrapper:
             self.scaler.load_state_dict(scale)
 
     def inner_state(self) -> dict[str, Any]:
-        """The inner optimizer's, without numbers of numpy."""
+        """Return the inner optimizer's state, with numpy numbers converted to Python's."""
         state: dict[str, Any] = plain_numbers(self.optim.state_dict())
         return state
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `inner_state` was called."""
+        """Restore a state from `inner_state`."""
         self.optim.load_state_dict(state_dict)
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Remember each parameter's name in the plain module, for checkpoints and errors."""
+        """Record each parameter's name in the plain module, for checkpoints and errors."""
         self.param_names = {param: name for name, param in model.named_parameters()}
 
 
 def is_number(value: Any) -> bool:
-    """Can it be compared with a number? So can a tensor of one element; text and None cannot."""
+    """True if the value can be compared with a number, as a tensor of one element can."""
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def check_max_norm(max_norm: float) -> None:
-    """Refuse a norm that gradients cannot be clipped to."""
+    """Raise ValueError unless `max_norm` is a positive number."""
     if not is_number(max_norm) or not max_norm > 0:
         raise ValueError(
             f"max_norm is {max_norm!r}; it must be a positive number (0 would make every gradient 0). To train without "
@@ -181,6 +198,6 @@ def check_max_norm(max_norm: float) -> None:
 
 
 def check_clip_value(clip_value: float) -> None:
-    """Refuse a bound that would leave no gradient."""
+    """Raise ValueError unless `clip_value` is a positive number."""
     if not is_number(clip_value) or not clip_value > 0:
         raise ValueError(f"clip_value is {clip_value!r}; it must be a positive number")

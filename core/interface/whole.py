@@ -1,4 +1,4 @@
-"""Events of a program for `python -m core.verify`: a model to be cut, the loss of a microbatch, ranks to be started."""
+"""Program events for `python -m core.verify`: a model before sharding, the loss of a microbatch, the start of ranks."""
 
 from __future__ import annotations
 
@@ -15,25 +15,30 @@ STARTS: list[Callable[[], None]] = []
 
 
 def about_to_change(model: nn.Module) -> None:
-    """Call it with a whole model, before it is cut or sharded in place."""
+    """Report an unsharded model, before it is split or sharded in place."""
     for keep in KEEPERS:
         keep(model)
 
 
 def about_to_start_ranks() -> None:
-    """Call it before the program starts processes that run it as its ranks."""
+    """Report that the program is about to start processes that run it as its ranks."""
     for listen in STARTS:
         listen()
 
 
 def note(loss_fn: Callable[..., Any], *arguments: Any, per_token: bool = False) -> None:
-    """Say what a microbatch's loss is, where the model's forward does not give it. Does nothing but under the command.
+    """Report a microbatch's loss, if the model's forward does not return it. Does nothing without the command.
 
-    loss_fn(whole, *arguments): the mean loss of the microbatch, divided by nothing. per_token: True if it returns the
-    summed loss and the number of tokens. Call it once for each microbatch, on every rank, before its backward.
+    Call it once for each microbatch, on every rank, before its backward.
 
         verify.note(mean_loss, inputs, targets)
         (mean_loss(model, inputs, targets) / microbatches).backward()
+
+    Args:
+        loss_fn: Called as loss_fn(model, *arguments) with the unsharded model. Returns the mean loss of the microbatch,
+            not divided by the number of microbatches.
+        arguments: Further arguments of `loss_fn`.
+        per_token: True if `loss_fn` returns the summed loss and the number of tokens.
     """
     for listen in NOTES:
         listen(loss_fn, arguments, per_token)
