@@ -7,6 +7,7 @@ one replica get the same rows, a training step is a batch through the pipeline, 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -174,7 +175,9 @@ class LayoutParts(Base):
     ) -> Any:
         """As Transformers'. With stages the batch goes through the pipeline, forward and backward. Collective then."""
         if self.plugin is None or self.plugin.pp_size == 1 or self.boosted is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            averages = self.args.average_tokens_across_devices and not _loss_ignores_items(self)
+            with mock.patch.object(self.args, "average_tokens_across_devices", averages):
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         assert self.booster is not None, "made with the plugin"
         parts = 1
         if not torch.is_grad_enabled():
@@ -312,6 +315,20 @@ def _check_loader(loader: Any, replicas: int) -> None:
             f"the training loader deals rows to {sampler.num_replicas} ranks, and the model has {replicas} replicas, "
             "whose ranks need the same rows; return self.accelerator.prepare(DataLoader(...)) without that sampler"
         )
+
+
+def _loss_ignores_items(trainer: Any) -> bool:
+    """Return True if the loss is a mean over the rows of this rank, as in classification and question answering.
+
+    Transformers passes `num_items_in_batch` to every model that takes keywords, and multiplies the loss by the number
+    of processes because it expects a division by that number. If the loss ignores it, the loss and each gradient would
+    be multiplied alone.
+    """
+    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+        return False
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    loss_function = getattr(model, "loss_function", None)
+    return callable(loss_function) and "num_items_in_batch" not in inspect.signature(loss_function).parameters
 
 
 def _computes_of_logits(trainer: Any) -> bool:

@@ -274,6 +274,36 @@ def test_a_trainer_of_ones_own_logs_what_it_logs_on_one_process(
     assert_same(trainer, single)
 
 
+class Rated(Tokens):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": super().__getitem__(index)["input_ids"], "labels": torch.tensor(index % 3)}
+
+
+def classifier_trainer(kind: Any, folder: Path, batch: int, **options: Any) -> Any:
+    given = arguments_of(transformers.TrainingArguments, folder, batch)
+    model = llama("AutoModelForSequenceClassification", num_labels=3)
+    return kind(model, given, train_dataset=Rated(32), **options)
+
+
+@ranks(2)
+@pytest.mark.parametrize("by", ["ddp_config", "plugin"])
+def test_a_classifier_trains_on_two_ranks_as_on_one_process(rank: int, world: int, by: str, tmp_path: Path) -> None:
+    """Its loss takes no number of items, and was multiplied by the number of processes all the same."""
+    from core.integrations import Trainer
+
+    options: dict[str, Any] = {"plugin": plugin_of(1, 1)} if by == "plugin" else {}
+    with launched(rank, world):
+        trainer = classifier_trainer(Trainer, tmp_path, 4 // world, **options)
+        trainer.train()
+    with alone():
+        single = classifier_trainer(transformers.Trainer, tmp_path, 4)
+        single.train()
+    names = ("loss", "grad_norm")
+    torch.testing.assert_close(
+        torch.tensor(logged(trainer, *names)), torch.tensor(logged(single, *names)), atol=1e-5, rtol=1e-5
+    )
+
+
 def smooth(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     logits = outputs["logits"][:, :-1].flatten(0, 1)
     total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.3)
