@@ -1,4 +1,4 @@
-"""Keep Python's cyclic garbage collector from running while many lasting objects are made."""
+"""Pause of Python's cyclic garbage collector while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No cyclic collection inside; afterwards it is on or off as it was.
+    """Disable cyclic garbage collection inside the block, and restore its setting afterwards.
 
-    A model of 100 000 parameters gets a million objects when it is wrapped, and none of them is garbage. Whenever a
-    quarter more objects exist, the collector would look at all objects of the process again.
+    Wrapping a model of 100 000 parameters creates a million objects, and none of them is garbage. The collector would
+    scan all objects of the process again each time their number grows by a quarter.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The collectives of this process as torch's flight recorder has them, in words."""
+"""Descriptions of this process's collectives, from torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 
 import torch
 
-RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, where torch was built with it, and of gloo
+RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # NCCL's, if torch was built with it, and gloo's
 
 
 def unfinished_collective() -> str:
-    """The first collective of this process that has not ended; "" for none, or where none are recorded.
+    """Describe the first unfinished collective of this process; "" if there is no such record.
 
-    A GPU's collective runs while the host is elsewhere, so the host's place does not show it. torch records
-    those of NCCL always, and those of gloo where TORCH_FR_BUFFER_SIZE is set when the process starts.
+    A GPU collective runs asynchronously, so the host's location does not show it. torch always records NCCL's
+    collectives, and gloo's if TORCH_FR_BUFFER_SIZE is set when the process starts.
     """
     for name in RECORDERS:
         dump = getattr(torch._C._distributed_c10d, name, None)

@@ -1,7 +1,7 @@
-"""Workers of a DataLoader hold no connections of the rank that has forked them.
+"""Closing of a rank's connections in forked DataLoader workers.
 
-A forked process has all descriptors of its parent. A rank that is killed would seem to be alive to the others for as
-long as a worker of it runs: their connections to it stay open.
+A forked process inherits all descriptors of its parent. If a rank is killed, its connections stay open while a worker
+runs, so the rank would look alive to the others.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def drop_connections_in_workers() -> None:
-    """From now on, workers that a DataLoader forks let go of the network connections of this process."""
+    """Close inherited network connections in all DataLoader workers forked from now on."""
     if sys.platform == "linux":
         _register()
 
 
 @functools.cache
 def _register() -> None:
-    kept: set[int] = set()  # descriptors of sockets that Python knows: the data set may use one
+    kept: set[int] = set()  # descriptors of Python's own sockets: the data set may use one
 
     def before() -> None:
         kept.clear()
@@ -52,9 +52,12 @@ def _is_from_a_dataloader() -> bool:
 
 
 def drop_connections(kept: Collection[int] = ()) -> None:
-    """Let go of this process's network connections: those of gloo, NCCL and torch's store.
+    """Close this process's network connections: gloo's, NCCL's and those of torch's store.
 
-    Each descriptor stays, and leads nowhere, so that no other file takes its number.
+    Each descriptor stays open on the null device, so that no other file gets its number.
+
+    Args:
+        kept: Descriptors to keep.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):

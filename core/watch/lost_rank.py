@@ -1,4 +1,4 @@
-"""LostRank: a finding about a rank that others wait for, and what a failed wait says of all findings."""
+"""LostRank: a finding about a rank that others wait for, and its description in errors of failed waits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from core.watch.waiting import in_words
 
-DEAD, PAUSED, SILENT, MISSED, BACK = "dead", "paused", "silent", "missed", "back"  # what a finding says of a rank
+DEAD, PAUSED, SILENT, MISSED, BACK = "dead", "paused", "silent", "missed", "back"  # kinds of findings
 
 
 @dataclass(frozen=True)
 class LostRank:
-    """A finding about a rank: one of the kinds above, in words."""
+    """A finding about a rank: its kind (one of the constants above) and a description."""
 
     kind: str
     words: str
@@ -20,7 +20,7 @@ class LostRank:
 
 
 def in_order_found(lost: Mapping[int, LostRank]) -> list[str]:
-    """Return the findings in words; of several, which one was first."""
+    """Return the descriptions of the findings; if there are several, mark the first one."""
     words = [finding.words for finding in lost.values()]
     if len(words) < 2:
         return words
@@ -28,7 +28,7 @@ def in_order_found(lost: Mapping[int, LostRank]) -> list[str]:
 
 
 def next_step(lost: Mapping[int, LostRank]) -> str:
-    """Return what to do after a rank has died; empty if none has."""
+    """Return the advice for a dead rank; empty if no rank has died."""
     dead = [rank for rank, finding in lost.items() if finding.kind == DEAD]
     if not dead:
         return ""

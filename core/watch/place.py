@@ -1,4 +1,4 @@
-"""The main thread's place: what it waits for, or the module, call and line that it runs. Read from another thread."""
+"""Location of the main thread, read from another thread: its wait, or the module, call and line that it runs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from torch import nn
 from core.watch.waiting import call_of, current_wait, in_words, steps_of
 
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
-WAITS_IN = (*COLLECTIVES, "pipelining/schedules.py")  # the last one runs the model too, in frames further in
+WAITS_IN = (*COLLECTIVES, "pipelining/schedules.py")  # the last one also runs the model, in inner frames
 
 
 @dataclass(frozen=True)
 class Place:
-    """Words, and since when (monotonic seconds). waits: True if the thread waits for other ranks.
+    """Location of a thread.
 
-    ranks: those it waits for, and what: for which, as far as that is known. key: the thread is still there as long as
-    this does not change.
+    Attributes:
+        words: Description of the location.
+        since: Monotonic seconds at which the thread arrived there.
+        waits: True if the thread waits for other ranks.
+        ranks: Ranks that it waits for, if known.
+        key: The thread is still in this place while the key is unchanged.
+        what: Subject of the wait, if known.
     """
 
     words: str
@@ -41,7 +46,7 @@ NOWHERE = Place("", 0.0)
 
 
 def place_of_main_thread(before: Place) -> Place:
-    """The main thread's place now; `before` itself as long as that has not changed."""
+    """Return the main thread's current place, or `before` itself if that has not changed."""
     main = threading.main_thread()
     frame = sys._current_frames().get(main.ident or 0)
     wait = current_wait(main)
@@ -67,7 +72,7 @@ def place_of_main_thread(before: Place) -> Place:
 
 
 def group_of_main_thread() -> dist.ProcessGroup | None:
-    """The group of what the main thread waits for, as far as that is known."""
+    """Return the group that the main thread waits for, if known."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     for arguments in _arguments(frame):
         if isinstance(arguments.get("group"), dist.ProcessGroup):
@@ -77,27 +82,27 @@ def group_of_main_thread() -> dist.ProcessGroup | None:
 
 
 def _arguments(frame: FrameType | None) -> Iterator[dict[str, Any]]:
-    """The arguments of the calls of torch.distributed that a frame is in, innermost first."""
+    """Yield the arguments of the enclosing calls of torch.distributed, innermost first."""
     while frame is not None and frame.f_code.co_filename.endswith(COLLECTIVES):
         yield frame.f_locals
         frame = frame.f_back
 
 
 def _partners(frame: FrameType) -> tuple[int, ...]:
-    """The ranks that a call of torch.distributed waits for; () if its arguments do not say."""
+    """Return the ranks that a call of torch.distributed waits for; () if its arguments do not determine them."""
     for arguments in _arguments(frame):
         if "tag" in arguments:  # a send or a receive
             peer = arguments.get("src", arguments.get("dst"))
             return (peer,) if isinstance(peer, int) else ()
         if "group" in arguments:
-            with suppress(KeyError, ValueError):  # it is destroyed by now
+            with suppress(KeyError, ValueError):  # the group has been destroyed
                 return tuple(dist.get_process_group_ranks(arguments["group"]))
             return ()
     return ()
 
 
 def place_in_code(innermost: FrameType) -> tuple[str, bool]:
-    """The place of a frame in words, and True if it is a wait of torch.distributed."""
+    """Describe the location of a frame; also return True if it is a wait of torch.distributed."""
     modules: list[nn.Module] = []
     backward, waits, where = False, False, ""
     frame: FrameType | None = innermost
@@ -119,7 +124,7 @@ def place_in_code(innermost: FrameType) -> tuple[str, bool]:
 
 
 def _path(nested: list[nn.Module]) -> str:
-    """The innermost module's name in the outermost one."""
+    """Return the innermost module's name in the outermost one."""
     root, inner = nested[0], nested[-1]
     name = next((name for name, module in root.named_modules() if module is inner), "")
     return f"{type(root).__name__}.{name}" if name else type(inner).__name__

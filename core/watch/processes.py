@@ -1,4 +1,4 @@
-"""Processes of this host, as /proc shows them."""
+"""Processes of this host, from /proc."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-ENDED = frozenset("ZXx")  # states of a process that has ended, and is there for its parent to see
-STOPPED = frozenset("Tt")  # by SIGSTOP, or by a debugger
+ENDED = frozenset("ZXx")  # states of a process that has ended but was not yet collected by its parent
+STOPPED = frozenset("Tt")  # stopped by SIGSTOP, or by a debugger
 
 
 def state_of(pid: int) -> tuple[str, str] | None:
-    """(state, start in clock ticks since the host's boot) of a process; None where there is none, or no /proc."""
+    """Return a process's state and its start in clock ticks since boot.
+
+    None if there is no such process, or no /proc.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -21,18 +24,18 @@ def state_of(pid: int) -> tuple[str, str] | None:
 
 
 def runs(pid: int) -> bool:
-    """True if there is a process of that number that has not ended."""
+    """True if a process with this number exists and has not ended."""
     state = state_of(pid)
     return state is not None and state[0] not in ENDED
 
 
 def boot_id() -> str:
-    """The id of this boot: it distinguishes hosts of the same name. Raises OSError where there is no /proc."""
+    """Return the id of this boot, which distinguishes hosts of the same name. Raises OSError without /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def machine_id() -> str:
-    """This host, and the space in which it numbers this process: a container may have one of its own."""
+    """Identify this host and its process namespace (a container may have a separate one)."""
     try:
         return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -41,10 +44,15 @@ def machine_id() -> str:
 
 @dataclass(frozen=True)
 class RankProcess:
-    """One rank's process.
+    """Process of one rank.
 
-    machine: equal for ranks that see each other's processes. born: the start of the process, because process numbers
-    are used again; "" where the system does not say. stage: of the pipeline; ranks of one stage do equal work.
+    Attributes:
+        rank: Rank in the job.
+        host: Name of the host.
+        machine: Equal for ranks that can see each other's processes.
+        pid: Process number.
+        born: Start of the process, because process numbers are reused; "" if unknown.
+        stage: Pipeline stage; ranks of one stage do equal work.
     """
 
     rank: int
@@ -65,6 +73,6 @@ class RankProcess:
 
 
 def this_member(rank: int, stage: int = 0) -> RankProcess:
-    """The process that calls it."""
+    """Return the RankProcess of this process."""
     state = state_of(os.getpid())
     return RankProcess(rank, socket.gethostname(), machine_id(), os.getpid(), "" if state is None else state[1], stage)

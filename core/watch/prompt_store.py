@@ -1,4 +1,4 @@
-"""PromptStore: a store whose every call ends, also when the network to the host that holds it is cut."""
+"""PromptStore: a store whose calls always return, even if the network to its host is lost."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ class _Question:
 
 
 class PromptStore:
-    """A torch store; a call that takes longer than limit_s raises RuntimeError, and so do others until it has ended.
+    """Wrapper of a torch store with a time limit on every call. Thread-safe.
 
-    The client of torch's TCPStore reads its socket without a limit, so calls are made by a thread that no other waits
-    for. Several threads may use it at once.
+    A call that takes longer than `limit_s` raises RuntimeError, and so do all further calls until it has returned. The
+    client of torch's TCPStore reads its socket without a limit, so a separate thread makes the calls.
+
+    Args:
+        store: The torch store.
+        limit_s: Time limit of a call, in seconds.
     """
 
     def __init__(self, store: dist.Store, limit_s: float) -> None:
@@ -47,7 +51,7 @@ class PromptStore:
 
     @property
     def is_silent(self) -> bool:
-        """True while a call has not ended that took longer than the limit, or if it ended with an error."""
+        """True while a late call has not returned, or if it returned an error."""
         return self._late is not None and (not self._late.done.is_set() or self._late.error is not None)
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -67,6 +71,6 @@ class PromptStore:
         while (question := self._questions.get()) is not None:
             try:
                 question.answer = question.ask()
-            except Exception as error:  # the caller's
+            except Exception as error:  # raised again in the calling thread
                 question.error = error
             question.done.set()

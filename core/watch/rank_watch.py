@@ -1,18 +1,18 @@
-"""RankWatch: says within seconds which rank has ended or hangs, and where every rank waits.
+"""RankWatch: names within seconds a rank that has ended or hangs, and reports the place of every waiting rank.
 
-A collective waits for all ranks, and a backend does not say for whom. So each process runs one thread next to the
-training. Every BEAT_S it publishes where the main thread is in the job's store, looks at the processes of its own
-host, and reads the beat of the next rank. The thread calls no collective and never touches a GPU. After a
-Ctrl-C another thread ends the main thread's wait (core.watch.signals).
+A collective waits for all ranks, and a backend does not report which one is missing. So each process runs one thread
+next to the training. Every BEAT_S it publishes the main thread's place in the job's store, checks the processes of its
+host, and reads the beat of the next rank. The thread calls no collective and never touches a GPU. After a Ctrl-C
+another thread ends the main thread's wait (core.watch.signals).
 
-- A process of this host that has ended, or that was stopped (SIGSTOP, a debugger), is seen in /proc.
-- A rank whose beats stop for SILENT_S is silent: its host is lost, or the process is stopped there. One of this host
-  that runs is busy, because a long call keeps Python's threads from running; it is not lost.
-- What one rank has found it appends to a list in the store. All ranks read it, and log it with their own place.
-- A rank that ends on purpose says so. One that fails because another rank was lost waits until that one is named. So
-  the rank that fell first is blamed, and not those that followed.
-- A wait that fails takes its message from here (`account`). One that lasts for END_AFTER_S after a rank has ended can
-  never succeed; the process is then ended, as NCCL's watchdog does.
+- An ended or stopped (SIGSTOP, a debugger) process of this host is found in /proc.
+- A rank without beats for SILENT_S is silent: its host is lost, or the process is stopped there. If it runs on this
+  host, it is busy, not lost: a long call keeps Python's threads from running.
+- Findings are appended to a list in the store. All ranks read it, and log it with their own place.
+- A rank that ends on purpose publishes that. One that fails because another rank was lost waits until that one is
+  named. So the first failed rank is blamed, and not its followers.
+- The error of a failed wait gets its message from `account`. A wait that lasts for END_AFTER_S after a rank has ended
+  can never succeed; the process is then ended, as NCCL's watchdog does.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ from core.watch.stragglers import Stragglers, own_times
 from core.watch.waiting import error_chain, in_short, in_vain, in_words, is_peers, own_failure, waiting
 
 BEAT_S = 0.5
-SILENT_S = 6.0  # without a beat; a thread of Python may be kept from running for seconds by a long call
-LONG_WAIT_S = 20.0  # in one place, before everybody's place is logged; doubled each time
-STORE_LIMIT_S = 5.0  # for one answer of the store
+SILENT_S = 6.0  # without a beat; a long call may keep a Python thread from running for seconds
+LONG_WAIT_S = 20.0  # in one place, before all ranks' places are logged; doubled each time
+STORE_LIMIT_S = 5.0  # for one call of the store
 EXPECTED_S = 1.0  # in one wait, before a rank that has left is missed
 GRACE_S = 3.0  # a process closes its connections before it counts as ended, and others may fail a little later
 STUCK_S = 2.0  # in one place, before torch's flight recorder is asked for the collective
 END_AFTER_S = 60.0  # in one wait after a rank has ended, before this process is ended too
-LEFT_BEATS = 5  # from one look whether the ranks that are waited for have left to the next
+LEFT_BEATS = 5  # between two checks if ranks that are waited for have left
 LEAVE_S = 10.0  # for a process to exit after an error
-COMPARE_BEATS = 4  # from one look at everybody's step times to the next
+COMPARE_BEATS = 4  # between two comparisons of all ranks' step times
 LEFT_EARLY = "has left without an error, and others wait for it: it ended, or called destroy_model_parallel"
-PREFIX = "core.watch.rank_watch"  # of its keys in the job's store
+PREFIX = "core.watch.rank_watch"  # prefix of its keys in the job's store
 LEFT = -1  # the last beat of a rank that has left
 
 log = logging.getLogger(__name__)
 
 
 class RankWatch:
-    """Watches the ranks of a job from `start` to `stop`.
+    """Watch over the ranks of a job, from `start` to `stop`.
 
-    store: the job's; the watch opens a connection of its own.
+    `store` is the job's store; the watch opens a separate connection.
     """
 
     def __init__(self, store: dist.Store, member: RankProcess, world: int) -> None:
@@ -75,13 +75,13 @@ class RankWatch:
         self.store = PromptStore(own, STORE_LIMIT_S + 1.0)
         self.rank = member.rank
         self.world = world
-        self.members = {member.rank: member}  # of the ranks that have come so far
-        self.started: list[RankProcess] = []  # on this host, which may not have come yet
+        self.members = {member.rank: member}  # ranks that have arrived so far
+        self.started: list[RankProcess] = []  # ranks on this host that may not have arrived yet
         self.lost: dict[int, LostRank] = {}  # in the order in which it was found
         self.left: set[int] = set()  # ranks that ended on purpose
-        self.busy: set[int] = set()  # ranks of this host that run, and whose beats do not come
+        self.busy: set[int] = set()  # running ranks of this host without new beats
         self.place = Place("", time.monotonic())
-        self.unfinished = ""  # the collective that the backend is at, if the place has not changed for a while
+        self.unfinished = ""  # the backend's current collective, if the place has not changed for a while
         self.failed = ""  # the last wait that failed here, in words
         self.stragglers = Stragglers()
         self._visits: Counter[str] = Counter()  # to places in the store
@@ -97,7 +97,7 @@ class RankWatch:
         self._signals = WaitEnder()
 
     def start(self) -> None:
-        """Begin to watch; returns at once, whether or not the other ranks have come."""
+        """Start watching; returns immediately, even if other ranks have not arrived."""
         self._publish_beat()  # a member has a beat
         self.store.set(f"member/{self.rank}", json.dumps(asdict(self.members[self.rank])))
         self.store.add("members", 1)
@@ -107,7 +107,7 @@ class RankWatch:
         self._signals.start()
 
     def meet(self) -> None:
-        """Read which ranks have come."""
+        """Read which ranks have arrived."""
         if len(self.members) == self.world:
             return
         here = f"started/{self.members[self.rank].machine}"
@@ -124,7 +124,7 @@ class RankWatch:
     def stop(self, failure: BaseException | None = None) -> None:
         """End the thread, and publish that this rank leaves. May be called twice.
 
-        failure: what ends this rank, if it ends by an error. If other ranks are its cause, they are named first.
+        `failure` is the error that ends this rank, if any. If other ranks caused it, they are named first.
         """
         if self._ending.is_set() or os.getpid() != self.members[self.rank].pid:  # a forked process ends without it
             return
@@ -138,7 +138,7 @@ class RankWatch:
         self._ending.set()
         self._signals.stop()
         self._thread.join(2 * BEAT_S)
-        with suppress(RuntimeError):  # the store has gone, and with it everybody who could read this
+        with suppress(RuntimeError):  # the store has ended, and with it all its readers
             if own is not None:
                 self._publish(self.rank, DEAD, f"{self.members[self.rank]} failed: {own}", _place_of(failure))
             beat = {"beat": LEFT, "place": "it has left", "failed": self.failed}
@@ -146,16 +146,16 @@ class RankWatch:
         self.store.close()
 
     def report_failure(self, error: BaseException) -> None:
-        """Log on all ranks that a call has failed here in which others may be waiting. This rank continues."""
+        """Log on all ranks that a call failed here while others may be waiting in it. This rank continues."""
         words = f"{self.members[self.rank]} failed, and others may wait for it: {in_short(error)}"
         with suppress(RuntimeError):
             self._publish(self.rank, BACK, words, _place_of(error))
 
     def _end(self) -> None:
-        """Leave the job, because the process exits. After an error it exits within LEAVE_S.
+        """Leave the job at process exit. After an error the process exits within LEAVE_S.
 
-        A collective in flight would keep it: the interpreter waits for the thread that runs it. faulthandler's timer
-        is the only one that runs to the end of the interpreter.
+        A collective in flight would block the exit: the interpreter waits for the thread that runs it. Only
+        faulthandler's timer runs until the end of the interpreter.
         """
         failure = sys.exc_info()[1] or getattr(sys, "last_value", None)
         self.stop(failure)
@@ -167,15 +167,15 @@ class RankWatch:
 
     @property
     def neighbours(self) -> list[RankProcess]:
-        """The other ranks whose processes can be seen from here."""
+        """Other ranks whose processes are visible from here."""
         own = self.members[self.rank]
         there = {member.rank: member for member in self.started} | dict(self.members)
         return [m for m in there.values() if m.machine == own.machine and m.rank != own.rank and m.born]
 
     def account(self, wait: waiting) -> tuple[str, str]:
-        """Name the ranks that did not come to a failed wait of this rank, and where the others are; and the next step.
+        """Name the ranks missing in a failed wait of this rank, and the places of the others; and the next step.
 
-        Takes at most GRACE_S: until a lost rank is found, or all others have said what they wait for.
+        Takes at most GRACE_S: until a lost rank is found, or all others have reported their waits.
         """
         self.failed = wait.failed
         others = [rank for rank in wait.ranks if rank != self.rank]
@@ -183,7 +183,7 @@ class RankWatch:
         lost = dict(self.lost)
         said: dict[str, list[int]] = defaultdict(list)
         beats: dict[int, dict[str, Any]] = {}
-        with suppress(RuntimeError):  # the store may have gone with its rank
+        with suppress(RuntimeError):  # the store may have ended with its rank
             beats = self._beats_of(others)
         for rank in others:
             if rank not in lost:
@@ -193,25 +193,25 @@ class RankWatch:
         return "".join(f"; {words}" for words in found), next_step(lost)
 
     def beats_in_vain(self, patience_s: float) -> dict[int, int]:
-        """Rank -> last beat of the ranks that wait forever; empty if this rank does not, or if that is not known."""
+        """Return the last beats of ranks that wait forever; empty if this rank is not one of them, or if unknown."""
         beats: dict[int, dict[str, Any]] = {}
-        with suppress(RuntimeError):  # the store may have gone
+        with suppress(RuntimeError):  # the store may have ended
             beats = self._beats_of(range(self.world))
         stuck = in_vain(beats, patience_s)
         return {rank: beats[rank]["beat"] for rank in stuck} if self.rank in stuck else {}
 
     def gone(self, ranks: Collection[int]) -> list[int]:
-        """Those of `ranks` that have ended, or have left the job, as far as is known by now."""
+        """Return those of `ranks` that are known to have ended or left the job."""
         ended = {rank for rank, finding in self.lost.items() if finding.kind in (DEAD, MISSED)}
         return sorted((ended | self.left) & set(ranks))
 
     def come(self, place: str) -> tuple[int, int]:
-        """Come to a place in the job's store. Return how often ranks have come there, and how often this one has."""
+        """Count a visit of a place in the job's store; return the number of all ranks' visits and of this rank's."""
         self._visits[place] += 1
         return int(self.store.add(f"place/{place}", 1)), self._visits[place]
 
     def came(self, place: str) -> int:
-        """Return the number of times that ranks have come to a place in the job's store."""
+        """Return the number of all ranks' visits of a place in the job's store."""
         return int(self.store.add(f"place/{place}", 0))
 
     def _find_lost(self, others: Sequence[int]) -> None:
@@ -243,7 +243,7 @@ class RankWatch:
                     self._watch_own_host(error)
 
     def _watch_own_host(self, error: Exception) -> None:
-        """Watch the processes of this host until the store answers again, which one that has ended never does."""
+        """Watch the processes of this host until the store answers again; an ended store never does."""
         is_late = self.store.is_silent
         why = ("is busy, stopped or out of reach" if is_late else "has ended") + f" ({str(error).splitlines()[0]})"
         log.error("rank %d: the job's store does not answer: its process %s%s", self.rank, why, self._here())
@@ -296,9 +296,9 @@ class RankWatch:
         return found
 
     def _look_for_those_who_left(self) -> None:
-        """Ranks that this one has waited for since they ended without an error."""
+        """Report ranks that ended without an error and that this one has been waiting for since."""
         if self.place.waits and time.monotonic() - self.place.since > EXPECTED_S:
-            if self._beat % LEFT_BEATS == 0:  # of the next rank it is known
+            if self._beat % LEFT_BEATS == 0:  # the next rank is checked anyway
                 self._beats_of(self.place.ranks)
             for rank in sorted(self.left & set(self.place.ranks)):
                 self._miss(rank)
@@ -308,7 +308,7 @@ class RankWatch:
             self._publish(rank, MISSED, f"{self.members[rank]} {LEFT_EARLY}")
 
     def _look_at_beats(self) -> dict[int, tuple[str, str]]:
-        """The next rank that is there, which only this one looks at; and those whose beats have stopped."""
+        """Check the beats of the next present rank, which only this one checks, and of silent and busy ranks."""
         now = time.monotonic()
         silent = [rank for rank, finding in self.lost.items() if finding.kind == SILENT]
         after = ((self.rank + step) % self.world for step in range(1, self.world))
@@ -326,7 +326,7 @@ class RankWatch:
                     found[rank] = BACK, f"{self.members[rank]} is there again"
             elif now - since > SILENT_S and rank not in self.lost and rank not in self.busy:
                 found[rank] = self._without_beats(self.members[rank], now - since)
-        self._beats = beats  # a rank that is looked at again has all the time
+        self._beats = beats  # a rank that is checked again starts with a full time limit
         return found
 
     def _without_beats(self, member: RankProcess, seconds: float) -> tuple[str, str]:
@@ -339,7 +339,7 @@ class RankWatch:
         return SILENT, f"{member} is silent since {seconds:.0f} s: its host or process is lost, stopped or busy"
 
     def _publish(self, rank: int, kind: str, what: str, place: str = "") -> None:
-        """Append a finding to the store's list. Of several about one event all ranks take the first."""
+        """Append a finding to the store's list. Of several about one event all ranks use the first."""
         if kind in (DEAD, PAUSED, SILENT) and not place:
             place = self._beat_of(rank).get("place", "")
         words = f"{what}{f', last seen {place}' if place else ''}"
@@ -376,7 +376,7 @@ class RankWatch:
         for rank in range(self.world):
             beat = self._beat_of(rank)
             if rank < self.rank and beat.get("waits") and beat.get("seconds", 0.0) >= LONG_WAIT_S:
-                return  # a lower rank says it
+                return  # a lower rank logs it
             unknown = "unknown" if rank in self.members else "not come to initialize_model_parallel"
             places[beat.get("place", unknown)].append(rank)
         fewest_first = sorted(places.items(), key=lambda entry: len(entry[1]))
@@ -384,7 +384,7 @@ class RankWatch:
         log.warning("rank %d has waited %.0f s: %s", self.rank, waited, said)
 
     def _compare_steps(self) -> None:
-        """On the lowest rank that is there: name ranks that are slower than the others."""
+        """On the lowest present rank: name ranks that are slower than the others."""
         lower = any(rank not in self.lost and rank not in self.left for rank in range(self.rank))
         if self._beat % COMPARE_BEATS or lower or len(self.members) < self.world:
             return
@@ -422,7 +422,7 @@ class RankWatch:
         self.store.set(_beat_key(self.rank), json.dumps(beat))
 
     def _beat_of(self, rank: int) -> dict[str, Any]:
-        """The last beat of a rank; notes a rank that has left."""
+        """Return the last beat of a rank, and record if the rank has left."""
         key = _beat_key(rank)
         beat: dict[str, Any] = json.loads(self.store.get(key)) if self.store.check([key]) else {}
         if beat.get("beat") == LEFT:
@@ -430,7 +430,7 @@ class RankWatch:
         return beat
 
     def _beats_of(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """The same of several ranks, in one request; nothing of ranks that have not come."""
+        """Return the last beats of several ranks, in one request; {} for ranks that have not arrived."""
         come = [rank for rank in ranks if rank in self.members]
         beats = self.store.multi_get([_beat_key(rank) for rank in come]) if come else []
         read: dict[int, dict[str, Any]] = {rank: {} for rank in ranks}
@@ -447,18 +447,18 @@ class RankWatch:
 
 
 def announce_process() -> None:
-    """Say in the job's store which process this rank is. One that ends before it has a watch is then named too."""
+    """Publish this rank's process in the job's store, so that it is named even if it ends before it has a watch."""
     member = this_member(dist.get_rank())
-    with suppress(RuntimeError):  # a store that cannot be shared; the watch says so
+    with suppress(RuntimeError):  # a store that cannot be shared; start_watch warns about it
         store = dist.PrefixStore(f"{PREFIX}/1", dist.group.WORLD.get_group_store())
         store.append(f"started/{member.machine}", json.dumps(asdict(member)) + "\n")
 
 
 def start_watch(stage: int) -> RankWatch | None:
-    """Watch the ranks of the default group, on which every rank calls this. Returns without waiting.
+    """Watch the ranks of the default group. Every rank of the group must call it; returns without waiting.
 
-    stage: of this rank in its pipeline. None in a job of one rank or with torch's fake backend; and, with a warning,
-    where the job's store cannot be shared.
+    `stage` is this rank's pipeline stage. Returns None in a job of one rank or with torch's fake backend; also, with a
+    warning, if the job's store cannot be shared.
     """
     world = dist.get_world_size()
     if world == 1 or dist.get_backend() == "fake":
@@ -476,7 +476,7 @@ def start_watch(stage: int) -> RankWatch | None:
 
 
 def _place_of(error: BaseException | None) -> str:
-    """The file and line at which an error was raised."""
+    """Return the file and line at which an error was raised."""
     trace = None if error is None else error_chain(error)[-1].__traceback__
     if trace is None:
         return ""

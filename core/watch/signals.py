@@ -1,7 +1,7 @@
-"""A thread that hears signals; Ctrl-C ends every wait in gloo.
+"""Thread that receives signals, so that Ctrl-C ends every wait in gloo.
 
-Python runs handlers of signals between two steps of the main thread, so never while that waits in C++. But the
-interpreter writes the number of each signal into a pipe at once, and a thread reads it.
+Python runs signal handlers between two steps of the main thread, so never while it waits in C++. But the interpreter
+immediately writes the number of each signal to a pipe, which a thread can read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from core.watch.interrupts import SAME_PRESS_S
 from core.watch.place import NOWHERE, group_of_main_thread, place_of_main_thread
 from core.watch.waiting import end_waits_of, forget_wait
 
-STAYS_S = 0.3  # in one wait after a Ctrl-C, before that wait is ended
+STAYS_S = 0.3  # time in one wait after a Ctrl-C, before that wait is ended
 
 
 class SignalThread:
-    """A thread that hears the signals of this process: it calls `hear` with the number of each.
+    """Thread that calls `hear` with the number of each signal of this process.
 
-    Not started outside of the main thread, nor where other code hears signals in this way.
+    It does not start outside the main thread, or if other code already uses the wakeup pipe.
     """
 
     def __init__(self, hear: Callable[[int], None]) -> None:
@@ -34,7 +34,7 @@ class SignalThread:
         self.write = -1
 
     def start(self) -> None:
-        """Begin to hear."""
+        """Start receiving signals."""
         if threading.current_thread() is not threading.main_thread():
             return
         read, write = os.pipe()
@@ -51,7 +51,7 @@ class SignalThread:
         threading.Thread(target=self._listen, args=(read,), name="core-signals", daemon=True).start()
 
     def stop(self) -> bool:
-        """Hear nothing more, in the main thread. True if it has heard until now."""
+        """Stop receiving signals; only in the main thread. Returns True if it was active."""
         if self.write == -1 or threading.current_thread() is not threading.main_thread():
             return False
         _let_go()
@@ -67,10 +67,10 @@ class SignalThread:
 
 
 class WaitEnder:
-    """Between start and stop, a Ctrl-C that shall raise KeyboardInterrupt ends the main thread's wait in gloo.
+    """Ends the main thread's wait in gloo after a Ctrl-C, between start and stop.
 
-    Without a handler of the program's own. The group's connections are lost by that, and a wait that was interrupted
-    could not be finished anyway.
+    Active only without the program's own SIGINT handler. The group's connections are lost, but an interrupted wait
+    could not be completed anyway.
     """
 
     def __init__(self) -> None:
@@ -78,18 +78,18 @@ class WaitEnder:
         self.thread = SignalThread(self._hear)
 
     def start(self) -> None:
-        """Begin to hear, in the main thread; in another one, nothing."""
+        """Start receiving signals, if called in the main thread."""
         self.thread.start()
         if self.thread.write != -1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self.interrupt)
 
     def stop(self) -> None:
-        """Leave the signal as it was; may be called twice."""
+        """Restore the signal handler; may be called twice."""
         if self.thread.stop() and signal.getsignal(signal.SIGINT) == self.interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Python's own handler, with the time at which it has run."""
+        """Record the time, and run Python's own handler."""
         self.raised_s = time.monotonic()
         forget_wait()
         signal.default_int_handler(number, frame)
@@ -103,13 +103,13 @@ class WaitEnder:
             end_waits_of(group_of_main_thread() or dist.group.WORLD)
 
 
-_started: set[int] = set()  # the pipes' ends that signals are written into
+_started: set[int] = set()  # write ends of the pipes
 
 
 def _let_go() -> None:
-    """Write no signal of this process into a pipe from here: it is the parent's in a forked process."""
+    """Stop writing this process's signals to a pipe of this module: in a forked process it is the parent's."""
     current = signal.set_wakeup_fd(-1)
-    if current not in _started:  # other code's
+    if current not in _started:  # set by other code
         signal.set_wakeup_fd(current)
 
 

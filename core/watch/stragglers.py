@@ -1,7 +1,7 @@
-"""Stragglers: ranks whose own work in a step takes longer than that of the others, step after step.
+"""Stragglers: ranks whose own work takes longer than the other ranks' work, in many consecutive steps.
 
-Own work is the time of a step in which the main thread does not wait for other ranks. A slow rank keeps all others
-waiting, so whole steps take equally long everywhere and say nothing.
+Own work is the part of a step in which the main thread does not wait for other ranks. A slow rank makes all others
+wait, so total step times are equal everywhere and do not identify it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,31 @@ from typing import Any
 
 from core.watch.waiting import RECENT, steps_of
 
-FACTOR = 1.5  # above the median of the ranks of a stage, in each of the last RECENT steps
+FACTOR = 1.5  # times the median of the ranks of a stage, in each of the last RECENT steps
 
 
 def own_times() -> tuple[float, float] | None:
-    """The shortest and the median own work of the main thread's last RECENT steps, in seconds; None before those."""
+    """Return the shortest and the median own work of the main thread's last RECENT steps, in seconds.
+
+    None before that many steps.
+    """
     own_s = list(steps_of(vars(threading.main_thread())).own_s)
     return (min(own_s), median(own_s)) if len(own_s) == RECENT else None
 
 
 class Stragglers:
-    """Remembers which ranks are slow. slow: rank -> how many times the median its work takes."""
+    """Record of slow ranks: `slow` maps a rank to its work as a multiple of the median."""
 
     def __init__(self) -> None:
         self.slow: dict[int, float] = {}
 
     def compare(self, times: Mapping[int, tuple[float, float] | None], members: Mapping[int, Any]) -> list[str]:
-        """Return changes in words. times: of each rank, by `own_times`. members: what has `stage`, and its words."""
+        """Return descriptions of changes.
+
+        Args:
+            times: `own_times` of each rank.
+            members: Objects with a `stage` and a description, by rank.
+        """
         known = {rank: time for rank, time in times.items() if time is not None}
         said: list[str] = []
         slow: dict[int, float] = {}

@@ -1,7 +1,7 @@
-"""A rank's wait: on its thread while it lasts, and on the error of one that fails. The rank an error is of.
+"""Waits for other ranks: stored on the thread during the wait, and on the error if it fails.
 
-`waiting` surrounds a wait for other ranks, `calling` a call of the user that waits. Both cost about a microsecond where
-nothing fails. The rank watch reads them from its own thread.
+`waiting` surrounds a wait for other ranks, `calling` surrounds a user's call that waits. Both cost about a microsecond
+if nothing fails. The rank watch reads them from a separate thread.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-SHOWN = 8  # ranks of a long list
-LOOK_S = 1.5  # from one look at where the other ranks are to the next, in a wait that may be in vain
+SHOWN = 8  # ranks shown of a long list
+LOOK_S = 1.5  # between two checks of the other ranks' places, in a wait that may never end
 SLICE = timedelta(seconds=LOOK_S)
 PATIENCE_S = 5.0  # in one wait, before a rank counts as one that may wait forever
 NEVER_SENT = 1 << 20  # tag of a message that no rank sends
-RECENT = 10  # steps whose own time is remembered
+RECENT = 10  # number of steps with a recorded own time
 BACKENDS_WORDS = re.compile(
     "gloo|nccl|connection (closed|reset|refused)|timed out|application timeout|broken pipe|socket", re.IGNORECASE
 )
@@ -38,54 +38,57 @@ ADVICE = (
 
 
 class Watch(Protocol):
-    """The rank watch as seen by a wait that fails or lasts. lost: the ranks that have ended, or do not answer."""
+    """Protocol of the rank watch for waits that fail or last long.
+
+    `lost` has the ranks that have ended or do not answer.
+    """
 
     @property
     def lost(self) -> Mapping[int, object]: ...
 
     def account(self, wait: waiting) -> tuple[str, str]:
-        """Name the ranks that did not come to a failed wait, and the next step if their end is the reason."""
+        """Name the ranks missing in a failed wait, and the next step if their end is the reason."""
 
     def beats_in_vain(self, patience_s: float) -> dict[int, int]:
-        """Rank -> last beat, of the ranks that wait forever."""
+        """Return the last beats of the ranks that wait forever, by rank."""
 
     def gone(self, ranks: Collection[int]) -> list[int]:
-        """Those of `ranks` that have ended, or have left the job."""
+        """Return those of `ranks` that have ended or left the job."""
 
     def come(self, place: str) -> tuple[int, int]:
-        """Come to a place in the job's store. Return how often ranks have come there, and how often this one has."""
+        """Count a visit of a place in the job's store; return the number of all ranks' visits and of this rank's."""
 
     def came(self, place: str) -> int:
-        """Return the number of times that ranks have come to a place in the job's store."""
+        """Return the number of all ranks' visits of a place in the job's store."""
 
 
-_watch: Watch | None = None  # of this process
+_watch: Watch | None = None  # the watch of this process
 
 
 def use_watch(watch: Watch | None) -> None:
-    """Name lost ranks by this watch from now on, by none if it is None. Called by who starts and stops the watch."""
+    """Set the watch that names lost ranks; None for no watch. Called by the code that starts and stops it."""
     global _watch
     _watch = watch
 
 
 class PeerLost(RuntimeError):
-    """A wait for other ranks failed: one has ended, does not come, or came with another reduction.
+    """Raised if a wait for other ranks fails: one has ended, does not arrive, or came with another reduction.
 
-    wait: what this rank waited for; None as long as no `waiting` has said it.
+    `wait` is this rank's wait; None until a `waiting` has set it.
     """
 
     wait: waiting | None = None
 
 
 def is_backends(error: BaseException) -> bool:
-    """True if an error is one by which torch.distributed or mapped memory says that other ranks did not answer."""
+    """True for an error with which torch.distributed or mapped memory reports that other ranks did not answer."""
     if isinstance(error, PeerLost | dist.DistError):
         return True
     return type(error) is RuntimeError and BACKENDS_WORDS.search(str(error)) is not None
 
 
 def own_failure(error: BaseException | None) -> str | None:
-    """The error by which a rank ends, in words; None for none, and for one that follows from another rank's."""
+    """Describe the error by which a rank ends; None for no error, and for a consequence of another rank's."""
     if error is None or is_peers(error):
         return None
     for each in error_chain(error):
@@ -95,17 +98,17 @@ def own_failure(error: BaseException | None) -> str | None:
 
 
 def in_short(error: BaseException | None) -> str:
-    """An error's kind and the first line of what it says."""
+    """Return an error's type and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def is_peers(error: BaseException | None) -> bool:
-    """True if an error began with a wait for other ranks that failed; a Ctrl-C is the user's, also within one."""
+    """True if an error was caused by a failed wait for other ranks; False for a Ctrl-C, even during one."""
     return error is not None and not isinstance(error, KeyboardInterrupt) and is_backends(error_chain(error)[-1])
 
 
 def error_chain(error: BaseException) -> list[BaseException]:
-    """An error and what it came from, the first cause last."""
+    """Return an error and its causes, the first cause last."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
@@ -113,11 +116,14 @@ def error_chain(error: BaseException) -> list[BaseException]:
 
 
 class waiting:
-    """Surrounds a wait for other ranks. Raises PeerLost, which says who did not come, instead of a backend's error.
+    """Context of a wait for other ranks. Raises PeerLost, with the missing ranks, instead of a backend's error.
 
-    what: in words, "the reduction of" (and `name`). group: the ranks waited for, or a list of them. computes: True if
-    what it surrounds computes too, so that only torch.distributed's own frames in it are waits. advice: the next step
-    where it fails, also of waits inside it.
+    Args:
+        what: Subject in words, such as "the reduction of" (followed by `name`).
+        group: The group waited for, or a list of ranks.
+        name: Name of the subject.
+        computes: True if the block also computes, so that only torch.distributed's own frames in it are waits.
+        advice: Next step after a failure, also of waits inside it.
     """
 
     __slots__ = ("advice", "began", "call", "computes", "group", "name", "outer", "thread", "waited_s", "what")
@@ -156,7 +162,7 @@ class waiting:
                 steps_of(self.thread).waited_s += self.waited_s
 
     def _lost(self, error: BaseException) -> PeerLost:
-        """The error that is raised instead of a backend's. Takes a few seconds, because others have to be asked."""
+        """Return the error that replaces a backend's. Takes a few seconds, because other ranks are asked."""
         self.call = call_of(self.thread)
         found, step = ("", "") if _watch is None else _watch.account(self)
         advice = step or self.advice or ADVICE
@@ -166,14 +172,14 @@ class waiting:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the group in the job."""
+        """Global ranks of the group."""
         if isinstance(self.group, dist.ProcessGroup):
             return dist.get_process_group_ranks(self.group)
         return list(self.group)
 
     @property
     def failed(self) -> str:
-        """The failed wait in words."""
+        """Description of the failed wait."""
         return f"waited {self.waited_s:.1f} s for {self}{self.call}, {in_words(self.ranks)}, which failed"
 
     def __str__(self) -> str:
@@ -181,33 +187,33 @@ class waiting:
 
 
 def expect(ranks: Collection[int]) -> None:
-    """PeerLost where one of these ranks is lost, as far as the rank watch knows. Call it inside `waiting`."""
+    """Raise PeerLost if the rank watch knows that one of these ranks is lost. Call it inside `waiting`."""
     lost = [] if _watch is None else sorted(_watch.lost.keys() & set(ranks))
     if lost:
         raise PeerLost(f"{in_words(lost)} will not come")
 
 
 def complete(work: dist.Work, slack_s: float | None = 0.0) -> None:
-    """Wait for a collective of CPU tensors. A rank that computes is waited for, as long as that takes.
+    """Wait for a collective of CPU tensors, for as long as other ranks compute.
 
-    Call it inside `waiting`, which names the wait. The wait comes back to Python every LOOK_S, where Ctrl-C is heard.
-    Not for sends and receives, whose connection gloo closes at a limit.
+    Call it inside `waiting`, which names the wait. The wait returns to Python every LOOK_S, to handle Ctrl-C. Not for
+    sends and receives, whose connection gloo closes at a limit.
 
     Args:
         work: The collective.
-        slack_s: Time that the collective itself may take. None if ranks that wait for each other are not looked for.
+        slack_s: Time that the collective itself may take. None to skip the check for ranks that wait for each other.
 
     Raises:
         PeerLost: If the wait can never end: ranks wait for each other, or one has left. The group's connections are
-            closed before. Otherwise the collective would meet a later one of another rank, and keep the process from
-            exiting.
+            closed first. Otherwise the collective would match a later one of another rank, and block the process's
+            exit.
     """
     look = VainLook(slack_s)
     while not work.is_completed():
         try:
             work.wait(SLICE)
             return
-        except RuntimeError:  # the time is over, or the collective has failed and says so below
+        except RuntimeError:  # the time is over, or the collective has failed, which is raised below
             if work.is_completed():
                 break
             try:
@@ -223,8 +229,8 @@ def complete(work: dist.Work, slack_s: float | None = 0.0) -> None:
 def end_waits_of(group: dist.ProcessGroup) -> None:
     """End all of this process's waits in a gloo group, and with them the group's connections.
 
-    gloo closes a group's connections if one of its waits reaches its limit. The other ranks' waits end by that too. A
-    wait for a first connection (TORCH_GLOO_LAZY_INIT) has no limit, so a thread makes it.
+    gloo closes a group's connections if one of its waits reaches its limit, which also ends the other ranks' waits. A
+    wait for a first connection (TORCH_GLOO_LAZY_INIT) has no limit, so it runs in a thread.
     """
     thread = threading.Thread(target=_wait_in, args=(group,), name="core-end-waits", daemon=True)
     thread.start()
@@ -232,13 +238,16 @@ def end_waits_of(group: dist.ProcessGroup) -> None:
 
 
 def _wait_in(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError, ValueError):  # no gloo in it, or it is destroyed by now
+    with suppress(RuntimeError, ValueError):  # the group has no gloo backend, or has been destroyed
         other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
         group.recv([torch.empty(1, device="cpu")], other, NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 class VainLook:
-    """Looks of one wait at the other ranks, at most every LOOK_S; none without a watch. slack_s: as in `complete`."""
+    """Checks of one wait on the other ranks, at most every LOOK_S; none without a watch.
+
+    `slack_s` is as in `complete`.
+    """
 
     def __init__(self, slack_s: float | None = 0.0) -> None:
         self.slack_s = slack_s
@@ -246,29 +255,29 @@ class VainLook:
         self.before: Mapping[int, int] = {}
 
     def refuse_vain(self) -> None:
-        """Raise PeerLost if this look and the one before have found that this wait can never end."""
+        """Raise PeerLost if this check and the previous one have found that this wait can never end."""
         if _watch is None or time.monotonic() < self.looked + 0.9 * LOOK_S:
             return
         self.looked = time.monotonic()
         patience_s = PATIENCE_S + (self.slack_s or 0.0)
         wait = current_wait(threading.current_thread())
         gone = [] if wait is None or self.looked < self.began + patience_s else _watch.gone(wait.ranks)
-        if gone:  # what they have sent before has arrived by now
+        if gone:  # messages that they sent before have arrived by now
             raise PeerLost(f"{in_words(gone)} left before") from None
         if self.slack_s is None:
             return
         beats = _watch.beats_in_vain(patience_s)
-        # A rank that cannot say where it is keeps its beat, and may be elsewhere by now.
+        # A rank that cannot publish its place keeps its old beat, and may be elsewhere by now.
         if beats and beats.keys() == self.before.keys() and all(beats[rank] > self.before[rank] for rank in beats):
             raise PeerLost(f"{in_words(list(beats))} wait for different things, and none can continue") from None
         self.before = beats
 
 
 def meet_in_store(call: str, ranks: Sequence[int]) -> None:
-    """Wait in the job's store until all of `ranks` have made this call as often. Without a watch, nothing.
+    """Wait in the job's store until all of `ranks` have made this call equally often. No-op without a watch.
 
-    Call it inside `waiting`, before the first collective of a call that one rank may make alone: its collective would
-    meet another one of the other ranks, and take its values or end the process.
+    Call it inside `waiting`, before the first collective of a call that one rank may make alone. Otherwise its
+    collective would match another one of the other ranks, and use its values or abort the process.
     """
     if _watch is None:
         return
@@ -286,9 +295,9 @@ def meet_in_store(call: str, ranks: Sequence[int]) -> None:
 
 @contextmanager
 def starting(store: dist.Store, rank: int, world: int) -> Iterator[dist.Store]:
-    """Surrounds the start of a job's default group over a store, before a rank watch is there.
+    """Context of the start of a job's default group over a store, before there is a rank watch.
 
-    Raises PeerLost, which names the ranks that did not come, instead of the store's error.
+    Raises PeerLost, which names the missing ranks, instead of the store's error.
     """
     try:
         store.set(f"came/{rank}", "")
@@ -302,10 +311,10 @@ def starting(store: dist.Store, rank: int, world: int) -> Iterator[dist.Store]:
 
 
 def in_vain(beats: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[int]:
-    """Ranks that wait forever, found from the last beat of each. Pure.
+    """Find ranks that wait forever, from the last beat of each. Pure.
 
     A rank can continue if it does not wait, or not for long, or if each rank that it waits for can continue or waits
-    for the same. A wait whose ranks are not known is one for all.
+    for the same. A wait with unknown ranks counts as a wait for all ranks.
     """
     stays = {
         rank: (beat["for"], beat["ranks"] or list(beats))
@@ -323,7 +332,7 @@ def in_vain(beats: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[i
 
 
 class calling:
-    """Surrounds a call of the user that may wait for other ranks: its name, and the number of the step."""
+    """Context of a user's call that may wait for other ranks: its name, and the number of the step."""
 
     __slots__ = ("call", "outer", "step", "thread")
 
@@ -345,16 +354,19 @@ class calling:
 
 @dataclass(slots=True)
 class Steps:
-    """The steps of one thread. own_s: of the last ones, the seconds in which the thread did not wait for ranks."""
+    """Steps of one thread.
+
+    `own_s` has the own work of the last steps: seconds in which the thread did not wait for ranks.
+    """
 
     number: int = 0
     began: float = 0.0
-    waited_s: float = 0.0  # in this step
+    waited_s: float = 0.0  # seconds in this step
     done: int = 0
     own_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def turn(self, number: int) -> None:
-        """Begin step `number`."""
+        """Start step `number`."""
         now = time.monotonic()
         if self.number:
             self.own_s.append(now - self.began - self.waited_s)
@@ -363,7 +375,7 @@ class Steps:
 
 
 def steps_of(thread: dict[str, object]) -> Steps:
-    """The steps of a thread, by its variables."""
+    """Return the steps of a thread, given its variables."""
     found = thread.get("core_steps")
     if not isinstance(found, Steps):
         found = thread["core_steps"] = Steps()
@@ -371,12 +383,12 @@ def steps_of(thread: dict[str, object]) -> Steps:
 
 
 def add_wait(seconds: float) -> None:
-    """Count a wait for other ranks in this thread's step."""
+    """Add a wait for other ranks to this thread's step."""
     steps_of(vars(threading.current_thread())).waited_s += seconds
 
 
 def call_of(thread: dict[str, object]) -> str:
-    """The user's call that a thread is in, and its step, in words: " in finalize_model_grads (step 3)"."""
+    """Describe a thread's current user call and its step: " in finalize_model_grads (step 3)"."""
     call = thread.get("core_call")
     if isinstance(call, calling):
         return f" in {call.call} (step {call.step})"
@@ -385,22 +397,22 @@ def call_of(thread: dict[str, object]) -> str:
 
 
 def forget_wait() -> None:
-    """Let this thread wait for nothing: an error is raised that may come in the end of a `waiting`, and cut it off."""
+    """Clear this thread's wait, because an error is raised that may interrupt the exit of a `waiting`."""
     vars(threading.current_thread())["core_wait"] = None
 
 
 def current_wait(thread: threading.Thread) -> waiting | None:
-    """The innermost wait that a thread is in, if it is in one."""
+    """Return the innermost wait of a thread, or None."""
     found = vars(thread).get("core_wait")
     return found if isinstance(found, waiting) else None
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 1, 2"; of a long list the first ones, and how many more there are."""
+    """Format ranks as "rank 3" or "ranks 1, 2"; a long list is cut, with the number of omitted ranks."""
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}{more}"
 
 
 def _reason(error: BaseException) -> str:
-    """The first sentence of an error, without the place in the backend's source; the rest is advice."""
+    """Return the first sentence of an error, without the location in the backend's source and without advice."""
     return re.sub(r"^\[[^]]*\] *", "", str(error).strip()).partition("\n")[0].split(". ")[0]

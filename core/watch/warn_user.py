@@ -1,4 +1,4 @@
-"""Warnings that name the user's line, however deep in the package they arise."""
+"""Warnings with the user's line, raised from any depth of the package."""
 
 from __future__ import annotations
 
