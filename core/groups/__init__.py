@@ -1,1 +1,1 @@
-"""Process groups: grids of ranks, the groups cut from them, agreement within a group. Nothing of gradients."""
+"""Process groups: rank grids, the groups derived from them, and agreement within a group. Independent of gradients."""

@@ -1,8 +1,8 @@
-"""The only place where ranks agree on small facts: are they equal, is one true on any rank, has a rank failed.
+"""Agreement of ranks on small facts: equality, a flag on any rank, an error on any rank.
 
-Every function is collective: all ranks call it, in one order. `groups` is one group, or a chain of groups that one
-after the other reach every rank (`world_groups`). None is the default group, or this process where no job was started.
-`what` says in words what ranks agree on, for torch's profiler and for the error of a rank that waits in vain.
+All such agreements are in this module. Every function is collective: all ranks call it, in the same order. `groups` is
+one group, or a chain of groups that together reach every rank (`world_groups`). None is the default group, or only this
+process if no job was started. `what` describes the subject, for torch's profiler and for the error of a failed wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from core.watch.waiting import PeerLost, complete, waiting
 
 T = TypeVar("T")
 Groups: TypeAlias = "dist.ProcessGroup | Sequence[dist.ProcessGroup] | None"
-ROUNDED_TO = 128  # numbers that ranks agree on at a time
+ROUNDED_TO = 128  # the number of values is rounded up to a multiple of this
 SAME_MODEL = (
     "The ranks of this group must hold the same model; did they build it from different configurations or in a "
     "different order?"
@@ -31,27 +31,27 @@ SAME_MODEL = (
 
 
 class SyncError(RuntimeError):
-    """A gradient or a call came at a moment at which it could only have been mixed up with another step's."""
+    """Raised for a gradient or a call that could be mixed up with another step's."""
 
 
 class LayoutMismatch(RuntimeError):
-    """The ranks of a group do not hold the same model, or not the same weights."""
+    """Raised if the ranks of a group do not have the same model, or not the same weights."""
 
 
 def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> tuple[list[Any], list[Any]]:
-    """Return the least and the largest of each value over all ranks: one small maximum a group.
+    """Return the minimum and maximum of each value over all ranks, with one small max all-reduce per group.
 
     Args:
         values: Numbers, or a tensor [n].
         groups: A group, or a chain of groups.
-        what: The subject, in words. Its hash travels too.
+        what: The subject, in words. Its hash is compared too.
 
     Returns:
-        The least and the largest values.
+        The minimum and the maximum values.
 
     Raises:
-        PeerLost: On every rank of a group whose ranks came to agree on different subjects. gloo would mix their
-            numbers, or abort the process if they have different sizes; so sizes are rounded up.
+        PeerLost: On every rank of a group whose ranks agree on different subjects. gloo would mix their numbers, or
+            abort the process if they have different sizes; so sizes are rounded up.
     """
     values = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
     count = 1 + values.numel()
@@ -76,7 +76,7 @@ def any(flag: bool, groups: Groups, what: str) -> bool:
 
 
 def equal(value: object, groups: Groups, what: str, *, failed: bool = False) -> bool:
-    """True if the `repr` of a value is the same on all ranks and none has failed. A hash of it travels."""
+    """True if the `repr` of a value is equal on all ranks and none has failed. Compares hashes."""
     digest = hashlib.sha256(repr(value).encode()).digest()
     words = [int.from_bytes(digest[i : i + 7], "big") for i in range(0, 28, 7)]
     least, largest = bounds([*words, failed], groups, what)
@@ -84,7 +84,7 @@ def equal(value: object, groups: Groups, what: str, *, failed: bool = False) -> 
 
 
 def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
-    """Every rank's picklable value, by its rank in the job. For a start and for failures, never for a step."""
+    """Gather every rank's picklable value, by its rank in the job. Only for startup and failures, never in a step."""
     everyone = {dist.get_rank() if dist.is_initialized() else 0: value}
     for group in _chain(groups):
         mine = torch.frombuffer(bytearray(pickle.dumps(everyone)), dtype=torch.uint8)
@@ -100,9 +100,10 @@ def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
 
 
 def first(finding: T | None, groups: Groups, what: str) -> T | None:
-    """The smallest finding of any rank; None where no rank has one, which costs one small maximum a group.
+    """Return the smallest finding of any rank.
 
-    A finding is a tuple that begins with what decides between ranks, such as the rank itself.
+    A finding is a tuple that starts with its sort key, such as the rank. None if no rank has one; this costs one small
+    max all-reduce per group.
     """
     if bounds([finding is not None], groups, what)[1] == [0]:
         return None
@@ -111,7 +112,7 @@ def first(finding: T | None, groups: Groups, what: str) -> T | None:
 
 
 def refuse(error: Exception | None, groups: Groups, what: str, kind: type[Exception] = RuntimeError) -> None:
-    """Raise on all ranks if any has an error: its own on each rank that has one, elsewhere `kind`, naming the first."""
+    """Raise on all ranks if any has an error: its own error, or `kind` on ranks without one, naming the first error."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = first(None if error is None else (rank, f"{type(error).__name__}: {error}"), groups, what)
     if error is not None:
@@ -122,7 +123,7 @@ def refuse(error: Exception | None, groups: Groups, what: str, kind: type[Except
 
 @contextmanager
 def together(groups: Groups, what: str, kind: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Surround what may fail on one rank: `refuse` at its end, on all ranks."""
+    """Context for code that may fail on one rank: calls `refuse` at its end, on all ranks."""
     error: Exception | None = None
     try:
         yield
@@ -138,11 +139,16 @@ def same(
     kind: type[Exception] = LayoutMismatch,
     advice: str = SAME_MODEL,
 ) -> None:
-    """Raise on all ranks of a group where they differ in a table, naming the first line and rank that differ.
+    """Raise on all ranks of a group if their tables differ, naming the first different line and rank.
 
-    tables: (the group in words, the group, this rank's table of one line a fact), in one order on all ranks. failure:
-    this rank's own error, if any. It is raised here after all ranks know of it; they raise `kind`. An error that
-    one group finds is passed to the next ones. A hash is exchanged; tables only where ranks differ.
+    Ranks exchange hashes, and tables only if the hashes differ. An error from one group is passed on to the next ones.
+
+    Args:
+        tables: (description of the group, the group, this rank's table with one line per fact), in the same order on
+            all ranks.
+        failure: This rank's own error, if any. It is raised here after all ranks know about it; they raise `kind`.
+        kind: Type of the error.
+        advice: Next step, for the error message.
     """
     for words, group, table in tables:
         what = f"the comparison of {words}"
@@ -172,14 +178,14 @@ def first_difference(tables: Mapping[int, Sequence[str]]) -> str:
 
 
 def control_device(group: dist.ProcessGroup) -> torch.device:
-    """Device of a small tensor that is sent over `group`: the CPU if gloo can take it, else this rank's GPU."""
+    """Return the device for small tensors sent over `group`: the CPU if gloo can send it, else this rank's GPU."""
     if "gloo" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _chain(groups: Groups) -> list[dist.ProcessGroup]:
-    """The groups of more than one rank."""
+    """Return the groups with more than one rank."""
     if groups is None:
         groups = dist.group.WORLD if dist.is_initialized() else ()
     several = [groups] if isinstance(groups, dist.ProcessGroup) else groups or ()

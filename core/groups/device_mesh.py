@@ -1,4 +1,4 @@
-"""Groups as torch's DeviceMesh, for DTensor and tools that take one; and the sizes of a mesh."""
+"""Conversion of groups to torch's DeviceMesh, for DTensor and other tools, and of a mesh to sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def device_mesh_of(grid: RankGrid, groups: ProcessGroups, *, expert: bool = False) -> DeviceMesh:
-    """`core.parallel_state.get_device_mesh`, of a grid and the groups cut from it."""
+    """Build the mesh for `core.parallel_state.get_device_mesh` from a grid and its groups."""
     from torch.distributed.device_mesh import DeviceMesh
 
     names = {axis.token: axis.name for axis in axes_of(expert)}
@@ -28,15 +28,16 @@ def device_mesh_of(grid: RankGrid, groups: ProcessGroups, *, expert: bool = Fals
     return DeviceMesh.from_group(members, kind, ranks, mesh_dim_names=tuple(names[token] for token in tokens))
 
 
-# What torch's users call the dimensions of a mesh -> tokens of the grid. HSDP's two dimensions are one axis.
+# Common names for the dimensions of a mesh -> tokens of the grid. HSDP's two dimensions are one axis.
 DIMENSIONS = {"pp": "pp", "dp": "dp", "cp": "cp", "tp": "tp", "ddp": "dp", "fsdp": "dp", "data": "dp", "tensor": "tp"}
 REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 
 def arguments_of_mesh(mesh: DeviceMesh, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` and the sizes and order of a mesh, as arguments of initialize_model_parallel.
+    """Return `options` with a mesh's sizes and order, as arguments of initialize_model_parallel. No communication.
 
-    Raises ValueError as `core.parallel_state.initialize_from_device_mesh` does. Local.
+    Raises:
+        ValueError: See `core.parallel_state.initialize_from_device_mesh`.
     """
     names = mesh.mesh_dim_names
     if not names:

@@ -1,4 +1,4 @@
-"""Options of a group's communicator: stream priority and NCCL settings, by Megatron's group names."""
+"""Communicator options of a group: stream priority and NCCL settings, by Megatron's group names."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ NET_NAMES = {"ib": "IB", "socket": "Socket"}
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """high_priority: collectives run on a high-priority stream. settings: (name, value) of the NCCL communicator."""
+    """Options of one group's communicator.
+
+    Attributes:
+        high_priority: Run collectives on a high-priority stream.
+        settings: (name, value) pairs of the NCCL communicator's configuration.
+    """
 
     high_priority: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
 
     def nccl(self) -> Any | None:
-        """The options as torch's ProcessGroupNCCL.Options; None if they are all defaults."""
+        """Return the options as torch's ProcessGroupNCCL.Options; None if all are defaults."""
         if self == NO_OPTIONS:
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
@@ -44,10 +49,15 @@ NO_OPTIONS = GroupOptions()
 
 
 def group_options(high_priority: Sequence[str] = (), config_path: str | None = None) -> dict[str, GroupOptions]:
-    """The options of each group that has any, by field of ProcessGroups.
+    """Return the options of each group that has any, by field of ProcessGroups.
 
-    high_priority: group names. config_path: YAML file, group name -> settings. ValueError on unknown names, settings
-    and values, RuntimeError if the file is given and PyYAML is not installed.
+    Args:
+        high_priority: Group names.
+        config_path: YAML file, group name -> settings.
+
+    Raises:
+        ValueError: If a name, setting or value is unknown.
+        RuntimeError: If the file is given and PyYAML is not installed.
     """
     asked = {} if config_path is None else _read(config_path)
     for name in high_priority:
@@ -103,7 +113,12 @@ def _check_settings(path: str, group: str, settings: Any) -> dict[str, Any]:
 
 
 def get_nccl_options(group: str, settings: Mapping[str, Mapping[str, Any]]) -> Any | None:
-    """torch's ProcessGroupNCCL.Options of one group; None if it has no settings. settings: as in the YAML file."""
+    """Return torch's ProcessGroupNCCL.Options of one group; None if it has no settings.
+
+    Args:
+        group: Group name.
+        settings: Settings by group, as in the YAML file.
+    """
     if group not in settings:
         return None
     checked = _check_settings("nccl_comm_cfgs", group, settings[group])

@@ -1,4 +1,4 @@
-"""The store at which processes of one machine meet."""
+"""Local store for processes of one machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch.distributed import TCPStore
 
 
 def local_store() -> TCPStore:
-    """A store of this process that other machines cannot reach: it listens on the loopback interface, at a free port.
+    """Create a store that other machines cannot reach: it listens on the loopback interface, at a free port.
 
-    TCPStore would bind to all interfaces, under any host name.
+    TCPStore would bind to all interfaces, whatever the host name.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Scratch tensors that are kept between uses, because fresh large ones cost more than what is written into them."""
+"""Reusable scratch tensors, because allocating large ones costs more than writing to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class GlobalMemoryBuffer:
-    """Named scratch memory: one flat tensor a (name, dtype, device), grown when a larger one is asked for."""
+    """Named scratch memory: one flat tensor per (name, dtype, device), which grows on demand."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
@@ -17,9 +17,13 @@ class GlobalMemoryBuffer:
     def get_tensor(
         self, tensor_shape: Sequence[int], dtype: torch.dtype, name: str, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """An uninitialised tensor in the memory `name`; it is overwritten by the next user of that name.
+        """Return an uninitialized tensor in the memory `name`. The next user of that name overwrites it.
 
-        device: torch's default device if None.
+        Args:
+            tensor_shape: Shape of the tensor.
+            dtype: Dtype of the tensor.
+            name: Name of the memory.
+            device: Defaults to torch's default device.
         """
         place = torch.device(device) if device is not None else torch.get_default_device()
         key, numel = (name, dtype, place), math.prod(tensor_shape)

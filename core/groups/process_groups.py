@@ -1,4 +1,4 @@
-"""This rank's process groups as one typed object that can be passed around, and the function that creates them."""
+"""ProcessGroups: this rank's process groups in one typed object, and their creation."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from core.groups.group_options import NO_OPTIONS, GroupOptions
 from core.groups.rank_grid import GRADIENT_KINDS, KINDS, MODEL_AXES, STAGE_CROSSING
 from core.watch.waiting import waiting
 
-# Control group -> the group whose ranks it has, for CPU tensors where the backend moves only device memory.
+# Control group -> the group with the same ranks; for CPU tensors if the backend sends only device memory.
 CONTROL_GROUPS = {f"{name}_gloo": name for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")}
 FIELDS = (*KINDS, *CONTROL_GROUPS)
 
 
 class ProcessGroups:
-    """The process groups of one rank; `core.parallel_state.ProcessGroupCollection` adds what Megatron's users know.
+    """Process groups of one rank.
 
     The fields are the kinds of `core.groups.rank_grid` and the control groups (dp_gloo, ...). Pass any of them by
-    keyword; an unknown one is a ValueError. A field that was not given reads None. `require` raises an error instead
-    that names the field.
+    keyword; an unknown one is a ValueError. A missing field reads None; `require` raises an error with its name
+    instead. `core.parallel_state.ProcessGroupCollection` adds Megatron's interface.
 
         groups = ProcessGroups(dp=data_group, dp_cp=data_group, tp=tensor_group)
         groups.size("tp"), groups.rank("dp_cp"), groups.require("pp")
@@ -59,11 +59,11 @@ class ProcessGroups:
 
     @property
     def created(self) -> tuple[ProcessGroup, ...]:
-        """The groups that `build` created for this object, in order. A group that fields share counts once."""
+        """Groups that `build` created for this object, in order. A group shared by several fields counts once."""
         return self._created
 
     def require(self, name: str) -> ProcessGroup:
-        """The group `name`. RuntimeError that names the group if this object has none."""
+        """Return the group `name`; RuntimeError, with the name, if this object does not have it."""
         group = self._field(name)
         if group is None:
             raise RuntimeError(
@@ -73,19 +73,19 @@ class ProcessGroups:
         return group
 
     def control(self, name: str) -> ProcessGroup:
-        """The ranks of the group `name` for agreements: its control group where there is one, else the group itself."""
+        """Return the control group of the group `name` if there is one, else the group itself. Used for agreements."""
         return getattr(self, f"{name}_gloo", None) or self.require(name)
 
     def size(self, name: str) -> int:
-        """Number of ranks in the group `name`; 1 if this object has no such group."""
+        """Return the number of ranks in the group `name`; 1 if this object has no such group."""
         return self._place(name)[1]
 
     def rank(self, name: str) -> int:
-        """This rank's place in the group `name`; 0 if this object has no such group."""
+        """Return this rank's index in the group `name`; 0 if this object has no such group."""
         return self._place(name)[0]
 
     def ranks(self, name: str) -> list[int]:
-        """The global ranks of the group `name`, ascending. RuntimeError if this object has no such group."""
+        """Return the global ranks of the group `name`, ascending; RuntimeError if this object has no such group."""
         return dist.get_process_group_ranks(self.require(name))
 
     def destroy(self) -> None:
@@ -95,7 +95,7 @@ class ProcessGroups:
         _destroy(created)
 
     def _place(self, name: str) -> tuple[int, int]:
-        """(rank, size), kept after the first call: torch takes microseconds, and wrapping asks for every parameter."""
+        """Return (rank, size), cached because torch takes microseconds and wrapping asks for every parameter."""
         places: dict[str, tuple[int, int]] = self.__dict__.setdefault("_places", {})
         if name not in places:
             group = self._field(name)
@@ -118,19 +118,22 @@ class ProcessGroups:
     ) -> ProcessGroups:
         """Create the groups of this rank on top of the started default process group.
 
-        Collective: every rank of the world calls it, with its own `members` from `rank_grid.group_ranks`. Creating
-        a group waits for the members of that group only; the call returns when all ranks have finished. All ranks go
-        through the kinds in the same order, so no cycle of waits is possible. Kinds with equal ranks and options share
-        one group, but gradients never share with activations (Note [Gradient groups]). 'intra_dist_opt' is the default
-        group if it holds all ranks of the world and no other kind does.
+        Collective: every rank of the world calls it, with its own `members` from `rank_grid.group_ranks`. Creating a
+        group waits for the members of that group only; the call returns when all ranks have finished. All ranks process
+        the kinds in the same order, so no deadlock is possible. Kinds with equal ranks and options share one group, but
+        gradients never share with activations (Note [Gradient groups]). 'intra_dist_opt' is the default group if it has
+        all ranks of the world and no other kind does. If creation fails, the groups created so far are destroyed before
+        the error is raised.
 
-        timeout: of every group; the backend's default if None. control_groups: also set the *_gloo fields. They are
-        groups of their own even on gloo, because agreements travel over them while gradients are under way. options:
-        stream priority and communicator settings of a kind, for NCCL only. If creation fails, the groups created so
-        far are destroyed before the error is raised.
+        Args:
+            members: Ranks of this rank's group, by kind.
+            timeout: Timeout of every group. Defaults to the backend's.
+            control_groups: Also set the *_gloo fields. These are separate groups even on gloo, because agreements use
+                them while gradients are in flight.
+            options: Stream priority and communicator settings by kind, for NCCL only.
         """
         options = options or {}
-        # Those of the default group, one a device type: of 'cpu:gloo,cuda:nccl' gloo and nccl.
+        # Backends of the default group, one per device type: gloo and nccl for 'cpu:gloo,cuda:nccl'.
         backends = {entry.split(":")[-1].lower() for entry in dist.get_backend_config().split(",")}
         shared: dict[tuple[Any, ...], ProcessGroup] = {}
         groups = cls()
@@ -165,12 +168,12 @@ CHAINS = (("intra_dist_opt", "inter_dist_opt"), ("mp", "dp_cp"), (*MODEL_AXES, "
 
 
 def world_chain(groups: ProcessGroups) -> tuple[str, ...]:
-    """Groups that one after the other reach every rank of the model once; where some are missing, most ranks."""
+    """Return groups that together reach every rank of the model once; if some are missing, most ranks."""
     return max(CHAINS, key=lambda chain: math.prod(map(groups.size, chain)))
 
 
 def world_groups(groups: ProcessGroups) -> list[ProcessGroup]:
-    """Those of `world_chain` that have several ranks, for agreements."""
+    """Return the groups of `world_chain` with several ranks, for agreements."""
     return [groups.control(name) for name in world_chain(groups) if groups.size(name) > 1]
 
 
@@ -184,7 +187,7 @@ ProcessGroupCollection = ProcessGroups
 
 
 def _kinds(members: Mapping[str, Sequence[int]], control: bool) -> Iterator[tuple[str, bool, Sequence[int]]]:
-    """(name, True for a control group, ranks) of every group to create, in the order that all ranks share."""
+    """Yield (name, True for a control group, ranks) of every group to create, in the order that all ranks share."""
     for name, ranks in members.items():
         yield name, False, ranks
     for name, kind in CONTROL_GROUPS.items() if control else ():
@@ -203,10 +206,10 @@ _build_count = itertools.count()
 
 
 def _next_build() -> int:
-    """The number of this build on this job's store: the same on all ranks, and used once.
+    """Return the number of this build on this job's store: equal on all ranks, and used once.
 
-    The count is in the store, because the store outlives a default group. Under an old name gloo would read the
-    addresses of a destroyed group from it. Every rank counts for itself, so no rank waits.
+    The count is in the store, because the store outlives a default group: with an old name gloo would read the
+    addresses of a destroyed group. Every rank counts separately, so no rank waits.
     """
     if dist.get_backend() == "fake":  # a fake store holds nothing, so no names can collide
         return next(_build_count)
@@ -215,7 +218,7 @@ def _next_build() -> int:
 
 
 def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
-    """Return when every rank has created its groups.
+    """Wait until every rank has created its groups.
 
     Without this wait a rank could destroy its groups while another rank still connects to them. The other rank would
     fail with "Connection closed by peer".
@@ -231,17 +234,17 @@ def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
 
 
 def refuse_other_sizes(sizes: Mapping[str, object], timeout: timedelta | None) -> None:
-    """Refuse ranks that split the job differently, before any group is made. Collective over the world.
+    """Refuse ranks that split the job differently, before any group is created. Collective over the world.
 
     Such ranks would wait for each other in different groups until the timeout. Each rank counts itself under its sizes
     in the job's store; the sizes of all ranks are read only if the counts differ.
 
     Args:
-        sizes: How this rank splits the job: name -> size, or another value.
-        timeout: Of the wait for all ranks; the store's if None.
+        sizes: This rank's split of the job: name -> size, or another value.
+        timeout: Timeout of the wait for all ranks. Defaults to the store's.
 
     Raises:
-        ValueError: On all ranks alike, naming the first rank and size that differ.
+        ValueError: On all ranks, with the first rank and size that differ.
     """
     if dist.get_backend() == "fake":
         return

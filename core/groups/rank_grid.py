@@ -1,11 +1,11 @@
-"""Pure arithmetic from the sizes of a job to its groups of ranks: one table of axes, a dense and an expert grid.
+"""Pure arithmetic from the sizes of a job to its groups of ranks: a table of axes, a dense and an expert grid.
 
-A rank is a number written in mixed radix. `order` names the digits, leftmost first and with the smallest stride: in
-'tp-cp-ep-dp-pp' neighbouring ranks differ in tp. The dense grid and the expert grid factor the same ranks; an axis that
-a grid does not have is 1 there. Nothing here imports torch.
+A rank is a number in mixed radix. `order` names the digits, leftmost first and with the smallest stride: in
+'tp-cp-ep-dp-pp' neighbouring ranks differ in tp. The dense grid and the expert grid factor the same ranks; an axis
+missing in a grid has size 1 there. Nothing here imports torch.
 
-A new axis is a row of `AXES`, an argument of `core.parallel_state.initialize_model_parallel`, and the sync rules that
-it needs in `core.distributed.contract.gradient_contract`. All else follows from the row.
+A new axis is a row of `AXES`, an argument of `core.parallel_state.initialize_model_parallel`, and its sync rules in
+`core.distributed.contract.gradient_contract`. Everything else is derived from the row.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Axis:
-    """One way in which ranks are divided.
+    """One dimension of parallelism.
 
-    name: argument of RankGrid and field of ProcessGroups. token: its digit in `order`. label: its name in messages.
-    grid: which of the two grids has it. carries: what its group transports; the ranks of an axis that carries gradients
-    hold equal weights and form the data group. option: the argument of initialize_model_parallel that sets its size;
-    None for the size that remains. always_split: True if no two of its ranks hold the same parameter, unless the
-    parameter says so. crosses_stages: True if its ranks hold different layers.
+    Attributes:
+        name: Argument of RankGrid and field of ProcessGroups.
+        token: Digit in `order`.
+        label: Name in messages.
+        grid: Grid that has the axis.
+        carries: Traffic of its group. The ranks of an axis that carries gradients have equal weights and form the data
+            group.
+        option: Argument of initialize_model_parallel for its size; None for the remaining size.
+        always_split: True if no two of its ranks have the same parameter, unless the parameter is marked otherwise.
+        crosses_stages: True if its ranks have different layers.
     """
 
     name: str
@@ -38,11 +43,11 @@ class Axis:
 
     @property
     def words(self) -> str:
-        """The adjective in the option: 'expert tensor' of expert_tensor_parallel_size."""
+        """Adjective in the option: 'expert tensor' for expert_tensor_parallel_size."""
         return (self.option or self.label).split("_model")[0].split("_parallel")[0].replace("_", " ")
 
 
-# The rows stand in the default order of their tokens.
+# The rows are in the default order of their tokens.
 AXES = (
     Axis("tp", "tp", "tp", "dense", "activations", "tensor_model_parallel_size"),
     Axis("expt_tp", "tp", "etp", "expert", "activations", "expert_tensor_parallel_size"),
@@ -55,12 +60,12 @@ AXES = (
 
 
 def axes_of(expert: bool) -> list[Axis]:
-    """The axes of the dense or of the expert grid."""
+    """Return the axes of the dense or of the expert grid."""
     return [axis for axis in AXES if axis.grid in ("both", "expert" if expert else "dense")]
 
 
 def size_options(sizes: Any) -> dict[str, Any]:
-    """The arguments of initialize_model_parallel that are sizes, from an object with attributes such as tp and etp."""
+    """Return the size arguments of initialize_model_parallel from an object with attributes such as tp and etp."""
     return {axis.option: getattr(sizes, axis.label) for axis in AXES if axis.option and hasattr(sizes, axis.label)}
 
 
@@ -75,7 +80,7 @@ def _is_model(axis: Axis) -> bool:
 TOKENS = tuple(dict.fromkeys(axis.token for axis in AXES))
 DEFAULT_ORDER = "-".join(TOKENS)
 
-# Every kind of group that is a set of axes of one grid: field of ProcessGroups -> (tokens, expert grid).
+# Every kind of group that spans a set of axes of one grid: field of ProcessGroups -> (tokens, expert grid).
 GRID_KINDS: dict[str, tuple[str, bool]] = {
     **{axis.name: (axis.token, axis.grid == "expert") for axis in AXES},
     "dp_cp": _kind(False, lambda axis: not _is_model(axis)),
@@ -89,7 +94,7 @@ GRID_KINDS: dict[str, tuple[str, bool]] = {
 
 
 def _kinds_where(holds: Callable[[Axis], bool]) -> set[str]:
-    """The kinds of groups of which every axis has a property."""
+    """Return the kinds of groups whose axes all have a property."""
     return {
         kind
         for kind, (tokens, expert) in GRID_KINDS.items()
@@ -97,10 +102,10 @@ def _kinds_where(holds: Callable[[Axis], bool]) -> set[str]:
     }
 
 
-DATA_KINDS = ("dp_cp", "expt_dp")  # over which a gradient is reduced, of dense and of expert parameters
+DATA_KINDS = ("dp_cp", "expt_dp")  # groups that reduce the gradients of dense and of expert parameters
 MODEL_AXES = tuple(axis.name for axis in axes_of(False) if _is_model(axis))  # with 'dp_cp' they reach every rank once
 COPY_AXES = tuple(axis.name for axis in AXES if _is_model(axis) and not axis.always_split)  # tagged split or copies
-# The parts of data groups that one optimizer instance has, and equal places in all instances.
+# Parts of data groups in one optimizer instance, and equal positions in all instances.
 INSTANCE_KINDS = [f"{side}_{kind}" for kind in (*DATA_KINDS, "dist_opt") for side in ("intra", "inter")]
 KINDS = (*GRID_KINDS, "embd", "pos_embd", *INSTANCE_KINDS)
 # Kinds whose members hold different layers.
@@ -123,15 +128,20 @@ def parse_tokens(text: str) -> tuple[str, ...]:
 
 
 class RankGrid:
-    """The ranks of a job laid out on a dense and an expert grid.
+    """Ranks of a job, arranged on a dense and an expert grid.
 
-    world_size: number of ranks. sizes: by the names of `AXES`, 1 by default, and expt_tp by default tp. order: the
-    tokens of all axes larger than 1, smallest stride first. Each size is also an attribute. The data parallel sizes
-    follow: dp = world / (tp * cp * pp), expt_dp = world / (expt_tp * ep * pp).
-
-    Raises ValueError on sizes below 1 and malformed orders, RuntimeError where the arithmetic does not come out.
+    The data parallel sizes follow: dp = world / (tp * cp * pp), expt_dp = world / (expt_tp * ep * pp).
 
         RankGrid(8, tp=2, pp=2).groups("tp-dp")   # [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    Args:
+        world_size: Number of ranks.
+        order: Tokens of all axes larger than 1, smallest stride first.
+        sizes: Sizes by the names of `AXES`. Default 1; expt_tp defaults to tp. Each size is also an attribute.
+
+    Raises:
+        ValueError: If a size is below 1 or the order is malformed.
+        RuntimeError: If the sizes do not divide the world size.
     """
 
     def __init__(self, world_size: int, *, order: str = DEFAULT_ORDER, **sizes: int | None) -> None:
@@ -164,24 +174,24 @@ class RankGrid:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The tokens of `order`, smallest stride first, all of them."""
+        """Tokens of all axes, smallest stride first."""
         return tuple(self.order.split("-"))
 
     def size(self, token: str, expert: bool = False) -> int:
-        """Number of ranks along one axis of the dense or the expert grid."""
+        """Return the number of ranks along one axis of the dense or the expert grid."""
         return self._token_sizes[expert].get(token, 1)
 
     def stride(self, token: str, expert: bool = False) -> int:
-        """Distance between two ranks that are neighbours along an axis."""
+        """Return the distance between two ranks that are neighbours along an axis."""
         return next(stride for axis, _, stride in self._digits(expert) if axis == token)
 
     def coordinate(self, rank: int, token: str, expert: bool = False) -> int:
-        """A rank's index along one axis."""
+        """Return a rank's index along one axis."""
         self._check_rank(rank)
         return rank // self.stride(token, expert) % self.size(token, expert)
 
     def group_of(self, rank: int, tokens: str, expert: bool = False) -> list[int]:
-        """The group of `rank` that spans the axes `tokens`, ascending; costs O(size of the group)."""
+        """Return the group of `rank` that spans the axes `tokens`, ascending. Costs O(size of the group)."""
         self._check_rank(rank)
         wanted = parse_tokens(tokens)
         group = [rank]
@@ -192,7 +202,7 @@ class RankGrid:
         return group
 
     def groups(self, tokens: str, expert: bool = False) -> list[list[int]]:
-        """All groups of the world that span the axes `tokens`, ordered by their first rank."""
+        """Return all groups of the world that span the axes `tokens`, ordered by their first rank."""
         wanted = parse_tokens(tokens)
         firsts = [0]
         for axis, size, stride in self._digits(expert):
@@ -201,7 +211,7 @@ class RankGrid:
         return [self.group_of(first, tokens, expert) for first in firsts]
 
     def _digits(self, expert: bool) -> Iterator[tuple[str, int, int]]:
-        """(token, size, stride) of every axis, smallest stride first."""
+        """Return (token, size, stride) of every axis, smallest stride first."""
         stride = 1
         for token in self.axes:
             size = self.size(token, expert)
@@ -213,7 +223,7 @@ class RankGrid:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size} ranks (0 to {self.world_size - 1}).")
 
     def _remaining(self, expert: bool) -> int:
-        """The data parallel size of one grid."""
+        """Return the data parallel size of one grid."""
         factors = [axis for axis in axes_of(expert) if axis.option]
         product = math.prod(self.sizes[axis.name] for axis in factors)
         if self.world_size % product:
@@ -226,7 +236,7 @@ class RankGrid:
         return self.world_size // product
 
     def _complete(self, tokens: tuple[str, ...]) -> tuple[str, ...]:
-        """Append the axes of size 1 that the order leaves out; refuse one that is larger."""
+        """Append the axes of size 1 that the order leaves out; refuse a larger one."""
         missing = [token for token in TOKENS if token not in tokens]
         for token in missing:
             size = max(self.size(token), self.size(token, expert=True))
@@ -251,12 +261,12 @@ EmbeddingRule = Callable[[list[int]], list[int]]
 
 
 def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline group that hold the word embedding: its first and its last."""
+    """Return the ranks of a pipeline group with the word embedding: its first and its last."""
     return [pp_ranks[0]] if len(pp_ranks) == 1 else [pp_ranks[0], pp_ranks[-1]]
 
 
 def default_position_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline group that hold the position embedding: its first."""
+    """Return the rank of a pipeline group with the position embedding: its first."""
     return [pp_ranks[0]]
 
 
@@ -268,13 +278,21 @@ def group_ranks(
     embedding_ranks: EmbeddingRule | None = None,
     position_embedding_ranks: EmbeddingRule | None = None,
 ) -> dict[str, list[int]]:
-    """The members of every kind of group that `rank` belongs to, ascending, kinds in one order for all ranks.
+    """Return the members of every kind of group that `rank` belongs to, ascending, kinds in the same order on all
+    ranks.
 
-    num_instances: distributed optimizer instances; each data group is cut into that many contiguous slices (intra), and
-    equal places of the slices form the inter groups. embedding_ranks, position_embedding_ranks: a pipeline group ->
-    which of its ranks share the (position) embedding; a rank that is not among them gets no such kind.
+    Args:
+        grid: Grid of the job.
+        rank: Global rank.
+        num_instances: Distributed optimizer instances. Each data group is split into that many contiguous slices
+            (intra); equal positions in the slices form the inter groups.
+        embedding_ranks: Function from a pipeline group to those of its ranks that share the embedding. Other ranks get
+            no such kind.
+        position_embedding_ranks: The same for the position embedding.
 
-    Raises RuntimeError where the instances do not come out even, ValueError where a rule names ranks of other stages.
+    Raises:
+        RuntimeError: If the instances do not divide a data group.
+        ValueError: If a rule returns ranks of other stages.
     """
     _check_instances(grid, num_instances)
     members = {kind: grid.group_of(rank, tokens, expert) for kind, (tokens, expert) in GRID_KINDS.items()}
@@ -301,7 +319,10 @@ def _own_slice(group: list[int], rank: int, num_slices: int) -> list[int]:
 
 
 def _instance_ranks(grid: RankGrid, rank: int, num_instances: int, expert: bool) -> list[int]:
-    """All ranks of one optimizer instance: the model replicas of one slice of a data group. O(size of the instance)."""
+    """Return all ranks of one optimizer instance: the model replicas of one slice of a data group.
+
+    Costs O(size of the instance).
+    """
     if num_instances == 1:
         return list(range(grid.world_size))
     data, model = (GRID_KINDS[kind][0] for kind in (("expt_dp", "tp_ep_pp") if expert else ("dp_cp", "mp")))
