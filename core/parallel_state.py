@@ -1,6 +1,6 @@
-"""The module-level face of the process groups: `initialize_model_parallel` and the accessors Megatron's users know.
+"""Module-level interface to the process groups: `initialize_model_parallel` and Megatron's accessors.
 
-All state is in `_state`. Our code takes `pg_collection=` and asks here for the default. The public names are many.
+All state is in `_state`. Our code takes `pg_collection=` and reads the default from here. There are many public names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _ParallelState:
-    """State that `initialize_model_parallel` sets, and stand-ins for sizes and ranks that tests set."""
+    """State of `initialize_model_parallel`, and sizes and ranks overridden by tests."""
 
     groups: ProcessGroups | None = None
     grid: RankGrid | None = None
@@ -75,26 +75,28 @@ def initialize_model_parallel(
     local_world_size: int | None = None,
     watch_ranks: bool = True,
 ) -> None:
-    """Split the ranks of the started default process group and create the groups this rank belongs to.
+    """Split the ranks of the started default process group and create the groups of this rank.
 
-    Collective: every rank of the world calls it with the same arguments. All arguments are validated before the first
-    group is created. A call that fails leaves nothing behind, so it can be repeated with other arguments.
-
-    *_size: ranks along an axis; the data parallel size is what remains. expert_tensor_parallel_size: by default the
-    tensor size. num_distributed_optimizer_instances: the data groups are cut into that many slices; the optimizer
-    shards inside a slice and replicates across slices. order: axes, smallest stride first. get_embedding_ranks,
-    get_position_embedding_ranks: functions from the ranks of a pipeline group to those that share the (position)
-    embedding. distributed_timeout_minutes: of every group. create_gloo_process_groups: also create control groups,
-    with the ranks of the data groups, for CPU tensors. high_priority_stream_groups: names such as 'tp', 'ep_dp'.
-    nccl_communicator_config_path: YAML, group name -> cga_cluster_size, min_ctas, max_ctas, net_name,
-    is_high_priority_stream. The last two are checked on every backend and take effect on NCCL. watch_ranks: a thread of
-    each process names, within seconds, a rank that has ended or hangs (core.watch.rank_watch).
-
-    Raises RuntimeError where sizes do not come out, torch.distributed is not started, or groups exist already;
-    ValueError on malformed or unsupported arguments, and on all ranks if ranks give different ones.
+    Collective: every rank of the world calls it with the same arguments. They are validated before the first group is
+    created. After a failed call nothing remains, so it can be repeated with other arguments.
 
         torch.distributed.init_process_group("gloo")
         initialize_model_parallel(tensor_model_parallel_size=2)
+
+    Args:
+        *_size: Ranks along an axis; data parallelism gets the remaining factor. Expert tensor size: as tensor size.
+        num_distributed_optimizer_instances: Slices of each data group: shard within a slice, replicate across slices.
+        distributed_timeout_minutes: Timeout of every group.
+        order: Axes, smallest stride first.
+        get_*embedding_ranks: From the ranks of a pipeline group to those that share the (position) embedding.
+        create_gloo_process_groups: Also create control groups with the ranks of the data groups, for CPU tensors.
+        high_priority_stream_groups: Names such as 'tp', 'ep_dp'. Like the next one, checked always, used on NCCL only.
+        nccl_communicator_config_path: YAML, group name -> settings, listed at `core.groups.group_options`.
+        watch_ranks: Start a thread per process that names a rank that has ended or hangs within seconds.
+
+    Raises:
+        RuntimeError: If sizes do not divide, torch.distributed is not started, or groups exist already.
+        ValueError: If arguments are malformed or unsupported; on all ranks if ranks pass different ones.
     """
     _refuse_unsupported(
         pipeline_model_parallel_comm_backend=(pipeline_model_parallel_comm_backend, None),
@@ -156,7 +158,7 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Destroy every group that `initialize_model_parallel` created and forget all overrides. May be called twice."""
+    """Destroy every group that `initialize_model_parallel` created and remove all overrides. May be called twice."""
     global _state
     groups, watch, _state = _state.groups, _state.watch, _ParallelState()
     use_watch(None)
@@ -167,21 +169,23 @@ def destroy_model_parallel() -> None:
 
 
 def initialize_from_device_mesh(mesh: DeviceMesh, **options: Any) -> None:
-    """`initialize_model_parallel` with the sizes and the order of a DeviceMesh, so that groups have the mesh's ranks.
+    """Call `initialize_model_parallel` with a DeviceMesh's sizes and order, so that groups have the mesh's ranks.
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
         initialize_from_device_mesh(mesh)
 
-    mesh: over all ranks; dimensions 'pp', 'dp' (or 'dp_replicate', 'dp_shard': the optimizer shards within the second),
-    'cp' and 'tp', the largest stride first. options: further arguments of initialize_model_parallel; those of experts,
-    say. Collective: every rank of the world. Raises ValueError, before any group is made, for a dimension that has no
-    counterpart here, for a part of the ranks, and for an option that the mesh gives.
+    Collective: every rank of the world calls it. ValueError, before any group is created, for an unknown dimension, a
+    part of the ranks, or an option set by the mesh.
+
+    Args:
+        mesh: Over all ranks, largest stride first: 'pp', 'dp' (or 'dp_replicate', 'dp_shard' to shard in), 'cp', 'tp'.
+        options: Further arguments of initialize_model_parallel, for example for experts.
     """
     initialize_model_parallel(**arguments_of_mesh(mesh, options))
 
 
 def model_parallel_is_initialized() -> bool:
-    """True if `initialize_model_parallel` has succeeded and not been undone."""
+    """True if `initialize_model_parallel` has succeeded and `destroy_model_parallel` was not called since."""
     return _state.groups is not None
 
 
@@ -189,7 +193,7 @@ is_initialized = model_parallel_is_initialized  # the older name
 
 
 def get_process_groups() -> ProcessGroups:
-    """All groups of this rank as one object, for `pg_collection=` arguments. RuntimeError before initialization."""
+    """Return all groups of this rank, for `pg_collection=` arguments. RuntimeError before initialization."""
     if _state.groups is None:
         raise RuntimeError(
             "model parallel groups are not initialized; call core.parallel_state.initialize_model_parallel first or "
@@ -199,32 +203,32 @@ def get_process_groups() -> ProcessGroups:
 
 
 def get_rank_watch() -> RankWatch | None:
-    """The watch that names lost ranks; None in a job of one rank, without groups, or with `watch_ranks=False`."""
+    """Return the watch that names lost ranks; None with one rank, without groups, or with `watch_ranks=False`."""
     return _state.watch
 
 
 def get_rank_grid() -> RankGrid:
-    """The grid the groups were cut from. RuntimeError before initialization."""
+    """Return the grid that defines the groups. RuntimeError before initialization."""
     get_process_groups()
     assert _state.grid is not None, "groups are set only together with their grid"
     return _state.grid
 
 
 def get_device_mesh(*, expert: bool = False) -> DeviceMesh:
-    """All ranks along the axes of the dense grid: dimensions 'pp', 'dp', 'cp', 'tp' in the default order.
+    """Return a mesh of all ranks: 'pp', 'dp', 'cp', 'tp', or with `expert` 'pp', 'expt_dp', 'ep', 'expt_tp'.
 
-    expert: of the expert grid, 'pp', 'expt_dp', 'ep', 'expt_tp'. The first dimension has the largest stride between
-    ranks. An axis of size 1 is there too. No groups are made. Local. RuntimeError before initialization.
+    The first dimension has the largest stride. Axes of size 1 are included. No communication, no new groups.
+    RuntimeError before initialization.
     """
     return device_mesh_of(get_rank_grid(), get_process_groups(), expert=expert)
 
 
 class ProcessGroupCollection(ProcessGroups):
-    """ProcessGroups by Megatron's name."""
+    """ProcessGroups under Megatron's name."""
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroups:
-        """The groups of this module, all or only `required_pgs`. ValueError if a name is no group."""
+        """Return the groups of this module, all or only `required_pgs`. ValueError if a name is no group."""
         wanted = FIELDS if required_pgs is None else tuple(required_pgs)
         unknown = [name for name in wanted if name not in FIELDS]
         if unknown:
@@ -234,19 +238,19 @@ class ProcessGroupCollection(ProcessGroups):
 
 
 def get_all_ranks() -> str:
-    """This rank's places as 'tp_dp_cp_pp_ep', such as '1_0_0_2_0'. Use it in names of files that each rank writes."""
+    """Return this rank's indices as 'tp_dp_cp_pp_ep', such as '1_0_0_2_0', for names of per-rank files."""
     return "_".join(str(get_process_groups().rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Scratch memory shared by layers, from initialization to destruction. RuntimeError before and after."""
+    """Return scratch memory shared by layers. RuntimeError before initialization and after destruction."""
     if _state.memory is None:
         raise RuntimeError("global memory buffer is not initialized; call initialize_model_parallel first.")
     return _state.memory
 
 
 def destroy_global_memory_buffer() -> None:
-    """Free the scratch memory; the next initialization makes a new one."""
+    """Free the scratch memory; the next initialization creates a new one."""
     _state.memory = None
 
 
@@ -257,7 +261,7 @@ def update_pg_timeout(timeout: timedelta, pg_group: ProcessGroup | None = None) 
 
 
 def create_group(ranks: Sequence[int] | None = None, *arguments: Any, **options: Any) -> ProcessGroup | None:
-    """A group of the caller's own, by the arguments of torch's new_group; `destroy_model_parallel` leaves it alone."""
+    """Create a group with the arguments of torch's new_group; `destroy_model_parallel` does not destroy it."""
     with waiting("a group of the caller's own", dist.group.WORLD):
         return dist.new_group(None if ranks is None else list(ranks), *arguments, **options)
 
@@ -284,7 +288,7 @@ def _check_virtual_size(virtual: int | None, pipeline: int) -> None:
 
 
 def _group(name: str, check_initialized: bool = True) -> ProcessGroup | None:
-    """The group `name`. If there is none: an error that names it, or None if `check_initialized` is False."""
+    """Return the group `name`. If there is none: an error with the name, or None if `check_initialized` is False."""
     if check_initialized:
         return get_process_groups().require(name)
     return None if _state.groups is None else getattr(_state.groups, name)
@@ -333,10 +337,10 @@ get_inter_distributed_optimizer_instance_group = _group_getter(
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False, with_gtp_remat: bool = True
 ) -> ProcessGroup | None:
-    """The replicas of this rank's dense parameters.
+    """Return the group of this rank's dense-parameter replicas. `with_gtp_remat` has no effect.
 
-    with_context_parallel: add the context parallel ranks, as the reduction of gradients does. partial_data_parallel:
-    only the ranks of this optimizer instance (with_context_parallel must be True). with_gtp_remat: has no effect here.
+    `with_context_parallel` adds the context-parallel ranks, as the reduction of gradients does. `partial_data_parallel`
+    selects the ranks of this optimizer instance (with_context_parallel must be True).
     """
     return _group(_data_group(with_context_parallel, partial_data_parallel))
 
@@ -344,7 +348,7 @@ def get_data_parallel_group(
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """The control group with the ranks of `get_data_parallel_group`, for CPU tensors."""
+    """Return the control group with the ranks of `get_data_parallel_group`, for CPU tensors."""
     return _group(_data_group(with_context_parallel, partial_data_parallel) + "_gloo")
 
 
@@ -359,14 +363,14 @@ def _data_group(with_context_parallel: bool, partial_data_parallel: bool) -> str
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
-    """All ranks of this pipeline stage; without `with_context_parallel` those at this place in the sequence."""
+    """Return all ranks of this pipeline stage; without `with_context_parallel` those with the same sequence part."""
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup | None:
-    """The ranks that agree on a quantization scale: tensor, data unless `tp_only_amax_red`, and context if asked."""
+    """Return the ranks that agree on a quantization scale: tensor, data unless `tp_only_amax_red`, context if set."""
     if tp_only_amax_red:
         return _group("tp_cp" if with_context_parallel else "tp")
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp")
@@ -375,12 +379,12 @@ def get_amax_reduction_group(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """The replicas of this rank's experts; with `partial_expert_data_parallel` those of this optimizer instance."""
+    """Return the replicas of this rank's experts (with `partial_expert_data_parallel`, of this optimizer instance)."""
     return _group("intra_expt_dp" if partial_expert_data_parallel else "expt_dp", check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup | None:
-    """The control group with the ranks of `get_expert_data_parallel_group`, for CPU tensors."""
+    """Return the control group with the ranks of `get_expert_data_parallel_group`, for CPU tensors."""
     return _group("intra_expt_dp_gloo" if partial_expert_data_parallel else "expt_dp_gloo")
 
 
@@ -441,28 +445,28 @@ get_expert_tensor_and_model_parallel_world_size, get_expert_tensor_and_model_par
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Number of replicas of this rank's dense parameters; the arguments of `get_data_parallel_group`."""
+    """Return the size of `get_data_parallel_group`, with the same arguments."""
     return _size(_data_group(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """This rank's place in the group of `get_data_parallel_group`; the same arguments."""
+    """Return this rank's index in `get_data_parallel_group`, with the same arguments."""
     if "rank dp" in _state.overrides:
         return _state.overrides["rank dp"]
     return _rank(_data_group(with_context_parallel, partial_data_parallel))
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """Number of replicas of this rank's experts."""
+    """Return the number of replicas of this rank's experts."""
     return _size("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """This rank's place among the replicas of its experts."""
+    """Return this rank's index among the replicas of its experts."""
     return _rank("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
 
 
-# Stand-ins for tests without such groups: the getters return the value that was set; None removes it.
+# Overrides for tests without such groups: the getters return the value that was set; None removes it.
 
 
 def _setters(name: str) -> tuple[Callable[[int | None], None], Callable[[int | None], None]]:
@@ -485,7 +489,7 @@ _, set_data_parallel_rank = _setters("dp")  # with and without context paralleli
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Make `get_virtual_pipeline_model_parallel_world_size` return this."""
+    """Set the result of `get_virtual_pipeline_model_parallel_world_size`."""
     _state.virtual_size = world_size
 
 
@@ -498,12 +502,12 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Number of model chunks a stage; None without an interleaved schedule."""
+    """Return the number of model chunks per stage; None without an interleaved schedule."""
     return _state.virtual_size
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """The model chunk this rank works on; None without an interleaved schedule."""
+    """Return the model chunk that this rank works on; None without an interleaved schedule."""
     return _state.virtual_rank
 
 
@@ -522,9 +526,9 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """True if this rank (unless `ignore_virtual`, this chunk of it) holds the word embedding.
+    """True if this rank (unless `ignore_virtual`, this chunk of it) has the word embedding.
 
-    The first stage holds it in its first chunk, the last stage in its last chunk, any other stage in every chunk.
+    The first stage has it in its first chunk, the last stage in its last chunk, any other stage in every chunk.
     """
     if get_process_groups().embd is None:
         return False
@@ -539,7 +543,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """True if this rank holds the position embedding."""
+    """True if this rank has the position embedding."""
     return get_process_groups().pos_embd is not None
 
 
@@ -558,27 +562,27 @@ get_pipeline_model_parallel_first_rank = _first_rank("pp", "the first stage of t
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of the last stage of this rank's pipeline."""
+    """Return the global rank of the last stage of this rank's pipeline."""
     return get_process_groups().ranks("pp")[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next stage; after the last stage comes the first."""
+    """Return the global rank of the next stage; after the last stage comes the first."""
     return _pipeline_neighbour(1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the previous stage; before the first stage comes the last."""
+    """Return the global rank of the previous stage; before the first stage comes the last."""
     return _pipeline_neighbour(-1)
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Global rank of the first member of this rank's data group."""
+    """Return the global rank of the first member of this rank's data group."""
     return get_process_groups().ranks("dp_cp" if with_context_parallel else "dp")[0]
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Global ranks that split the sequence with this rank, in sequence order."""
+    """Return the global ranks that split the sequence with this rank, in sequence order."""
     if not check_initialized and _state.groups is None:
         return None
     return get_process_groups().ranks("cp")

@@ -53,7 +53,7 @@ def group_options(high_priority: Sequence[str] = (), config_path: str | None = N
 
     Args:
         high_priority: Group names.
-        config_path: YAML file, group name -> settings.
+        config_path: YAML file, group name -> cga_cluster_size, min_ctas, max_ctas, net_name, is_high_priority_stream.
 
     Raises:
         ValueError: If a name, setting or value is unknown.

@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 def local_store() -> TCPStore:
     """Create a store that other machines cannot reach: it listens on the loopback interface, at a free port.
 
-    TCPStore would bind to all interfaces, whatever the host name.
+    TCPStore would bind to all interfaces, under any host name.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
