@@ -80,9 +80,11 @@ def check_heads(heads: int, groups: int, cp: int) -> None:
 
 
 def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchange parts [ranks, ...]: part r is sent to rank r and replaced by the part from rank r.
+    """Send part r to rank r, and replace it by the part received from rank r. Collective over the group.
 
-    Collective over the group.
+    Args:
+        parts: [ranks, ...].
+        group: Process group.
     """
     exchanged: Tensor = _Exchange.apply(parts, group)
     return exchanged

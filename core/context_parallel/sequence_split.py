@@ -69,7 +69,13 @@ def split_sequence(whole: Tensor, dim: int, cp: int, rank: int) -> Tensor:
 
 
 def join_sequence(parts: Tensor, dim: int, cp: int) -> Tensor:
-    """Reorder the ranks' parts, concatenated in rank order along `dim`, to the order of positions."""
+    """Reorder the ranks' parts to the order of positions.
+
+    Args:
+        parts: Parts concatenated along `dim`, in rank order.
+        dim: Dimension of the sequence.
+        cp: Context-parallel size.
+    """
     if cp == 1:
         return parts
     chunks = parts.chunk(2 * cp, dim)  # rank 0's head and tail, rank 1's head and tail, ...
@@ -77,7 +83,16 @@ def join_sequence(parts: Tensor, dim: int, cp: int) -> Tensor:
 
 
 def rank_order(whole: Tensor, dim: int, cp: int) -> Tensor:
-    """Reorder a sequence to the ranks' parts, in rank order along `dim`. The inverse of `join_sequence`."""
+    """Reorder a sequence to the ranks' parts. The inverse of `join_sequence`.
+
+    Args:
+        whole: The full sequence.
+        dim: Dimension of the sequence.
+        cp: Context-parallel size.
+
+    Returns:
+        The parts concatenated along `dim`, in rank order.
+    """
     if cp == 1:
         return whole
     chunks = whole.chunk(2 * cp, dim)

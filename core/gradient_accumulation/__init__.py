@@ -98,6 +98,11 @@ class GradAccumDataloader(StandIn):
     Of 10 batches with a size of 4, it yields 8. After the last one, it also consumes the remaining batches (by length)
     and the end of a loader that is not torch's. An iterable without a length, endless or not, is read one cycle ahead.
     Iterators are independent of each other.
+
+    Args:
+        dataloader: Iterable of microbatches.
+        accumulate_size: Microbatches per step.
+        state: State shared with the other wrappers.
     """
 
     _inner = "dataloader"
@@ -154,8 +159,12 @@ class GradAccumDataloader(StandIn):
 class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
     """LR scheduler wrapper that steps once per parameter update, independent of the number and time of its calls.
 
-    Without the optimizer's `state`, it steps on every `accumulate_size`-th call, unless the scheduler's optimizer has
-    `step_was_skipped` set (after an overflow; all optimizers of this package set it).
+    Args:
+        lr_scheduler: A torch scheduler.
+        accumulate_size: Microbatches per step.
+        state: State shared with the other wrappers. Without it, the wrapper steps on every `accumulate_size`-th call,
+            unless the scheduler's optimizer has `step_was_skipped` set (after an overflow; all optimizers of this
+            package set it).
     """
 
     _inner = "lr_scheduler"
@@ -208,7 +217,13 @@ class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
 class GradAccumGradientHandler(BaseGradientHandler):
     """Gradient handler wrapper that runs once per cycle, when a step is due; a second call in a cycle does nothing.
 
-    Without the optimizer's `state`, it runs on every `accumulate_size`-th call.
+    Args:
+        grad_handler: The inner handler.
+        accumulate_size: Microbatches per step.
+        state: State shared with the other wrappers. Without it, the handler runs on every `accumulate_size`-th call.
+
+    Raises:
+        TypeError: If `grad_handler` is not a handler, or is wrapped already.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class AccumulationError(RuntimeError):
-    """Raised for a call that would mix gradients of two cycles, or use them before they are fully reduced."""
+    """Error raised for a call that would mix gradients of two cycles, or use them before they are fully reduced."""
 
 
 class Accumulation:
@@ -139,6 +139,10 @@ def checked_size(size: int) -> int:
 
 def shared_state(state: Accumulation | None, size: int) -> Accumulation:
     """Return the state shared with other wrappers, or a new one.
+
+    Args:
+        state: Shared state, or None.
+        size: Microbatches per step.
 
     Raises:
         ValueError: If the sizes differ.

@@ -40,7 +40,7 @@ FROZEN = len(GRAD_DTYPES) + 1  # the code of a frozen parameter: above all other
 
 
 class GradientHandlerError(RuntimeError):
-    """Raised on all ranks of a group if their gradients cannot be reduced together."""
+    """Error raised on all ranks of a group if their gradients cannot be reduced together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from core.gradient_handler.registry import GRADIENT_HANDLER
 
 
 class GradSyncUnsupported(TypeError):
-    """Raised for an optimizer that cannot reduce gradients."""
+    """Error raised for an optimizer that cannot reduce gradients."""
 
 
 @runtime_checkable

@@ -31,11 +31,11 @@ SAME_MODEL = (
 
 
 class SyncError(RuntimeError):
-    """Raised for a gradient or a call that could be mixed up with another step's."""
+    """Error raised for a gradient or a call that could be mixed up with another step's."""
 
 
 class LayoutMismatch(RuntimeError):
-    """Raised if the ranks of a group do not have the same model, or not the same weights."""
+    """Error raised if the ranks of a group do not have the same model, or not the same weights."""
 
 
 def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> tuple[list[Any], list[Any]]:
@@ -76,7 +76,17 @@ def any(flag: bool, groups: Groups, what: str) -> bool:
 
 
 def equal(value: object, groups: Groups, what: str, *, failed: bool = False) -> bool:
-    """True if the `repr` of a value is equal on all ranks and none has failed. Compares hashes."""
+    """Compare a value's `repr` over all ranks, by hash.
+
+    Args:
+        value: Value to compare.
+        groups: A group, or a chain of groups.
+        what: The subject, in words.
+        failed: True if this rank has failed.
+
+    Returns:
+        True if all ranks have the same value and none has failed.
+    """
     digest = hashlib.sha256(repr(value).encode()).digest()
     words = [int.from_bytes(digest[i : i + 7], "big") for i in range(0, 28, 7)]
     least, largest = bounds([*words, failed], groups, what)
@@ -84,7 +94,16 @@ def equal(value: object, groups: Groups, what: str, *, failed: bool = False) -> 
 
 
 def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
-    """Gather every rank's picklable value, by its rank in the job. Only for startup and failures, never in a step."""
+    """Gather every rank's value. Only for startup and failures, never in a step.
+
+    Args:
+        value: Any picklable value.
+        groups: A group, or a chain of groups.
+        what: The subject, in words.
+
+    Returns:
+        The values by rank in the job.
+    """
     everyone = {dist.get_rank() if dist.is_initialized() else 0: value}
     for group in _chain(groups):
         mine = torch.frombuffer(bytearray(pickle.dumps(everyone)), dtype=torch.uint8)
@@ -100,10 +119,13 @@ def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
 
 
 def first(finding: T | None, groups: Groups, what: str) -> T | None:
-    """Return the smallest finding of any rank.
+    """Return the smallest finding of any rank, or None if no rank has one (at the cost of one small all-reduce per
+    group).
 
-    A finding is a tuple that starts with its sort key, such as the rank. None if no rank has one; this costs one small
-    max all-reduce per group.
+    Args:
+        finding: A tuple that starts with its sort key, such as the rank; or None.
+        groups: A group, or a chain of groups.
+        what: The subject, in words.
     """
     if bounds([finding is not None], groups, what)[1] == [0]:
         return None
@@ -112,7 +134,14 @@ def first(finding: T | None, groups: Groups, what: str) -> T | None:
 
 
 def refuse(error: Exception | None, groups: Groups, what: str, kind: type[Exception] = RuntimeError) -> None:
-    """Raise on all ranks if any has an error: its own error, or `kind` on ranks without one, naming the first error."""
+    """Raise on all ranks if any rank has an error.
+
+    Args:
+        error: This rank's error, which it raises itself; or None.
+        groups: A group, or a chain of groups.
+        what: The subject, in words.
+        kind: Type of the error on ranks without one; the message has the first rank's error.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = first(None if error is None else (rank, f"{type(error).__name__}: {error}"), groups, what)
     if error is not None:

@@ -64,7 +64,14 @@ class OptimizerWrapper:
         self.optim.zero_grad(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
-        """Accumulate the gradient of `loss`."""
+        """Accumulate the gradient of `loss`.
+
+        Args:
+            loss: Scalar loss.
+            inputs: See torch.Tensor.backward.
+            retain_graph: See torch.Tensor.backward.
+            kwargs: Further arguments of the inner backward.
+        """
         if isinstance(self.optim, OptimizerWrapper):
             self.optim.backward(loss, inputs=inputs, retain_graph=retain_graph, **kwargs)
         else:
@@ -73,7 +80,14 @@ class OptimizerWrapper:
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
-        """Run backward from a gradient, for example from the next pipeline stage. It is never scaled."""
+        """Run backward from a gradient, for example from the next pipeline stage. It is never scaled.
+
+        Args:
+            tensor: Output to differentiate.
+            grad: Its gradient.
+            inputs: See torch.autograd.backward.
+            retain_graph: See torch.autograd.backward.
+        """
         if isinstance(self.optim, OptimizerWrapper):
             self.optim.backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
         else:

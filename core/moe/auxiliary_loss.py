@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """Pass an activation through, and start the gradient of an auxiliary loss in backward.
+    """Autograd function that passes an activation through and starts the gradient of an auxiliary loss in backward.
 
     The auxiliary loss is in no sum, so it needs the same gradient scale as the main loss. With n microbatches, each
     divided by n, call `MoEAuxLossAutoScaler.set_loss_scale(1 / n)`; with a loss scaler, multiply by its scale. The

@@ -63,9 +63,17 @@ def all_to_all_rows(
 
 
 def gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """All-gather rows, `counts[i]` from rank i; backward sums the ranks' gradients.
+    """All-gather rows; backward sums the ranks' gradients, because each rank uses the rows differently.
 
     Collective: all ranks of the group must call it.
+
+    Args:
+        rows: [counts[rank], ...].
+        counts: Number of rows of each rank.
+        group: Process group.
+
+    Returns:
+        [sum(counts), ...], in rank order.
     """
     size = group_size(group)
     if group is None or size == 1 or not any(counts):
@@ -76,9 +84,17 @@ def gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | 
 
 
 def reduce_scatter_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Sum [sum(counts), ...] over the ranks and keep this rank's `counts[rank]` rows. The dual of `gather_rows`.
+    """Sum rows over the ranks and keep this rank's part. The dual of `gather_rows`.
 
     Collective: all ranks of the group must call it.
+
+    Args:
+        rows: [sum(counts), ...].
+        counts: Number of rows of each rank.
+        group: Process group.
+
+    Returns:
+        [counts[rank], ...].
     """
     size = group_size(group)
     if group is None or size == 1 or not any(counts):

@@ -64,7 +64,14 @@ def balance_scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 def expert_capacity(tokens: int, topk: int, experts: int, factor: float) -> int:
-    """Return the maximum number of tokens that an expert accepts from a rank with `tokens` tokens."""
+    """Return the maximum number of tokens that an expert accepts from one rank.
+
+    Args:
+        tokens: Tokens of the rank.
+        topk: Experts per token.
+        experts: Number of experts.
+        factor: Capacity as a multiple of an even share.
+    """
     return math.ceil(tokens * topk / experts * factor)
 
 

@@ -71,6 +71,10 @@ HOST_COUNTS = HostCounts()  # the planner, whose tensors have no values, replace
 
 class AllToAllTokenDispatcher:
     """Dispatcher that sends each token to its experts' ranks over 'ep'; the ranks of 'expt_tp' then share their rows.
+
+    Args:
+        num_experts: Experts over all ranks.
+        groups: Process groups with 'ep' and 'expt_tp'.
     """
 
     def __init__(self, num_experts: int, groups: ProcessGroups) -> None:
@@ -113,7 +117,15 @@ class AllToAllTokenDispatcher:
         )
 
     def combine(self, output: Tensor, way: Dispatched) -> Tensor:
-        """Return the experts' output to the tokens [tokens, hidden]. Collective over 'expt_tp' and 'ep'."""
+        """Return the experts' output to the tokens. Collective over 'expt_tp' and 'ep'.
+
+        Args:
+            output: [rows, hidden], sorted by local expert.
+            way: Result of `dispatch`.
+
+        Returns:
+            [tokens, hidden].
+        """
         assert way.order is not None, "combine got the way of another dispatcher"
         rows = output.index_select(0, way.order.argsort())
         rows = reduce_scatter_rows(rows, way.rows_of_ranks, self.expt_tp)
@@ -122,7 +134,12 @@ class AllToAllTokenDispatcher:
 
 
 class AllGatherTokenDispatcher:
-    """Dispatcher that gathers all tokens over 'tp_ep'; each rank runs its experts, and the outputs are summed."""
+    """Dispatcher that gathers all tokens over 'tp_ep'; each rank runs its experts, and the outputs are summed.
+
+    Args:
+        num_experts: Experts over all ranks.
+        groups: Process groups with 'ep', 'expt_tp' and 'tp_ep'.
+    """
 
     def __init__(self, num_experts: int, groups: ProcessGroups) -> None:
         several = groups.size("ep") * groups.size("expt_tp") > 1
@@ -156,7 +173,15 @@ class AllGatherTokenDispatcher:
         )
 
     def combine(self, output: Tensor, way: Dispatched) -> Tensor:
-        """Return the experts' output to the tokens [tokens, hidden]. Collective over 'tp_ep'."""
+        """Return the experts' output to the tokens. Collective over 'tp_ep'.
+
+        Args:
+            output: [rows, hidden], sorted by local expert.
+            way: Result of `dispatch`.
+
+        Returns:
+            [tokens, hidden].
+        """
         return reduce_scatter_rows(_weighted_sum(output, way).to(output.dtype), way.rows_of_ranks, self.group)
 
 

@@ -69,12 +69,15 @@ class ChunkSync:
         self.context.__enter__()
 
     def last_backward(self) -> None:
-        """Allow reductions, because the next backward is the last one."""
+        """Leave no_sync before the last backward, if hooks may launch buckets during it."""
         if self.from_hooks:
             self.leave()
 
     def complete(self) -> None:
-        """Reduce, because every gradient of this step has been accumulated."""
+        """Finish the chunk, because every gradient of this step has been accumulated.
+
+        Calls `grad_sync`, or announces all gradients to the wrapper if its hooks have not launched the buckets.
+        """
         self.leave()
         if self.grad_sync is not None:
             self.grad_sync(self.chunk.parameters())

@@ -66,7 +66,15 @@ def find_schedule(name: str) -> ScheduleKind:
 
 
 def check_schedule(kind: ScheduleKind, layout: PipelineLayout) -> None:
-    """Raise ValueError unless the schedule supports the layout's placement and number of chunks."""
+    """Check that the schedule supports a layout's placement and number of chunks.
+
+    Args:
+        kind: The schedule.
+        layout: Layout of the pipeline.
+
+    Raises:
+        ValueError: If it does not.
+    """
     if layout.pp > 1 and kind.placement != layout.placement:
         raise ValueError(
             f"schedule {kind.name} needs placement {kind.placement!r}, and the layout has {layout.placement!r}; use "
@@ -80,7 +88,16 @@ def check_schedule(kind: ScheduleKind, layout: PipelineLayout) -> None:
 
 
 def check_microbatches(kind: ScheduleKind, layout: PipelineLayout, microbatches: int) -> None:
-    """Raise ValueError, with the nearest valid numbers, unless the schedule supports this number of microbatches."""
+    """Check that the schedule supports a number of microbatches.
+
+    Args:
+        kind: The schedule.
+        layout: Layout of the pipeline.
+        microbatches: Microbatches per step.
+
+    Raises:
+        ValueError: If it does not. The message has the nearest valid numbers.
+    """
     if microbatches >= 1 and kind.legal_microbatches(microbatches, layout):
         return
     below = next((n for n in range(microbatches - 1, 0, -1) if kind.legal_microbatches(n, layout)), None)

@@ -200,7 +200,8 @@ class Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the sends of a microbatch's activations; [] if this stage has started and waits for them itself.
+        """Return the sends of a microbatch's activations; [] if this stage has already started them and waits for them
+        itself.
 
         From here on backward needs only the graph of the sent tensors. Their values live as long as the send.
         """
@@ -216,7 +217,7 @@ class Stage(PipelineStage):
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the sends of input gradients; [] if this stage has started and waits for them itself.
+        """Return the sends of input gradients; [] if this stage has already started them and waits for them itself.
 
         Later activations from the previous stage show that it has consumed the gradients.
         """
@@ -285,7 +286,16 @@ def _let_go(leaving: dict[Any, list[dist.Work]], used: Iterable[Any]) -> None:
 
 
 def check_sent(output: Any, expected: Sequence[Tensor], stage: int) -> None:
-    """Raise ValueError unless a stage's output matches the next stage's input, which would otherwise hang."""
+    """Check that a stage's output matches the next stage's input, which would otherwise wait forever.
+
+    Args:
+        output: Output of the stage's forward.
+        expected: Declared meta tensors.
+        stage: Number of the stage.
+
+    Raises:
+        ValueError: If shapes or dtypes differ.
+    """
     outputs = output if isinstance(output, (tuple, list)) else (output,)
     got = [(list(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in outputs]
     declared = [(list(t.shape), t.dtype) for t in expected]

@@ -29,17 +29,21 @@ ATTENTION = "scaled_dot_product_attention"  # applies dropout to its attention w
 class Dataflow(TorchFunctionMode):
     """Mode that records which replicated parameters are combined with split activations in a forward.
 
+    A tensor is in one of three states: split (tracked by storage, so views and in-place writes are covered), copied (a
+    seam sums its gradient), or replicated. `_roots` maps a tensor to the parameters it was computed from (as in `1 +
+    weight`), if no other trainable tensor was involved. Anything combined with the tensor is then combined with these
+    parameters. COPIED among them marks the copy of a seam.
+
+    Args:
+        model: Model to analyse. The mode registers hooks on all its modules.
+        split: Parameters of which each rank holds a slice.
+
     Attributes:
         partial: Parameters that are combined with split tensors.
         complete: Parameters used in computations that are equal on all ranks. A parameter may be both.
         drops: Modules that apply dropout, without their children: True for split tensors, False for replicated ones.
         faults: Errors that no contract can correct, one sentence each. For example, a replicated activation combined
             with a split tensor.
-
-    A tensor is in one of three states: split (tracked by storage, so views and in-place writes are covered), copied (a
-    seam sums its gradient), or replicated. `_roots` maps a tensor to the parameters it was computed from (as in `1 +
-    weight`), if no other trainable tensor was involved. Anything combined with the tensor is then combined with these
-    parameters. COPIED among them marks the copy of a seam.
     """
 
     def __init__(self, model: nn.Module, split: Iterable[nn.Parameter]) -> None:
@@ -99,12 +103,22 @@ class Dataflow(TorchFunctionMode):
         return copied
 
     def cut(self, whole: Tensor, part: Tensor) -> None:
-        """Record that a seam has taken this rank's part of an input, and gathers its gradient."""
+        """Record that a seam has taken this rank's part of an input, and gathers its gradient.
+
+        Args:
+            whole: The replicated input.
+            part: This rank's part.
+        """
         self._must_be_whole(whole)
         self._mark_split(part)
 
     def leave(self, before: Tensor, after: Tensor) -> None:
-        """Record that a seam has summed or gathered an output, which is replicated from here on."""
+        """Record that a seam has summed or gathered an output, which is replicated from here on.
+
+        Args:
+            before: Output before the collective.
+            after: Output after it.
+        """
         if not self._is_split(before):
             self._fault("sums or gathers its output over tp, which is whole already")
         place = _storage_of(after)
@@ -118,14 +132,25 @@ class Dataflow(TorchFunctionMode):
             self._fault("sums the gradient of its input over tp, and its output is whole")
 
     def select(self, whole: Tensor, part: Tensor) -> None:
-        """Record that a seam has taken this rank's heads of a replicated output."""
+        """Record that a seam has taken this rank's heads of a replicated output.
+
+        Args:
+            whole: Output with all heads.
+            part: This rank's heads.
+        """
         if whole.requires_grad:
             self._meet([whole], "a selection of heads")
         self._roots.pop(id(part), None)
         self._mark_split(part)
 
     def copy_tail(self, before: Tensor, after: Tensor, features: int) -> None:
-        """Record that a seam sums the gradient of an output's last features."""
+        """Record that a seam sums the gradient of an output's last features.
+
+        Args:
+            before: Output before the seam.
+            after: Output after it.
+            features: Number of last features with a summed gradient.
+        """
         self._must_be_whole(before)
         self._roots.pop(id(after), None)
         self._tails[id(after)] = after, features

@@ -1,8 +1,8 @@
 """Deferred weight gradients: backward queues the matrix products, and a pipeline schedule runs them later.
 
-Zero-bubble schedules (arXiv:2401.10241) fill idle time with these products. All other gradients (biases, norms, other
-people's layers) are computed during the backward pass. So any module is correct under such a schedule, and a module
-built from our layers also gets faster.
+Zero-bubble schedules (arXiv:2401.10241) fill idle time with these products. All other gradients (biases, norms, layers
+of other libraries) are computed during the backward pass. So any module is correct under such a schedule, and a module
+built from our layers also fills its idle time.
 """
 
 from __future__ import annotations

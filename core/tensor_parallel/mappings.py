@@ -100,7 +100,15 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOp
 def start_all_reduce(
     tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Pending:
-    """Start an elementwise sum (or `op`) of all ranks' tensors into new memory."""
+    """Start an elementwise sum (or `op`) of all ranks' tensors into new memory.
+
+    Collective: all ranks of the group must call it.
+
+    Args:
+        tensor: This rank's tensor, unchanged.
+        group: Process group of two or more ranks.
+        op: Reduction.
+    """
     total = tensor.clone(memory_format=torch.contiguous_format)
     return Pending(dist.all_reduce(total, op=op, group=group, async_op=True), total, group)
 
@@ -125,13 +133,19 @@ class Pending:
 
 
 def start_gather_first(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Start an all-gather along the first dimension: [n, ...] per rank to [n * size, ...]."""
+    """Start an all-gather along the first dimension: [n, ...] per rank to [n * size, ...].
+
+    Collective: all ranks of the group must call it.
+    """
     full = tensor.new_empty((tensor.shape[0] * group_size(group), *tensor.shape[1:]))
     return Pending(_all_gather(full, tensor.contiguous(), group=group, async_op=True), full, group)
 
 
 def start_reduce_scatter_first(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Start a reduce-scatter along the first dimension: [n * size, ...] to this rank's [n, ...]."""
+    """Start a reduce-scatter along the first dimension: [n * size, ...] to this rank's [n, ...].
+
+    Collective: all ranks of the group must call it.
+    """
     rows, size = _rows_of_a_rank(tensor, group), group_size(group)
     part = tensor.new_empty((rows, *tensor.shape[1:]))
     if tensor.device.type == "cpu":

@@ -14,6 +14,12 @@ class LayerNorm(nn.Module):
     """Layer normalization: (x - mean) / std * weight + bias.
 
     Under sequence parallelism it sees this rank's positions only, so its gradients are partial.
+
+    Args:
+        config: Configuration of the model.
+        size: Size of the last dimension.
+        eps: Added to the variance.
+        recompute: Save only the input, and recompute the output in backward.
     """
 
     def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False) -> None:
@@ -38,6 +44,12 @@ class RMSNorm(nn.Module):
     """RMS normalization: x / root mean square * weight (arXiv 1910.07467).
 
     Under sequence parallelism it sees this rank's positions only, so its gradient is partial.
+
+    Args:
+        config: Configuration of the model.
+        size: Size of the last dimension.
+        eps: Added to the mean square.
+        recompute: Save only the input, and recompute the output in backward.
     """
 
     def __init__(self, config: ModelParallelConfig, size: int, eps: float = 1e-5, *, recompute: bool = False) -> None:

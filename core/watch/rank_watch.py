@@ -66,7 +66,10 @@ log = logging.getLogger(__name__)
 class RankWatch:
     """Watch over the ranks of a job, from `start` to `stop`.
 
-    `store` is the job's store; the watch opens a separate connection.
+    Args:
+        store: The job's store; the watch opens a separate connection.
+        member: This rank's process.
+        world: Number of ranks.
     """
 
     def __init__(self, store: dist.Store, member: RankProcess, world: int) -> None:

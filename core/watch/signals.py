@@ -67,7 +67,7 @@ class SignalThread:
 
 
 class WaitEnder:
-    """Ends the main thread's wait in gloo after a Ctrl-C, between start and stop.
+    """Handler that ends the main thread's wait in gloo after a Ctrl-C, between start and stop.
 
     Active only without the program's own SIGINT handler. The group's connections are lost, but an interrupted wait
     could not be completed anyway.

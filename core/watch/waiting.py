@@ -72,7 +72,7 @@ def use_watch(watch: Watch | None) -> None:
 
 
 class PeerLost(RuntimeError):
-    """Raised if a wait for other ranks fails: one has ended, does not arrive, or came with another reduction.
+    """Error raised if a wait for other ranks fails: one has ended, does not arrive, or came with another reduction.
 
     `wait` is this rank's wait; None until a `waiting` has set it.
     """
@@ -274,10 +274,14 @@ class VainLook:
 
 
 def meet_in_store(call: str, ranks: Sequence[int]) -> None:
-    """Wait in the job's store until all of `ranks` have made this call equally often. No-op without a watch.
+    """Wait in the job's store until all ranks have made a call equally often. No-op without a watch.
 
     Call it inside `waiting`, before the first collective of a call that one rank may make alone. Otherwise its
     collective would match another one of the other ranks, and use its values or abort the process.
+
+    Args:
+        call: Name of the call.
+        ranks: Global ranks that make it.
     """
     if _watch is None:
         return
@@ -311,10 +315,17 @@ def starting(store: dist.Store, rank: int, world: int) -> Iterator[dist.Store]:
 
 
 def in_vain(beats: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[int]:
-    """Find ranks that wait forever, from the last beat of each. Pure.
+    """Find ranks that wait forever. Pure.
 
     A rank can continue if it does not wait, or not for long, or if each rank that it waits for can continue or waits
     for the same. A wait with unknown ranks counts as a wait for all ranks.
+
+    Args:
+        beats: Last beat of each rank.
+        patience_s: Seconds in one wait before a rank counts as stuck.
+
+    Returns:
+        The ranks, sorted.
     """
     stays = {
         rank: (beat["for"], beat["ranks"] or list(beats))
