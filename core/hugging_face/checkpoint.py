@@ -1,7 +1,8 @@
-"""Checkpoint directories of split models: each rank reads its slices only, and what is saved is a plain directory.
+"""Load and save checkpoint directories of split models.
 
-Transformers' own loading is used, so renamed keys and fused experts are handled as there. It is given tensors that read
-this rank's part of a safetensors file when they are asked for.
+Loading the full model on every rank needs too much memory, so each rank reads its own slices only. Transformers' own
+loading code runs, so renamed keys and fused experts are handled as usual. It receives lazy tensors that read this
+rank's part of a safetensors file on access. Saving writes a plain directory that `from_pretrained` loads.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.mappings import resolve_groups
 from core.watch.waiting import waiting
 
-# What `from_pretrained` calls when it has found the files and made a model without memory. It is no public name.
+# Private method that `from_pretrained` calls after it has found the files and built the model on the meta device.
 LOADING = "_load_pretrained_model"
-AUTO = "_model_mapping"  # what an auto class has: configuration class -> class of models
+AUTO = "_model_mapping"  # attribute of auto classes: configuration class -> model class
 FAILURES = (ValueError, OSError, RuntimeError)
-STACKED = ("ep", -1, 1, 1)  # the cut of a tensor that is one expert's
+STACKED = ("ep", -1, 1, 1)  # marks a tensor that holds a single expert
 
 
 def load_split(
@@ -60,22 +61,39 @@ def load_split(
     pg_collection: ProcessGroups | None = None,
     **options: Any,
 ) -> Any:
-    """A model of a checkpoint directory, split over tensor parallelism; `model.bytes_read` says how much was read.
+    """Load a checkpoint directory as a model that is split over tensor parallelism.
 
-    kind: the class of models, or an auto class; by default the one that the directory's config names, or the family's
-    causal language model. policy: rules in place of the
-    family's own. options: those of `from_pretrained` (dtype, attn_implementation, ...). device: where the model goes
-    when it is read, before its example runs. The rest as in `split_model`; the whole model exists on no rank, so its
-    output is not compared. layout: of a pipeline; then a list of this rank's stages is returned, each of which has read
-    its part only. Collective over the tensor-parallel group, and with a layout over the world. Raises PlanError as
-    `split_model` and `split_stages` do, and where the checkpoint lacks a parameter, but those of a new head, or stores
-    it in a form of which no part can be read.
+    Use this for models that do not fit on one rank: each rank reads its own slices only, and `model.bytes_read` reports
+    how many bytes that was. The full model exists on no rank, so unlike in `split_model` the output is not compared.
+
+    Collective over the tensor-parallel group; with `layout`, over the world.
+
+    Args:
+        directory: Checkpoint directory with a config.json and safetensors files.
+        kind: Model class or auto class. Defaults to the class that config.json names, else to the family's causal
+            language model.
+        policy: Rules that replace the family's own plan.
+        example: Keyword arguments of one small forward, as in `split_model`.
+        layout: Pipeline layout. If given, a list of this rank's stages is returned, each of which has read its part
+            only.
+        device: Device to move the model to after reading, before the example runs.
+        parallel_output: As in `split_model`.
+        sequence_parallel: As in `split_model`.
+        pg_collection: Process groups; defaults to those of `parallel_state`.
+        **options: Options of `from_pretrained` (dtype, attn_implementation, ...).
+
+    Returns:
+        The split model, or with `layout` the list of this rank's stages.
+
+    Raises:
+        PlanError: As in `split_model` and `split_stages`; also if the checkpoint lacks a parameter other than a new
+            head's, or stores a parameter in a format that cannot be read in part.
     """
     groups = resolve_groups(pg_collection)
     how = Splitting(groups, layout, parallel_output, sequence_parallel)
     options = {"trust_remote_code": False, **options}
     parts: list[Any] = []
-    # Any error: what is wrong with a file on one rank, transformers says by errors of many kinds.
+    # Catch every exception: transformers reports a bad file on one rank by many exception types.
     with refusing_together("the loading of a model", Exception, groups=how.ranks):
         kind = _class_of(directory, kind, options["trust_remote_code"])
         checked = _checked_files(directory, groups, layout)
@@ -94,20 +112,21 @@ def load_split(
 def _checked_files(
     directory: str | os.PathLike[str], groups: ProcessGroups, layout: PipelineLayout | None
 ) -> set[Path]:
-    """The directory's files, whose checksums are shared out among the ranks that load them together."""
+    """Verify the directory's checksums, divided among the ranks that load it together, and return the checked files."""
     if layout is None:
         return check_files(directory, groups.rank("tp"), groups.size("tp"))
     return check_files(directory, dist.get_rank(), dist.get_world_size())
 
 
 def _class_of(directory: str | os.PathLike[str], kind: Any, trust_remote_code: bool) -> Any:
-    """The class of models: the one that is given, of an auto class the one for the directory's config.json.
+    """Resolve the model class to load; an auto class is resolved by the directory's config.json.
 
-    Without a class it is what config.json names, or else the family's causal language model. PlanError for none.
+    If `kind` is None, use the class that config.json names, else the family's causal language model. Raises PlanError
+    if no class can be found.
     """
     transformers = transformers_package()
     if kind is not None and not hasattr(kind, AUTO):
-        look_at(directory, trust_remote_code=True)  # the caller has the code
+        look_at(directory, trust_remote_code=True)  # the caller already has the model's code
         return kind
     configuration = read_configuration(directory, trust_remote_code=trust_remote_code)
     where = f"{os.fspath(directory)!r}: its config.json"
@@ -142,8 +161,11 @@ def _load(
     options: Any,
     checked: Collection[Path],
 ) -> tuple[Any, Plan, Mapping[str, Any]]:
-    """A model, or one stage of it, with this rank's slices, without tags and seams; the plan of the whole model; and
-    the report of loading: `missing_keys`, `unexpected_keys`, names `untied` by the files, and those `stored`."""
+    """Load a model, or one of its stages, with this rank's slices but without tags and seams.
+
+    Returns the model, the plan of the full model, and the loading report: `missing_keys`, `unexpected_keys`, the names
+    that the files hold untied (`untied`), and all names that the files have values for (`stored`).
+    """
     layout, groups = how.layout, how.groups
     plans: list[Plan] = []
     read: list[int] = []
@@ -182,13 +204,13 @@ def _load(
 
 
 def is_of_head(model: Any, name: str) -> bool:
-    """True for a parameter of a head or a pooler, which files of another class of the family may lack."""
+    """True for parameters of a head or pooler, which files of another model class of the family may lack."""
     below = f"{model.base_model_prefix}."
     return not name.startswith(below) or name.startswith(f"{below}pooler.")
 
 
 def _refuse_drawn(model: Any, missing: Collection[str], directory: str | os.PathLike[str]) -> None:
-    """PlanError for weights that transformers has drawn at random; a head of another class than saved may be new."""
+    """Raise PlanError for weights that transformers initialized at random, except a new head of another model class."""
     is_saved_class = type(model).__name__ in (model.config.architectures or ())
     drawn = sorted(name for name in missing if is_saved_class or not is_of_head(model, name))
     if drawn:
@@ -211,17 +233,31 @@ def read_slices(
     strict: bool = True,
     **options: Any,
 ) -> tuple[dict[str, Tensor], set[str], int]:
-    """This rank's slices of a checkpoint directory by the names of the whole model.
+    """Read this rank's slices of a checkpoint directory, named as in the full model.
 
-    Returns them, the names that the files have values for on any stage, and the number of bytes that were read.
+    Needed if names or shapes in the files differ from the model's: transformers' own loading converts them. Not
+    collective.
 
-    For files whose names or shapes are not the model's: transformers' own loading makes one of the other. layout,
-    stage: one stage of a pipeline; None for the whole model. tied: the names of each parameter that is one where the
-    slices go. vocabulary_multiple: a rank's rows of a split vocabulary are padded to a multiple of it. strict: False
-    leaves out what the files lack, and what the model lacks. options: those of `from_pretrained`; with `config` the
-    model is that one, and the config.json of the directory is not read. Not collective.
-    Raises PlanError as `load_split` does, and ValueError where the files lack a weight of the model, have another one,
-    or have different values for the names of one.
+    Args:
+        directory: Checkpoint directory.
+        kind: Model class.
+        policy: Rules that replace the family's own plan.
+        layout: Pipeline layout, or None for the full model.
+        stage: Index of the stage to read, or None for the full model.
+        groups: Process groups.
+        tied: For each tied parameter of the target model, all its names.
+        vocabulary_multiple: Each rank's rows of a split vocabulary are padded to a multiple of this.
+        strict: If False, skip names that the files or the model lack.
+        **options: Options of `from_pretrained`. With `config`, the model is built from that config and the directory's
+            config.json is not read.
+
+    Returns:
+        The slices by name, the names that the files have values for on any stage, and the number of bytes read.
+
+    Raises:
+        PlanError: As in `load_split`.
+        ValueError: If the files lack a weight of the model, have an unknown one, or hold different values for the names
+            of one tied parameter.
     """
     checked = _checked_files(directory, groups, layout)
     how = Splitting(groups, layout, vocabulary_multiple=vocabulary_multiple)
@@ -239,10 +275,10 @@ def read_slices(
 
 
 def _stored(model: Any, files: list[str], config: Any, directory: Path, checked: Collection[Path]) -> Stored:
-    """The tensors of the files by the parameters that they become.
+    """Map each of the model's parameters to its tensors in the files.
 
-    checked: files whose checksums have been compared. PlanError for files that are no safetensors or lie outside of the
-    directory, and for whole numbers in place of a weight.
+    `checked` are files whose checksums were already compared. Raises PlanError for files that are not safetensors or
+    are outside the directory, and for weights stored as integers without a quantization config.
     """
     for file in files:
         if not file.endswith(".safetensors"):
@@ -273,10 +309,18 @@ def _sliced(
     whole: Collection[str],
     stages: ModelCut | None = None,
 ) -> dict[str, SlicedTensor]:
-    """Every tensor of the files, cut as the parameter that it becomes, or a part of, is cut.
+    """Return every tensor of the files, cut like the parameter it becomes or is a part of.
 
-    whole: the names of the whole model. stages: of a model that is one stage; then tensors of other stages are left
-    out, and a tied one is read under the name that it has here. Transformers reports names that are not in `whole`.
+    Args:
+        model: Model, or one stage of it, on the meta device.
+        plan: Plan of the full model.
+        stored: The tensors of the files, by parameter.
+        config: Transformers' loading config, with its weight mapping.
+        groups: Process groups.
+        read: Receives the number of bytes of every read.
+        whole: Names of the full model. Transformers reports names that are not in it.
+        stages: The model's cut if `model` is one stage. Tensors of other stages are then skipped, and a tied tensor is
+            read under the name that it has on this stage.
     """
     from transformers.core_model_loading import WeightConverter
 
@@ -297,7 +341,7 @@ def _sliced(
         if split is not None and cuts and pattern is not None:
             converter = next(entry for entry in converters if pattern in entry.source_patterns)
             cuts = [_cut_of_part(plan.family, keys[0], split, cut, converter) for cut in cuts]
-            if STACKED in cuts:  # one tensor an expert, of which a rank needs its own
+            if STACKED in cuts:  # one tensor per expert; a rank reads only its own experts
                 cuts.remove(STACKED)
                 keys.sort(key=lambda key: [int(number) for number in re.findall(r"\d+", key)])
                 if len(keys) != split.shape[0]:
@@ -309,13 +353,15 @@ def _sliced(
             part = opened.get_slice(key)
             if split is not None and split.padded and tuple(part.get_shape()) != split.shape:
                 shapes = f"{part.get_shape()} in the files and {list(split.shape)} in the model"
-                raise PlanError(f"{plan.family}: {key!r} is {shapes}")  # where padding lies, transformers sees nothing
+                raise PlanError(f"{plan.family}: {key!r} is {shapes}")  # padding hides this mismatch from transformers
             tensors[target] = SlicedTensor(part, cuts, groups, read)
     return tensors
 
 
 def _cut_of_part(family: str, key: str, split: Split, cut: Cut, converter: Any) -> Cut:
-    """Cut of a tensor that is stacked (one an expert) and joined (gate and up) into a parameter that is cut."""
+    """Return the cut of one checkpoint tensor that is stacked (experts) or concatenated (gate and up) into a cut
+    parameter.
+    """
     axis, dim, blocks, multiple = cut
     kinds = [type(operation).__name__ for operation in converter.operations]
     dims = {type(operation).__name__: getattr(operation, "dim", None) for operation in converter.operations}
@@ -336,12 +382,18 @@ def _cut_of_part(family: str, key: str, split: Split, cut: Cut, converter: Any) 
 
 
 def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathLike[str], **options: Any) -> None:
-    """Save a split model as a directory that plain `from_pretrained` loads: the same keys, bits and dtypes.
+    """Save a split model as a directory that plain `from_pretrained` loads, with the same keys, bits, and dtypes.
 
-    Of a model with adapters (`add_lora`) an adapter directory is saved, which `PeftModel.from_pretrained` loads. model:
-    split, wrapped in DistributedDataParallel or not; of a pipeline this rank's stages. options: those of
-    `save_pretrained` (max_shard_size, ...). The first rank writes; it holds the whole model in host memory while it
-    does. Collective over all ranks.
+    For a model with adapters (`add_lora`), only the adapter is saved; `PeftModel.from_pretrained` loads it. The first
+    rank gathers the full model in host memory and writes it. Collective over all ranks.
+
+    Args:
+        model: Split model, wrapped in DistributedDataParallel or not. For a pipeline, the list of this rank's stages.
+        directory: Directory to write.
+        **options: Options of `save_pretrained` (max_shard_size, ...).
+
+    Raises:
+        PlanError: If the model was not split. A failed write raises on all ranks.
     """
     inner = [_split_part(part) for part in ([model] if isinstance(model, nn.Module) else model)]
     groups = resolve_groups(None)
@@ -362,9 +414,9 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
                 if isinstance(vars(writer).get("forward"), StageForward):
                     cut = stage_of(writer).cut
                     entry = [name for name in cut.tied if name.rpartition(".")[0] in cut.entry]
-                    whole.update(dict.fromkeys(cut.tied, whole[entry[0]]) if entry else {})  # one tensor again
+                    whole.update(dict.fromkeys(cut.tied, whole[entry[0]]) if entry else {})  # restore the tie
                     writer = _empty_copy(writer)
-                elif groups.size("pp") > 1:  # peft saves the adapters of layers that are there
+                elif groups.size("pp") > 1:  # peft saves adapters only for layers that exist
                     ((key, config),) = writer.peft_config.items()
                     with torch.device("meta"):
                         writer = type(writer)(_empty_copy(writer.get_base_model()), copy.deepcopy(config), key)
@@ -375,7 +427,7 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
 
 
 def _pass_targets(parts: Sequence[Any], groups: ProcessGroups) -> None:
-    """Give every stage's config the names of layers with adapters on all stages: peft spells out 'all-linear'."""
+    """Give every stage's adapter config the target names of all stages, since peft expands 'all-linear' per stage."""
     configs = [item for part in parts for item in part.peft_config.items() if isinstance(item[1].target_modules, set)]
     targets = [[(key, config.target_modules) for key, config in configs]]
     if groups.size("pp") > 1:
@@ -394,7 +446,7 @@ def _split_part(model: Any) -> Any:
 
 
 def _empty_copy(model: Any) -> Any:
-    """The whole model, without memory."""
+    """Build the full model on the meta device."""
     with torch.device("meta"):
         whole: Any = type(model)(model.config)
     whole = whole.to(model.dtype)
@@ -404,7 +456,7 @@ def _empty_copy(model: Any) -> Any:
 
 
 def _from_stages(mine: dict[str, Tensor], group: dist.ProcessGroup, device: torch.device) -> dict[str, Tensor]:
-    """The states of all stages on the first of them, on the CPU, one tensor under way at a time. Collective."""
+    """Gather the states of all stages on the first stage's CPU, one tensor at a time. Collective."""
     mine_is, first = dist.get_rank(), dist.get_global_rank(group, 0)
     headers = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()}
     whole = dict(mine)
@@ -423,18 +475,18 @@ def _from_stages(mine: dict[str, Tensor], group: dist.ProcessGroup, device: torc
 
 @torch.no_grad()
 def _whole_state(model: Any, report: SplitReport, groups: ProcessGroups, only: str) -> dict[str, Tensor]:
-    """The state of the whole model on the first data and tensor-parallel rank, on the CPU; elsewhere nothing.
+    """Gather the full state on the first data- and tensor-parallel rank, on the CPU; other ranks return an empty dict.
 
-    only: a part of the names that are wanted. Collective over a stage.
+    Only names that contain `only` are gathered. Collective over a stage.
     """
     whole: dict[str, Tensor] = {}
-    by_memory: dict[int, Tensor] = {}  # tied parameters are one tensor, which the saving looks for
+    by_memory: dict[int, Tensor] = {}  # saving detects tied parameters by tensor identity
     for name, tensor in model.state_dict(keep_vars=True).items():
         if only not in name:
             continue
         split = report.plan.splits.get(name)
         if groups.rank("expt_dp" if split is not None and "ep" in split.axes else "dp_cp") > 0:
-            continue  # a copy of the first rank's
+            continue  # replica of the first rank's tensor
         if id(tensor) not in by_memory:
             by_memory[id(tensor)] = whole_of(tensor.detach(), split, groups, on_first=True).cpu()
         whole[name] = by_memory[id(tensor)]

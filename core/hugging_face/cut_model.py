@@ -1,10 +1,10 @@
-"""A model cut over ranks, as one value that is carried whole from `boost` through forwards to checkpoint files.
+"""A model cut over ranks, as one value that is used from `boost` to the forwards and the checkpoint files.
 
-The contract. `Cutting` holds the choices, `cut_model` makes a `CutModel` by them, and nothing changes it afterwards but
-`unread`, which shrinks as weights are read. Names are those of the whole model everywhere; a tied parameter goes by its
-first name. `parts` are plain modules, in the model's order, which a plugin wraps; their parameters are this rank's
-slices. `slice_of` and `whole_of` turn a tensor with a parameter's shape, such as a moment, from one form into the
-other. A plugin that cuts nothing has a `CutModel` too, whose shell and only part are the user's model.
+`Cutting` holds the choices, and `cut_model` builds a `CutModel` from them. It never changes afterwards, except that
+`unread` shrinks as weights are read. All names are the full model's names; a tied parameter uses its first name.
+`parts` are plain modules in the model's order, and a plugin wraps them; their parameters are this rank's slices.
+`slice_of` and `whole_of` convert any tensor of a parameter's shape (such as an optimizer moment) between its full and
+its local shape. A plugin that cuts nothing has a `CutModel` too: its shell and its only part are the user's model.
 """
 
 from __future__ import annotations
@@ -38,13 +38,17 @@ from core.pipeline_parallel import PipelineLayout, plan_pipeline
 
 @dataclass(frozen=True)
 class CutModel:
-    """This rank's parts of a model, and what is known of the whole.
+    """This rank's parts of a model, and a description of the full model.
 
-    shell: the whole model without memory, with its names, shapes, dtypes, ties, config and adapters. parts: the stages
-    of this rank, or the one model. ties: for each name of a tied parameter all of its names, the first one first.
-    splits: name in the whole model -> how this rank's parameter is cut over tensor and expert parallelism. layout: of
-    the stages; None without a pipeline. policy: rules in place of the family's own plan. unread: names that have no
-    values yet, because the model was cut on the meta device.
+    Attributes:
+        shell: Full model on the meta device, with its names, shapes, dtypes, ties, config, and adapters.
+        parts: Stages of this rank, or the single model.
+        ties: Each name of a tied parameter -> all its names, the first one first.
+        groups: Process groups.
+        splits: Name in the full model -> how this rank's parameter is cut over tensor and expert parallelism.
+        layout: Pipeline layout; None without a pipeline.
+        policy: Rules that replace the family's own plan.
+        unread: Names without values yet, because the model was cut on the meta device.
     """
 
     shell: Any
@@ -58,12 +62,12 @@ class CutModel:
 
     @property
     def adapters(self) -> Any:
-        """peft's configurations of the model's adapters; None without adapters."""
+        """peft's configs of the model's adapters; None without adapters."""
         return getattr(self.shell, "peft_config", None)
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Name in the whole model, the first one of a tied parameter -> this rank's parameter."""
+        """First name in the full model -> this rank's parameter."""
         found: dict[str, nn.Parameter] = {}
         for part in self.parts:
             for name, param in part.named_parameters():
@@ -71,32 +75,43 @@ class CutModel:
         return found
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """All names of a tensor of the whole model, the first one first."""
+        """Return all names of a tensor of the full model, the first one first."""
         return self.ties.get(name, (name,))
 
     def slice_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a tensor that has the shape of a whole parameter. A view where it can be one."""
+        """Return this rank's slice of a tensor that has a full parameter's shape; a view if possible."""
         return slice_of(whole, self.split_of(name), self.groups)
 
     def whole_of(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """A tensor with the shape of a whole parameter, from its slices. Collective over the groups that cut it."""
+        """Gather a tensor of a full parameter's shape from its slices. Collective over the groups that cut it."""
         return whole_of(part, self.split_of(name), self.groups)
 
     def split_of(self, name: str) -> Split | None:
-        """The split of a parameter, by any of its names; None for a whole one."""
+        """Return the split of a parameter, by any of its names; None if it is unsplit."""
         return next((self.splits[each] for each in self.names_of(name) if each in self.splits), None)
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """Choices of a cut over tp_size x pp_size x sp_size ranks, and of experts over ep_size.
+    """Options of a cut over tp_size x pp_size x sp_size ranks, and of experts over ep_size.
 
-    sequence_parallel, example: as in `split_model`. parallel_output: True to leave logits split where the model allows
-    it. policy: rules in place of the family's own plan. vocabulary_multiple: each rank's rows of a vocabulary are
-    padded to a multiple of it over tp_size. schedule, num_chunks, layers_per_stage: of a pipeline (`plan_pipeline`).
-    params_sharded: True if ranks of a data group share each parameter. flash_attention: attention is torch's
-    scaled_dot_product_attention. logits_chunk: as in `use_chunked_loss`. checkpointing: which layers keep no
-    activations.
+    Attributes:
+        tp_size: Tensor-parallel size.
+        pp_size: Pipeline-parallel size.
+        sp_size: Size of a separate sequence-parallel group.
+        ep_size: Expert-parallel size.
+        sequence_parallel: As in `split_model`.
+        parallel_output: True to keep logits split if the model allows it.
+        policy: Rules that replace the family's own plan.
+        vocabulary_multiple: Each rank's rows of a vocabulary are padded to a multiple of this, over tp_size.
+        example: As in `split_model`.
+        schedule: Pipeline schedule (`plan_pipeline`).
+        num_chunks: Model chunks per pipeline rank (`plan_pipeline`).
+        layers_per_stage: Number of layers of each stage (`plan_pipeline`).
+        params_sharded: True if the ranks of a data group shard each parameter.
+        flash_attention: True to use torch's scaled_dot_product_attention.
+        logits_chunk: As in `use_chunked_loss`.
+        checkpointing: Layers that recompute their activations.
     """
 
     tp_size: int = 1
@@ -118,11 +133,15 @@ class Cutting:
 
     @property
     def is_needed(self) -> bool:
-        """True if a rank has a part of the model, or uses a part of its input."""
+        """True if a rank holds a part of the model, or uses a part of its input."""
         return self.tp_size * self.pp_size * self.ep_size * self.sp_size > 1
 
     def layout_of(self, model: Any) -> PipelineLayout | None:
-        """Layout of a whole model's layers; None without a pipeline. Local; ValueError for what cannot be."""
+        """Plan the pipeline layout of a full model's layers; None without a pipeline. Local.
+
+        Raises:
+            ValueError: If the options do not fit the model.
+        """
         counts, stages = self.layers_per_stage, self.pp_size * self.num_chunks
         if self.pp_size == 1:
             if counts is not None:
@@ -143,7 +162,7 @@ class Cutting:
         )
 
     def plan_of(self, model: Any) -> Plan | None:
-        """The plan over tensor parallelism, by the family's own or the policy; None where there is none."""
+        """Return the tensor-parallel plan, from the policy or the family; None without tensor parallelism."""
         if self.tp_size == 1:
             if self.policy is not None:
                 raise ValueError("custom_policy says how a model is split over tensor parallelism, and tp_size is 1")
@@ -151,20 +170,31 @@ class Cutting:
         return read_plan(model, self.policy).with_vocabulary(self.vocabulary_multiple)
 
     def splits_logits(self, model: Any) -> bool:
-        """True if logits of a causal model stay split by its class, and its loss is computed from the parts.
+        """True if the class of a causal model keeps logits split and computes its loss from the parts.
 
-        `cut_model` runs a forward with labels to see it.
+        `cut_model` confirms it by a forward with labels.
         """
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")
         return self.parallel_output and self.tp_size * self.sp_size > 1 and loss == "ForCausalLMLoss"
 
 
 def cut_model(model: Any, cutting: Cutting, groups: ProcessGroups, device: torch.device) -> CutModel:
-    """Cut a model into this rank's parts and prove them, in place. Collective over the world.
+    """Cut a model into this rank's parts, in place, and prove that they compute the same output.
 
-    model: whole, with rank 0's values, in the dtype of training, with adapters of peft or without. Or on the meta
-    device: then parts get memory on `device`, and no values. Raises ValueError on all ranks for a model that cannot be
-    cut so.
+    Collective over the world.
+
+    Args:
+        model: Full model with rank 0's values, in the training dtype, with or without peft adapters. On the meta
+            device, the parts get memory on `device` but no values.
+        cutting: Options of the cut.
+        groups: Process groups.
+        device: Device for the parts of a model on the meta device.
+
+    Returns:
+        This rank's parts and the description of the full model.
+
+    Raises:
+        ValueError: On all ranks, if the model cannot be cut this way.
     """
     with refusing_together("boost", ValueError, AttributeError):
         ties = {name: names for names in tied_names(model) for name in names}

@@ -1,8 +1,8 @@
-"""Plan: which parameters of a model are split over tensor parallelism, and what happens at its seams. No processes.
+"""Plans that say which parameters are split over tensor parallelism, and what happens at the seams.
 
-A style is a word of Transformers for what becomes of one module. Here it is a row of a table: how the weight and the
-bias are cut, what is done to the module's input, and what to its output. All else follows from that table and from the
-shapes of the parameters, so a plan can be printed, and refused, before anything runs.
+A style is Transformers' word for how one module is split. Here each style is a row of a table: how weight and bias are
+cut, and how the module's input and output are changed. Everything else follows from that table and the parameters'
+shapes, so a plan can be printed, and refused, before anything runs. No process group is needed.
 """
 
 from __future__ import annotations
@@ -42,16 +42,19 @@ WORDS = {
 
 
 class PlanError(ValueError):
-    """A model cannot be split as asked. The message names family and parameter or module, and says what would fit."""
+    """Error for a model that cannot be split as requested.
+
+    The message names the family, the parameter or module, and the sizes or options that would work.
+    """
 
 
 def without_adapters(model: Any) -> Any:
-    """The model that peft has put adapters into; the model itself where there are none."""
+    """Return the base model below peft's adapters, or the model itself if it has no adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def family_of(model: Any) -> str:
-    """Name of a transformers model in errors. PlanError for any other."""
+    """Return the name of a transformers model for error messages; PlanError for any other object."""
     if not hasattr(model, "config") or not hasattr(model, "tp_plan"):
         raise PlanError(
             f"splitting takes a transformers model and was given a {type(model).__name__}; split before any wrapper"
@@ -63,10 +66,16 @@ def family_of(model: Any) -> str:
 class Style:
     """Effect of a rule on a module and its parameters.
 
-    weight, bias: the dimension that is cut, from the end; None where every rank keeps the whole. A vector under
-    `weight` is cut along its only dimension. blocks: parts of that dimension which are cut each for itself (gate, up).
-    partial: True if whole parameters see this rank's part of an activation, so that their gradients are summed over tp.
-    shared: how many heads at the end of an output every rank takes, where `after` is "select".
+    Attributes:
+        weight: Dimension along which the weight is cut, counted from the end; None if every rank keeps the full weight.
+            A vector is cut along its only dimension.
+        bias: As `weight`, for the bias.
+        blocks: Number of blocks in that dimension that are cut separately (2 for a fused gate and up).
+        before: Action on the module's input.
+        after: Action on the module's output.
+        partial: True if unsplit parameters see this rank's part of an activation, so their gradients are summed over
+            tp.
+        shared: With `after="select"`, number of heads at the end of the output that every rank takes.
     """
 
     weight: int | None = None
@@ -80,7 +89,8 @@ class Style:
 
 COLUMN = Style(weight=-2, bias=-1, before="copy")
 ROW = Style(weight=-1, after="reduce")
-# The styles of Transformers 5.23 and 5.24; `moe_tp_experts` is a row without parameters: those have rules of their own.
+# Styles of Transformers 5.23 and 5.24. `moe_tp_experts` has no parameters here, since their rules are listed
+# separately.
 STYLES: dict[str, Style] = {
     "colwise": COLUMN,
     "colwise_gather_output": Style(weight=-2, bias=-1, before="copy", after="gather"),
@@ -96,32 +106,38 @@ STYLES: dict[str, Style] = {
     "moe_identity_expert": Style(before="divide"),
     "mla_kv_a_proj": Style(after="copy tail"),
     "replicated_with_grad_allreduce": Style(partial=True),
-    "all_reduce": Style(before="copy", after="reduce"),  # a sum of what each rank makes of a whole input
+    "all_reduce": Style(before="copy", after="reduce"),  # every rank gets the full input; outputs are summed
     "local_params": Style(),
     "replicate": Style(),
-    # Of policies. Conv1D is a linear layer whose weight is transposed: [inputs, outputs].
+    # Used by policies. Conv1D is a linear layer with a transposed weight: [inputs, outputs].
     "packed_3_colwise": Style(weight=-2, bias=-1, blocks=3, before="copy"),
     "conv1d_colwise": Style(weight=-1, bias=-1, before="copy"),
     "conv1d_packed_colwise": Style(weight=-1, bias=-1, blocks=2, before="copy"),
     "conv1d_packed_3_colwise": Style(weight=-1, bias=-1, blocks=3, before="copy"),
     "conv1d_rowwise": Style(weight=-2, after="reduce"),
     "rowwise_copied": Style(weight=-1, after="reduce, copy"),
-    "heads_of_embedding": Style(weight=-1),  # one feature a head: each rank looks up its own
+    "heads_of_embedding": Style(weight=-1),  # one feature per head; each rank looks up its own heads
 }
 PADDED = {"embedding_rowwise"}  # a vocabulary is padded with zero rows; so is an output layer over it
 
 
 @dataclass(frozen=True)
 class Split:
-    """One parameter that is cut: along `dim`, of `length` in the whole model, in `blocks` parts each cut for itself.
+    """Cut of one parameter along a dimension.
 
-    padded: True if a length that does not divide is padded with zeros at its end (a vocabulary), so that each rank's
-    part is a multiple of `multiple`.
-    heads: how many whole units the dimension has that no cut may go through; 0 if none is known.
-    groups, queries: the attribute that says how many heads of queries share one of these heads of keys or values, and
-    how many queries there are. Where they are known, heads that do not divide are computed whole on every rank, which
-    then takes those of its queries. axes: the groups that it is cut over: "tp" along `dim`, "ep" along dimension 0, of
-    experts.
+    Attributes:
+        parameter: Name of the parameter.
+        shape: Shape in the full model.
+        dim: Dimension that is cut over tp.
+        blocks: Number of blocks in that dimension that are cut separately.
+        padded: True if a length that is not divisible is padded with zeros at its end (a vocabulary), so that each
+            rank's part is a multiple of `multiple`.
+        heads: Number of units in the dimension that must not be cut through; 0 if unknown.
+        groups: Attribute that counts how many query heads share one of these key or value heads. If it is known, heads
+            that are not divisible are computed in full on every rank, which then selects the heads of its queries.
+        queries: Number of query heads.
+        axes: Groups that cut the parameter: "tp" along `dim`, "ep" along dimension 0 (experts).
+        multiple: See `padded`.
     """
 
     parameter: str
@@ -143,18 +159,18 @@ class Split:
 
     @property
     def length(self) -> int:
-        """Of the dimension, in the whole model."""
+        """Size of the cut dimension in the full model."""
         return self.shape[self.dim]
 
     def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
-        """Shape that a rank of `tp` holds; of experts, a rank of `tp` and `ep`."""
+        """Return the shape on one of `tp` ranks; for experts, on one of `tp` times `ep` ranks."""
         local = list(self.shape)
         for axis, dim, _, multiple in self.cuts:
             local[dim] = rows_on_rank(local[dim], ep if axis == "ep" else tp, multiple)
         return tuple(local)
 
     def misfit(self, tp: int) -> str | None:
-        """Return why it cannot be cut into `tp` equal parts, in words."""
+        """Explain why the parameter cannot be cut into `tp` equal parts; None if it can."""
         if self.is_shared(tp):
             return None
         if self.heads and self.heads % tp:
@@ -165,17 +181,24 @@ class Split:
         return None
 
     def is_shared(self, tp: int) -> bool:
-        """True if some of its heads are used by several ranks of `tp`."""
+        """True if several of the `tp` ranks use the same head."""
         return bool(self.groups) and self.heads % tp > 0 and self.queries % tp == 0
 
 
 @dataclass(frozen=True)
 class Seam:
-    """Actions on the input and the output of one module.
+    """Actions on the input and output of one module.
 
-    tail: the number of last features of `copy tail`, or of those that every rank takes under `select`. heads: how many
-    heads the rest is in the whole model. copies: of how many queries in the whole model each gets a head of its own
-    under `select`; 0 if all queries of a rank share its heads. arguments: the names of what `heads` cuts.
+    Attributes:
+        module: Name of the module.
+        style: Name of the style, for the printed plan.
+        before: Action on the input.
+        after: Action on the output.
+        tail: Number of last features that `copy tail` acts on, or that every rank takes under `select`.
+        heads: Number of heads, without the tail, in the full model.
+        copies: Under `select`, the number of query heads in the full model if each query gets its own copy of a head; 0
+            if all queries of a rank share the rank's heads.
+        arguments: Names of the arguments that `heads` cuts.
     """
 
     module: str
@@ -190,12 +213,17 @@ class Seam:
 
 @dataclass(frozen=True)
 class Plan:
-    """Split of a family's model over tensor parallelism.
+    """Split of one model over tensor parallelism.
 
-    splits and seams are keyed by the name of the parameter or module. partial: whole parameters whose gradients are
-    parts of a sum over tp, by rule. whole: the shapes of all parameters that are not cut. numbers: attributes of
-    modules (by their full names) that count heads or features, and how many a rank's are of: it has that over tp.
-    ep: the ranks over which experts are cut.
+    Attributes:
+        family: Name of the model in errors.
+        splits: Cut parameters, by name.
+        seams: Modules with changed inputs or outputs, by name.
+        partial: Unsplit parameters whose gradients a rule declares to be partial sums over tp.
+        whole: Shapes of all parameters that are not cut.
+        numbers: Attributes of modules (by full name) that count heads or features in the full model. Each rank gets
+            this number divided by tp.
+        ep: Number of ranks over which experts are cut.
     """
 
     family: str
@@ -207,14 +235,17 @@ class Plan:
     ep: int = 1
 
     def with_vocabulary(self, multiple: int) -> Plan:
-        """The plan with a rank's part of a padded vocabulary a multiple of `multiple`."""
+        """Return a plan in which each rank's part of a padded vocabulary is a multiple of `multiple`."""
         splits = {n: replace(s, multiple=multiple) if s.padded else s for n, s in self.splits.items()}
         return replace(self, splits=splits)
 
     def at(self, tp: int) -> Plan:
-        """The plan for `tp` ranks: heads of keys and values that do not divide stay whole, with partial gradients.
+        """Return the plan for `tp` ranks.
 
-        PlanError, with the sizes that fit, if the model cannot be cut into so many equal parts.
+        Key and value heads that are not divisible stay unsplit, with partial gradients.
+
+        Raises:
+            PlanError: If the model cannot be cut into `tp` equal parts. The message lists the sizes that fit.
         """
         self.check_size(tp)
         shared = {name: split for name, split in self.splits.items() if split.is_shared(tp)}
@@ -223,7 +254,7 @@ class Plan:
             module = name.rpartition(".")[0]
             copies = split.queries if tp % split.heads else 0
             seams[module] = replace(seams[module], after="select", heads=split.heads, copies=copies)
-            numbers[split.groups] = tp if copies else split.queries  # queries that share a head: 1, or all of a rank
+            numbers[split.groups] = tp if copies else split.queries  # queries per head: 1, or all queries of a rank
         return replace(
             self,
             splits={name: split for name, split in self.splits.items() if name not in shared},
@@ -234,7 +265,11 @@ class Plan:
         )
 
     def check_size(self, tp: int) -> None:
-        """Raise PlanError, with the sizes that fit, if the model cannot be cut into `tp` equal parts."""
+        """Check that the model can be cut into `tp` equal parts.
+
+        Raises:
+            PlanError: If it cannot. The message lists the sizes that fit.
+        """
         misfits = self._misfits(tp)
         if misfits:
             more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
@@ -248,7 +283,7 @@ class Plan:
         return [*found, *(f"{name!r} counts {number}" for name, number in self.numbers.items() if number % tp)]
 
     def sizes(self) -> list[int]:
-        """Every tensor-parallel size that all splits can be cut into."""
+        """Return every tensor-parallel size that fits all splits."""
         cut = [split for split in self.splits.values() if not split.groups]
         lengths = [split.length // split.blocks for split in cut if not split.padded]
         largest = math.gcd(*lengths, *(split.heads for split in cut if split.heads), *self.numbers.values()) or 1
@@ -260,7 +295,10 @@ class Plan:
         return [size for size in range(1, largest + 1) if not few._misfits(size)]
 
     def table(self, tp: int) -> str:
-        """The plan in words: one line a parameter that is cut or partial, one a seam. Layers alike are one line."""
+        """Describe the plan for `tp` ranks: a line for each cut or partial parameter and for each seam.
+
+        Layers that are split alike share one line.
+        """
         if any(split.is_shared(tp) for split in self.splits.values()):
             return self.at(tp).table(tp)
         splits = self.splits.values()
@@ -287,7 +325,11 @@ class Plan:
 
 
 def style_of(family: str, name: str, style: str | Style) -> Style:
-    """The table's row, or the style itself. PlanError for a style that the table does not have."""
+    """Look up a style by name; a Style is returned unchanged.
+
+    Raises:
+        PlanError: If the name is unknown.
+    """
     if isinstance(style, Style):
         return style
     if style not in STYLES:
@@ -299,10 +341,14 @@ def style_of(family: str, name: str, style: str | Style) -> Style:
 
 
 def cut_of(style: Style, parameter: str, shape: tuple[int, ...], *, named: bool) -> tuple[int, int] | None:
-    """(dimension, blocks) along which a style cuts a parameter; None where it stays whole.
+    """Return (dimension, blocks) along which a style cuts a parameter, or None if it stays unsplit.
 
-    named: True if the rule names this parameter; else it names the module, whose bias has a cut of its own: it follows
-    the outputs, or is whole and added after the sum.
+    Args:
+        style: Style of the rule.
+        parameter: Name of the parameter.
+        shape: Shape in the full model.
+        named: True if the rule names this parameter. Otherwise the rule names the module, and the module's bias is cut
+            with the outputs, or is unsplit and added after the sum.
     """
     is_bias = len(shape) == 1 or (not named and parameter.rpartition(".")[2].endswith("bias"))
     dim = style.bias if is_bias else style.weight

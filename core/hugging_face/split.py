@@ -1,8 +1,10 @@
-"""split_model, split_stages, split_empty: a whole model, this rank's stages of it, or either without memory at first.
+"""Split a transformers model over tensor parallelism and pipeline stages.
 
-By its plan, without DTensor and tracing. Parameters become this rank's slices and carry the tags that the gradient
-contract reads; modules at seams get a SeamForward. One forward on a small example then shows what each whole parameter
-meets, which decides its contract. A model that is not cut into stages is one part.
+`split_model` cuts a full model in place, `split_stages` returns this rank's stages, and `split_empty` starts on the
+meta device. All follow a plan; they use neither DTensor nor tracing. Parameters become this rank's slices and carry
+the tags that the gradient contract reads, and modules at seams get a SeamForward. One forward on a small example then
+shows which activations each unsplit parameter sees, and that decides its gradient contract. A model without pipeline
+stages is handled as a single part.
 """
 
 from __future__ import annotations
@@ -70,18 +72,31 @@ def split_model(
     sequence_parallel: str | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> SplitReport:
-    """Cut a transformers model over the tensor-parallel group, in place. Then wrap it in DistributedDataParallel.
+    """Cut a transformers model over the tensor-parallel group, in place.
 
-    model: whole, with the same weights on every rank of the group, on a real device. plan: read from the model by
-    default; `read_plan(model, policy)` makes one of a Policy. example: keyword arguments of one small forward, equal on
-    all ranks; by default two rows of 8 token ids, or pixels or sound for a model of these. It is run before and after
-    the cut, without backward, and the outputs must be equal. parallel_output: keep the logits split and compute the
-    loss from the parts; 'where possible' leaves them whole, with a warning, for a model that computes its loss in
-    another way. sequence_parallel: 'split_gather' or 'ring' over the tensor-parallel group, 'all_to_all' or 'ring_attn'
-    over the context-parallel group; every rank of it is given the whole sequence.
+    Afterwards wrap the model in DistributedDataParallel. A wrong plan would train silently wrong, so an example runs
+    before and after the cut, without backward, and the outputs must be equal.
 
-    Collective over these groups. Raises PlanError on all of its ranks where sizes do not fit or the plan
-    cannot give right gradients; what was found after the cut leaves the model unusable, so make it again.
+    Collective over the tensor-parallel group and, for sequence parallelism over it, the context-parallel group.
+
+    Args:
+        model: Full model on a real device, with the same weights on every rank of the group.
+        plan: Plan of the split. Defaults to the plan read from the model; `read_plan(model, policy)` builds one from a
+            Policy.
+        example: Keyword arguments of one small forward, equal on all ranks. Defaults to two rows of at least 8 token
+            ids, or to pixels or audio for models that take these.
+        parallel_output: True keeps the logits split and computes the loss from the parts. 'where possible' falls back
+            to full logits, with a warning, for models that compute their loss in another way.
+        sequence_parallel: 'split_gather' or 'ring' over the tensor-parallel group, 'all_to_all' or 'ring_attn' over the
+            context-parallel group. Every rank of that group receives the complete sequence.
+        pg_collection: Process groups; defaults to those of `parallel_state`.
+
+    Returns:
+        A report of the plan, the gradient contracts, and the lengths that the example did not reach.
+
+    Raises:
+        PlanError: On all ranks of these groups, if sizes do not fit or the plan cannot give right gradients. An error
+            found after the cut leaves the model unusable; build it again.
     """
     how = Splitting(resolve_groups(pg_collection), None, parallel_output, sequence_parallel)
     (part,) = split_parts(model, plan, example, how)
@@ -99,22 +114,37 @@ def split_stages(
     sequence_parallel: str | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> list[Any]:
-    """This rank's stages of a transformers model, in the model's order, split over tensor parallelism too.
+    """Cut a transformers model into this rank's pipeline stages, split over tensor parallelism too.
 
-    model: becomes the last stage of this rank; what lies elsewhere leaves it. The other arguments are those of
-    `split_model`. One forward of the example runs through the whole model and one through the pipeline, and the outputs
-    must be equal.
-
+    One forward of the example runs through the full model and one through the pipeline, and the outputs must be equal.
     Wrap the stages by `core.pipeline_parallel.wrap_stages`, and run them by a `PipelineRunner` with
-    `stage_forward_step` and `stage_activations`. Collective over the world. Raises PlanError on all ranks for a model
-    that cannot be cut so, and ValueError for a layout that does not fit the groups.
+    `stage_forward_step` and `stage_activations`. Collective over the world.
+
+    Args:
+        model: Full model. It becomes the last stage of this rank; modules of other stages are removed from it.
+        layout: Pipeline layout.
+        plan: As in `split_model`.
+        example: As in `split_model`.
+        parallel_output: As in `split_model`.
+        sequence_parallel: As in `split_model`.
+        pg_collection: As in `split_model`.
+
+    Returns:
+        This rank's stages, in the model's order.
+
+    Raises:
+        PlanError: On all ranks, if the model cannot be cut this way.
+        ValueError: If the layout does not fit the groups.
     """
     how = Splitting(resolve_groups(pg_collection), layout, parallel_output, sequence_parallel)
     return split_parts(model, plan, example, how)
 
 
 def split_parts(model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting) -> list[Any]:
-    """This rank's parts of a model: stages of a layout, or the model itself. As `split_model` and `split_stages`."""
+    """Cut a model into this rank's parts: the stages of a layout, or the model itself.
+
+    See `split_model` and `split_stages` for the arguments, collectives, and errors.
+    """
     layout, groups = how.layout, how.groups
     run: WholeRun | None = None
     limit = 0.0
@@ -141,10 +171,20 @@ def split_parts(model: Any, plan: Plan | None, example: Mapping[str, Any] | None
 def split_empty(
     model: Any, plan: Plan | None, example: Mapping[str, Any] | None, how: Splitting, device: torch.device
 ) -> list[Any]:
-    """`split_parts` of a model without memory. Each rank has slices of its own size, and no others.
+    """Split a model that is on the meta device, so that each rank allocates only its own slices.
 
-    Their values are those of a new model, other ones in each layout; weights of a checkpoint take their place. device:
-    where they lie. The whole model exists on no rank, so no output is compared with its. Collective over the world.
+    The values are a new model's and differ between layouts, so load a checkpoint over them. The full model exists on no
+    rank, and the output is therefore not compared. Collective over the world.
+
+    Args:
+        model: Full model on the meta device.
+        plan: As in `split_model`.
+        example: As in `split_model`.
+        how: Groups, layout, and options of the split.
+        device: Device to allocate the slices on.
+
+    Returns:
+        This rank's parts, as in `split_parts`.
     """
     with refusing_together(CUT, ValueError):
         plan = prepare(model, plan, how.groups)
@@ -156,7 +196,11 @@ def split_empty(
 
 
 def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
-    """The plan, with everything refused that can be refused before a parameter is touched."""
+    """Return the plan for these groups after every check that is possible before parameters change.
+
+    Raises:
+        PlanError: If the model was split before, has no plan, or does not fit the group sizes.
+    """
     if getattr(model, REPORT, None) is not None:
         raise PlanError(f"this {type(model).__name__} was split already; split each model once")
     about_to_change(model)
@@ -168,12 +212,12 @@ def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
             if groups.size("tp") > 1:
                 raise
             shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-            plan = Plan(family, {}, {}, whole=shapes)  # on one rank nothing is split
+            plan = Plan(family, {}, {}, whole=shapes)  # one rank needs no split
     return over_experts(model, plan.at(groups.size("tp")), groups)
 
 
 def finish_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], how: Splitting) -> None:
-    """Tags, seams and contracts of parts whose parameters are cut; and one forward of each stage. Collective."""
+    """Add tags, seams, and gradient contracts to cut parts, and run one forward of each stage. Collective."""
     if how.layout is None:
         finish_split(parts[0], plan, arguments, how)
         return
@@ -195,7 +239,7 @@ def finish_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], ho
 
 
 def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitting) -> SplitReport:
-    """Tags, seams, and the forward that decides the contracts of whole parameters."""
+    """Add tags and seams to one cut part, and run the forward that decides the contracts of its unsplit parameters."""
     groups, mode = how.groups, how.sequence_parallel
     tp = groups.size("tp")
     if mode is not None:
@@ -229,7 +273,7 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
         counted, counted_of_parts = CountedPositions(), CountedPositions()
         inner = [model.get_submodule(place) for place in present_layers(model, layers)]
         with refusing_failures(plan, *ONCE_SPLIT), counted.inside(inner):
-            before = shown_by(model, unlabelled)  # over tensor parallelism alone
+            before = shown_by(model, unlabelled)  # with tensor parallelism only
             limit = rounding_of(model, unlabelled, before)
         if mode in OVER_TENSOR:
             plan = over_sequence(model, plan, layers)
@@ -269,9 +313,21 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
 def declare_whole(
     model: nn.Module, plan: Plan, groups: ProcessGroups, arguments: dict[str, Any], split: Collection[nn.Parameter]
 ) -> SplitReport:
-    """Give whole parameters that learn their contracts, by what one watched forward of a split model shows.
+    """Declare the gradient contract of each trainable unsplit parameter from one watched forward of the split model.
 
-    PlanError, naming the module, where no contract can make it right.
+    Args:
+        model: Split model, with tags and seams.
+        plan: Plan of the split.
+        groups: Process groups.
+        arguments: Keyword arguments of the example forward, without labels.
+        split: Parameters that hold slices.
+
+    Returns:
+        A report with the parameters whose gradients are partial over tp, and the parameters that the forward did not
+        use.
+
+    Raises:
+        PlanError: If no contract can make a gradient right. The message names the module or parameter.
     """
     received = [value for value in arguments.get("received", ()) if getattr(value, "tensor_model_parallel", False)]
     with refusing_failures(plan, *ONCE_SPLIT):
@@ -298,9 +354,9 @@ def declare_whole(
 
 
 def whole_only(method: Callable[..., Any], sentence: str, *args: Any, **kwargs: Any) -> Any:
-    """Replaces a method that needs the whole model: it would use this rank's part alone, and raises instead.
+    """Replacement for a method that needs the full model: it would see this rank's part only, so it raises PlanError.
 
-    A call that brings the whole state along (`save_split`) is let through.
+    A call that passes the full state in `state_dict` (`save_split`) runs the original method.
     """
     if kwargs.get("state_dict") is None:
         raise PlanError(sentence)
@@ -308,14 +364,21 @@ def whole_only(method: Callable[..., Any], sentence: str, *args: Any, **kwargs: 
 
 
 def generate_alike(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A split model's `generate`: of whole logits, with the same numbers drawn on all ranks of its group."""
+    """Replacement for a split model's `generate`: gathers the logits and draws the same random numbers on all tp ranks.
+   """
     model: Any = getattr(method, "__self__")  # noqa: B009
     with gathering_logits(model), model.forward_stream.alike():
         return method(*args, **kwargs)
 
 
 def refuse_whole_methods(model: Any, family: str, **more: str) -> None:
-    """Refuse what would save or resize a rank's part as if it were the model. more: other methods, and why."""
+    """Replace methods that would save or resize a rank's part as if it were the full model.
+
+    Args:
+        model: Split model.
+        family: Name of the model in errors.
+        **more: Further method names, each with the reason for the error text.
+    """
     refused = {
         "save_pretrained": "would save this rank's part as if it were the model; call save_split on all ranks",
         "resize_token_embeddings": "would resize this rank's part; resize the whole model before it is split",
