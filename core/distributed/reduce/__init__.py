@@ -1,1 +1,1 @@
-"""From autograd's gradients to reduced buckets."""
+"""The path from autograd's gradients to reduced buckets."""

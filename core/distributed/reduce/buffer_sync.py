@@ -1,4 +1,4 @@
-"""BufferSync: buffers of modules, such as a BatchNorm's statistics, are the first data rank's before a forward."""
+"""BufferSync: broadcasts module buffers, such as BatchNorm statistics, from the first data rank before a forward."""
 
 from __future__ import annotations
 
@@ -21,14 +21,22 @@ BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d  # SyncBatchNorm is
 
 
 class BufferSync:
-    """Torch DDP's `broadcast_buffers` for one wrapped model chunk: one broadcast a data group, in bytes.
+    """Torch DDP's `broadcast_buffers` for one wrapped model chunk: one broadcast of bytes for each data group.
 
-    As with torch, a forward is preceded by a broadcast if the forward before it recorded gradients outside `no_sync`.
-    So an evaluation after a training step sees the first rank's buffers. Where gradients are sharded a broadcast in the
-    middle of a step could wait for a rank that waits for memory, so there a step has one.
+    Buffers such as BatchNorm statistics follow each rank's own data, so ranks would evaluate and save different models.
+    As in torch, a forward begins with a broadcast if the previous forward recorded gradients outside `no_sync`. An
+    evaluation after a training step therefore uses the first rank's buffers. If gradients are sharded, a broadcast in
+    the middle of a step could wait for a rank that waits for memory, so there is only one in each step.
 
-    Collective over the data groups: all ranks run equally many forwards. Raises LayoutMismatch where ranks hold other
-    buffers.
+    Collective over the data groups: all ranks run equally many forwards.
+
+    Args:
+        module: The wrapped module.
+        contracts: Gradient contracts by parameter name. They show which buffers belong to experts.
+        groups: Process groups of the model.
+
+    Raises:
+        LayoutMismatch: If ranks hold different buffers.
     """
 
     def __init__(self, module: nn.Module, contracts: Mapping[str, GradientContract], groups: ProcessGroups) -> None:
@@ -40,19 +48,28 @@ class BufferSync:
             table = [f"buffer {name!r} of {list(b.shape)} {b.dtype}" for name, b in self.named(kind).items()]
             tables.append((f"data group {kind!r}", groups.control(kind), table))
         agree.same(tables)
-        # Apart from reductions, of which ranks may have launched unequally many.
+        # Separate from the reductions' communicators: ranks may have launched different numbers of reductions.
         self.communicators = {kind: new_communicator(groups.require(kind)) for kind in self.kinds if self.named(kind)}
         self.collectives = Collectives()
         self.is_due = True
-        self.last_step = -1  # finalized steps when the last broadcast was made
+        self.last_step = -1  # number of finalized steps at the last broadcast
 
     @classmethod
     def chosen(
         cls, module: nn.Module, contracts: Mapping[str, GradientContract], groups: ProcessGroups, asked: bool | None
     ) -> BufferSync | None:
-        """For the buffers of a module, if asked for and if there are any. Collective over the data groups.
+        """Create the broadcaster if it was requested and the module has buffers. Collective over the data groups.
 
-        Where nothing is said the first data rank warns of BatchNorm.
+        If the option was not set, the first data rank warns about BatchNorm layers.
+
+        Args:
+            module: The wrapped module.
+            contracts: Gradient contracts by parameter name.
+            groups: Process groups of the model.
+            asked: The config's `broadcast_buffers`.
+
+        Returns:
+            The broadcaster, or None.
         """
         if asked:
             made = cls(module, contracts, groups)
@@ -69,7 +86,13 @@ class BufferSync:
         return None
 
     def before_forward(self, steps: int, *, syncs: bool, once_a_step: bool) -> None:
-        """Broadcast if one is due. steps: finalized so far. syncs: True if this forward's gradients will be reduced."""
+        """Broadcast the buffers if a broadcast is due.
+
+        Args:
+            steps: Number of steps finalized so far.
+            syncs: True if this forward's gradients will be reduced.
+            once_a_step: True to broadcast at most once in each step.
+        """
         was_due, self.is_due = self.is_due, syncs
         if was_due and not (once_a_step and steps == self.last_step):
             self.last_step = steps
@@ -77,20 +100,24 @@ class BufferSync:
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Write the first rank's buffers into those of all ranks. Collective."""
+        """Overwrite every rank's buffers with those on the first rank. Collective."""
         for kind, communicator in self.communicators.items():
             by_device: dict[torch.device, list[torch.Tensor]] = {}
             for buffer in self.named(kind).values():
                 by_device.setdefault(buffer.device, []).append(buffer.data)
             for buffers in by_device.values():
-                buffers.sort(key=lambda buffer: -buffer.element_size())  # so that each begins where its dtype may
+                buffers.sort(key=lambda buffer: -buffer.element_size())  # so that each begins at a multiple of its size
                 packed = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers])
                 self.collectives.broadcast(packed, communicator, "the buffers of modules")
                 if dist.get_rank(communicator) > 0:
                     _unpack(packed, buffers)
 
     def named(self, kind: str) -> dict[str, torch.Tensor]:
-        """The buffers of dense or of expert modules, as they are registered now."""
+        """Return the currently registered buffers of dense modules or of expert modules, by name.
+
+        Args:
+            kind: Data group: 'dp_cp' for dense modules, else experts.
+        """
         wants_experts = kind != DATA_KINDS[0]
         return {
             name: buffer
@@ -100,14 +127,18 @@ class BufferSync:
 
 
 def _unpack(packed: torch.Tensor, buffers: Sequence[torch.Tensor]) -> None:
-    """Through `.data`, because a graph that has saved a buffer must not take the same values for a change."""
+    """Copy through `.data`, so that a graph which saved a buffer does not see its version change."""
     sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
     for buffer, begin, size in zip(buffers, itertools.accumulate(sizes, initial=0), sizes, strict=False):
         buffer.copy_(packed[begin : begin + size].view(buffer.dtype).view(buffer.shape))
 
 
 def _buffers_of_experts(module: nn.Module, contracts: Mapping[str, GradientContract]) -> Collection[str]:
-    """Names of buffers whose nearest module with parameters of its own, or below it, has those of experts alone."""
+    """Return the names of buffers that belong to experts.
+
+    For each buffer the nearest enclosing module with parameters, its own or its children's, decides: the buffer is an
+    expert's if all of these parameters are.
+    """
     experts = {name for name, contract in contracts.items() if contract.data_group != DATA_KINDS[0]}
     found = []
     for name, _ in module.named_buffers() if experts else ():

@@ -1,11 +1,12 @@
 """Weight gradients that a user's kernel adds to `main_grad` itself, as Megatron's and TransformerEngine's layers do.
 
-Such a kernel sets `param.grad_added_to_main_grad = True` and gives autograd a dummy gradient, often uninitialised, so
-that hooks run. `.grad` is the buffer here, so autograd would add the dummy to it. A parameter is therefore declared
-before the wrap, by `param.grad_added_to_main_grad = False`: a tensor hook then puts zeros in the dummy's place.
+Such a kernel sets `param.grad_added_to_main_grad = True`. It returns a dummy gradient to autograd, often
+uninitialized, so that hooks run. Here `.grad` is the buffer, so autograd would add the dummy to it. A parameter is
+therefore declared before the wrap by `param.grad_added_to_main_grad = False`. A tensor hook then replaces the dummy
+with zeros.
 
-With `param.zero_out_wgrad = True` the dummy is zeros and is added. A weight that one backward uses with the kernel and
-without it (a tied embedding) needs this, because autograd adds the dummy to the other use's gradient.
+With `param.zero_out_wgrad = True` the dummy is zeros and is added. Set it if one backward uses a weight both with and
+without the kernel (a tied embedding), because autograd adds the dummy to the gradient from the other use.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from core.groups.agree import SyncError
 
 
 def ignore_dummies(param: nn.Parameter, name: str) -> None:
-    """Have autograd add nothing in a backward in which a kernel has said that it added the gradient itself."""
+    """Register a hook that replaces the dummy gradient of a fused kernel with zeros.
+
+    Args:
+        param: Parameter that was declared by `grad_added_to_main_grad = False`.
+        name: Its name, for error messages.
+    """
     param_of = weakref.ref(param)
 
     def hook(grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -34,7 +40,15 @@ def ignore_dummies(param: nn.Parameter, name: str) -> None:
 
 
 def check_declared(param: torch.Tensor, name: str) -> None:
-    """Raise SyncError where autograd has added the dummy of a kernel that was not declared."""
+    """Check that a kernel which set `grad_added_to_main_grad` may do so, and clear the flag.
+
+    Args:
+        param: Parameter to whose gradient autograd has just added.
+        name: Its name, for error messages.
+
+    Raises:
+        SyncError: If autograd added the dummy gradient of a kernel whose parameter was not declared.
+    """
     if not asks_for_zeros(param):
         raise SyncError(
             f"rank {dist.get_rank()}: a kernel set grad_added_to_main_grad on parameter {name!r}, and autograd has "
@@ -45,7 +59,15 @@ def check_declared(param: torch.Tensor, name: str) -> None:
 
 
 def take_flag(param: torch.Tensor, name: str) -> None:
-    """Clear the flag for the next backward. Raises SyncError where the kernel added to no gradient of this step."""
+    """Clear `grad_added_to_main_grad` for the next backward.
+
+    Args:
+        param: Parameter with the flag set.
+        name: Its name, for error messages.
+
+    Raises:
+        SyncError: If the memory the kernel added to is not this step's gradient.
+    """
     param.grad_added_to_main_grad = False
     main_grad = getattr(param, "main_grad", None)
     if main_grad is None or param.grad is not main_grad:
@@ -58,5 +80,5 @@ def take_flag(param: torch.Tensor, name: str) -> None:
 
 
 def asks_for_zeros(param: torch.Tensor) -> bool:
-    """True if the kernel must make its dummy of zeros, so that adding it changes nothing."""
+    """Return True if the kernel must return a dummy gradient of zeros, which changes nothing when it is added."""
     return bool(getattr(param, "zero_out_wgrad", False))

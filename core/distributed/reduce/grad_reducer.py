@@ -1,10 +1,10 @@
-"""GradReducer: from autograd's arrivals to reduced buckets. Keeps the one launch order that all ranks of a stage share.
+"""GradReducer: turns autograd's gradients into reduced buckets, in one launch order shared by all ranks of a stage.
 
-Buckets are launched in that order and in no other, in any order of arrival; what backward never made complete is
-launched by `start` or `finish`. So a rank that did not use a parameter contributes zeros, and no rank waits for it.
+Collectives match by order, so buckets are always launched in that order, whichever gradient arrives first. `start` or
+`finish` launches the rest. A rank that did not use a parameter contributes zeros, and no rank waits for it.
 
-With `every_microbatch` the end of each backward launches every bucket. All ranks must have equally many, so they agree
-before each one. A rank that ends its step then adds zeros, or all raise if backward needs all ranks (`may_join`).
+With `every_microbatch` the end of each backward launches every bucket. All ranks must run equally many backwards, so
+they agree before each one. If a rank ends its step early, it adds zeros (`may_join`), or all ranks raise an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepState(Enum):
     ACCUMULATING = "accumulating"  # no gradient has come outside no_sync, so no rank has launched a bucket
     LAUNCHING = "launching"  # backward launches buckets
     LAUNCHED = "launched"  # every bucket is in flight; gradients that come now are late
-    REDUCED = "reduced"  # whole over the data groups; sync rules may still be due
+    REDUCED = "reduced"  # reduced over the data groups; sync rules may still be due
     FINAL = "final"  # ready for the optimizer
     AWAITED = "awaited"  # a training forward has run since FINAL: some rank may have begun the next step
 
@@ -48,19 +48,19 @@ OPEN = (StepState.ACCUMULATING, StepState.LAUNCHING, StepState.LAUNCHED)
 
 
 class Launches(Enum):
-    """When buckets leave."""
+    """Time at which buckets are launched."""
 
     AT_THE_END = "at the end"  # `start` and `finish` launch all of them
-    IN_BACKWARD = "in backward"  # each as soon as its gradients are there
-    ONE_BY_ONE = "one by one"  # the same, and backward waits for each, so that nothing overlaps
+    IN_BACKWARD = "in backward"  # each as soon as its gradients have arrived
+    ONE_BY_ONE = "one by one"  # like IN_BACKWARD, but backward waits for each, so nothing overlaps
 
 
 @dataclass(slots=True)
 class StepReport:
-    """Cost of the gradients of one step: times in milliseconds, bytes this rank sent, collectives it took part in.
+    """Cost of one step's gradients: times in milliseconds, bytes sent by this rank, collectives it took part in.
 
-    exposed_ms: from the last launch to the end of the last wait and sync rule, agreement between ranks included. It is
-    the host's time: on CUDA, where a wait only queues, it does not say what the wait cost; the events' times do.
+    `exposed_ms` is host time from the last launch to the end of the last wait and sync rule, agreement between ranks
+    included. On CUDA a wait only queues work, so read the times of `events` there instead.
     """
 
     exposed_ms: float = 0.0
@@ -71,16 +71,19 @@ class StepReport:
 
     @property
     def hidden_share(self) -> float:
-        """Share of the time of collectives in flight that no rank waited for."""
+        """Return the share of collective time during which no rank waited."""
         return measure_overlap(self.events).hidden_share
 
 
 class GradReducer:
     """Launches, orders and completes the buckets of one wrapped model chunk.
 
-    problems: what was done to the model since it was wrapped that its buffers cannot follow, in words. launches: when
-    buckets leave. every_microbatch: True if every backward is reduced, else only the last one of a step. may_join: True
-    if a rank can have fewer backwards than others then. take_gathers: gives new gathers of sharded parameters.
+    Args:
+        problems: Returns messages about changes to the model since the wrap that its buffers cannot follow.
+        launches: When buckets are launched.
+        every_microbatch: True to reduce every backward, False to reduce only the last one of a step.
+        may_join: True if a rank may run fewer backwards than others under `every_microbatch`.
+        take_gathers: Returns the gathers of sharded parameters since the last call.
     """
 
     def __init__(
@@ -107,27 +110,27 @@ class GradReducer:
         self.watch = watch
         self.scale_watch: GradWatch | None = None  # set by an optimizer
         self.take_gathers = take_gathers
-        # Data groups first, as in `control`: in this order ranks ask each other whose turn it is.
+        # Data groups first, as in `control`: ranks ask each other in this order which model is next.
         groups = [bucket.groups.data for entry in control for bucket in entry.buckets]
         groups += [group for bucket in self.buckets for group in bucket.groups.all]
         self.model_orders = [ModelOrder.of(group) for group in dict.fromkeys(groups) if dist.get_world_size(group) > 1]
-        self.chunks: list[weakref.ref[GradReducer]] = []  # of the pipeline on this rank, in launch order
-        self.num_other_models = 0  # models that use this one's communicators; with some, buckets leave in finalize only
+        self.chunks: list[weakref.ref[GradReducer]] = []  # the pipeline's chunks on this rank, in launch order
+        self.num_other_models = 0  # others on the same communicators; if any, buckets are launched in finalize only
         for order in self.model_orders:
             order.join(self)
         self.state = StepState.ACCUMULATING
         self.next = 0  # index into `buckets` of the bucket to launch next
         self.polled = 0  # index of the first launched bucket that was not seen done
-        self.gradients = 0  # of this step that have arrived here
-        self.microbatches = 0  # whose reduction was begun in this step
+        self.gradients = 0  # gradients of this step that have arrived on this rank
+        self.microbatches = 0  # microbatches whose reduction has begun in this step
         self.in_microbatch = False  # True while the end of a running backward is still to be reported
         self.no_sync_depth = 0
         self.at_begin: Callable[[], object] = int  # called when a step begins
         self.at_end: Callable[[], None] | None = None  # after finalize_model_grads, on all ranks
         self.force_all_reduce = False
         self.written = (False, False)  # see StepAnswer
-        self.loads = self.steps = 0  # of weights since the last step; finalized steps, ever
-        self.launches = 0  # ever; equal on all ranks whenever they agree on a step
+        self.loads = self.steps = 0  # loads of weights since the last step; finalized steps, ever
+        self.launches = 0  # since the wrap; equal on all ranks whenever they agree on a step
         self.report = StepReport()
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -163,7 +166,7 @@ class GradReducer:
                 self._launch_ready()
 
     def count_other_models(self) -> None:
-        """Count the models that use this one's communicators: at the begin of a step, and when one comes or goes."""
+        """Count other models on the same communicators, when a step begins and when a model is wrapped or deleted."""
         chunks = self.pipeline_chunks()
         self.num_other_models = sum(order.count_others(chunks) for order in self.model_orders)
 
@@ -173,7 +176,7 @@ class GradReducer:
         return any(bucket.pool is not None for bucket in self.buckets)
 
     def _launch_ready(self) -> None:
-        """Launch every bucket of this reducer, and of the pipeline's other chunks, that can be launched now."""
+        """Launch every bucket that is ready, in this reducer and in the pipeline's other chunks."""
         try:
             for chunk in self.pipeline_chunks() if self.chunks else (self,):
                 if chunk.state is StepState.LAUNCHING and not chunk.num_other_models:
@@ -186,7 +189,7 @@ class GradReducer:
                 raise
 
     def _join_streams(self) -> None:
-        """Let the current stream wait for every stream that this model's gradients came on."""
+        """Make the current stream wait for every stream on which this model's gradients arrived."""
         if self.producers is not None:
             self.producers.join()
 
@@ -214,13 +217,13 @@ class GradReducer:
     # -- microbatch reductions --------------------------------------------------------------------------------------
 
     def _begin_microbatch(self) -> None:
-        """The first gradient of a backward has come. Collective; SyncError on all ranks if some end the step."""
+        """Begin a reduction at a backward's first gradient. Collective; SyncError on all ranks if some end the step."""
         self.in_microbatch = call_after_backward(weakly(self._end_microbatch))
         if self.num_other_models or (self.microbatches and not self.in_microbatch):
-            return  # what comes outside of a backward joins the reduction that was begun last
+            return  # gradients from outside a backward join the latest reduction
         with self.named("backward"):
             if self.microbatches:
-                self._launch_rest()  # of a backward that failed: other ranks wait for it
+                self._launch_rest()  # a backward failed, and other ranks wait for its buckets
             self._agree(Moment.BACKWARD)
             self._next_microbatch()
 
@@ -235,26 +238,26 @@ class GradReducer:
         self.state = StepState.LAUNCHING
 
     def _end_microbatch(self) -> None:
-        """A backward has ended: launch what it left. With other models on the communicator that waits for finalize."""
+        """Launch the buckets a backward left. Finalize does so if other models share the communicator."""
         self.in_microbatch = False
         if self.open and not self.num_other_models:
             with self.named("backward"), attributes_alone():
                 self._launch_rest()
 
     def complete_microbatch(self) -> None:
-        """Launch what backwards have left: one failed, or models share a communicator. Collective after a backward."""
+        """Launch buckets left by a failed backward or by shared communicators. Collective after a backward."""
         if self.every_microbatch and self.state is StepState.LAUNCHING:
             self.start()
 
     def _agree(self, moment: Moment) -> bool:
-        """Ask all ranks; True if some begin a backward while others end the step."""
+        """Agree with all ranks. True if some ranks begin a backward while others end the step."""
         return agree_on_step(self.control, moment, self.microbatches, self.launches, may_join=self.may_join).continues
 
     # -- the beginning of a step ------------------------------------------------------------------------------------
 
     @property
     def open(self) -> bool:
-        """True if gradients of this step may still come."""
+        """True if more gradients of this step may arrive."""
         return self.state in OPEN
 
     @property
@@ -263,9 +266,10 @@ class GradReducer:
         return self.state in (StepState.LAUNCHING, StepState.LAUNCHED)
 
     def begin(self, *, keep: bool = True) -> None:
-        """A new step: every bucket accumulates again. The memory is unchanged.
+        """Begin a new step: every bucket accumulates again. The memory is unchanged.
 
-        keep: add to the reduced gradients that are still in `.grad`, as torch does.
+        Args:
+            keep: Add to the reduced gradients that are still in `.grad`, as torch does.
         """
         self._join_streams()
         self.at_begin()
@@ -292,25 +296,22 @@ class GradReducer:
         self.begin()
 
     def note_forward(self) -> None:
-        """A training forward begins: after a finalized step other ranks may have gradients soon."""
+        """Record that a training forward begins: after a finalized step, other ranks may soon have gradients."""
         if self.state is StepState.FINAL:
             self.state = StepState.AWAITED
 
     @property
     def has_new_step(self) -> bool:
-        """True if there is something to reduce, if only on other ranks.
-
-        So it is once the user has dropped all reduced gradients, or after a forward whose backward may add to them.
-        """
+        """True if any rank may have new gradients: also if reduced ones were dropped, or after a training forward."""
         if self.open or not any(1 in bucket.attribute.accumulates for bucket in self.buckets):
             return True
         return self.state is StepState.AWAITED
 
     def discard(self) -> None:
-        """Forget a step that was begun. Collective when a bucket of it may have been launched on some rank.
+        """Drop a step that has begun. Collective if any rank may have launched one of its buckets.
 
-        How many buckets backward launched differs between ranks, so all of them launch the rest: a collective that is
-        left over on one rank would be paired with another step's.
+        Backward may have launched different numbers of buckets on different ranks, so every rank launches the rest
+        first. A leftover collective on one rank would otherwise be paired with one of another step.
         """
         with self.named("zero_grad_buffer"):
             if self.state is StepState.LAUNCHING:
@@ -323,28 +324,28 @@ class GradReducer:
         self.begin(keep=False)
 
     def _drain(self) -> None:
-        """Wait for all collectives in flight, before its memory is used otherwise."""
+        """Wait for all collectives in flight before their memory is reused."""
         for bucket in self.buckets:
             bucket.wait()
 
     # -- the end of a step ------------------------------------------------------------------------------------------
 
     def agree_on_order(self) -> None:
-        """Raise SyncError on all ranks if some are about to reduce another model: asked before anything is mixed."""
+        """Raise SyncError on all ranks, before any collective, if they are about to reduce different models."""
         if not self.has_new_step or self.pipeline_chunks()[0] is not self:
             return
         shared = [order for order in self.model_orders if order.shared]
         for chunk in self.pipeline_chunks() if shared else ():
-            chunk.start(early=True)  # other ranks may wait in backward for what this one has not launched
+            chunk.start(early=True)  # other ranks may wait in backward for buckets not launched here
         for order in shared:
             refusal = order.refusal(self)
             if refusal is not None:
                 raise SyncError(refusal)
 
     def start(self, *, force_all_reduce: bool = False, early: bool = False, watched: bool = True) -> None:
-        """Launch what is left, in order. Asynchronous; `finish` completes it. Does nothing on a complete step.
+        """Launch the remaining buckets in order. Asynchronous: `finish` completes them. No-op on a complete step.
 
-        early: launch nothing where other models use the communicators. watched: see Bucket.launch.
+        `early` launches nothing if other models use the same communicators. For `watched` see Bucket.launch.
         """
         if not self.open:
             if not self.has_new_step:
@@ -358,7 +359,7 @@ class GradReducer:
                 break
             chunk.start(force_all_reduce=force_all_reduce)
         if self.every_microbatch:
-            if self.microbatches:  # of a backward that failed, or outside of one: other ranks may wait for it
+            if self.microbatches:  # left by a failed backward, or from outside one: other ranks may wait
                 self._launch_rest()
             while self._agree(Moment.END):  # another rank has more backwards: add zeros to each
                 self._next_microbatch()
@@ -367,9 +368,9 @@ class GradReducer:
         self.state = StepState.LAUNCHED
 
     def finish(self, *, force_all_reduce: bool = False, then: Callable[[Bucket], None] | None = None) -> None:
-        """Complete the reduction over the data groups; a second call does nothing. Collective, after `agree_on_order`.
+        """Complete the reduction over the data groups. Collective, after `agree_on_order`. Idempotent.
 
-        then: called with each bucket once it is whole, in launch order.
+        `then` is called with each bucket once it is reduced over its data group, in launch order.
         """
         for chunk in self.pipeline_chunks():  # no chunk may launch after a chunk's agreement on some ranks only
             if chunk is self or chunk.state is not StepState.REDUCED:
@@ -391,7 +392,7 @@ class GradReducer:
         )
 
     def _complete(self, then: Callable[[Bucket], None] | None) -> int:
-        """Agree, and wait for every bucket; how many got gradients after their launch."""
+        """Agree, wait for every bucket, and return how many got gradients after their launch."""
         # After the last launch, so that on a group shared with the buckets every rank has the same order of calls.
         try:
             answer = agree_on_step(
@@ -409,7 +410,7 @@ class GradReducer:
             self.written, self.loads = answer.written, 0
         except SyncError:
             self.force_all_reduce = False
-            with suppress(RuntimeError):  # what is in flight on this rank alone fails; the agreement says why
+            with suppress(RuntimeError):  # flights of this rank alone fail; the agreement's error says why
                 self._drain()
             for bucket in self.buckets:
                 bucket.watch()
@@ -427,10 +428,7 @@ class GradReducer:
         return len(answer.late)
 
     def _spoilt(self) -> list[str]:
-        """Gradients that the user has dropped too late, or added to what cannot be added to, in words.
-
-        Found at the end: a loop may zero both instead, as torch's DCGAN example does.
-        """
+        """Return messages about gradients dropped or added to too late. Checked last, because a loop may zero both."""
         dropped = [bucket.attribute.note_dropped() for bucket in self.buckets]
         lost = next((bucket.lost for bucket in self.buckets if bucket.lost is not None), None)
         if lost is not None and self.gradients > 0:
@@ -449,7 +447,7 @@ class GradReducer:
         ]
 
     def close(self) -> None:
-        """Hand the gradients to the optimizer, once the sync rules are done."""
+        """Hand the gradients to the optimizer after the sync rules have run."""
         if self.state is not StepState.REDUCED:
             raise SyncError(f"a step that is {self.state.value} cannot be handed to the optimizer; reduce it first")
         for bucket in self.buckets:
@@ -461,15 +459,15 @@ class GradReducer:
     # -- around it --------------------------------------------------------------------------------------------------
 
     def pipeline_chunks(self) -> list[GradReducer]:
-        """The chunks of the pipeline on this rank, in launch order; this reducer alone if it is no part of one."""
+        """Return the pipeline's chunks on this rank in launch order, or only this reducer without a pipeline."""
         return [chunk for reference in self.chunks if (chunk := reference()) is not None] or [self]
 
     def named(self, call: str) -> calling:
-        """Surrounds a call of the user that waits for other ranks, to say in which step."""
+        """Return a context that names the user's call and the step in messages about waiting for ranks."""
         return calling(call, self.steps + 1)
 
     def step_report(self) -> StepReport:
-        """Cost of the last finished step so far, its sync rules included."""
+        """Return the cost of the last finished step so far, its sync rules included."""
         if self.open:
             return self.report
         traffic = self.collectives.traffic
@@ -477,7 +475,7 @@ class GradReducer:
 
 
 def arrived(reducer_of: weakref.ref[GradReducer], number: int, index: int, param: torch.Tensor) -> None:
-    """Autograd has added to the gradient of parameter `index` of bucket `number`. The hook of every parameter."""
+    """Handle autograd's addition to the gradient of parameter `index` of bucket `number`; hook of every parameter."""
     reducer = reducer_of()
     if reducer is None:
         return
@@ -488,13 +486,13 @@ def arrived(reducer_of: weakref.ref[GradReducer], number: int, index: int, param
 
 
 def arrived_at_sharded(reducer_of: weakref.ref[GradReducer], number: int, index: int, param: torch.Tensor) -> None:
-    """The same where parameters are sharded, without asking the class of each that is looked at."""
+    """Call `arrived` with torch functions disabled, which avoids a class check for each sharded parameter."""
     with attributes_alone():
         arrived(reducer_of, number, index, param)
 
 
 def link_chunks(reducers: Sequence[GradReducer]) -> None:
-    """Give the chunks of this rank, in the model's order, one launch order: the last chunk's buckets first."""
+    """Give this rank's chunks (in the model's order) one launch order: the last chunk's buckets first."""
     chunks = [weakref.ref(reducer) for reducer in reversed(reducers)]
     for reducer in reducers:
         reducer.chunks = chunks

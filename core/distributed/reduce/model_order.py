@@ -1,10 +1,10 @@
-"""ModelOrder: which of several wrapped models on one communicator is reduced now.
+"""ModelOrder: decides which of several wrapped models on one communicator is reduced next.
 
-A communicator pairs the n-th collective of one rank with the n-th of another. Within one model the reducer keeps one
-order. Between models there is none that backward could follow, because a rank may call them in another order, or leave
-one out. So with several models on a group, backward launches nothing, and each model's buckets leave in its finalize.
-All ranks make that call in the same order: they ask each other whose turn it is. Chunks of one pipeline have an order
-(`link_chunks`) and count as one model.
+A communicator pairs the n-th collective of one rank with the n-th of every other rank. Within one model the reducer
+fixes the order. Between models backward has no fixed order, because a rank may call them in another order or skip one.
+So if several models share a group, backward launches nothing, and each model's buckets are launched in its finalize.
+All ranks must make that call in the same order, and they ask each other which model is next. The chunks of one pipeline
+have a fixed order (`link_chunks`) and count as one model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from core.watch.waiting import waiting
 
 
 class Reducer(Protocol):
-    """A GradReducer, as the others on its communicator see it."""
+    """Interface of a GradReducer for other reducers on the same communicator."""
 
     buckets: list[Bucket]
 
@@ -36,23 +36,23 @@ class Reducer(Protocol):
 
 
 class ModelOrder:
-    """The reducers that use one communicator, by the number of their wrap, which is the same on all ranks."""
+    """Reducers that share one communicator, numbered in wrap order, which is the same on all ranks."""
 
     # Belongs to the communicator and dies with it; torch's ProcessGroup takes no attribute of ours.
     _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, ModelOrder]] = weakref.WeakKeyDictionary()
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
-        self.wraps = 0  # ever, which is the number of the next model
-        self.launches = 0  # of all models, ever; equal on all ranks whenever no step is open
+        self.wraps = 0  # models wrapped so far, so also the number of the next model
+        self.launches = 0  # by all models since the first wrap; equal on all ranks whenever no step is open
         # Numbers of the models that no rank had deleted when ranks last asked each other; None before they can.
         self.living: set[int] | None = None
         self._reducers: dict[int, weakref.ref[Reducer]] = {}  # oldest first
-        self._questions: dist.ProcessGroupGloo | None = None  # on which ranks ask each other, and nothing else travels
+        self._questions: dist.ProcessGroupGloo | None = None  # used only for these questions
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> ModelOrder:
-        """The one object that all models wrapped with `group` share."""
+        """Return the object that all models wrapped with `group` share."""
         return cls._of_group.setdefault(group, cls(dist.get_process_group_ranks(group)))
 
     def join(self, reducer: Reducer) -> None:
@@ -69,14 +69,14 @@ class ModelOrder:
 
     @property
     def shared(self) -> bool:
-        """True if several models live on all ranks, which then ask each other whose turn it is."""
+        """True if all ranks hold several live models, and must ask each other which one is next."""
         return self.living is not None and len(self.living) > 1
 
     def count_others(self, chunks: Sequence[Reducer]) -> int:
-        """Number of other models that use the communicator.
+        """Return the number of other models that use the communicator.
 
-        Where gradients are sharded backward waits for other ranks, so all ranks must get the same answer. A deleted
-        model goes at different times on different ranks. So the last answer to the ranks' question counts there.
+        If gradients are sharded, backward waits for other ranks, so all ranks must get the same answer. Ranks delete a
+        model at different times. The number from the ranks' last question is therefore used there.
         """
         models = self._alive()
         agreed = self.living is not None and any(chunk.shards_gradients for chunk in chunks)
@@ -85,11 +85,16 @@ class ModelOrder:
     # -- what ranks ask each other ----------------------------------------------------------------------------------
 
     def finish_begun_steps(self, control: dist.ProcessGroup | None) -> None:
-        """Before the first collective of a wrap: launch the rest of every step that some rank has begun to launch.
+        """Launch the rest of every step that any rank has begun to launch, before the first collective of a wrap.
 
-        Collective. control: a gloo group of the same ranks. They agree over it, because the other may be busy.
-        Without one each rank decides alone. Raises SyncError on all ranks where a model was deleted in a step whose
-        reductions only some ranks have launched: the next collective would be paired with one of those.
+        Collective. Without a control group each rank decides alone.
+
+        Args:
+            control: Gloo group of the same ranks, used to agree because the data group may be busy, or None.
+
+        Raises:
+            SyncError: On all ranks, if a model was deleted in a step whose reductions only some ranks have launched.
+                The next collective would be paired with one of these reductions.
         """
         if self.wraps == 0:
             return

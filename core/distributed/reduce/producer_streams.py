@@ -8,7 +8,7 @@ import torch
 class ProducerStreams:
     """Streams that have worked on a model's gradients and that the current stream has not waited for yet.
 
-    A model may run its layers on several streams, and autograd accumulates each gradient on a stream of its own choice.
+    A model may run its layers on several streams, and autograd chooses the stream on which it accumulates a gradient.
     A reduction waits for the stream that launches it only. So every stream on which a gradient arrives is recorded, and
     `join` makes the current stream wait for all of them before a bucket, borrowed memory or a shard is touched.
 

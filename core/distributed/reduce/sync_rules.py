@@ -1,8 +1,8 @@
-"""GradSync: runs the sync rules that are left once a bucket is whole over its data group.
+"""GradSync: runs the sync rules that remain after a bucket is reduced over its data group.
 
-Within a stage all members of a rule's group have the same layout, so a rule's part of a bucket is packed into a few
-collectives as soon as that bucket is whole. Across stages only the order of the served parameters is shared, so there
-each parameter travels alone. Where gradients are sharded, only the slice that this rank owns travels.
+Within a stage all members of a rule's group have the same layout. A rule's part of a bucket is therefore packed into a
+few collectives as soon as the bucket is reduced. Stages share only the order of the served parameters, so across stages
+each parameter has its own collective. If gradients are sharded, only the slice owned by this rank is communicated.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import COPY_AXES, STAGE_CROSSING
 
-IN_PLACE_NUMEL = 2**20  # a slice this large travels where it lies
+IN_PLACE_NUMEL = 2**20  # a slice this large is reduced in place, without packing
 PACK_NUMEL = 2**24  # smaller ones share a collective of at most this many elements
 
 
 @dataclass(slots=True)
 class PendingSync:
-    """One collective of a rule; `parts` are the slices whose sum `flat` carries, where they were packed."""
+    """One collective of a rule. If slices were packed into `flat`, `parts` are their original memory."""
 
     handle: InFlight
     parts: list[torch.Tensor]
     flat: torch.Tensor | None
 
     def wait(self) -> None:
-        """Complete the collective and put the result where the gradients lie."""
+        """Complete the collective and copy the result back into the gradients."""
         self.handle.wait()
         if self.flat is not None:
             for part, reduced in zip(self.parts, self.flat.split([p.numel() for p in self.parts]), strict=True):
@@ -45,7 +45,15 @@ class PendingSync:
 
 
 class GradSync:
-    """The rules of one wrapped model chunk, planned once. `buckets` in launch order."""
+    """The sync rules of one wrapped model chunk, planned once.
+
+    Args:
+        buckets: The chunk's buckets, in launch order.
+        rules: Rules of the plan. Rules over a group of one rank are ignored.
+        groups: Process groups of the model.
+        collectives: Issues and counts the collectives.
+        registration: Names of the parameters in registration order, which all ranks of a rule share.
+    """
 
     def __init__(
         self,
@@ -80,7 +88,7 @@ class GradSync:
 
     @functools.cached_property
     def copies(self) -> dict[str, list[Member]]:
-        """For each group the parameters of which other ranks of it hold copies, in registration order."""
+        """For each group, the parameters that other ranks of the group hold copies of, in registration order."""
         found: dict[str, list[Member]] = {}
         for bucket in self.buckets:
             for i, contract in enumerate(bucket.contracts):
@@ -92,7 +100,11 @@ class GradSync:
         return found
 
     def launch(self, bucket: Bucket) -> None:
-        """Start the rules within a stage on a bucket that has just become whole. Collective over each rule's group."""
+        """Start the rules within a stage on a reduced bucket. Collective over each rule's group.
+
+        Args:
+            bucket: A bucket that has just been reduced over its data group.
+        """
         for position, (rule, indices) in enumerate(self.within.get(id(bucket), ())):
             if position > 0:
                 self.wait()  # two rules may serve one parameter: the second one needs the first one's result
@@ -109,7 +121,14 @@ class GradSync:
         self.pending.clear()
 
     def crossing(self, rule: GradSyncRule) -> list[tuple[str, torch.Tensor]]:
-        """(name, valid slice) of every parameter that a stage-crossing rule serves here, in registration order."""
+        """Return the parameters that a stage-crossing rule serves on this rank.
+
+        Args:
+            rule: A rule over a group that crosses stages.
+
+        Returns:
+            (name, valid slice of the gradient) of each parameter, in registration order.
+        """
         if rule not in self.rules:
             return []
         served = self.served[self.rules.index(rule)]
@@ -120,7 +139,11 @@ class GradSync:
 def sync_across_stages(chunks: Sequence[GradSync]) -> None:
     """Run the stage-crossing rules over all model chunks of this rank. Collective over each rule's group.
 
-    Copies of a parameter in several virtual pipeline chunks (equal names) are added first, and all get the result.
+    If several virtual pipeline chunks hold copies of a parameter (equal names), their gradients are added first, and
+    all copies get the result.
+
+    Args:
+        chunks: The sync rules of this rank's chunks of one model.
     """
     rules = list(dict.fromkeys(rule for chunk in chunks for rule in chunk.rules if rule.group in STAGE_CROSSING))
     for rule in rules:
@@ -132,7 +155,7 @@ def sync_across_stages(chunks: Sequence[GradSync]) -> None:
         handles = []
         for first, *others in copies.values():
             device = next(bucket.device for chunk in chunks for bucket in chunk.buckets)
-            total = first.to(device)  # itself, unless it lies on the host
+            total = first.to(device)  # no copy, unless it is on the host
             for other in others:
                 total.add_(other.to(total.device))
             if rule.op == "mean" and others:
@@ -146,12 +169,21 @@ def sync_across_stages(chunks: Sequence[GradSync]) -> None:
 
 
 def agree_on_copies(chunks: Sequence[GradSync], written: tuple[bool, bool]) -> tuple[bool, bool]:
-    """Treat copies of a parameter alike: one that any rank has used counts as used on all.
+    """Mark a parameter as used on all ranks that hold copies of it if any of them used it.
 
-    written: see StepAnswer; returned as any rank of the model has found it. Raises SyncError on every rank of the model
-    if a copy is frozen on some ranks only, or if it was used on some only and no rule adds the gradients. Collective,
-    once a step, over each group of copies. The tensor-parallel group, and then the group of all stages, carry an error
-    to the other ranks.
+    Collective, once a step, over each group of copies. The tensor-parallel group, and then the group of all stages,
+    carry an error to the other ranks.
+
+    Args:
+        chunks: The sync rules of this rank's chunks of one model.
+        written: This rank's `StepAnswer.written`.
+
+    Returns:
+        `written`, combined over all ranks of the model.
+
+    Raises:
+        SyncError: On every rank of the model, if a copy is frozen on some ranks only, or if it was used on some ranks
+            only and no rule adds the gradients.
     """
     groups, last = chunks[0].groups, chunks[0].copied_over
     names = [*sorted({rule.group for chunk in chunks for rule in chunk.rules} - set(last)), *last]
@@ -193,7 +225,7 @@ def agree_on_copies(chunks: Sequence[GradSync], written: tuple[bool, bool]) -> t
 
 
 def _copies_over(chunks: Sequence[GradSync], name: str) -> list[list[Member]]:
-    """The parameters with copies, in one order on all ranks, each with its copies in this rank's chunks."""
+    """Return the parameters with copies, in one order on all ranks, each with its copies in this rank's chunks."""
     alike: dict[tuple[int, str], list[Member]] = {}
     for number, chunk in enumerate(chunks):
         for bucket, i in chunk.copies.get(name, ()):
@@ -203,10 +235,16 @@ def _copies_over(chunks: Sequence[GradSync], name: str) -> list[list[Member]]:
 
 
 def check_stages(chunks: Sequence[GradSync]) -> None:
-    """Raise LayoutMismatch on every stage if stages bring different copies to a stage-crossing rule.
+    """Check that all stages bring the same copies to the stage-crossing rules.
 
     Compares once, before the rules first run. Collective over every group that crosses stages. The group of all stages
     comes last, and passes the result of an earlier group to the stages between.
+
+    Args:
+        chunks: The sync rules of this rank's chunks of one model.
+
+    Raises:
+        LayoutMismatch: On every stage, if stages bring different copies.
     """
     if all(chunk.stages_checked for chunk in chunks):
         return
