@@ -1,6 +1,6 @@
-"""Advice: the layouts of a model that fit on some ranks, the fastest first, and the fewest ranks that fit.
+"""Advice: the layouts of a model that fit on a number of ranks, fastest first, and the fewest ranks that fit.
 
-All layouts that can be built are estimated. Those that are shown are planned exactly, and put into order by that.
+All layouts that can be built are estimated. Layouts that may be shown are planned exactly and sorted by their plans.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from core.training.config_file import load_config
 from core.training.errors import ConfigError
 from core.watch.collector_pause import collector_paused
 
-SURE = 1.2  # an estimate is closer than this to its plan, as a test holds
-PLANNED = 4  # times as many layouts as are asked for are planned exactly at most; as many that do not fit are borne
-LEAST = 5  # layouts that hold least are planned where no other is found
-EQUAL = 1.01  # steps that differ by less take as long: a plan does not know better
-STEPS = 16  # at most so many numbers of ranks are tried up to the next power of two
+SURE = 1.2  # an estimate is within this factor of its plan; a test checks it
+PLANNED = 4  # at most this many times `most` layouts are planned exactly; the same limit for layouts that do not fit
+LEAST = 5  # number of layouts with the lowest peak that are planned if no other is found
+EQUAL = 1.01  # steps within this factor count as equally fast: a plan is not more accurate
+STEPS = 16  # at most this many numbers of ranks are tried up to the next power of two
 
 
 Layout = TypeVar("Layout", bound="Estimate | Candidate")
 
 
 def in_order(found: Iterable[Layout]) -> list[Layout]:
-    """The best first. Of the fastest, and those whose steps take up to EQUAL times as long, that which holds least
-    comes first; then the same of the rest. So none comes before one that is faster by more.
+    """Sort layouts, best first.
+
+    Layouts whose steps are within a factor EQUAL of the fastest are sorted by peak memory, then the remaining ones in
+    the same way. So no layout precedes one that is faster by more than EQUAL.
     """
     by_time = sorted(found, key=lambda one: (one.seconds, one.peak, one.choice))
     ends = [one.seconds for one in by_time]
@@ -56,8 +58,14 @@ def in_order(found: Iterable[Layout]) -> list[Layout]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, planned. reason: why it is worse than the first; empty for the first. flags: the options that make it
-    of what was advised on, if they are added.
+    """A layout with its exact plan.
+
+    Attributes:
+        choice: The layout.
+        config: Configuration of a run in this layout.
+        plan: The exact plan.
+        reason: Reason why it is worse than the first candidate; empty for the first.
+        flags: Options that change the configuration given to `advise` into this one.
     """
 
     choice: Choice
@@ -68,7 +76,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Time of a step."""
+        """Seconds of a step."""
         return self.plan.time.seconds
 
     @property
@@ -79,10 +87,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """candidates: planned exactly, the best first, each with other sizes of the axes; none if no layout fits.
-    considered: number of layouts that can be built. fitting: number of those that fit, by estimate. fewest: the
-    smallest number of ranks on which some layout fits, as `Search.fewest` looks for it. compared: where a layout that
-    was asked for stands, in words.
+    """Result of `advise`.
+
+    Attributes:
+        candidates: Exactly planned layouts, best first, each with different axis sizes; empty if no layout fits.
+        considered: Number of layouts that can be built.
+        fitting: Number of layouts that fit, by estimate.
+        fewest: Smallest number of ranks on which a layout fits, as found by `Search.fewest`.
+        compared: Sentence with the rank of the layout given as `compare`.
     """
 
     candidates: Sequence[Candidate]
@@ -92,7 +104,7 @@ class Advice:
     compared: str = ""
 
     def describe(self) -> str:
-        """The advice in words."""
+        """Return the advice as text."""
         lines = [f"{self.considered:,} layouts can be built, and {self.fitting:,} of them fit by estimate"]
         rows = [(c.choice.words(has_experts=Sizes.of(c.config).experts is not None), c) for c in self.candidates]
         width = max((len(words) for words, _ in rows), default=0)
@@ -123,17 +135,23 @@ def advise(
     compare: Mapping[str, int] | None = None,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Advice:
-    """The layouts of a model that fit on some ranks, the fastest first, each with why it is worse than the first.
+    """Find the layouts of a model that fit on a number of ranks, fastest first.
 
-    config: of the main job, or the path of a TOML file of it; or a ModelRun, of a Hugging Face model. Its own layout,
-    sharding, microbatch and recomputation are left out of account; all else stays. most: so many layouts are returned.
-    fixed: sizes that are given: axes by name (`tp`, `dp`, ...), `micro` and `zero`; and `recompute`, which is 1.
-    compare: sizes of a layout, as of `fixed`; the advice says where the best layout that has them would stand.
-    progress: called with a line when planning begins, and for each layout that is the best so far. After a Ctrl-C the
-    best of those that were planned are returned.
+    Args:
+        config: Configuration of the main job, the path of its TOML file, or a ModelRun of a Hugging Face model. Its
+            layout, sharding, microbatch size and recomputation are ignored; all other settings are kept.
+        ranks: Number of ranks.
+        device: Name of a known device, the path of a device file, or a Device.
+        most: Number of layouts to return.
+        fixed: Sizes to keep: axes by name (`tp`, `dp`, ...), `micro`, `zero`, and `recompute`, which must be 1.
+        compare: Sizes of a layout, in the form of `fixed`. The advice reports the place of the best layout with them.
 
-    Raises ConfigError, with the arithmetic, for a model or a batch that no layout can have on so many ranks. Where no
-    layout fits, none is returned, and the fewest ranks are looked for above.
+    Returns:
+        Layouts with the reason why each is worse than the first. If none fits, the fewest ranks are searched above
+        `ranks`.
+
+    Raises:
+        ConfigError: If no layout on so many ranks can have this model or batch. The text has the arithmetic.
     """
     if isinstance(config, (str, Path)):
         config = load_config(["--config", str(config)])
@@ -155,7 +173,7 @@ def advise(
 def _compared(
     search: Search, found: Sequence[Estimate], sizes: Mapping[str, int], best: Sequence[Candidate], ranks: int
 ) -> str:
-    """The place of the best layout of some sizes among all, and why it is not first."""
+    """Describe the place of the best layout with the given sizes, and why it is not first."""
     name = " ".join(f"{axis} {size}" for axis, size in sizes.items())
     own = Search(search.config, search.device, {**search.fixed, **sizes})
     mine = in_order(own.estimates(ranks))
@@ -172,7 +190,7 @@ def _compared(
         return f"{name} does not fit: the layout that holds least would hold {held} of {gib(room)}"
     shown = {one.choice.axes: one for one in best if one.choice.axes != planned.choice.axes}
     everything: list[Estimate | Candidate] = in_order([planned, *shown.values()])
-    if everything[-1] is planned:  # behind all that are shown, others may be better, by estimate
+    if everything[-1] is planned:  # last of the shown layouts; others may be better by estimate
         known = {planned.choice.axes, *shown}
         others = [one for one in found if one.peak <= room and one.choice.axes not in known]
         everything = in_order([planned, *shown.values(), *others])
@@ -183,7 +201,7 @@ def _compared(
 
 
 class Search:
-    """The layouts of one model. fixed: as of `advise`."""
+    """Search over the layouts of one model. `fixed` has the form of `advise`."""
 
     def __init__(
         self,
@@ -203,15 +221,19 @@ class Search:
                 raise ConfigError(f"{name} {size}: expected {low} to {high:,}")
         self.sizes = Sizes.of(config)
         self.figures = SharedFigures(self.sizes.batch)
-        self.shardings: dict[bool, dict[int, Sharding]] = {}  # True for ranks that hold several stages
-        self.refused: set[tuple[Any, ...]] = set()  # splits that the layers refuse, without and with a pipeline
-        some = [(False, True)] * self.sizes.has_parts  # of layers, of parts of them
+        self.shardings: dict[bool, dict[int, Sharding]] = {}  # key True: ranks with several stages
+        self.refused: set[tuple[Any, ...]] = set()  # splits that the layers reject, without and with a pipeline
+        some = [(False, True)] * self.sizes.has_parts  # (complete layers, parts of layers)
         self.recomputations = [(True, False)] if "recompute" in fixed else [(False, False), *some, (True, False)]
 
     @collector_paused()
     def estimates(self, ranks: int, *, smallest: bool = False) -> list[Estimate]:
-        """All layouts that can be built on some ranks. smallest: True for those that may hold least: of the smallest
-        microbatches, one stage a rank, and layers that are computed again or not.
+        """Estimate all layouts that can be built on a number of ranks.
+
+        Args:
+            ranks: Number of ranks.
+            smallest: Only consider layouts that may need the least memory: the smallest microbatches, one stage per
+                rank, with and without recomputation of layers.
         """
         built: list[tuple[Choice, Run, list[int]]] = []
         for choice, micros in choices(self.sizes, ranks, self.fixed):
@@ -220,7 +242,7 @@ class Search:
                     continue
                 one = choice._replace(recompute=recompute, parts=parts)
                 run = self._run(one, ranks)
-                if run is None:  # with any recomputation
+                if run is None:  # not with any recomputation
                     break
                 legal = [micro for micro in micros if _is_legal(run, micro)]
                 built.append((one, run, legal[:1] if smallest else legal))
@@ -239,12 +261,15 @@ class Search:
                 continue
             try:
                 found += shared.of_layout(choice, run, micros)
-            except (ValueError, RuntimeError):  # the layers themselves refuse the split
+            except (ValueError, RuntimeError):  # the layers reject the split
                 self.refused.add(split)
         return found
 
     def _shardings(self, built: Sequence[tuple[Choice, Run, list[int]]]) -> dict[int, Sharding]:
-        """By zero, of some layouts alike: read of the first that its layers allow, from the fewest layers a rank on."""
+        """Return the sharding for each `zero`, read from the first layout that its layers accept.
+
+        Layouts are tried in order of layers per rank, fewest first.
+        """
         found: dict[int, Sharding] = {}
         for choice, run, _ in sorted(built, key=lambda row: -row[0].pp * row[0].tp * row[0].ep):
             split = *choice.split, choice.pp > 1
@@ -252,7 +277,7 @@ class Search:
                 continue
             for zero in [self.fixed["zero"]] if "zero" in self.fixed else range(4):
                 sharded = self._run(choice._replace(zero=zero), run.grid.world_size)
-                with contextlib.suppress(ValueError, RuntimeError):  # what is sharded so, or the split, is refused
+                with contextlib.suppress(ValueError, RuntimeError):  # this sharding or the split is rejected
                     found |= {zero: Sharding.of(sharded)} if sharded is not None else {}
             if found:
                 break
@@ -260,14 +285,18 @@ class Search:
         return found
 
     def _run(self, choice: Choice, ranks: int) -> Run | None:
-        """The run of a layout; None for one that cannot be built."""
+        """Return the run of a layout; None if it cannot be built."""
         try:
             return run_of(with_choice(self.config, choice), ranks, self.device)
         except (ValueError, RuntimeError):
             return None
 
     def why_none(self, ranks: int) -> str:
-        """Say why no layout of some ranks can be built, and how many ranks have one. ConfigError if a plan says it."""
+        """Explain why no layout of `ranks` can be built, and name a number of ranks that has one.
+
+        Raises:
+            ConfigError: If planning itself reports the reason.
+        """
         dps = sorted({dp for *_, dp in axes(self.sizes, ranks, self.fixed)})
         near = (n for step in range(1, ranks + 1) for n in (ranks - step, ranks + step) if n > 0)
         built = next((n for n in near if next(choices(self.sizes, n, self.fixed), None) is not None), None)
@@ -286,12 +315,12 @@ class Search:
         return f"no layout of {ranks} ranks can be built with these options; use others{other}"
 
     def exactly(self, choice: Choice, ranks: int) -> Candidate | None:
-        """A layout with its plan; None for one that cannot be built after all, or does not fit."""
+        """Plan a layout exactly; None if it cannot be built after all, or does not fit."""
         found = self.planned_as(choice, ranks)
         return None if found is None or not found.plan.fits else found
 
     def planned_as(self, choice: Choice, ranks: int) -> Candidate | None:
-        """A layout with its plan; None for one that cannot be built after all."""
+        """Plan a layout exactly; None if it cannot be built after all."""
         config = with_choice(self.config, choice)
         try:
             plan = plan_run(config, ranks, self.device)
@@ -300,10 +329,15 @@ class Search:
         return Candidate(choice, config, plan, flags=flags_of(self.config, choice))
 
     def planned(self, fitting: Sequence[Estimate], ranks: int, most: int) -> list[Candidate]:
-        """The best by their plans, each with other sizes of the axes. fitting: by estimate, the fastest first.
+        """Return the best layouts by their plans, each with different axis sizes.
 
-        All are planned that may be better than the last one shown, by what an estimate may be wrong. Where too many
-        turn out not to fit, only those are planned that are further below the room.
+        All layouts are planned that may be better than the last one shown, given the error of an estimate. If too many
+        turn out not to fit, only layouts with a larger margin to the memory limit are planned.
+
+        Args:
+            fitting: Layouts that fit by estimate, fastest first.
+            ranks: Number of ranks.
+            most: Number of layouts to return.
         """
         best: dict[tuple[int, ...], Candidate] = {}
         room, limit = self.device.room(ranks), PLANNED * most
@@ -340,7 +374,7 @@ class Search:
         return first if self.is_interrupted else in_order(self._with_instances(one, ranks) for one in first)
 
     def _with_instances(self, found: Candidate, ranks: int) -> Candidate:
-        """The better of a layout and the same with an instance of the optimizer on each machine."""
+        """Return the better of a layout and the same layout with one optimizer instance per machine."""
         choice = found.choice
         sharing = ranks // (choice.tp * choice.pp)  # ranks over which the optimizer is sharded
         near = max(1, self.device.ranks_per_machine // choice.tp)
@@ -352,10 +386,10 @@ class Search:
         return found if other is None else in_order([found, other])[0]
 
     def fewest(self, ranks: int) -> int | None:
-        """The smallest number of ranks on which some layout fits: of all up to `ranks`, or else of some above.
+        """Return the smallest number of ranks on which a layout fits.
 
-        Above, powers of two are tried up to MOST_RANKS, and whole machines between the first that fits and the one
-        before. None if none of these fits.
+        All numbers up to `ranks` are tried. Above, powers of two are tried up to MOST_RANKS, and numbers of complete
+        machines between the first that fits and the power before it. None if none of these fits.
         """
         found = next(filter(self.fits_on, range(1, ranks + 1)), None)
         few, many = ranks, 1 << ranks.bit_length()
@@ -366,13 +400,13 @@ class Search:
         return found
 
     def _between(self, few: int, many: int) -> range:
-        """Numbers of whole machines between two numbers of ranks, a sixteenth of the larger one apart or more."""
+        """Return numbers of ranks on complete machines between two numbers, at least `many` / STEPS apart."""
         machine = self.device.ranks_per_machine
         step = -(-many // STEPS // machine) * machine
         return range(few // step * step + step, many, step)
 
     def fits_on(self, ranks: int) -> bool:
-        """True if some layout fits on some ranks; those that hold least are planned."""
+        """Return True if a layout fits on a number of ranks. The layouts with the lowest estimated peak are planned."""
         room = self.device.room(ranks)
         if self.least > ranks * room:
             return False
@@ -385,7 +419,7 @@ class Search:
 
     @property
     def least(self) -> float:
-        """Bytes that all ranks hold together at least: parameters and gradients, masters and moments once."""
+        """Lower bound of the bytes on all ranks together: parameters, gradients, master weights and moments once."""
         shardings = [sharding for known in self.shardings.values() for sharding in known.values()]
         kept = [sum(size for kind, size in one.each.items() if kind != SCRATCH) for one in shardings]
         return self.sizes.numel * min(kept, default=0)
@@ -397,7 +431,7 @@ def _is_legal(run: Run, micro: int) -> bool:
 
 
 def _reason(first: Candidate, other: Candidate) -> str:
-    """The part of a step that grows most."""
+    """Describe the part of a step that grows most."""
     words = {
         "compute": "forward and backward",
         "exchanges": "exchanges within layers",

@@ -1,4 +1,4 @@
-"""`python -m core.plan calibrate`: measure the machine it runs on, and write a device file for plans of runs there."""
+"""`python -m core.plan calibrate`: measure the current machine and write a device file for plans of runs on it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ MOST_SECONDS = 600.0
 
 
 def calibrate(arguments: Sequence[str]) -> int:
-    """Measure on ranks of its own, or on those that a launcher has started; the exit status.
+    """Measure on ranks started here, or on the ranks that a launcher has started, and return the exit status.
 
-    Raises ConfigError on all ranks for what cannot be measured or written.
+    Raises:
+        ConfigError: On all ranks, if something cannot be measured or written.
     """
     options = _parser().parse_args(list(arguments))
     launch = find_launch(os.environ)

@@ -1,4 +1,4 @@
-"""Choices: the layouts that a model and a batch can have on some ranks, by arithmetic alone."""
+"""Choices: the layouts that a model and a batch can have on a number of ranks, by arithmetic alone."""
 
 from __future__ import annotations
 
@@ -15,20 +15,27 @@ from core.plan.model_run import ModelRun
 from core.training.config import JobConfig
 from core.training.sizes import count_parameters
 
-FEWEST_TOKENS = 1024  # of a sequence on one rank: shorter parts are not considered for context parallelism
+FEWEST_TOKENS = 1024  # tokens per rank: context parallelism is not considered for shorter parts of a sequence
 AXES = ("tp", "pp", "cp", "ep", "etp")
-NO_MODE = "none"  # of sequence parallelism, as an option
-CHUNKS = (2, 3, 4, 8)  # stages a rank that are considered, where the layers divide by them
-PARTS = ("layernorm", "mlp_act", "moe_act")  # what recomputation of parts computes again, at nearly no cost
+NO_MODE = "none"  # option value: no sequence parallelism
+CHUNKS = (2, 3, 4, 8)  # considered numbers of stages per rank, if they divide the layers
+PARTS = ("layernorm", "mlp_act", "moe_act")  # modules that are recomputed, at almost no cost
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model and a batch by which arithmetic rules layouts out.
+    """Sizes of a model and a batch by which arithmetic excludes layouts.
 
-    of_tp: sizes that tp has to divide; others are refused when a model is cut. experts: None for a model without.
-    expert_width: what etp has to divide; None for experts that tp splits. numel: of all parameters. frees_stages: True
-    if nothing is said of stages but their number. has_parts: True if parts of layers can be computed again. empty_ends:
-    True if the first and the last stage may hold no layer.
+    Attributes:
+        batch: Sequences of a step.
+        layers: Number of layers.
+        sequence: Tokens of a sequence.
+        of_tp: Sizes that tp must divide; other limits are checked when a model is split.
+        experts: Number of experts; None for a model without experts.
+        expert_width: Size that etp must divide; None if tp splits experts.
+        numel: Elements of all parameters.
+        frees_stages: True if the configuration fixes only the number of stages.
+        has_parts: True if parts of layers can be recomputed.
+        empty_ends: True if the first and the last stage may have no layer.
     """
 
     batch: int
@@ -44,7 +51,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, config: JobConfig | ModelRun) -> Sizes:
-        """Of the main job's model, or of a Hugging Face model."""
+        """Read the sizes of the main job's model or of a Hugging Face model."""
         if isinstance(config, ModelRun):
             whole = config.whole
             numel = sum(parameter.numel() for parameter in whole.model.parameters())
@@ -59,15 +66,22 @@ class Sizes(NamedTuple):
 
 
 def _frees_stages(config: JobConfig | ModelRun) -> bool:
-    """True if nothing is said of stages but their number."""
+    """Return True if the configuration fixes only the number of stages."""
     pipeline = config if isinstance(config, ModelRun) else config.parallel
     return not pipeline.layers_per_stage and pipeline.vpp == 1 and getattr(pipeline, "schedule", None) is None
 
 
 class Choice(NamedTuple):
-    """One layout. etp: 1, or tp. zero: 0 to 3, what is sharded. micro: sequences of a microbatch. recompute: True if
-    layers are computed again; parts: True if PARTS of them are. vpp: stages a rank. instances: of the optimizer, each
-    of which shards over its part of the data ranks; 1 for what is given.
+    """One layout.
+
+    Attributes:
+        etp: 1, or the value of tp.
+        zero: ZeRO stage, 0 to 3.
+        micro: Sequences of a microbatch.
+        recompute: True if complete layers are recomputed.
+        parts: True if the modules PARTS of layers are recomputed.
+        vpp: Stages per rank.
+        instances: Optimizer instances, each sharded over its part of the data ranks; 1 keeps the configured number.
     """
 
     tp: int
@@ -89,11 +103,11 @@ class Choice(NamedTuple):
 
     @property
     def split(self) -> tuple[int, ...]:
-        """Fields that one layer's cost depends on, in addition to the microbatch."""
+        """Fields that determine the cost of one layer, together with the microbatch size."""
         return self.tp, self.cp, self.ep, self.etp, self.recompute, self.parts
 
     def words(self, *, has_experts: bool) -> str:
-        """The layout for a table."""
+        """Format the layout for a table."""
         axes = [f"{name} {size}" for name, size in zip(AXES, self, strict=False) if has_experts or name[0] != "e"]
         stages = [f"vpp {self.vpp}"] * (self.vpp > 1)
         more = [*stages, f"zero {self.zero}", f"micro-batch {self.micro}", *["recompute"] * self.recompute]
@@ -102,9 +116,17 @@ class Choice(NamedTuple):
 
 
 def choices(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tuple[Choice, list[int]]]:
-    """(layout, the microbatches that its share of the batch can be cut into), without what numbers alone rule out.
+    """Generate layouts with their possible microbatch sizes, without layouts that arithmetic excludes.
 
-    fixed: sizes of axes, `dp` or `micro`, that are given. What is sharded and computed again is left to the caller.
+    Sharding and recomputation are left to the caller.
+
+    Args:
+        model: Sizes of the model and the batch.
+        ranks: Number of ranks.
+        fixed: Sizes of axes, `dp` or `micro` that are kept.
+
+    Yields:
+        (layout, microbatch sizes that divide a data rank's share of the batch).
     """
     for tp, pp, cp, dp in axes(model, ranks, fixed):
         if model.batch % dp:
@@ -117,7 +139,7 @@ def choices(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tupl
 
 
 def stages_a_rank(model: Sizes, pp: int) -> list[int]:
-    """Numbers of stages that a rank may hold."""
+    """Return the possible numbers of stages per rank."""
     if pp == 1 or not model.frees_stages:
         return [1]
     both = model.layers, model.layers + 2  # embeddings and head may count as a layer each
@@ -126,9 +148,9 @@ def stages_a_rank(model: Sizes, pp: int) -> list[int]:
 
 
 def uneven_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage where they do not divide; empty where they do.
+    """Return the layers of each stage if they do not divide evenly; empty if they do.
 
-    Embeddings and head count as a layer each where that divides; else the ends have fewer.
+    Embeddings and head count as one layer each if the total then divides; else the first and last stages have fewer.
     """
     if layers % stages == 0:
         return ()
@@ -138,7 +160,7 @@ def uneven_stages(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def axes(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tuple[int, int, int, int]]:
-    """(tp, pp, cp, dp) that the model has room for, with any batch."""
+    """Generate (tp, pp, cp, dp) that the model allows, for any batch."""
     sizes = {axis: [fixed[axis]] if axis in fixed else divisors(ranks) for axis in ("tp", "pp", "cp")}
     for tp, pp, cp in itertools.product(*sizes.values()):
         if ranks % (tp * pp * cp) or pp > model.layers or any(size % tp for size in model.of_tp):
@@ -151,7 +173,7 @@ def axes(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tuple[i
 
 
 def _expert_sizes(model: Sizes, ranks: int, tp: int, fixed: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-    """(ep, etp) of the ranks of one stage."""
+    """Generate (ep, etp) for the ranks of one stage."""
     if model.experts is None:
         if fixed.get("ep", 1) == 1:
             yield 1, tp
@@ -164,12 +186,15 @@ def _expert_sizes(model: Sizes, ranks: int, tp: int, fixed: Mapping[str, int]) -
 
 
 def with_choice(config: JobConfig | ModelRun, choice: Choice) -> JobConfig | ModelRun:
-    """Configuration of a run in a layout. All that is not part of a layout is unchanged."""
+    """Return the configuration of a run in a layout. Settings that are not part of a layout are unchanged."""
     return _model_with(config, choice) if isinstance(config, ModelRun) else _job_with(config, choice)
 
 
 def _model_with(config: ModelRun, choice: Choice) -> ModelRun:
-    """A mode of sequence parallelism stays where its axis has several ranks. Context parallelism always has one."""
+    """Apply a layout to a ModelRun.
+
+    A mode of sequence parallelism is kept if its axis has several ranks. Context parallelism always has a mode.
+    """
     mode = config.sequence_parallel
     if choice.cp > 1:
         mode = mode if mode in OVER_CONTEXT else OVER_CONTEXT[0]
@@ -189,14 +214,14 @@ def _model_with(config: ModelRun, choice: Choice) -> ModelRun:
 
 
 def _stages_of(choice: Choice, layers: int, *, is_free: bool) -> dict[str, Any]:
-    """Options of a pipeline. is_free: True if none are given, which stay."""
+    """Return the options of a pipeline. Configured options are kept: then `is_free` is False."""
     if choice.pp == 1:
         return {"vpp": 1, "layers_per_stage": ()}
     return {"vpp": choice.vpp, "layers_per_stage": uneven_stages(layers, choice.pp * choice.vpp)} if is_free else {}
 
 
 def _job_with(config: JobConfig, choice: Choice) -> JobConfig:
-    """Its schedule stays where the layout has a pipeline."""
+    """Apply a layout to the main job's configuration. Its schedule is kept if the layout has a pipeline."""
     etp = choice.etp if config.model.num_experts is not None else None
     parallel = replace(config.parallel, dp=None, tp=choice.tp, pp=choice.pp, cp=choice.cp, ep=choice.ep, etp=etp)
     if choice.tp == 1:
@@ -228,8 +253,9 @@ def _job_with(config: JobConfig, choice: Choice) -> JobConfig:
 
 
 def flags_of(config: JobConfig | ModelRun, choice: Choice) -> str:
-    """The options that turn a configuration into a layout when they are added: those of the main job, or of a plan
-    of a Hugging Face model. Options that a layout resets are among them.
+    """Return the options that change a configuration into a layout when they are added.
+
+    They are options of the main job, or of the plan of a Hugging Face model, including options that a layout resets.
     """
     if isinstance(config, ModelRun):
         return _flags_of_model(config, _model_with(config, choice))

@@ -1,7 +1,7 @@
-"""ChunkedHead: in a watched step of a Hugging Face model, the loss over chunks of tokens as `use_chunked_loss` has it.
+"""ChunkedHead: the chunked loss of `use_chunked_loss` in a planned step of a Hugging Face model.
 
-Deferred logits and tensors without values are both classes of tensors, which do not go together. So here the output
-layer gives its input, and the loss is called with that.
+Deferred logits and tensors without values are both tensor subclasses that cannot be combined. Here the output layer
+therefore returns its input, and the loss is called with it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from core.tensor_parallel.chunked_loss import chunk_of, chunked_cross_entropy
 
 
 class ChunkedHead:
-    """The output layer of a model. logits_chunk: the option of `use_chunked_loss`. multiple: a rank's columns are
-    padded to a multiple of that.
+    """The output layer of a model.
 
-    chunk: tokens of a chunk in the forward that has run; 0 where the layer has given its logits.
+    Args:
+        model: Model whose output layer and loss are replaced.
+        logits_chunk: The option of `use_chunked_loss`.
+        groups: Process groups of the planned rank.
+        multiple: A rank's columns are padded to a multiple of this.
+
+    Attributes:
+        chunk: Tokens of a chunk in the last forward; 0 if the layer returned logits.
     """
 
     def __init__(self, model: Any, logits_chunk: int | None, groups: PlannedGroups, multiple: int = 1) -> None:
@@ -44,13 +50,18 @@ class ChunkedHead:
         base.loss_function = loss_function
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits; what they would be computed from where the loss takes them in chunks."""
+        """Return logits, or the layer's input if the loss is computed in chunks."""
         shape = self.inner.shape_of(hidden)
         self.chunk = chunk_of(self.logits_chunk, shape[:-1].numel(), shape[-1])
         return self.inner.prepared(hidden) if self.chunk else self.inner.whole(hidden)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The sum of the losses of the tokens that a rank has. hidden: what the layer gave; labels: of all tokens."""
+        """Return the sum of the losses of this rank's tokens.
+
+        Args:
+            hidden: Output of `__call__`.
+            labels: Labels of all tokens.
+        """
         target = F.pad(labels, (0, 1))[..., 1 : hidden.shape[-2] + 1]
         losses = chunked_cross_entropy(
             *(hidden, self.layer.weight, target, self.chunk),

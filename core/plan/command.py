@@ -1,4 +1,4 @@
-"""The command: read a model, a layout and a device; print the plan, or why it cannot be."""
+"""The command: read a model, a layout and a device, and print the plan, or an error if it cannot be built."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ OWN_NAMES = {
     **{f"--parallel.{axis}": f"--{axis}" for axis in AXIS_OPTIONS},
 }
 NAMES = {"seq": "sequence_length", "global_batch": "global_batch_size", "micro_batch": "micro_batch_size"}
-FIXED = (*AXIS_OPTIONS, "micro", "zero", "recompute")  # what advice keeps
-# Options of Hugging Face models alone; those of the main job have names there.
+FIXED = (*AXIS_OPTIONS, "micro", "zero", "recompute")  # sizes that advice keeps
+# Options of Hugging Face models only; the main job has its own options for them.
 OF_MODELS = (
     *("zero", "sequence_parallel", "dtype", "recompute", "documents", "layers_per_stage", "logits_chunk"),
     *("make_vocab_size_divisible_by", "use_fp8"),
@@ -51,7 +51,11 @@ OF_MODELS = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a plan; 0 if the run fits, 1 if it does not, 2 with one line on standard error for what cannot be built."""
+    """Print a plan.
+
+    Returns:
+        0 if the run fits, 1 if it does not, 2 after one line on standard error if it cannot be built.
+    """
     try:
         if list(arguments[:1]) == [CALIBRATE]:
             return calibrate(arguments[1:])
@@ -94,7 +98,7 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
-    """Print the layouts that fit. Sizes that are given are kept."""
+    """Print the layouts that fit. Sizes given as options are kept."""
     if options.json:
         raise ConfigError("--json is of one layout; give it without --advise")
     if options.picture is not None:
@@ -113,7 +117,7 @@ def _advise(options: argparse.Namespace, more: Sequence[str]) -> int:
 
 
 def _device(options: argparse.Namespace) -> Device:
-    """The device, with the headroom that is asked for."""
+    """Return the device with the requested headroom."""
     found = read_device(options.device)
     if options.headroom is None:
         return found
@@ -131,7 +135,11 @@ def _refuse_misspelt(more: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _sizes(words: str) -> dict[str, int]:
-    """{'tp': 8, 'pp': 16} of 'tp=8,pp=16'. ConfigError for what is no size of a layout."""
+    """Parse 'tp=8,pp=16' to {'tp': 8, 'pp': 16}.
+
+    Raises:
+        ConfigError: If a word is not a size of a layout.
+    """
     found = {}
     for word in words.split(","):
         name, _, size = word.strip().partition("=")
@@ -142,7 +150,7 @@ def _sizes(words: str) -> dict[str, int]:
 
 
 def _long_sizes(config: JobConfig | ModelRun, more: Sequence[str]) -> dict[str, int]:
-    """Sizes that flags of the main job give by their full names. A file's options are not kept."""
+    """Return the sizes given by full option names of the main job. Options in a file are not kept."""
     if isinstance(config, ModelRun):
         return {}
     given = given_options([], spell_out(more))
@@ -157,7 +165,11 @@ def _long_sizes(config: JobConfig | ModelRun, more: Sequence[str]) -> dict[str, 
 
 
 def _check_sizes(options: argparse.Namespace) -> None:
-    """ConfigError for a number of things that is below one, or of what is sharded that there is not."""
+    """Check the numbers among the options.
+
+    Raises:
+        ConfigError: If a count is below one, or another number is out of range.
+    """
     for name in ("ranks", *NAMES, *AXIS_OPTIONS, "make_vocab_size_divisible_by"):
         size = getattr(options, name)
         if size is not None and size < 1:
@@ -218,18 +230,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def job_file(name: str) -> Path:
-    """The TOML file of the main job that a name stands for."""
+    """Return the TOML file of the main job for a name or path."""
     published = MODELS / f"{name}.toml"
     return published if published.is_file() else Path(name)
 
 
 def is_job_file(path: Path) -> bool:
-    """True for a TOML file, there or not. Others are models of Hugging Face, or names on the Hub."""
+    """Return True for the path of a TOML file, existing or not.
+
+    Other paths are Hugging Face models or names on the Hub.
+    """
     return path.suffix == ".toml" or (path.is_file() and path.suffix != ".json")
 
 
 def is_hugging_face(models: Sequence[str]) -> bool:
-    """True if what is given names a Hugging Face model. ConfigError for several of these."""
+    """Return True if the options name a Hugging Face model.
+
+    Raises:
+        ConfigError: If they name several.
+    """
     found = [name for name in models if not is_job_file(job_file(name))]
     if found and len(models) > 1:
         raise ConfigError(f"--model is given as {', '.join(models)}; a Hugging Face model is given alone")
@@ -237,7 +256,7 @@ def is_hugging_face(models: Sequence[str]) -> bool:
 
 
 def model_run(options: argparse.Namespace, more: Sequence[str]) -> ModelRun:
-    """The run of a Hugging Face model that some options come to."""
+    """Create the run of a Hugging Face model from options."""
     others = [*more, *[f"--{axis}" for axis in AXIS_OPTIONS if axis not in _FIELDS and getattr(options, axis)]]
     if others:
         raise ConfigError(f"{others[0]} is no option of a Hugging Face model's plan, whose options --help lists")
@@ -256,7 +275,11 @@ _FIELDS = {"model", "tp", "pp", "vpp", "cp", "ep", *NAMES.values(), *OF_MODELS}
 
 
 def _refuse_contradictions(named: dict[str, Any], more: Sequence[str]) -> None:
-    """ConfigError for an option of the main job that says otherwise than the plan's own option for it."""
+    """Check options of the main job against the plan's own options.
+
+    Raises:
+        ConfigError: If both are given with different values.
+    """
     given = given_options([], spell_out(more))
     for flag, value in named.items():
         other = given.get(flag.removeprefix("--").replace("-", "_"), str(value))
@@ -265,7 +288,7 @@ def _refuse_contradictions(named: dict[str, Any], more: Sequence[str]) -> None:
 
 
 def job_config(options: argparse.Namespace, more: Sequence[str]) -> JobConfig:
-    """The main job's configuration that some options come to."""
+    """Create the main job's configuration from options."""
     for name in OF_MODELS:
         if getattr(options, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} is of Hugging Face models; the main job has its own options")

@@ -20,7 +20,7 @@ RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Communication:
-    """One rank's communication over one group in a step. link: 'inside' a machine or 'between' machines."""
+    """Communication of one rank over one group in a step. `link` is 'inside' a machine or 'between' machines."""
 
     group: str
     collective: str
@@ -31,7 +31,7 @@ class Communication:
 
 
 def link_of(groups: PlannedGroups, name: str, device: Device) -> str:
-    """'inside' if each group of this kind in the job is on one machine, else 'between': the slowest counts."""
+    """Return 'inside' if every group of this kind is within one machine, else 'between': the slowest group counts."""
     key = name, device.ranks_per_machine
     if key not in groups.links:
         groups.links[key] = "between" if _leaves_a_machine(groups, name, device.ranks_per_machine) else "inside"
@@ -39,10 +39,10 @@ def link_of(groups: PlannedGroups, name: str, device: Device) -> str:
 
 
 def _leaves_a_machine(groups: PlannedGroups, name: str, ranks_per_machine: int) -> bool:
-    """True if any group of a kind has ranks of several machines.
+    """Return True if any group of a kind spans several machines.
 
-    All whole groups lie alike behind their first ranks, and parts of them are at the same places of each. So what
-    differs is only where in its machine a first rank is.
+    All full groups have the same offsets from their first rank, and so do their subgroups. They differ only in the
+    position of the first rank within its machine.
     """
     own = groups.ranks(name)
     grid, kind = groups.grid, _kind_of_whole(name)
@@ -61,13 +61,13 @@ def _leaves_a_machine(groups: PlannedGroups, name: str, ranks_per_machine: int) 
 
 
 def _kind_of_whole(name: str) -> str:
-    """The kind of whole groups that groups of a kind are parts of."""
+    """Return the kind of the full groups that contain groups of this kind."""
     return "pp" if name in ("embd", "pos_embd") else name.removeprefix("intra_").removeprefix("inter_")
 
 
 def _parts_like(groups: PlannedGroups, name: str, whole: list[int]) -> list[list[int]]:
-    """The parts of a whole group that are groups of the kind `name`."""
-    if name in ("embd", "pos_embd"):  # each pipeline has one such part
+    """Return the subgroups of a full group that are groups of the kind `name`."""
+    if name in ("embd", "pos_embd"):  # each pipeline has one such subgroup
         return [groups.ranks(name)]
     size = groups.size(name)
     if name.startswith("inter_"):
@@ -77,11 +77,11 @@ def _parts_like(groups: PlannedGroups, name: str, whole: list[int]) -> list[list
 
 
 def _places_of_firsts(grid: RankGrid, tokens: str, expert: bool, ranks_per_machine: int) -> set[int]:
-    """Index in its machine of the first rank of each group that spans the axes `tokens`."""
+    """Return the positions, within a machine, of the first rank of each group that spans the axes `tokens`."""
     places = {0}
     for token in set(grid.axes) - set(parse_tokens(tokens)):
         stride, size = grid.stride(token, expert), grid.size(token, expert)
-        steps = range(min(size, ranks_per_machine))  # then they come round again
+        steps = range(min(size, ranks_per_machine))  # positions repeat after that
         places = {(place + step * stride) % ranks_per_machine for step in steps for place in places}
     return places
 
@@ -89,7 +89,7 @@ def _places_of_firsts(grid: RankGrid, tokens: str, expert: bool, ranks_per_machi
 def communication_of(
     groups: PlannedGroups, name: str, collective: str, calls: int, nbytes: int, device: Device
 ) -> Communication:
-    """The time of some calls: each waits once for its farthest rank, and bytes leave one after the other."""
+    """Return the time of some calls: latency once per call, and bytes one after the other."""
     where, ranks = link_of(groups, name, device), groups.size(name)
     machines = 1 if where == "inside" else machines_of(groups, name, device)
     link = device.link(collective, ranks) if where == "inside" else device.between
@@ -101,7 +101,7 @@ def communication_of(
 
 
 def machines_of(groups: PlannedGroups, name: str, device: Device) -> int:
-    """The number of machines that a group spans which leaves its own; at least 2."""
+    """Return the number of machines spanned by a group that leaves its machine; at least 2."""
     key = name, device.ranks_per_machine
     if key not in groups.machines:
         groups.machines[key] = max(2, len({rank // device.ranks_per_machine for rank in groups.ranks(name)}))
@@ -109,11 +109,11 @@ def machines_of(groups: PlannedGroups, name: str, device: Device) -> int:
 
 
 def rate_between(collective: str, ranks: int, machines: int, device: Device) -> float:
-    """Bytes a second that leave each rank of a group over several machines; never more than inside a machine.
+    """Return the bytes per second that each rank of a multi-machine group sends; at most the rate inside a machine.
 
-    A ring or a tree crosses from machine to machine on the network links of all its ranks there: NCCL splits what is
-    sent over them (NVIDIA/nccl, issues 601 and 1277: 360 GB/s on 8 links of 400 Gbit/s). In an all-to-all, what ranks
-    of one machine send each other stays inside.
+    A ring or a tree crosses machines on the network links of all its ranks there: NCCL splits the data over them
+    (NVIDIA/nccl, issues 601 and 1277: 360 GB/s on 8 links of 400 Gbit/s). In an all-to-all, data between ranks of one
+    machine stays inside.
     """
     in_machine = max(1, ranks // machines)
     rate = device.between.bytes_per_s
@@ -125,10 +125,11 @@ def rate_between(collective: str, ranks: int, machines: int, device: Device) -> 
 
 
 def hops_seconds(collective: str, ranks: int, machines: int, inside: Link, between: Link) -> float:
-    """Seconds of a collective's hops, one behind another, as NCCL's tuning.cc counts them.
+    """Return the seconds of a collective's sequential hops, as in NCCL's tuning.cc.
 
-    A ring passes once by all ranks to gather or to scatter, and twice to reduce for all. A tree goes up and down, by
-    all ranks of a machine and the logarithm of the machines; the faster one is taken. Others send to all at once.
+    A ring passes all ranks once for all-gather or reduce-scatter, and twice for all-reduce. A tree goes up and down,
+    over the ranks of a machine and the logarithm of the machines; the faster of the two is used. Other collectives send
+    to all ranks at once.
     """
     far = between.hop_s if machines > 1 else inside.hop_s
     if collective not in RINGS:
@@ -143,7 +144,7 @@ def hops_seconds(collective: str, ranks: int, machines: int, inside: Link, betwe
 def layer_communication(
     parts: Sequence[PartFigures], phase: str, groups: PlannedGroups, device: Device
 ) -> list[Communication]:
-    """Communication of the layers of one stage for one microbatch."""
+    """Return the communication of the layers of one stage for one microbatch."""
     total: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for part in parts:
         for key, (calls, nbytes) in part.sent[phase].items():
@@ -159,9 +160,12 @@ def gradient_communication(
     device: Device,
     microbatches: int,
 ) -> tuple[list[Communication], list[Communication]]:
-    """(reductions of gradients, gathers of parameters) of a step, bucket by bucket as the wrapper has laid them out.
+    """Return a step's gradient reductions and parameter all-gathers, bucket by bucket in the wrapper's layout.
 
-    Where ranks of a host map each other's buffers, sharded parameters are read where they lie, and nothing is copied.
+    If ranks of a host map each other's buffers, sharded parameters are read in place, and nothing is copied.
+
+    Returns:
+        (reductions, all-gathers).
     """
     reductions: Counter[tuple[str, str, int]] = Counter()
     gathers: Counter[tuple[str, str, int]] = Counter()
@@ -182,20 +186,20 @@ def gradient_communication(
                     gathers[shard, "all_gather", part_sent(copied, groups.size(shard))] += times
                 else:
                     reductions[shard, "all_reduce", 2 * part_sent(bucket.numel * grad, groups.size(shard))] += rounds
-    if device.gradients is not None:  # ranks of a host read each other's buffers
+    if device.gradients is not None:  # ranks of one host read each other's buffers
         device = replace(device, inside=device.gradients, collectives={})
     return _communication(reductions, groups, device), _communication(gathers, groups, device)
 
 
 def param_gathers(ddp_config: DistributedDataParallelConfig, microbatches: int) -> int:
-    """Number of gathers of a bucket's parameters in a step of a sharded optimizer."""
+    """Return the number of all-gathers of a bucket's parameters per step of a sharded optimizer."""
     if not ddp_config.shards_parameters:
         return 1
     return 2 * microbatches if ddp_config.reshard_after_forward else microbatches
 
 
 def part_sent(nbytes: int, ranks: int) -> int:
-    """Bytes that a rank sends if each has a part, of `nbytes` in all."""
+    """Return the bytes that a rank sends if each rank has an equal part of `nbytes`."""
     return nbytes * (ranks - 1) // ranks
 
 
@@ -213,7 +217,7 @@ def _communication(
 def rule_communication(
     plans: Sequence[ModelPlan], ddp_config: DistributedDataParallelConfig, groups: PlannedGroups, device: Device
 ) -> list[Communication]:
-    """Communication of the sync rules after the data-parallel reduction, by the contracts."""
+    """Return the communication of the sync rules after the data-parallel reduction, from the contracts."""
     counted: Counter[tuple[str, str, int]] = Counter()
     for plan in plans:
         grads = {slot.name: layout for layout in plan.layout.buffers for slot in layout.slots}

@@ -1,4 +1,4 @@
-"""Communicators: those on which a rank sends in a step, and what a device file says that each of them holds."""
+"""Communicators that a rank uses in a step, and their memory according to a device file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from core.plan.run_memory import RankMemory, Run, StageParts
 
 
 def communicators(run: Run, memory: RankMemory, parts: StageParts) -> list[tuple[str, int]]:
-    """(the groups that share it, its ranks) for each communicator of several ranks that this rank uses.
+    """List the communicators with several ranks that this rank uses.
 
-    Groups of equal ranks share one, gradients have their own: Note [Gradient groups] in core/groups/process_groups.py.
-    Sharded parameters that are gathered by collectives have one more. A backend makes a communicator when it is first
-    used.
+    Groups with equal ranks share a communicator; gradients have their own: Note [Gradient groups] in
+    core/groups/process_groups.py. Sharded parameters gathered by collectives have one more. A backend creates a
+    communicator when it is first used.
+
+    Returns:
+        (groups that share it, number of ranks) for each communicator.
     """
     groups = run.groups_of(memory.rank)
     names = [name for stage in memory.stages for part in parts[stage] for row in part.sent.values() for name, _ in row]
@@ -43,7 +46,7 @@ def _of_gradients(run: Run, plan: ModelPlan) -> list[str]:
 
 
 def _lanes(run: Run, plans: Sequence[ModelPlan], groups: PlannedGroups) -> list[tuple[str, int]]:
-    """Communicators of the gathers of sharded parameters."""
+    """Return the communicators for all-gathers of sharded parameters."""
     if not run.ddp.shards_parameters:
         return []
     keys = [layout.key for plan in plans for layout in (*plan.layout.buffers, *plan.frozen_layout.buffers)]
@@ -52,7 +55,7 @@ def _lanes(run: Run, plans: Sequence[ModelPlan], groups: PlannedGroups) -> list[
 
 
 def in_words(found: Sequence[tuple[str, int]], *, on_cpu: bool) -> str:
-    """That these communicators are not counted; empty where there is none."""
+    """Return a sentence that these communicators are not counted; empty if there are no communicators."""
     if not found:
         return ""
     each = ", ".join(f"{names} of {ranks} ranks" for names, ranks in found)

@@ -1,7 +1,8 @@
-"""Entries of a config.json that a plan does not follow: misspelt keys, sizes that are left out, quantization.
+"""Entries of a config.json that a plan does not follow: misspelt keys, missing sizes, quantization.
 
-transformers takes any key in silence, and a size that is not given is the default of its class. Real files have keys
-that no code reads. So a warning names an unknown key only if it resembles a known one, or has a number of its own.
+transformers silently accepts any key, and a missing size has the default of its class. Real files contain keys that no
+code reads. A warning therefore names an unknown key only if it resembles a known key, or has a number that no known key
+has.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from typing import Any
 from core.hugging_face.transformers_plans import transformers_package
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-ALIKE = 0.8  # by difflib's ratio: a letter too few or too many, not another word
+ALIKE = 0.8  # difflib's ratio: one letter missing or added, but no different word
 
 
 def config_notes(content: Mapping[str, Any], configuration: Any) -> list[str]:
-    """Sentences on the content of a config.json. configuration: what transformers has read from it."""
+    """Return sentences about the content of a config.json.
+
+    Args:
+        content: The parsed file.
+        configuration: The transformers configuration read from it.
+    """
     notes = []
     unknown = list(_unknown(content, configuration, _code_of(configuration), ""))
     if unknown:
@@ -37,7 +43,7 @@ def config_notes(content: Mapping[str, Any], configuration: Any) -> list[str]:
 
 
 def _unknown(content: Mapping[str, Any], configuration: Any, code: str, where: str) -> Iterator[str]:
-    """Keys that neither the class nor any code reads, each with the key that is meant where one is alike."""
+    """Yield keys that neither the class nor any code reads, each with a similar known key if there is a match."""
     transformers = transformers_package()
     kind = type(configuration)
     names = {*_defaults(kind), *kind.attribute_map}
@@ -52,12 +58,12 @@ def _unknown(content: Mapping[str, Any], configuration: Any, code: str, where: s
             is_number = isinstance(value, int) and not isinstance(value, bool)
             if meant:
                 yield f"{where}{key} (is it {meant[0]}?)"
-            elif is_number and value > 0 and value not in repeated:  # an older name of a size repeats it
+            elif is_number and value > 0 and value not in repeated:  # an old name of a size has the same value
                 yield where + key
 
 
 def _missing(content: Mapping[str, Any], configuration: Any, text: Any) -> Iterator[str]:
-    """Sizes of the text model that the file leaves out, with the default that is taken."""
+    """Yield sizes of the text model that are missing in the file, with their defaults."""
     given = next((part for key, part in content.items() if vars(configuration).get(key) is text), content)
     for size in SIZES:
         name = type(text).attribute_map.get(size, size)
@@ -67,12 +73,12 @@ def _missing(content: Mapping[str, Any], configuration: Any, text: Any) -> Itera
 
 
 def _defaults(kind: type) -> dict[str, Any]:
-    """The arguments of a class of configurations, and what they are by default."""
+    """Return the arguments of a configuration class with their defaults."""
     return {name: argument.default for name, argument in inspect.signature(kind).parameters.items()}
 
 
 def _code_of(configuration: Any) -> str:
-    """The code that reads a configuration: of its class, of the model, and of rotary embeddings."""
+    """Return the source code that reads a configuration: its class, the model, and rotary embeddings."""
     transformers = transformers_package()
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None)
     kinds = [type(configuration), *[model] * (model is not None), transformers.modeling_rope_utils.RopeParameters]

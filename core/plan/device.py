@@ -1,4 +1,4 @@
-"""Devices: what a rank runs on, read from files that say where their figures come from."""
+"""Devices: the hardware of a rank, read from files that name the source of their figures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ LONGEST_FILE = 1 << 20  # bytes
 
 @dataclass(frozen=True)
 class Link:
-    """A way between ranks: seconds for no bytes, and bytes a second that one rank sends.
+    """A link between ranks.
 
-    hop_s: seconds from a rank to the next one of a ring or a tree, which a collective takes on top of latency_s for
-    each hop; 0 where latency_s was measured for the number of ranks.
+    Attributes:
+        latency_s: Seconds of a message without bytes.
+        bytes_per_s: Bytes per second that one rank sends.
+        hop_s: Seconds from one rank to the next in a ring or tree, added to latency_s for each hop of a collective; 0
+            if latency_s was measured for the number of ranks.
     """
 
     latency_s: float
@@ -31,7 +34,7 @@ class Link:
     hop_s: float = 0.0
 
     def slower(self, turns: float) -> Link:
-        """The link of ranks that take turns on their cores."""
+        """Return the link for ranks that take turns on their cores."""
         return Link(self.latency_s * turns, self.bytes_per_s / turns, self.hop_s * turns)
 
 
@@ -39,23 +42,33 @@ class Link:
 class Device:
     """One rank's part of a machine. Read one with `read_device`; measure one with `python -m core.plan calibrate`.
 
-    memory_bytes: of one rank's device; of the whole machine where is_host says that ranks are processes on CPUs.
-    matmul_flops: operations a second of matrix products, by dtype, as achieved. peak_flops: what MFU is a fraction of.
-    attention_flops: operations a second of attention's kernel, by dtype; without a dtype's, those of products.
-    memory_bandwidth: bytes a second read and written. operator_overhead_s: the least that an operator takes. inside,
-    between: links within a machine, and of one rank to other machines. ranks_per_machine: where one ends and the other
-    begins.
-    overlap_slowdown: share by which arithmetic takes longer while a collective runs that it hides. headroom: share of
-    the memory that is kept free, for what an allocator adds to the tensors that are planned.
+    From matmul_sizes on, only measured files have the attributes.
 
-    What a measured file adds: matmul_sizes: by dtype, (operations of a product, operations a second). memory_sizes:
-    (bytes of an operator, bytes a second). operators: of a host, by name and dtype (operations or bytes of an operator,
-    seconds of a core); operator_overhead_s is what a host adds to each. optimizer_bandwidth: bytes a second of the
-    update; 0 takes the memory's. optimizer_bucket_s, step_overhead_s: what a bucket and a step add. gradients:
-    the link that reductions of gradients have within a machine, with the latency of a bucket; None takes `inside`.
-    collectives: by name, (ranks, latency, bytes a second) within a machine. communicator_bytes: what a rank holds for
-    each communicator; None if it was not measured; then it is not counted. ranks: that were measured at once.
-    cores: those that the ranks of a host share; 0 for a device of a rank's own. turns: ranks that take turns on a core.
+    Attributes:
+        memory_bytes: Memory of one rank's device, or of the complete machine if is_host is True.
+        is_host: True if ranks are processes on CPUs.
+        matmul_flops: Achieved operations per second of matrix products, by dtype.
+        peak_flops: Operations per second that MFU is relative to, by dtype.
+        attention_flops: Operations per second of the attention kernel, by dtype; a missing dtype uses matrix products.
+        memory_bandwidth: Bytes per second, read and written.
+        operator_overhead_s: Least duration of an operator. On a host it is added to each operator.
+        inside: Link within a machine.
+        between: Link of one rank to other machines.
+        ranks_per_machine: Number of ranks on a machine.
+        overlap_slowdown: Fraction by which arithmetic slows down while it hides a collective.
+        headroom: Fraction of the memory kept free for the allocator's overhead.
+        matmul_sizes: By dtype, (operations of a product, operations per second).
+        memory_sizes: (bytes of an operator, bytes per second).
+        operators: On a host, by name and dtype, (operations or bytes of an operator, seconds of a core).
+        optimizer_bandwidth: Bytes per second of the update; 0 uses memory_bandwidth.
+        optimizer_bucket_s: Seconds per bucket of an update.
+        step_overhead_s: Seconds per step.
+        gradients: Link of gradient reductions within a machine, with the latency of a bucket; None uses `inside`.
+        collectives: By name, (ranks, latency, bytes per second) within a machine.
+        communicator_bytes: Bytes of a rank per communicator; None if not measured, and then not counted.
+        ranks: Number of ranks measured at once.
+        cores: Cores shared by the ranks of a host; 0 if each rank has its own device.
+        turns: Number of ranks that take turns on a core.
     """
 
     name: str
@@ -70,7 +83,7 @@ class Device:
     between: Link
     ranks_per_machine: int
     source: str
-    has_figures: bool = True  # False where only the memory is known
+    has_figures: bool = True  # False if only the memory is known
     matmul_sizes: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict, repr=False)
     memory_sizes: Sequence[Sequence[float]] = field(default=(), repr=False)
     optimizer_bandwidth: float = 0.0
@@ -89,27 +102,31 @@ class Device:
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Device:
-        """From a file's content. ValueError, with what was expected and what was given, where it is not one."""
+        """Create a device from a file's content.
+
+        Raises:
+            ValueError: If the content is not a device. The text has the expected and the given value.
+        """
         _check_file(table)
         links = {where: Link(**link) for where, link in table["links"].items()}
         own = {key: value for key, value in table.items() if key != "links"}
         return cls(inside=links["inside"], between=links["between"], gradients=links.get("gradients"), **own)
 
     def matmul_rate(self, dtype: str, flops: float) -> float:
-        """Operations a second of a product of that many; fp32's for a dtype that the file does not name."""
+        """Return the operations per second of a product with `flops` operations. An unknown dtype uses fp32's rate."""
         name = dtype if dtype in self.matmul_flops else "float32"
         return rate_at(self.matmul_sizes.get(name, ()), flops) or self.matmul_flops[name]
 
     def attention_rate(self, dtype: str, flops: float) -> float:
-        """Operations a second of attention's kernel that does that many."""
+        """Return the operations per second of an attention kernel with `flops` operations."""
         return self.attention_flops.get(dtype) or self.matmul_rate(dtype, flops)
 
     def memory_rate(self, nbytes: float) -> float:
-        """Bytes a second of an operator that reads and writes that many."""
+        """Return the bytes per second of an operator that reads and writes `nbytes`."""
         return rate_at(self.memory_sizes, nbytes) or self.memory_bandwidth
 
     def operator_s(self, name: str, size: float) -> float | None:
-        """Seconds of a core for an operator of some operations or bytes; None for one that was not measured."""
+        """Return the seconds of a core for an operator of `size` operations or bytes; None if it was not measured."""
         points = self.operators.get(name)
         if not points:
             return None
@@ -117,7 +134,7 @@ class Device:
         return points[0][1] if size <= points[0][0] else size / rate_at(rates, size)
 
     def link(self, collective: str, ranks: int) -> Link:
-        """The link of a collective of some ranks of one machine."""
+        """Return the link of a collective over `ranks` of one machine."""
         points = self.collectives.get(collective)
         if not points:
             return self.inside
@@ -126,25 +143,25 @@ class Device:
 
     @property
     def link_turns(self) -> float:
-        """Ratio of a core's time until it runs a rank to that when links were measured."""
+        """Ratio of the waiting time for a core now to the waiting time when links were measured."""
         return self.turns / (max(1.0, self.ranks / self.cores) if self.cores else 1.0)
 
     def room(self, ranks: int) -> int:
-        """Bytes that the tensors of one of some ranks may have."""
+        """Return the bytes available to the tensors of one of `ranks`."""
         return self.memory_of(ranks) - self.kept_free(ranks)
 
     def memory_of(self, ranks: int) -> int:
-        """Bytes of the device of one of some ranks, or of its part of a machine."""
+        """Return the device memory of one of `ranks`, or its share of a machine, in bytes."""
         return self.memory_bytes // (min(ranks, self.ranks_per_machine) if self.is_host else 1)
 
     def kept_free(self, ranks: int) -> int:
-        """Bytes of these that are kept free."""
+        """Return the bytes of this memory that are kept free."""
         return int(self.headroom * self.memory_of(ranks))
 
     def shared_by(self, ranks: int) -> Device:
-        """The device as one of several ranks of a host has it: ranks beyond the cores take turns.
+        """Return the device as seen by one of `ranks` on a host: ranks in excess of cores take turns.
 
-        Links were measured with ranks that took turns, if there were more than cores.
+        Links were measured with ranks that took turns, if there were more ranks than cores.
         """
         turns = max(1.0, min(ranks, self.ranks_per_machine) / self.cores) if self.cores else 1.0
         shared = replace(self, turns=turns)
@@ -157,7 +174,7 @@ class Device:
 
 
 def rate_at(points: Sequence[Sequence[float]], size: float) -> float:
-    """The rate at a size, between the two measured sizes around it on a logarithmic scale; 0.0 without points."""
+    """Interpolate the rate at a size between measured sizes, on a logarithmic scale; 0.0 without points."""
     if not points:
         return 0.0
     if size <= points[0][0]:
@@ -170,12 +187,16 @@ def rate_at(points: Sequence[Sequence[float]], size: float) -> float:
 
 
 def known_devices() -> list[str]:
-    """Names of the devices whose files come with the package."""
+    """Return the names of devices whose files are in the package."""
     return sorted(path.stem for path in FILES.glob("*.json"))
 
 
 def read_device(name: str) -> Device:
-    """A device by its name, or by the path of a file of that kind. ConfigError that lists the known ones."""
+    """Read a device by its name or the path of a device file.
+
+    Raises:
+        ConfigError: If there is no such device, or the file is invalid. The text lists the known devices.
+    """
     path = Path(name) if name.endswith(".json") else FILES / f"{name.lower()}.json"
     if not path.is_file():
         raise ConfigError(
@@ -195,7 +216,7 @@ def read_device(name: str) -> Device:
 
 
 LINKS = ("inside", "between", "gradients")  # the last one need not be there
-# With upper ends, so that no product or quotient of a plan is infinite.
+# Upper limits, so that no product or quotient of a plan is infinite.
 COUNT, COUNT_OR_ZERO, BYTES = whole(1, 10**7), whole(0, 10**7), whole(1, 10**18)
 SECONDS, SIZE = Range(Real, 0, 1e6), Range(Real, 1, 1e30)
 RATE, RATE_OR_ZERO = Range(Real, 1, 1e24), Range(Real, 0, 1e24)
@@ -215,9 +236,9 @@ NUMBERS = {
     "turns": Range(Real, 1, 1e6),
     "communicator_bytes": whole(0, 10**18),
 }
-RATES = {"matmul_flops": {"float32"}, "peak_flops": {"float32"}, "attention_flops": set()}  # by dtype; those needed
+RATES = {"matmul_flops": {"float32"}, "peak_flops": {"float32"}, "attention_flops": set()}  # required dtypes
 POINT = (SIZE, RATE)
-POINTS = {  # lists of rows; True for such lists by name. The first number of a row rises
+POINTS = {  # lists of rows; True for lists by name. The first number of a row increases
     "matmul_sizes": (True, POINT),
     "memory_sizes": (False, POINT),
     "operators": (True, (SIZE, SECONDS)),
@@ -226,7 +247,11 @@ POINTS = {  # lists of rows; True for such lists by name. The first number of a 
 
 
 def _check_file(table: Any) -> None:
-    """ValueError for the first value of a device file that is not what it must be."""
+    """Check the content of a device file.
+
+    Raises:
+        ValueError: For the first value that is invalid.
+    """
     known = {entry.name: entry for entry in fields(Device)}
     own = _table("the content", table)
     needed = {name for name, entry in known.items() if entry.default is entry.default_factory is MISSING}

@@ -1,4 +1,4 @@
-"""A job on this machine, before anything is allocated: `--dry-run`, and the refusal of what cannot fit."""
+"""Checks of a job on this machine before anything is allocated: `--dry-run`, and refusal of jobs that cannot fit."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from core.training.config import JobConfig, RunOptions
 from core.training.errors import ConfigError
 from core.training.memory import device_memory_bytes, host_memory_bytes
 
-MARGIN = 1.25  # of the memory: a plan that is wrong by less than this refuses no job that fits
+MARGIN = 1.25  # factor of the memory: a plan within this error refuses no job that fits
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, other packages warn of nothing: they do so again when the job runs."""
+    """Suppress warnings of other packages inside: they are repeated when the job runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def this_machine(options: RunOptions, ranks_here: int) -> Device:
-    """The memory of this machine, or of its GPUs. Its speed is not known; a GPU's figures put changes into an order."""
+    """Return the memory of this machine or its GPUs as a device.
+
+    Its speed is unknown; the figures of a GPU are used to sort suggestions.
+    """
     of_gpu = None if options.device == "cpu" else device_memory_bytes(ranks_here)
     where = "memory of all ranks of this machine" if of_gpu is None else "memory of one GPU of this machine"
     return replace(
@@ -45,15 +48,18 @@ def this_machine(options: RunOptions, ranks_here: int) -> Device:
 
 @quietly()
 def refuse_what_cannot_fit(config: JobConfig | Plannable, options: RunOptions, ranks: int, ranks_here: int) -> None:
-    """ConfigError, with the cheapest changes, for a job whose plan is more than MARGIN times the memory that is here.
+    """Refuse a job whose plan needs more than MARGIN times the memory of this machine.
 
-    Ranks on CPU share a machine's memory, so all of them together are compared with it. Of several machines it is not
-    known which ranks are here; each is taken as the one that holds least.
+    Ranks on CPU share a machine's memory, so their sum is compared with it. With several machines it is unknown which
+    ranks run here; each is assumed to be the rank that needs least memory.
+
+    Raises:
+        ConfigError: If the job cannot fit. The text has the cheapest changes.
     """
     device = this_machine(options, ranks_here)
     try:
         plan = plan_run(config, ranks, device)
-    except (ValueError, RuntimeError):  # what cannot be planned is not refused for its memory
+    except (ValueError, RuntimeError):  # a job that cannot be planned is not refused for its memory
         return
     peaks = [memory.peak for memory in plan.memories]
     if not device.is_host:
@@ -75,9 +81,18 @@ def refuse_what_cannot_fit(config: JobConfig | Plannable, options: RunOptions, r
 def dry_run(
     config: JobConfig | Plannable, options: RunOptions, ranks: int, ranks_here: int, device: str | None, *, says: bool
 ) -> int:
-    """Print the plan of a job; the exit status: 0 if it fits, 1 if not.
+    """Print the plan of a job.
 
-    device: as of `plan_run`; None for this machine. says: True on one rank of the job.
+    Args:
+        config: The job.
+        options: Options of the run.
+        ranks: Number of ranks of the job.
+        ranks_here: Number of ranks on this machine.
+        device: A device in the form of `plan_run`; None for this machine.
+        says: True on the one rank that prints.
+
+    Returns:
+        The exit status: 0 if it fits, 1 if not.
     """
     plan = plan_run(config, ranks, this_machine(options, ranks_here) if device is None else device)
     if says:

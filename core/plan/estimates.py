@@ -1,8 +1,8 @@
-"""Estimates: what thousands of layouts hold and take, from figures that they share.
+"""Estimates: memory and time of thousands of layouts, from shared figures.
 
-Operators, traffic and activations are those of the real plan. What differs from it: what a rank holds between steps
-comes from its number of parameters and not from its buckets, and a pipeline's waiting from its schedule with stages of
-equal length. `core.plan.advise` plans exactly what it shows.
+Operators, traffic and activations are the same as in the exact plan. There are two differences: state between steps is
+computed from the number of parameters instead of buckets, and the pipeline's waiting time from its schedule with stages
+of equal length. `core.plan.advise` plans exactly every layout that it shows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from core.plan.time_line import pipeline_spans
 
 
 class Estimate(NamedTuple):
-    """peak: bytes of the fullest rank. seconds: of a step."""
+    """Estimate of one layout: bytes of the fullest rank (`peak`) and seconds of a step."""
 
     choice: Choice
     peak: int
@@ -46,9 +46,14 @@ class Estimate(NamedTuple):
 
 
 class LayerCosts(NamedTuple):
-    """One stage and one microbatch: bytes saved, and at the highest point; seconds of forward and of backward.
+    """Costs of one stage and one microbatch.
 
-    exchanges: the seconds of these that are no arithmetic.
+    Attributes:
+        saved: Bytes saved for backward.
+        highest: Bytes at the highest point.
+        forward_s: Seconds of forward.
+        backward_s: Seconds of backward.
+        exchanges: Seconds of these that are communication.
     """
 
     saved: int
@@ -59,9 +64,11 @@ class LayerCosts(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A moment of one pipeline position. Of each of its stages the microbatches whose activations are alive.
+    """A moment of one pipeline position.
 
-    has_begun: True for a stage after the first backward of a step and before the last one has ended.
+    Attributes:
+        counts: For each of its stages, the microbatches with live activations.
+        has_begun: For each stage, True between its first backward of a step and the end of its last one.
     """
 
     counts: tuple[int, ...]
@@ -69,10 +76,12 @@ class InFlight(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A schedule's order where a forward takes 1 and a backward 2, by pipeline position.
+    """A schedule's order by pipeline position, if a forward takes 1 and a backward 2.
 
-    in_flight: when most activations are alive, before the first backward and after it. waits: until it is done, without
-    its own work. hops: messages between stages that a step waits for.
+    Attributes:
+        in_flight: Moments with most live activations, before the first backward and after it.
+        waits: Time until the position is done, without its own work.
+        hops: Messages between stages that a step waits for.
     """
 
     in_flight: tuple[tuple[InFlight, ...], ...]
@@ -81,10 +90,15 @@ class Order(NamedTuple):
 
 
 class Position(NamedTuple):
-    """One pipeline position. params: (elements, True for an expert's) of its parameters, in the order of the model.
+    """One pipeline position.
 
-    elements: of each of its stages. tied: elements of an embedding that another position has too. kind: equal for
-    positions with equal parameters.
+    Attributes:
+        numbers: Its stages.
+        params: (elements, True for an expert's) of its parameters, in model order.
+        elements: Parameter elements of each of its stages.
+        tied: Elements of an embedding that another position also has.
+        is_first: True for the first position.
+        kind: Equal for positions with equal parameters.
     """
 
     numbers: tuple[int, ...]
@@ -96,11 +110,15 @@ class Position(NamedTuple):
 
 
 class State(NamedTuple):
-    """State of a position between steps, and the cost of its update and reductions.
+    """State of a position between steps, with the cost of its update and reductions.
 
-    total: bytes. waiting: of each stage the whole gradients between its first and last backward. update_s: of the
-    optimizer. buckets: their number. tied: bytes that leave for the other copy of an embedding. sent: for each data
-    group its name, and the calls and bytes of one reduction and of one gather.
+    Attributes:
+        total: Bytes.
+        waiting: For each stage, bytes of full gradients between its first and last backward.
+        update_s: Seconds of the optimizer.
+        buckets: Number of buckets.
+        tied: Bytes sent to the other copy of an embedding.
+        sent: For each data group, its name, the calls, and the bytes of one reduction and of one all-gather.
     """
 
     total: int
@@ -112,14 +130,14 @@ class State(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """Sharded kinds of state, with the bytes of an element where it is kept; of the scratch all bytes."""
+    """A ZeRO stage's configuration, with the bytes per stored element by kind; for scratch memory, all bytes."""
 
     ddp: DistributedDataParallelConfig
     each: Mapping[str, float]
 
     @classmethod
     def of(cls, run: Run) -> Sharding:
-        """Read of the first rank of any run of a model."""
+        """Read the sharding from the first rank of any run of a model."""
         groups = run.groups_of(0)
         chunks = wrapped_plans(run, groups)
         state = state_bytes(chunks, run.ddp, run.optimizer, groups, on_cpu=run.on_cpu, one_host=run.one_host).device
@@ -134,7 +152,7 @@ class Sharding(NamedTuple):
 
 
 class Estimates:
-    """Estimates of the layouts of one model on some ranks. shardings: by zero."""
+    """Estimates of the layouts of one model on a number of ranks. `shardings` has the Sharding for each `zero`."""
 
     def __init__(self, device: Device, ranks: int, figures: SharedFigures, shardings: Mapping[int, Sharding]) -> None:
         self.device = device.shared_by(ranks)
@@ -142,7 +160,13 @@ class Estimates:
         self.shardings = shardings
 
     def of_layout(self, choice: Choice, run: Run, micros: Sequence[int]) -> Iterator[Estimate]:
-        """All sizes of a microbatch and all shardings of one layout. run: with one sequence a microbatch, any zero."""
+        """Estimate all microbatch sizes and all shardings of one layout.
+
+        Args:
+            choice: The layout.
+            run: Its run with one sequence per microbatch and any `zero`.
+            micros: Microbatch sizes, in sequences.
+        """
         groups, layout = run.groups_of(0), run.layout
         parts = [run.source.parts_of_stage(layout, number) for number in range(layout.num_stages)]
         wanted = list(dict.fromkeys(part for row in parts for part in row))
@@ -163,10 +187,10 @@ class Estimates:
             sent = replace(source, micro_batch_size=micro).sent_bytes() if layout.num_stages > 1 else 0
             hop = communication_of(groups, "pp", "send", 1, sent, self.device).seconds if sent else 0.0
             order = order_of(run.schedule, layout, count)
-            held = [activations_of(place, rows, order, sent) for place in places]  # (bytes, has_begun) of some moments
+            held = [activations_of(place, rows, order, sent) for place in places]  # (bytes, has_begun)
             mean = sum(row.forward_s + row.backward_s for row in rows) / len(rows)
             busy = max(count * sum(rows[n].forward_s + rows[n].backward_s for n in place.numbers) for place in places)
-            # The slowest position sets the pace of all. Who waits on a shared core leaves it to others.
+            # The slowest position sets the pace of all. A rank that waits on a shared core releases it.
             ends = [busy + wait * mean / 3 / self.device.turns + order.hops * hop for wait in order.waits]
             for zero in zeros:
                 here = replace(run, ddp=self.shardings[zero].ddp, microbatches=count)
@@ -187,7 +211,7 @@ class Estimates:
                 yield Estimate(choice._replace(zero=zero, micro=micro), peak, seconds)
 
     def _stage(self, part: PartFigures, groups: PlannedGroups) -> LayerCosts:
-        """A stage of one part."""
+        """Return the costs of a stage with one part."""
         seconds = stage_seconds([part], self.device)
         moved = {
             phase: sum(row.seconds for row in layer_communication([part], phase, groups, self.device))
@@ -197,7 +221,7 @@ class Estimates:
         return LayerCosts(part.saved, max(part.forward, part.backward), forward_s, backward_s, sum(moved.values()))
 
     def _state(self, zero: int, run: Run, place: Position, groups: PlannedGroups) -> State:
-        """State of a position between steps."""
+        """Return the state of a position between steps."""
         each, ddp = self.shardings[zero].each, run.ddp
         residency = ddp.residency
         mapped = run.on_cpu and run.one_host and ddp.share_host_memory
@@ -236,7 +260,7 @@ class Estimates:
     def _behind(
         self, run: Run, place: Position, state: State, groups: PlannedGroups, rows: Sequence[LayerCosts]
     ) -> float:
-        """Seconds of the update, and of reductions and gathers that nothing hides."""
+        """Return the seconds of the update, and of reductions and all-gathers that are not hidden."""
         ddp = run.ddp
         device = self.device
         maps = device.gradients is not None and ddp.share_host_memory and ddp.shards_parameters
@@ -263,7 +287,14 @@ class Estimates:
 def buckets_of(
     numels: Sequence[int], ddp: DistributedDataParallelConfig, data_ranks: int, *, one_bucket: bool
 ) -> list[int]:
-    """Elements of each bucket of a buffer, without padding; numels: of its parameters, in the order of the model."""
+    """Return the elements of each bucket of a buffer, without padding.
+
+    Args:
+        numels: Elements of its parameters, in model order.
+        ddp: Configuration of the wrapper.
+        data_ranks: Size of the data group.
+        one_bucket: True if the buffer is one bucket by default.
+    """
     size = resolve_bucket_size(
         ddp.bucket_size,
         ddp.num_buckets,
@@ -284,7 +315,7 @@ def buckets_of(
 
 
 def joined(costs: Sequence[LayerCosts], figures: Sequence[PartFigures]) -> LayerCosts:
-    """A stage of some parts."""
+    """Return the costs of a stage with several parts."""
     together = StageFigures.of(figures)
     return LayerCosts(
         together.saved,
@@ -296,7 +327,7 @@ def joined(costs: Sequence[LayerCosts], figures: Sequence[PartFigures]) -> Layer
 
 
 def places_of(run: Run, parts: Sequence[Sequence[Any]], figures: Mapping[Any, PartFigures]) -> list[Position]:
-    """The positions of a run's pipeline. parts: of each stage."""
+    """Return the positions of a run's pipeline. `parts` has the parts of each stage."""
     layout, last = run.layout, run.layout.num_stages - 1
     kinds: dict[Any, int] = {}
     found = []
@@ -321,12 +352,19 @@ def places_of(run: Run, parts: Sequence[Sequence[Any]], figures: Mapping[Any, Pa
 def activations_of(
     place: Position, rows: Sequence[LayerCosts], order: Order, sent: int
 ) -> list[tuple[int, tuple[bool, ...]]]:
-    """Bytes of one position where most are alive, and of which stages backwards have begun by then.
+    """Return the activation bytes of one position at its highest moments.
 
-    sent: what one stage sends the next for a microbatch.
+    Args:
+        place: Pipeline position.
+        rows: Costs of all stages.
+        order: Order of the schedule.
+        sent: Bytes that one stage sends the next for a microbatch.
+
+    Returns:
+        (bytes, whether backwards of each stage have begun) for each moment.
     """
     last = len(rows) - 1
-    kept = {number: rows[number].saved - sent * (number < last) for number in place.numbers}  # what is sent is freed
+    kept = {number: rows[number].saved - sent * (number < last) for number in place.numbers}  # sent ones are freed
     highest = max(rows[number].highest - kept[number] for number in place.numbers)
     found = []
     for moment in order.in_flight[place.numbers[0] % len(order.in_flight)]:
@@ -339,7 +377,7 @@ def activations_of(
 
 @lru_cache(maxsize=4096)
 def order_of(schedule: str, layout: PipelineLayout, microbatches: int) -> Order:
-    """Summary of a schedule's order; more microbatches than four a rank only repeat."""
+    """Summarize a schedule's order. More than four microbatches per rank only repeat the pattern."""
     stages = layout.num_stages
     if stages == 1:
         return Order(((InFlight((1,), (True,)),),), (0.0,), 0.0)

@@ -1,8 +1,8 @@
-"""Stand-ins for other ranks, for a GPU and for the start of a run while a model runs without values.
+"""Replacements for other ranks, for GPU kernels and for random streams while a model runs without values.
 
 Experts have even loads, a ring has a neighbour, and there are random streams for dropout. Tensors without values are on
-the CPU, where torch drops otherwise than on a GPU: it writes scores of attention out, and a mask in the input's dtype.
-There a norm is several operators too, and no product of 16 bits adds to fp32.
+the CPU, whose kernels differ from a GPU's. With dropout, torch's CPU attention stores scores and dropout stores a mask
+in the input's dtype. A CPU norm is several operators, and no CPU product of 16-bit values accumulates into fp32.
 """
 
 from __future__ import annotations
@@ -26,41 +26,44 @@ from core.tensor_parallel.random import DROPOUT_STREAMS, RNGState, get_rng_track
 
 
 class EvenLoads(HostCounts):
-    """As many tokens go to each expert. chosen: the share of all experts that a token goes to."""
+    """Host counts in which every expert gets the same number of tokens.
+
+    `chosen` is the fraction of experts per token.
+    """
 
     def __init__(self, chosen: float) -> None:
         self.chosen = chosen
-        self.rows_of_expert = 0  # from one rank, of the last `rows`
+        self.rows_of_expert = 0  # from one rank, at the last call of `rows`
 
     def rows(self, choices: Tensor) -> tuple[Tensor, ...]:
-        """Empty indices of even loads."""
+        """Return empty indices for even loads."""
         self.rows_of_expert = math.ceil(choices.shape[0] * self.chosen)
         count = self.rows_of_expert * choices.shape[1]
         return tuple(torch.empty(count, dtype=torch.int64) for _ in range(2))
 
     def lists(self, counts: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Even loads in the shapes of the counts."""
+        """Return even loads in the shapes of the counts."""
         held_by, (ep, local), rows = counts.shape[0] - 2, counts.shape[1:], self.rows_of_expert
         return [rows * local] * ep, [rows * local] * ep, [rows * local * ep] * held_by, [rows * ep * held_by] * local
 
     def of_ranks(self, rows: int, group: Any, device: torch.device) -> list[int]:
-        """All ranks have as many."""
+        """Return the same number of rows for every rank."""
         return [rows] * int(group.size())
 
     def of_experts(self, choices: Tensor) -> list[int]:
-        """All experts have as many."""
+        """Return the same number of tokens for every expert."""
         return [math.ceil(choices.shape[0] * self.chosen)] * choices.shape[1]
 
 
 def pass_on(tensor: Tensor, group: Any) -> ring.Passing:
-    """Stand-in for the tensor that the neighbour of a ring would send."""
+    """Return a placeholder for the tensor that a ring's neighbour would send."""
     return ring.Passing([group.send([tensor], 0)], tensor, torch.empty_like(tensor), group)
 
 
 def attention_of_gpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Attention whose kernel drops weights as it goes, which costs no memory. fp64 has no such kernel.
+    """Compute attention like a GPU kernel, whose dropout needs no memory. fp64 has no such kernel.
 
-    The CPU's kernel wants values as wide as queries, which those of a GPU do not: they are padded.
+    The CPU kernel requires values as wide as queries, and GPU kernels do not: values are padded.
     """
     width, wide = value.shape[-1], query.shape[-1]
     if query.dtype != torch.float64:
@@ -72,7 +75,7 @@ def attention_of_gpu(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw
 
 
 def dropout_of_gpu(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Dropout in one kernel, which keeps a byte an element for backward."""
+    """Apply dropout in one kernel, which stores one byte per element for backward."""
     if inplace or not training or p == 0:
         return DROPOUT(input, p, training, inplace)
     found: Tensor = torch.native_dropout(input, p, True)[0]
@@ -80,7 +83,7 @@ def dropout_of_gpu(input: Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 class NormOfGpu(torch.autograd.Function):
-    """rms_norm as one kernel, which keeps its input and a number a row. Its operators stand for the same bytes."""
+    """rms_norm as one kernel that stores its input and one number per row. Its operators move the same bytes."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
@@ -90,7 +93,7 @@ class NormOfGpu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Read both, and write the input's gradient; read again for the weight's."""
+        """Read both and write the input's gradient; read again for the weight's gradient."""
         input, _ = ctx.saved_tensors
         return grad + input, grad.flatten(0, -2).sum(dim=0)
 
@@ -98,7 +101,7 @@ class NormOfGpu(torch.autograd.Function):
 def rms_norm_of_gpu(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """torch has the kernel for an input and a weight of one dtype."""
+    """Apply rms_norm like torch on a GPU, which has one kernel if input and weight have the same dtype."""
     if weight is None or weight.dtype != input.dtype:
         return RMS_NORM(input, normalized_shape, weight, eps)
     found: Tensor = NormOfGpu.apply(input, weight)
@@ -106,7 +109,7 @@ def rms_norm_of_gpu(
 
 
 def add_product_of_gpu(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
-    """One product of 16 bits that adds to fp32, where a CPU multiplies two copies in fp32."""
+    """Add a product of 16-bit values to fp32 in one kernel; a CPU multiplies two fp32 copies."""
     if main_grad.dtype == torch.float32 and grad.dtype in (torch.float16, torch.bfloat16):
         torch.addmm(main_grad, grad.t(), input, out_dtype=torch.float32, out=main_grad)
     else:
@@ -114,7 +117,7 @@ def add_product_of_gpu(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
 
 
 def few_chunks(tokens: int, chunk: int) -> Iterator[slice]:
-    """A whole chunk of tokens, which counts for all of them, and the smaller last one."""
+    """Yield one full chunk of tokens, counted once for each full chunk, and the smaller last chunk."""
     whole, rest = divmod(tokens, chunk)
     if whole:
         LiveMemory.times = whole
@@ -132,7 +135,7 @@ ADD_PRODUCT = layers.add_product
 
 @contextmanager
 def fake_collectives(chosen: float, *, on_cpu: bool) -> Iterator[None]:
-    """Inside, layers meet no other rank, and torch drops as it does on the planned device. chosen: as in EvenLoads."""
+    """Run layers inside without other ranks, with dropout as on the planned device. `chosen` is as in EvenLoads."""
     before = token_dispatcher.HOST_COUNTS, ring.pass_on, chunked_loss.rows_of_chunks
     token_dispatcher.HOST_COUNTS, ring.pass_on = EvenLoads(chosen), pass_on
     chunked_loss.rows_of_chunks = few_chunks
@@ -142,7 +145,7 @@ def fake_collectives(chosen: float, *, on_cpu: bool) -> Iterator[None]:
     ForwardStream.meets_ranks = False
     tracker = get_rng_tracker()
     streams = tracker.get_states()
-    unused = RNGState(seed=0, cpu=torch.get_rng_state(), gpu=None)  # nothing is drawn without values
+    unused = RNGState(seed=0, cpu=torch.get_rng_state(), gpu=None)  # no random numbers are drawn without values
     tracker.set_states({**dict.fromkeys(DROPOUT_STREAMS, unused), **streams})
     try:
         yield

@@ -23,20 +23,23 @@ from core.transformer.transformer_config import TransformerConfig
 
 
 class LayerKind(NamedTuple):
-    """Layers of one kind cost the same. number: of the first such layer. recomputed: True if it, or parts of it, run
-    twice.
+    """Layers of equal cost.
+
+    Attributes:
+        number: Number of the first such layer.
+        recomputed: True if the layer or parts of it are recomputed.
     """
 
     number: int
     recomputed: bool
 
 
-# Names of recompute_modules that only one kind of layers has.
+# Names in recompute_modules that only one kind of layer has.
 _OF_EXPERTS, _OF_DENSE = {"moe", "moe_act", "shared_experts"}, {"mlp", "mlp_act"}
 
 
 class PassOn(nn.Module):
-    """Stands in a layer of which only what surrounds attention and MLP is to run."""
+    """Identity module that replaces attention and MLP of a layer, so that only the surrounding code runs."""
 
     def forward(self, hidden: Tensor, *_: Any) -> Tensor:
         """Return the input."""
@@ -45,7 +48,7 @@ class PassOn(nn.Module):
 
 @dataclass(frozen=True)
 class GptSource:
-    """A GPT of `config`, whose microbatches are [micro_batch_size, sequence_length] tokens."""
+    """A GPT with configuration `config` and microbatches of [micro_batch_size, sequence_length] tokens."""
 
     config: TransformerConfig
     micro_batch_size: int
@@ -53,26 +56,26 @@ class GptSource:
 
     @property
     def is_tied(self) -> bool:
-        """True if the head has the embedding's weight."""
+        """True if the head shares the embedding's weight."""
         return self.config.share_embeddings_and_output_weights
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
-        """The stages of the planned rank, on the meta device, as a job builds them."""
+        """Build the stages of the planned rank on the meta device, as a job builds them."""
         with torch.device("meta"):
             return build_gpt_stages(replace(self.config, perform_initialization=False), layout, groups)
 
     def is_expert(self, name: str, param: nn.Parameter) -> bool:
-        """True for a parameter of experts."""
+        """Return True for a parameter of experts."""
         return is_tagged(name, param)
 
     def sent_bytes(self) -> int:
-        """Bytes that one stage sends to the next for a microbatch."""
+        """Return the bytes that one stage sends to the next for a microbatch."""
         return sum(
             tensor.nbytes for tensor in gpt_activations(self.config, self.micro_batch_size, self.sequence_length)
         )
 
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> list[str | LayerKind]:
-        """Parts of a stage, in order: the names of its ends, and the kinds of its layers."""
+        """Return the parts of a stage in order: names of its ends and kinds of its layers."""
         spec = layout.stage(stage)
         count = self.config.recompute_num_layers
         recomputed = len(spec.layer_numbers) if count is None else count
@@ -87,7 +90,7 @@ class GptSource:
         return LayerKind(first, recomputed)
 
     def name_of_layers(self, kind: LayerKind) -> str:
-        """Layers of a kind in words."""
+        """Describe layers of a kind."""
         has_experts = None if self.config.num_moe_experts is None else self.config.is_moe_layer(kind.number)
         parts = sorted(self.config.recomputed_parts - (_OF_DENSE if has_experts else _OF_EXPERTS))
         again = f"{', '.join(parts)} computed again".removeprefix(" ")
@@ -100,7 +103,7 @@ class GptSource:
         sizes: Sequence[int],
         ddp: DistributedDataParallelConfig,
     ) -> list[dict[str | LayerKind, PartFigures]]:
-        """For each size of a microbatch the figures of the ends, and of the kinds of layers among `parts`."""
+        """Return, for each microbatch size, the figures of the ends and of the layer kinds among `parts`."""
         return [replace(self, micro_batch_size=size)._figures(parts, groups, ddp) for size in sizes]
 
     def _figures(
@@ -132,11 +135,11 @@ class GptSource:
             numbers = [kind.number for kind in kinds]
             whole = config.recompute_granularity == "full"
             model = GPTModel(config, groups, layer_numbers=[*numbers, *numbers[-1:] * whole])
-            if whole:  # the next layer keeps what the last one gives, and not the head, which keeps it in fp32
+            if whole:  # the next layer stores the last one's output, and not the head, which stores it in fp32
                 model.decoder.layers[-1].self_attention = model.decoder.layers[-1].mlp = PassOn()
             tokens, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
             for rotary in (one for one in model.modules() if isinstance(one, RotaryEmbedding)):
-                rotary(torch.empty(shape[1], 1, 1, rotary.head_size, dtype=config.params_dtype))  # makes what it keeps
+                rotary(torch.empty(shape[1], 1, 1, rotary.head_size, dtype=config.params_dtype))  # fills its cache
 
             def run() -> Tensor:
                 loss: Tensor = model(tokens, labels=labels).mean()

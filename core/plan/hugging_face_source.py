@@ -1,6 +1,6 @@
-"""A Hugging Face model to plan: its stages on the meta device, and the figures of its parts, by its own code.
+"""A Hugging Face model to plan: its stages on the meta device, and the figures of its parts, from its own code.
 
-Layers that are alike cost the same, so one of each kind runs. All others are taken out, and pass on what they get.
+Equal layers have equal costs, so one layer of each kind runs. All others are replaced by identity modules.
 """
 
 from __future__ import annotations
@@ -36,17 +36,14 @@ from core.plan.step_figures import PartFigures, layers_in_words, watch_step, wit
 from core.plan.without_values import WithoutValues, take_values
 from core.training.errors import ConfigError
 
-BETWEEN = "before the layers"  # of a later stage
+BETWEEN = "before the layers"  # in a later stage
 NUMBERS = {"layer_idx", "layer_id", "layer_number"}  # attributes of a layer's modules that distinguish equal layers
-AROUND_ADAPTERS = "base_model.model."  # before the names of a model with adapters
+AROUND_ADAPTERS = "base_model.model."  # prefix of names in a model with adapters
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token", "moe_k")
 
 
 class PassBy:
-    """The forward of a layer that is left out: hidden states as they came, in the form that a layer gives them.
-
-    given: the types of what layers that run have given.
-    """
+    """Identity forward of a skipped layer. The last type in `given` is the output type of a layer."""
 
     def __init__(self, given: list[type]) -> None:
         self.given = given
@@ -58,20 +55,17 @@ class PassBy:
 
 @contextmanager
 def as_config_error(what: str, but: type[Exception] = ConfigError) -> Iterator[None]:
-    """Turn any error of transformers inside into a ConfigError: `what`, and the error's first line.
-
-    but: errors that are raised unchanged.
-    """
+    """Convert any error of transformers inside, except `but`, to a ConfigError with `what` and the first line."""
     try:
         yield
     except but:
         raise
-    except Exception as error:  # its checks of types, torch's of shapes, a division by no heads: there is no common one
+    except Exception as error:  # type checks, torch's shape errors, a division by zero heads: no common class
         raise ConfigError(f"{what}: {first_line(error)}") from error
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, the next one too where it only leads to it, and the kind where that says more."""
+    """Return an error's first line, extended if it ends with a colon, and its type if that is informative."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     count = next((n for n, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
     words = " ".join(lines[:count])
@@ -82,12 +76,12 @@ def first_line(error: Exception) -> str:
 
 
 class MetaModel:
-    """A causal model without memory. recompute: True if each layer runs again in backward."""
+    """A causal model without memory. `recompute` is True if each layer is recomputed in backward."""
 
     def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
         self.configuration = copy.deepcopy(configuration)
-        self.plans: dict[tuple[int, ...], Plan | str] = {}  # by sizes of groups; why there is none
-        self.between: dict[tuple[Any, ...], dict[int, PartFigures]] = {}  # by what else it depends on, and size
+        self.plans: dict[tuple[int, ...], Plan | str] = {}  # key: group sizes; the error text if there is no plan
+        self.between: dict[tuple[Any, ...], dict[int, PartFigures]] = {}  # keys: its other inputs, then size
         auto = transformers_package().AutoModelForCausalLM
         name = getattr(configuration, "name_or_path", "") or configuration.model_type
         with as_config_error(f"{name}: transformers makes no model of it"), torch.device("meta"):
@@ -100,12 +94,12 @@ class MetaModel:
 
     @cached_property
     def layers(self) -> str:
-        """The name of the list of layers."""
+        """Name of the list of layers."""
         return list_of_layers(self.model, f"{self.configuration.model_type}: a plan needs a model with")
 
     @cached_property
     def kinds(self) -> list[int]:
-        """For each layer the number of the first that is like it."""
+        """For each layer, the number of the first equal layer."""
         kinds = getattr(self.configuration.get_text_config(), "layer_types", None)
         first: dict[Any, int] = {}
         return [
@@ -114,7 +108,7 @@ class MetaModel:
         ]
 
     def plan(self, groups: PlannedGroups) -> Plan:
-        """Plan of the model's split over some groups. PlanError for what the family refuses."""
+        """Plan the model's split over groups. Raises PlanError if the family does not support it."""
         sizes = tuple(groups.size(name) for name in ("tp", "ep", "expt_tp"))
         if sizes not in self.plans:
             try:
@@ -128,12 +122,12 @@ class MetaModel:
 
     @cached_property
     def experts(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of experts' parameters, where they can be spread over ranks."""
+        """Names and shapes of experts' parameters, if they can be distributed over ranks."""
         return {name: shape for held in read_experts(self.model).values() for name, shape in held.items()}
 
     @property
     def num_experts(self) -> int | None:
-        """Of a layer, where they can be spread over ranks; None for a model without such experts."""
+        """Experts of a layer, if they can be distributed over ranks; None for a model without such experts."""
         return next(iter(self.experts.values()))[0] if self.experts else None
 
 
@@ -142,7 +136,7 @@ MetaModels = dict[tuple[torch.dtype, bool], MetaModel]
 
 
 def whole_model(made: MetaModels, configuration: Any, dtype: torch.dtype, recompute: bool) -> MetaModel:
-    """The one that was made, or a new one."""
+    """Return the cached model, or create it."""
     key = dtype, recompute
     if key not in made:
         made[key] = MetaModel(configuration, dtype, recompute)
@@ -151,15 +145,19 @@ def whole_model(made: MetaModels, configuration: Any, dtype: torch.dtype, recomp
 
 @dataclass(frozen=True, eq=False)
 class HuggingFaceSource:
-    """A causal model of a configuration of transformers, whose microbatches are [micro_batch_size, sequence_length].
+    """A causal model of a transformers configuration, with microbatches of [micro_batch_size, sequence_length] tokens.
 
-    sequence_parallel: as `split_model` takes it. recompute: True if each layer runs again in backward. has_documents:
-    True if position ids come with the tokens. whole_loss: the loss of logits that are not split, as fine-tuning calls
-    it; None for that of fp32 logits from parts of the vocabulary, and under sequence parallelism for the model's own.
-    splits_sequence_of_logits: True if context parallelism leaves them cut. adapters: a peft.LoraConfig of what trains;
-    None for all weights. logits_chunk: as of `use_chunked_loss`. vocabulary_multiple: a rank's rows of a split
-    vocabulary are padded to a multiple of it. use_fp8: True if linear layers multiply in 8 bits. made: of this
-    configuration; sources of several layouts may share them.
+    Attributes:
+        sequence_parallel: A mode of `split_model`.
+        recompute: True if each layer is recomputed in backward.
+        has_documents: True if position ids are passed with the tokens.
+        whole_loss: Loss of unsplit logits; None: loss of split fp32 logits, or the model's own with sequence_parallel.
+        splits_sequence_of_logits: True if context parallelism leaves logits split.
+        adapters: A peft.LoraConfig of the trained adapters; None trains all weights.
+        logits_chunk: The option of `use_chunked_loss`.
+        vocabulary_multiple: A rank's rows of a split vocabulary are padded to a multiple of this.
+        use_fp8: True if linear layers multiply in 8 bits.
+        made: Models of this configuration, which sources of several layouts may share.
     """
 
     configuration: Any
@@ -182,12 +180,12 @@ class HuggingFaceSource:
 
     @property
     def config(self) -> Any:
-        """Configuration of the wrappers of stages; None for a model without a pipeline."""
+        """Configuration of the stage wrappers; None for a model without a pipeline."""
         return stages_config(self.layout, self.tp) if self.layout.pp > 1 else None
 
     @property
     def is_tied(self) -> bool:
-        """True if the head has the embedding's weight."""
+        """True if the head shares the embedding's weight."""
         return bool(self.configuration.get_text_config().tie_word_embeddings)
 
     @property
@@ -196,34 +194,34 @@ class HuggingFaceSource:
 
     @property
     def whole(self) -> Any:
-        """The model without memory; a stage is made of a copy."""
+        """The complete model without memory; stages are created from copies."""
         return self._whole_model.model
 
     @property
     def layers(self) -> str:
-        """The name of the list of layers."""
+        """Name of the list of layers."""
         return self._whole_model.layers
 
     @property
     def kinds(self) -> list[int]:
-        """For each layer the number of the first that is like it."""
+        """For each layer, the number of the first equal layer."""
         return self._whole_model.kinds
 
     def plan(self, groups: PlannedGroups) -> Plan:
-        """Plan of the model's split over some groups. PlanError for what the family refuses."""
+        """Plan the model's split over groups. Raises PlanError if the family does not support it."""
         return self._whole_model.plan(groups).with_vocabulary(self.vocabulary_multiple)
 
     def is_expert(self, name: str, param: nn.Parameter) -> bool:
-        """True for a parameter of experts, whether or not they are spread over ranks."""
+        """Return True for a parameter of experts, whether or not they are distributed over ranks."""
         return name.removeprefix(AROUND_ADAPTERS) in self._whole_model.experts
 
     def sent_bytes(self) -> int:
-        """Bytes that one stage sends to the next for a microbatch."""
+        """Return the bytes that one stage sends to the next for a microbatch."""
         width = self.configuration.get_text_config().hidden_size
         return self.micro_batch_size * self.sequence_length * width * self.dtype.itemsize
 
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> list[str | int]:
-        """Parts of a stage, in order: the names of its ends, and the kinds of its layers."""
+        """Return the parts of a stage in order: names of its ends and kinds of its layers."""
         spec = layout.stage(stage)
         if layout.num_layers != len(self.kinds):
             raise PlanError(
@@ -234,16 +232,16 @@ class HuggingFaceSource:
         return [BEFORE if spec.pre_process else BETWEEN, *kinds, *[AFTER] * spec.post_process]
 
     def name_of_layers(self, kind: int) -> str:
-        """Layers of a kind in words."""
+        """Describe layers of a kind."""
         experts = self._whole_model.experts
         has_experts = any(name.startswith(f"{self.layers}.{kind}.") for name in experts) if experts else None
         types = getattr(self.configuration.get_text_config(), "layer_types", None) or ()
         return layers_in_words(has_experts, "computed again" * self.recompute, types[kind] if len({*types}) > 1 else "")
 
-    # -- what a rank holds -----------------------------------------------------------------------------------------
+    # -- contents of a rank ----------------------------------------------------------------------------------------
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
-        """The stages of the planned rank, on the meta device, cut and tagged as `load_split` does it."""
+        """Build the stages of the planned rank on the meta device, split and tagged as by `load_split`."""
         plan = self.plan(groups)
         indices = layout.stages_of(groups.rank("pp"))
         model = self._copy([number for index in indices for number in layout.stage(index).layer_numbers])
@@ -272,7 +270,7 @@ class HuggingFaceSource:
         return chunks
 
     def _with_adapters(self, chunk: Any, plan: Plan, groups: PlannedGroups) -> Any:
-        """A stage with adapters that are cut as its layers are."""
+        """Return a stage with adapters that are split like its layers."""
         own = cut_parts.of_stage(plan, chunk)
         if groups.size("tp") > 1:
             cut_parts.place_seams(dict(chunk.named_modules()), own, groups)
@@ -282,7 +280,7 @@ class HuggingFaceSource:
         return adapted
 
     def _of_first(self, name: str) -> str:
-        """The name of the same parameter in the first layer that is alike."""
+        """Return the name of the same parameter in the first equal layer."""
         before, of_layer, rest = name.partition(f"{self.layers}.")
         if not of_layer or before not in ("", AROUND_ADAPTERS):
             return name
@@ -290,7 +288,7 @@ class HuggingFaceSource:
         return f"{before}{of_layer}{self.kinds[int(number)]}.{leaf}"
 
     def _contracts(self, groups: PlannedGroups) -> Mapping[str, tuple[str, ...]]:
-        """Whole parameters that were reached -> the groups over which their gradients are parts of a sum."""
+        """Map unsplit parameters that were reached to the groups over which their gradients are partial sums."""
         if groups.size("tp") > 1 and not self.contracts:
             model = self._thin(sorted(set(self.kinds)))
             model, report = self._split(model, groups, WithoutValues())
@@ -298,7 +296,7 @@ class HuggingFaceSource:
             self.contracts.update({name: ("tp",) if name in report.partial else () for name in whole})
         return self.contracts
 
-    # -- what a microbatch costs -----------------------------------------------------------------------------------
+    # -- costs of a microbatch -------------------------------------------------------------------------------------
 
     def figures(
         self,
@@ -307,15 +305,14 @@ class HuggingFaceSource:
         sizes: Sequence[int],
         ddp: DistributedDataParallelConfig,
     ) -> list[dict[str | int, PartFigures]]:
-        """For each size of a microbatch the figures of the ends, and of the kinds of layers among `parts`."""
+        """Return, for each microbatch size, the figures of the ends and of the layer kinds among `parts`."""
         found: list[dict[str | int, PartFigures]] = [{} for _ in sizes]
         if {*parts} != {BETWEEN}:
             numbers = sorted({part for part in parts if isinstance(part, int)}) or self.kinds[:1]
             last = len(self.kinds) - 1
-            # Over tp the first layer cuts the sequence, and the last one joins it. Over cp that is 3 percent of memory
-            # for which advice would take a quarter longer.
+            # With tp the first layer splits the sequence, and the last one joins it. With cp it is 3 % of memory.
             ends_differ = self.sequence_parallel in OVER_TENSOR and self.kinds[1:2] == [0] and last > 1
-            if self.recompute or ends_differ:  # the next layer keeps what one that is run again gives
+            if self.recompute or ends_differ:  # the next layer stores a recomputed layer's output
                 numbers = sorted({*numbers, *([0, 1] if ends_differ else ()), last})
             for of_size, watched in zip(found, self._watch(numbers, groups, sizes, ddp), strict=True):
                 of_size |= {number: watched[str(place)] for place, number in enumerate(numbers)}
@@ -333,7 +330,7 @@ class HuggingFaceSource:
     def _between(
         self, groups: PlannedGroups, sizes: Sequence[int], ddp: DistributedDataParallelConfig
     ) -> list[PartFigures]:
-        """Parts before the layers of a later stage; they are the same for any expert ranks."""
+        """Return the figures before the layers of a later stage; they do not depend on expert ranks."""
         own = groups.size("tp"), groups.size("cp"), self.sequence_parallel, self.sequence_length, self.has_documents
         known = self._whole_model.between.setdefault((*own, ddp.grad_dtype_of(self.dtype)), {})
         new = [size for size in sizes if size not in known]
@@ -350,7 +347,10 @@ class HuggingFaceSource:
         ddp: DistributedDataParallelConfig,
         later: bool = False,
     ) -> list[dict[str, PartFigures]]:
-        """A step of a microbatch of each size; later: True for a stage of the last layer alone, behind others."""
+        """Measure a step of each microbatch size.
+
+        `later` selects a stage of only the last layer, after other stages.
+        """
         family = self.plan(groups).family
         if later:
             numbers = [len(self.kinds) - 1]
@@ -367,7 +367,7 @@ class HuggingFaceSource:
                 return [watch_step(model, layers, run, groups.ledger, mode, ddp) for run in runs]
         except PlanError:
             raise
-        except Exception as error:  # the model's own code raises anything
+        except Exception as error:  # the model's own code can raise anything
             raise PlanError(
                 f"{family}: a step of it fails on tensors without values, so it is not planned; or such a model cannot "
                 f"run: {first_line(error)}"
@@ -376,7 +376,7 @@ class HuggingFaceSource:
     def _run(
         self, model: Any, head: ChunkedHead, groups: PlannedGroups, size: int, later: bool
     ) -> Callable[[], Tensor]:
-        """The forward of a microbatch, which gives the loss."""
+        """Return a function that runs the forward of a microbatch and returns the loss."""
         shape = size, self.sequence_length
         tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for _ in range(3))
         given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
@@ -386,7 +386,7 @@ class HuggingFaceSource:
             given["received"] = self._hidden(*shape)
         sizes = {"vocab_size": self.configuration.get_text_config().vocab_size, "multiple": self.vocabulary_multiple}
         loss = self.whole_loss or ParallelCausalLoss(groups.tp, **sizes)
-        own = self.sequence_parallel is not None and self.whole_loss is None  # the model's own loss
+        own = self.sequence_parallel is not None and self.whole_loss is None  # uses the model's own loss
 
         def run() -> Tensor:
             output = model(**given, labels=labels) if own else model(**given)
@@ -402,7 +402,7 @@ class HuggingFaceSource:
     def _split(
         self, model: Any, groups: PlannedGroups, mode: WithoutValues, later: bool = False
     ) -> tuple[Any, SplitReport]:
-        """Slices, tags, seams, contracts and adapters, by the code that splits real models: (the model, its report)."""
+        """Apply slices, tags, seams, contracts and adapters with the code for real models. Returns (model, report)."""
         with self._without_values(mode, groups):
             take_values(model)
             plan = cut_parts.of_stage(self.plan(groups), model)
@@ -422,12 +422,12 @@ class HuggingFaceSource:
         return adapted, getattr(adapted, REPORT)
 
     def _hidden(self, *shape: int) -> Tensor:
-        """Hidden states that the stage before would send."""
+        """Return hidden states as sent by the stage before."""
         width = self.configuration.get_text_config().hidden_size
         return torch.empty(*shape, width, dtype=self.dtype, requires_grad=True)
 
     def _thin(self, numbers: Sequence[int]) -> Any:
-        """The model with some of its layers; the others pass on what they get."""
+        """Return the model with some of its layers; the others become identity modules."""
         model = self._copy(numbers)
         given: list[Any] = []
         for number, layer in enumerate(model.get_submodule(self.layers)):
@@ -438,12 +438,12 @@ class HuggingFaceSource:
         return model
 
     def _stage_of_last(self) -> Any:
-        """A stage that begins with the last layer."""
+        """Return a stage that begins with the last layer."""
         last = len(self.kinds) - 1
         return cut_parts.keep_stage(self._copy([last]), find_cut(self.whole), PipelineLayout((last, 1), 2), 1)
 
     def _copy(self, numbers: Collection[int]) -> Any:
-        """A copy of the model with some of its layers; of the others nothing is copied but the module itself."""
+        """Copy the model with some of its layers; of the others only the module object is copied."""
         copies: dict[int, Any] = {}
         for number, layer in enumerate(self.whole.get_submodule(self.layers)):
             if number not in numbers:
@@ -459,7 +459,7 @@ class HuggingFaceSource:
         import transformers.masking_utils as masks
 
         found = masks.find_packed_sequence_indices
-        if not self.has_documents:  # else it returns a mask of documents for any positions without values
+        if not self.has_documents:  # else positions without values give a document mask
             masks.find_packed_sequence_indices = _no_documents
         try:
             with fake_collectives(self._chosen(), on_cpu=groups.ledger.over_gloo), mode:
@@ -468,7 +468,7 @@ class HuggingFaceSource:
             masks.find_packed_sequence_indices = found
 
     def _chosen(self) -> float:
-        """The share of all experts that a token goes to; 1 for a model without experts."""
+        """Return the fraction of all experts per token; 1 for a model without experts."""
         experts = self._whole_model.num_experts
         if experts is None:
             return 1.0
@@ -480,11 +480,11 @@ class HuggingFaceSource:
 
 
 def _no_documents(position_ids: Any) -> None:
-    """Stand-in for the search for documents in positions: there is one document."""
+    """Replace the search for documents in positions: there is one document."""
 
 
 def _signature(layer: nn.Module) -> Any:
-    """Key that is equal for layers of equal cost: modules, their numbers and words, shapes of parameters."""
+    """Return a key that is equal for layers of equal cost: modules, their numbers and strings, parameter shapes."""
     return tuple(
         (
             name,

@@ -13,7 +13,11 @@ from core.training.sizes import check_ranks, check_vocabulary
 
 
 def run_of_job(config: JobConfig, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
-    """The run of a configuration on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
+    """Create the run of a configuration on `world_size` ranks.
+
+    Raises:
+        ConfigError: If it cannot be built. The text has the arithmetic.
+    """
     plan = plan_job(config, world_size)
     tokens = {"bytes": BYTES, "bpe": config.data.bpe_vocab_size}.get(config.data.tokenizer, 1)
     vocabulary = check_vocabulary(tokens, config.model, config.parallel.tp)

@@ -1,8 +1,9 @@
-"""LiveMemory: bytes of tensors that are alive while a model runs on tensors without values.
+"""LiveMemory: bytes of live tensors while a model runs on tensors without values.
 
-The model's own forward and backward run under `WithoutValues`, in which every operator says what it would give and none
-computes. So each temporary is counted that a real step would allocate, and no formula repeats what a layer does. The
-work of each operator is noted on the way: its floating-point operations, and the bytes it reads and writes.
+The model's own forward and backward run under `WithoutValues`, in which operators return results of the correct shape
+without computing them. Every temporary that a real step would allocate is therefore counted, and no formula repeats the
+code of a layer. The work of each operator is also recorded: its floating-point operations, and the bytes it reads and
+writes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from core.distributed.buffer.grad_placeholder import tensors_in
 
 FORWARD, BACKWARD = "forward", "backward"
-BEFORE, AFTER = "embedding", "last norm, logits and loss"  # what runs before the first layer, and after the last one
+BEFORE, AFTER = "embedding", "last norm, logits and loss"  # parts before the first layer and after the last one
 # Operators that torch's table of floating-point operations lists under the name of their GPU kernel.
 SAME_WORK = {
     "aten._scaled_dot_product_flash_attention_for_cpu": "aten._scaled_dot_product_flash_attention",
@@ -30,7 +31,7 @@ SAME_WORK = {
     "aten._scaled_mm_v2": "aten.mm",
     "aten.addmm_": "aten.addmm",
 }
-EIGHT_BITS = torch.float8_e4m3fn  # stands for all products in 8 bits, which have one speed
+EIGHT_BITS = torch.float8_e4m3fn  # represents all 8-bit products, which have one speed
 FLOPS = {str(operator): count for operator, count in flop_registry.items()}
 
 
@@ -42,10 +43,14 @@ class Phase(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One operator: floating-point operations, bytes read and written, dtype, name.
+    """Work of one operator.
 
-    dtype: of a product or of attention that of its arguments with the fewest bits, and EIGHT_BITS of a product in 8
-    bits; of the others that of the first result.
+    Attributes:
+        flops: Floating-point operations.
+        nbytes: Bytes read and written.
+        dtype: For a product or attention, the argument dtype with the fewest bits, EIGHT_BITS for an 8-bit product. For
+            other operators, the dtype of the first result.
+        name: Name of the operator.
     """
 
     flops: int
@@ -55,7 +60,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any, result: Any) -> Work | None:
-        """Work of an operator on its arguments; None for one that makes nothing, such as a view."""
+        """Return the work of an operator on its arguments; None if it creates no tensor, such as a view."""
         made = tensors_in(result)
         if not made or func.is_view:
             return None
@@ -64,7 +69,7 @@ class Work(NamedTuple):
         attends = "scaled_dot_product" in name
         counted = _with_all_heads(args) if attends else [arg for arg in args if not isinstance(arg, torch.dtype)]
         flops = 0 if count is None else int(count(*counted, **kwargs, out_val=result))
-        if attends and name in SAME_WORK and any(value is True for value in args):  # causal: half of it is left out
+        if attends and name in SAME_WORK and any(value is True for value in args):  # causal: half of it is skipped
             flops //= 2
         read = tensors_in((args, [value for key, value in kwargs.items() if key != "out"]))
         nbytes = sum(tensor.nbytes for tensor in (*read, *made))
@@ -74,9 +79,10 @@ class Work(NamedTuple):
 
 
 def _with_all_heads(args: Any) -> list[Any]:
-    """The arguments of an attention, with the heads of queries in each shape [batch, heads, sequence, width].
+    """Return the arguments of an attention with the number of query heads in each shape.
 
-    torch 2.11 does not count attention with fewer heads of keys than of queries; newer ones count so.
+    Shapes are [batch, heads, sequence, width]. torch 2.11 does not count attention with fewer key heads than query
+    heads; newer versions count it in this way.
     """
     heads = args[0].shape[1]
     attends = [isinstance(value, Tensor) and value.dim() == 4 for value in args]
@@ -84,10 +90,15 @@ def _with_all_heads(args: Any) -> list[Any]:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Follows every storage that an operator makes until it is freed.
+    """Mode that tracks every storage created by an operator until it is freed.
 
-    Tensors with values are followed while it is entered, those without inside `WithoutValues.followed_by`.
-    known: tensors that were there before, whose memory is not counted. times: so often an operator runs that is noted.
+    Tensors with values are tracked while the mode is active, tensors without values inside `WithoutValues.followed_by`.
+
+    Args:
+        known: Existing tensors, whose memory is not counted.
+
+    Attributes:
+        times: Multiplier for the number of runs of a recorded operator.
     """
 
     times: ClassVar[int] = 1
@@ -96,16 +107,16 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.place = Phase(FORWARD, "")
         self.live = 0
-        self.live_of: defaultdict[str, int] = defaultdict(int)  # by the part that made it
+        self.live_of: defaultdict[str, int] = defaultdict(int)  # key: the part that created it
         self.peak: defaultdict[Phase, int] = defaultdict(int)
         self.work: defaultdict[Phase, Counter[Work]] = defaultdict(Counter)
-        self._followed: dict[int, Any] = {}  # by id of the storage, which lives as long as the entry
-        self._sizes: dict[int, tuple[int, str]] = {}  # bytes, and the part that made them
+        self._followed: dict[int, Any] = {}  # key: id of the storage, which is alive as long as the entry
+        self._sizes: dict[int, tuple[int, str]] = {}  # bytes, and the part that created them
         for tensor in known:
             self._follow(tensor, counted=False)
 
     def enter(self, phase: str, part: str) -> None:
-        """From now on `part` runs."""
+        """Record that `part` runs from now on."""
         self.place = Phase(phase, part)
         self.peak[self.place] = max(self.peak[self.place], self.live)
 
@@ -115,7 +126,7 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def note(self, result: Any, work: Work | None) -> None:
-        """An operator of the part that runs gave a result."""
+        """Record the result of an operator in the running part."""
         for tensor in tensors_in(result):
             self._follow(tensor)
         if self.live > self.peak[self.place]:

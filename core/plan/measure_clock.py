@@ -1,4 +1,4 @@
-"""Clock: times functions on all ranks at once, for the measurements of a device file."""
+"""Clock: timer of functions on all ranks at once, for the measurements of a device file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS = 7  # an odd number: the median is one of them
 
 
 class Clock:
-    """Times a function on all ranks at once. share: of the usual time that a measurement may take."""
+    """Timer of a function on all ranks at once. `share` scales the usual measuring time."""
 
     def __init__(self, share: float) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -24,7 +24,10 @@ class Clock:
         self.round_s = 0.05 * share
 
     def alone(self, run: Callable[[], object]) -> float:
-        """Seconds of one call that waits for no rank: processor time on a CPU; the median of rounds and ranks."""
+        """Return the seconds of one call that waits for no other rank, as median of rounds and ranks.
+
+        On a CPU this is processor time.
+        """
         if self.device.type == "cuda":
             return self.seconds(run)
         run()
@@ -33,7 +36,7 @@ class Clock:
         return statistics.median(of_all(own))
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Seconds of one call on the slowest rank, the median of rounds. Collective over all ranks."""
+        """Return the seconds of one call on the slowest rank, as median of rounds. Collective over all ranks."""
         run()
         once = max(of_all(self._time(run, 1)))
         calls = max(1, min(1000, int(self.round_s / max(once, 1e-7))))  # the same on all ranks
@@ -41,18 +44,21 @@ class Clock:
         return statistics.median(map(max, zip(*of_all(rounds), strict=True)))
 
     def once(self, run: Callable[[], object]) -> float:
-        """Seconds of a single call on the slowest rank. Collective over all ranks."""
+        """Return the seconds of a single call on the slowest rank. Collective over all ranks."""
         return max(of_all(self._time(run, 1)))
 
     def processor(self, run: Callable[[], object], calls: int) -> float:
-        """Processor seconds of this thread for some calls."""
+        """Return this thread's processor seconds for some calls."""
         start = time.thread_time()
         for _ in range(calls):
             run()
         return time.thread_time() - start
 
     def _time(self, run: Callable[[], object], calls: int, first: Callable[[], object] | None = None) -> float:
-        """first: called once before the time is taken: ranks that share cores leave a barrier at different times."""
+        """Time some calls after a barrier.
+
+        `first` is called once before the timer starts: ranks that share cores leave a barrier at different times.
+        """
         dist.barrier()
         if first is not None:
             first()
@@ -69,5 +75,5 @@ class Clock:
 
 
 def of_all(value: Any) -> list[Any]:
-    """Every rank's value. Collective over all ranks."""
+    """Return every rank's value. Collective over all ranks."""
     return list(agree.gather(value, [dist.group.WORLD], "a measurement").values())

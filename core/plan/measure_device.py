@@ -1,8 +1,8 @@
 """Measurements of a device file: all ranks of one machine work at once, as they do in a run.
 
-What waits for other ranks is the median of several rounds on the slowest rank. What one rank does alone is processor
-time on a CPU, so ranks that share a core do not disturb it. A speed that depends on the size is kept by size: a core is
-slower on products too small for it, and faster on values that its cache holds.
+Operations that wait for other ranks are measured as the median of several rounds on the slowest rank. Operations of a
+single rank are measured in processor time on a CPU, so ranks that share a core do not disturb it. A speed that depends
+on the size is stored by size: a core is slower on very small products, and faster on values that fit into its cache.
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ from core.transformer.transformer_config import TransformerConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ATTENTIVE = (torch.float32, torch.bfloat16)  # dtypes in which attention is measured
-EDGES = {True: (256, 1024, 2048, 4096, 8192), False: (16, 64, 256)}  # of products; True on a GPU
+EDGES = {True: (256, 1024, 2048, 4096, 8192), False: (16, 64, 256)}  # edges of products; True on a GPU
 ATTENDED = {True: (16, 8192, 128), False: (4, 256, 64)}  # heads, tokens and width of an attention
 MOVED = {True: (2**16, 2**20, 2**24, 2**28), False: (2**12, 2**16, 2**20, 2**23)}  # bytes
-MODELS = ((1, 32), (8, 32), (1, 1024))  # layers and width, a bucket a layer: what a step, a bucket and a byte cost
-GPTS = ((1, 8, 16), (1, 64, 128), (2, 128, 256))  # rows, tokens, width: what surrounds operators of several sizes
+MODELS = ((1, 32), (8, 32), (1, 1024))  # layers and width, one bucket per layer: costs of a step, a bucket and a byte
+GPTS = ((1, 8, 16), (1, 64, 128), (2, 128, 256))  # rows, tokens, width: overhead around operators of several sizes
 
 
 def measure(name: str, seconds: float, links: Device | None, *, command: str) -> dict[str, Any]:
-    """The content of a device file, on rank 0. Collective over all ranks.
+    """Return the content of a device file on rank 0. Collective over all ranks.
 
-    seconds: that all measurements may take. links: the device whose links are taken instead of measured ones.
+    Args:
+        name: Name of the device.
+        seconds: Time limit of all measurements.
+        links: Device whose links are used instead of measured ones; None measures them.
+        command: The command, for the file's source.
     """
     clock = Clock(seconds / 60)
     on_gpu = clock.device.type == "cuda"
@@ -87,7 +91,7 @@ def measure(name: str, seconds: float, links: Device | None, *, command: str) ->
 
 
 def matmul_rates(clock: Clock, dtype: torch.dtype) -> list[list[float]]:
-    """[operations of a product, operations a second] by size."""
+    """Return [operations of a product, operations per second] by size."""
     points = []
     for edge in EDGES[clock.device.type == "cuda"]:
         left, right = (torch.ones(edge, edge, dtype=dtype, device=clock.device) for _ in range(2))
@@ -102,7 +106,7 @@ def matmul_rates(clock: Clock, dtype: torch.dtype) -> list[list[float]]:
 
 
 def attention_rate(clock: Clock, dtype: torch.dtype) -> float:
-    """Operations a second of causal attention, forward and backward, where what is masked does not count."""
+    """Return the operations per second of causal attention, forward and backward. Masked elements do not count."""
     heads, tokens, width = ATTENDED[clock.device.type == "cuda"]
     made = [torch.randn(1, heads, tokens, width, dtype=dtype, device=clock.device) for _ in range(4)]
     query, key, value, grad = (part.requires_grad_(place < 3) for place, part in enumerate(made))
@@ -110,20 +114,20 @@ def attention_rate(clock: Clock, dtype: torch.dtype) -> float:
     def attend() -> None:
         F.scaled_dot_product_attention(query, key, value, is_causal=True).backward(grad)
 
-    forward = 4 * heads * tokens**2 * width / 2  # two products, half of each masked; backward has five
+    forward = 4 * heads * tokens**2 * width / 2  # two products, half of each is masked; backward has five
     return 3.5 * forward / clock.alone(attend)
 
 
 def memory_rates(clock: Clock) -> list[list[float]]:
-    """[bytes read and written, bytes a second] by size, of operators that make their results, as layers do."""
+    """Return [bytes read and written, bytes per second] by size, for operators that allocate their results."""
     points = []
     for nbytes in MOVED[clock.device.type == "cuda"]:
         values = torch.randn(nbytes // 4 // 64, 64, device=clock.device)
 
         def run(x: Tensor = values) -> None:
-            torch.add(x, x)  # reads twice and writes once, as the plan counts; the next one, too
+            torch.add(x, x)  # reads twice and writes once, as the plan counts; the next one too
             torch.mul(x, x)
-            F.gelu(x)  # reads and writes once; the next one, too
+            F.gelu(x)  # reads and writes once; the next one too
             F.layer_norm(x, (64,))
 
         points.append([2.5 * nbytes, 10 * nbytes / clock.alone(run)])
@@ -131,10 +135,13 @@ def memory_rates(clock: Clock) -> list[list[float]]:
 
 
 def operator_costs(clock: Clock) -> tuple[float, float]:
-    """(seconds of an operator in addition to its own, share of its own that is added), of a GPT in its wrapper.
+    """Return the overhead per operator of a GPT in its wrapper.
 
-    Modules, hooks and autograd cost something for each operator. What they free, and what the caches have lost when
-    they continue, costs by its size. On a GPU: (the least that an operator takes, 0).
+    Modules, hooks and autograd have a cost per operator. Freeing memory and refilling caches have a cost per size.
+
+    Returns:
+        (seconds in addition to an operator's own, fraction of its own seconds that is added). On a GPU: (least duration
+        of an operator, 0).
     """
     if clock.device.type == "cuda":
         count, _, run = _gpt_in_wrapper(clock, *GPTS[0])
@@ -147,7 +154,10 @@ def operator_costs(clock: Clock) -> tuple[float, float]:
 
 
 def _own_and_rest(clock: Clock, rows: int, tokens: int, width: int) -> tuple[float, float]:
-    """Seconds of an operator of a GPT, and in addition to it, in turns so that a machine that slows down slows both."""
+    """Return an operator's seconds in a GPT and its overhead.
+
+    They are measured in turns, so that a slower machine affects both.
+    """
     count, bare, wrapped = _gpt_in_wrapper(clock, rows, tokens, width)
     own, rest = [], []
     for _ in range(ROUNDS):
@@ -162,7 +172,7 @@ def _own_and_rest(clock: Clock, rows: int, tokens: int, width: int) -> tuple[flo
 def _gpt_in_wrapper(
     clock: Clock, rows: int, tokens: int, width: int
 ) -> tuple[int, Callable[[], None], Callable[[], None]]:
-    """(operators, forward and backward of a GPT, the same of one in its wrapper)."""
+    """Return (number of operators, forward and backward of a GPT, the same for a wrapped GPT)."""
     sizes = TransformerConfig(
         num_layers=4, hidden_size=width, num_attention_heads=8, vocab_size=256, max_sequence_length=tokens
     )
@@ -186,9 +196,11 @@ def _gpt_in_wrapper(
 
 
 def operator_times(clock: Clock, on_top: float) -> dict[str, list[list[float]]]:
-    """By name and dtype, [size, processor seconds of a call]: of layers that run forward and backward.
+    """Return [size, processor seconds of a call] by name and dtype, for layers that run forward and backward.
 
-    on_top: share of these seconds that is added.
+    Args:
+        clock: The timer.
+        on_top: Fraction of these seconds that is added.
     """
     timed = TimedOperators()
     for dtype, rounds in ((torch.float32, 2), (torch.bfloat16, 1)):
@@ -209,9 +221,9 @@ def operator_times(clock: Clock, on_top: float) -> dict[str, list[list[float]]]:
 
 
 def step_costs(clock: Clock) -> tuple[dict[str, Any], dict[str, dict[str, float]] | None]:
-    """Cost of a step outside of its layers, and the link that reductions of gradients see; None on one rank.
+    """Return the costs of a step outside its layers, and the link of gradient reductions; None on one rank.
 
-    Three models give the cost of a step, of a bucket, and of a byte.
+    Three models give the costs of a step, of a bucket, and of a byte.
     """
     ranks = dist.get_world_size()
     finalized, updated = zip(*(_finalize_and_update(clock, *sizes) for sizes in MODELS), strict=True)
@@ -226,14 +238,14 @@ def step_costs(clock: Clock) -> tuple[dict[str, Any], dict[str, dict[str, float]
 
 
 def _cost(taken: Sequence[float]) -> tuple[float, float, float]:
-    """(of a step, of a bucket, of all bytes of the large model) from the times of MODELS."""
+    """Return (cost of a step, of a bucket, of all bytes of the large model) from the times of MODELS."""
     one, many, large = taken
     bucket = max(0.0, (many - one) / (MODELS[1][0] - MODELS[0][0]))
     return max(0.0, one - bucket), bucket, max(large - one, 1e-7)
 
 
 def _finalize_and_update(clock: Clock, layers: int, width: int) -> tuple[float, float]:
-    """Seconds of clearing and reducing gradients, and of the optimizer's step, of a model with a bucket a layer."""
+    """Return the seconds of clearing and reducing gradients, and of the optimizer's step, with one bucket per layer."""
     config = DistributedDataParallelConfig(
         overlap_grad_reduce=False, bucket_size=width * width, check_for_nan_in_grad=True, initial_weights="broadcast"
     )

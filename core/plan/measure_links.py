@@ -1,4 +1,4 @@
-"""Links between ranks, measured: collectives by size and by number of ranks, for a device file."""
+"""Measured links between ranks: collectives by size and by number of ranks, for a device file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from core.plan.measure_clock import Clock, of_all
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SENT = {True: (2**10, 2**16, 2**20, 2**24, 2**27), False: (2**10, 2**16, 2**20, 2**22)}  # bytes; True on a GPU
 
-COMMUNICATORS = 8  # made at once to see what each of them holds
+COMMUNICATORS = 8  # created at once to measure the memory of each
 
 
 def _all_reduce(whole: Tensor, group: Any) -> None:
@@ -38,7 +38,7 @@ def _all_to_all(whole: Tensor, group: Any) -> None:
 
 
 def _send(whole: Tensor, group: Any) -> None:
-    """There and back between neighbours, as half of the ranks send first."""
+    """Send to the neighbour and back; half of the ranks send first."""
     rank, peer = dist.get_rank(group), dist.get_rank(group) ^ 1
     if peer < dist.get_world_size(group):
         for receives in (rank % 2, 1 - rank % 2):
@@ -48,7 +48,7 @@ def _send(whole: Tensor, group: Any) -> None:
                 dist.send(whole, group=group, group_dst=peer)
 
 
-# Name -> (a call with a tensor of all ranks' parts, how often these bytes leave a rank of n by one call).
+# Name -> (call with a tensor of all ranks' parts, number of times these bytes leave one of n ranks per call).
 COLLECTIVES: dict[str, tuple[Callable[[Tensor, Any], None], Callable[[int], float]]] = {
     "all_reduce": (_all_reduce, lambda n: 2 * (n - 1) / n),
     "all_gather": (_all_gather, lambda n: (n - 1) / n),
@@ -58,7 +58,7 @@ COLLECTIVES: dict[str, tuple[Callable[[Tensor, Any], None], Callable[[int], floa
 
 
 def collective_lines(clock: Clock) -> dict[str, list[list[float]]]:
-    """By collective [ranks, latency, bytes a second], with all groups of that many ranks at work at once."""
+    """Return [ranks, latency, bytes per second] by collective, with all groups of that many ranks active at once."""
     world = dist.get_world_size()
     found: dict[str, list[list[float]]] = {kind: [] for kind in COLLECTIVES}
     for ranks in sorted({n for n in (2, 4, world) if n <= world and world % n == 0}):
@@ -79,9 +79,9 @@ def collective_lines(clock: Clock) -> dict[str, list[list[float]]]:
 
 
 def communicator_bytes(clock: Clock) -> int:
-    """Bytes of a communicator of all ranks once it has carried 64 KiB, the median of ranks. Collective.
+    """Return the bytes of a communicator of all ranks after it has sent 64 KiB, as median of ranks. Collective.
 
-    Of a GPU's memory, or of a process's resident memory on a CPU.
+    GPU memory, or resident memory of the process on a CPU.
     """
     whole = torch.ones(2**14, device=clock.device)
     dist.all_reduce(whole)
@@ -105,7 +105,7 @@ def _held_bytes(device: torch.device) -> int:
 
 
 def wire(clock: Clock) -> dict[str, float]:
-    """Latency and bytes a second of the process group, over the collectives that layers call."""
+    """Return latency and bytes per second of the process group, over the collectives that layers call."""
     ranks = dist.get_world_size()
     samples = []
     for nbytes in SENT[clock.device.type == "cuda"]:
@@ -116,7 +116,7 @@ def wire(clock: Clock) -> dict[str, float]:
 
 
 def line(samples: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Latency and speed that fit (bytes, seconds) best; errors count by their share, so that small ones count too."""
+    """Fit latency and speed to (bytes, seconds). Relative errors are minimized, so that small messages count too."""
     nbytes, seconds = zip(*samples, strict=True)
     slope, latency = map(float, np.polyfit(nbytes, seconds, 1, w=[1 / s for s in seconds]))
     return {"latency_s": max(latency, 1e-7), "bytes_per_s": 1 / max(slope, 1e-15)}

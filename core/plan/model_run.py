@@ -1,4 +1,4 @@
-"""A Hugging Face model as a run to plan: its layout, its batch and what is asked of each."""
+"""A Hugging Face model as a run to plan: its layout, batch and options."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from core.training.plan import share_batch
 from core.training.sizes import check_ranks
 
 TINY = "tiny:"
-MODELS = Path(__file__).parent / "models"  # published models, by the names that people type: .json, or .toml of the job
+MODELS = Path(__file__).parent / "models"  # published models by common name: .json, or .toml of the job
 
 
 def known_models() -> list[str]:
-    """Names of published models whose shapes are here."""
+    """Return the names of published models whose shapes are in the package."""
     return sorted(path.stem for path in MODELS.iterdir())
 
 
@@ -42,13 +42,18 @@ def known_models() -> list[str]:
 class ModelRun:
     """Configuration of a run of a Hugging Face model, as in fine-tuning and `split_model`.
 
-    model: the path of a config.json, a directory with one, one of known_models(), or tiny:FAMILY. zero: 0 to 3, what is
-    sharded over data ranks. sequence_parallel: a mode of `split_model`. recompute: True if each layer runs again in
-    backward. documents: True if position ids come with the tokens, as fine-tuning's packed windows have them.
-    micro_batch_size: None for the job's own choice. vpp: stages a rank, under Interleaved1F1B. layers_per_stage: empty
-    for as many on every stage. logits_chunk: as of `use_chunked_loss`. make_vocab_size_divisible_by: over tp, each
-    rank's rows of the vocabulary are padded to a multiple of this. use_fp8: True if linear layers multiply in 8 bits,
-    as in plugins.
+    Attributes:
+        model: Path of a config.json, a directory with one, a name in known_models(), or tiny:FAMILY.
+        zero: ZeRO stage, 0 to 3.
+        sequence_parallel: A mode of `split_model`.
+        micro_batch_size: Sequences of a microbatch; None for the job's default.
+        recompute: True if each layer is recomputed in backward.
+        documents: True if position ids are passed with the tokens, as in fine-tuning's packed windows.
+        vpp: Stages per rank, under Interleaved1F1B.
+        layers_per_stage: Layers of each stage; empty for an even split.
+        logits_chunk: The option of `use_chunked_loss`.
+        make_vocab_size_divisible_by: With tp, each rank's vocabulary rows are padded to a multiple of this.
+        use_fp8: True if linear layers multiply in 8 bits, as in plugins.
     """
 
     model: str
@@ -73,13 +78,17 @@ class ModelRun:
 
     @cached_property
     def configuration(self) -> Any:
-        """The configuration of transformers. ConfigError where there is none, or none of a model. Builds no model."""
+        """The transformers configuration. No model is built.
+
+        Raises:
+            ConfigError: If there is no configuration, or it does not describe a model.
+        """
         require_installed("transformers", "planning a Hugging Face model", "transformers")
         try:
             if self.model.startswith(TINY):
                 with as_config_error(f"--model {self.model}", LookupError):
                     found = tiny_of_bytes(self.model.removeprefix(TINY), self.sequence_length)
-                found.update({"_experts_implementation": None})  # as for one that is read from a directory
+                found.update({"_experts_implementation": None})  # like a configuration read from a directory
                 return found
             path = self._file
             if not path.is_file():
@@ -123,23 +132,27 @@ class ModelRun:
 
     @cached_property
     def made(self) -> MetaModels:
-        """Models without memory that plans of this run share."""
+        """Models without memory, shared by plans of this run."""
         return {}
 
     @property
     def whole(self) -> MetaModel:
-        """The model without memory."""
+        """The complete model without memory."""
         return whole_model(self.made, self.configuration, DTYPES[self.dtype], False)
 
     def in_layout(self, **options: Any) -> ModelRun:
-        """With other options, none of which changes the configuration: it is not read again."""
+        """Return a copy with other options that do not change the configuration, which is not read again."""
         found = replace(self, **options)
         vars(found).update(configuration=self.configuration, notes=self.notes, made=self.made)
         return found
 
 
 def run_of_model(config: ModelRun, world_size: int, *, on_cpu: bool = False, one_host: bool = True) -> Run:
-    """The run of a Hugging Face model on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
+    """Create the run of a Hugging Face model on `world_size` ranks.
+
+    Raises:
+        ConfigError: If it cannot be built. The text has the arithmetic.
+    """
     parallel = ParallelOptions(
         tp=config.tp, pp=config.pp, cp=config.cp, ep=config.ep, vpp=config.vpp, layers_per_stage=config.layers_per_stage
     )

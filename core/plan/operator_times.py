@@ -1,9 +1,9 @@
-"""Processor time of operators as they run in a model, by name and size: the part of a device file that is a CPU's.
+"""Processor time of operators in a model, by name and size: the CPU part of a device file.
 
-A speed of memory and one of products do not give the time of an operator on a CPU: exp() is not memory-bound, a
-product of many small matrices is slower than one large one, and a fresh result has pages that the kernel clears
-first. So a small model with the operators of the field's layers runs forward and backward, and each operator is timed
-where it is called. Processor time does not count when other ranks have the core.
+Memory bandwidth and matrix product speed do not determine an operator's time on a CPU: exp() is not memory-bound, many
+small products are slower than one large one, and the kernel must first clear the pages of a new result. Therefore a
+small model with common layer operators runs forward and backward, and each operator is timed at its call. Processor
+time excludes time in which other ranks use the core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCABULARY, HEADS = 1024, 8
 
 
 class SampleLayers(nn.Module):
-    """Operators of GPT, of llama and of what came between, in one layer each. ids: [rows, tokens]."""
+    """Operators of GPT, llama and related models, in one layer each. Input ids have shape [rows, tokens]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class SampleLayers(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def attend(self, hidden: Tensor, *, in_parts: bool) -> Tensor:
-        """[rows, tokens, width] to the same. in_parts: True for a product, a softmax and a product."""
+        """Apply attention to [rows, tokens, width]. `in_parts` uses separate product, softmax and product."""
         rows, tokens, width = hidden.shape
         shape = rows, tokens, HEADS, width // HEADS
         query, key, value = (part(hidden).view(shape).transpose(1, 2) for part in (self.query, self.key, self.value))
@@ -60,7 +60,7 @@ class SampleLayers(nn.Module):
         return mixed.transpose(1, 2).reshape(rows, tokens, width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         hidden = self.embedding(ids)
         hidden = hidden + self.attend(self.norm(hidden), in_parts=False)
         normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
@@ -77,7 +77,7 @@ class SampleLayers(nn.Module):
 
 
 class TimedOperators(TorchDispatchMode):
-    """Processor seconds of each operator that makes something: (name and dtype) -> size -> [calls, seconds]."""
+    """Processor seconds of each operator that creates a tensor: (name and dtype) -> size -> [calls, seconds]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,11 +95,11 @@ class TimedOperators(TorchDispatchMode):
         return result
 
     def total(self) -> float:
-        """Seconds of all operators together."""
+        """Return the seconds of all operators together."""
         return sum(seconds for sizes in self.taken.values() for _, seconds in sizes.values())
 
     def table(self) -> dict[str, list[list[float]]]:
-        """[size, seconds of a call] by name, in the order of sizes."""
+        """Return [size, seconds of a call] by name, sorted by size."""
         return {
             name: [[size, seconds / calls] for size, (calls, seconds) in sorted(sizes.items())]
             for name, sizes in self.taken.items()
@@ -107,22 +107,22 @@ class TimedOperators(TorchDispatchMode):
 
 
 def sample_sizes(share: float) -> Sequence[tuple[int, int, int]]:
-    """Those that are measured when a measurement takes that share of the usual time."""
+    """Return the sizes to measure if the measurement takes this share of the usual time."""
     return SIZES if share > 0.1 else SIZES[:2]
 
 
 def operator_key(work: Work) -> str:
-    """The name under which a device file has an operator."""
+    """Return the name of an operator in a device file."""
     return f"{work.name} {str(work.dtype).removeprefix('torch.')}"
 
 
 def work_size(work: Work) -> int:
-    """Size of an operator's work for its speed: floating-point operations, or bytes if it has none."""
+    """Return the size of an operator's work: its floating-point operations, or bytes if it has no operations."""
     return work.flops or work.nbytes
 
 
 def sample_step(dtype: torch.dtype, rows: int, tokens: int, width: int) -> tuple[SampleLayers, Tensor]:
-    """The model and its token ids."""
+    """Return the model and its token ids."""
     torch.manual_seed(0)
     model = SampleLayers(width).to(dtype)
     return model, torch.randint(0, VOCABULARY, (rows, tokens))

@@ -13,7 +13,7 @@ from core.training.extras import require
 from core.training.plots import SPAN_COLORS, figure
 
 GIB = 1 << 30
-# Okabe and Ito's and a violet, in an order in which neighbours in a stack differ most, to colour-blind readers too.
+# Okabe and Ito's colours and a violet, ordered so that neighbours in a stack differ most, also for the colour-blind.
 COLORS = ("#0072b2", "#e69f00", "#9933ff", "#009e73", "#f0e442", "#56b4e9", "#d55e00", "#dddddd", "#222222", "#cc79a7")
 ACTIONS = {"F": ("forward", SPAN_COLORS["forward"]), "B": ("backward", SPAN_COLORS["backward"])}
 ACTIONS |= {
@@ -23,14 +23,14 @@ ACTIONS |= {
 
 
 def draw_memory(path: Path, plan: RunPlan) -> None:
-    """Memory of the fullest rank in each action of a step, by kind; a line shows the limit."""
+    """Draw the memory of the fullest rank in each action of a step, by kind, with a line at the limit."""
     memory = plan.fullest
     numbers = range(len(memory.moments))
     held = {kind: [{**memory.state, **moment.held}.get(kind, 0) / GIB for moment in memory.moments] for kind in KINDS}
     held = {kind: values for kind, values in held.items() if any(values)}
     picture = figure(9, 4.2)
     axes = picture.subplots()
-    # A step a single action long is drawn from 0 to 1, as every other one has a width.
+    # Repeat the last value, so that the last action has a width too.
     steps = [*numbers, len(memory.moments)]
     layers = [[*values, values[-1]] for values in held.values()]
     axes.stackplot(steps, *layers, labels=list(held), colors=COLORS, step="post", linewidth=0)
@@ -48,7 +48,7 @@ def draw_memory(path: Path, plan: RunPlan) -> None:
 
 
 def draw_time_line(path: Path, plan: RunPlan) -> None:
-    """When each position of the pipeline works; behind that the slowest one's gradients and optimizer."""
+    """Draw the working times of each pipeline position, followed by the slowest one's gradients and optimizer."""
     time = plan.time
     places = 1 + max(span.place for span in time.spans)
     picture = figure(9, 1.8 + 0.35 * places)
@@ -62,7 +62,7 @@ def draw_time_line(path: Path, plan: RunPlan) -> None:
                 if span.place == place and span.action.kind == kind
             ]
             if bars:
-                width = 0.3 if len(bars) < 50 else 0.0  # of the line around a bar
+                width = 0.3 if len(bars) < 50 else 0.0  # width of the line around a bar
                 axes.broken_barh(
                     bars, (place - 0.35, 0.7), facecolors=color, edgecolor="white", linewidth=width, label=label
                 )
@@ -82,13 +82,13 @@ def draw_time_line(path: Path, plan: RunPlan) -> None:
 
 
 def draw_roofline(path: Path, plan: RunPlan) -> None:
-    """Operations of a step for each byte that an axis sends, and the speed that its link then allows at most.
+    """Draw a step's operations per byte sent over each axis, and the highest speed that its link allows.
 
-    An axis far left of the corner of its line holds the step back, if nothing hides it.
+    An axis far left of the corner of its line slows the step down, unless its communication is hidden.
     """
     device, time = plan.device, plan.time
     work = sum((model_flops(row) for row in plan.parts.values()), start=model_flops([]))
-    ranks = plan.run.layout.pp  # of one copy of the stages, among which the parts are divided
+    ranks = plan.run.layout.pp  # ranks of one copy of the stages, which share the parts
     flops = plan.run.microbatches * sum(work.values()) / ranks
     peak = flops_of(device.peak_flops, work.most_common(1)[0][0])
     sent: dict[tuple[str, str], int] = {}
@@ -128,7 +128,7 @@ PICTURES: dict[str, Callable[[Path, RunPlan], None]] = {
 
 
 def draw_plan(directory: Path, plan: RunPlan) -> list[Path]:
-    """Draw all pictures of a plan as .svg files into a directory, which is made. Needs matplotlib."""
+    """Draw all pictures of a plan as .svg files into a directory, which is created. Needs matplotlib."""
     require("matplotlib", "drawing the plots")
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.svg" for name in PICTURES]

@@ -1,4 +1,4 @@
-"""plan_run: what a run of some configuration on some ranks would hold and take, before anything is allocated."""
+"""plan_run: memory and time of a run on a number of ranks, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -30,18 +30,29 @@ OFFLOADING_TAKES_NO_TIME = (
 
 @runtime_checkable
 class Plannable(Protocol):
-    """Configuration of a job that makes the plan's run itself."""
+    """Configuration of a job that creates its own run to plan."""
 
     def run_on(self, ranks: int, *, on_cpu: bool, one_host: bool) -> Run:
-        """The run on some ranks. ConfigError, with the arithmetic, for what cannot be built."""
+        """Create the run on a number of ranks.
+
+        Raises:
+            ConfigError: If it cannot be built. The text has the arithmetic.
+        """
 
     def smaller(self, ranks: int) -> Iterator[tuple[str, Plannable, int]]:
-        """(flags in words, the changed job, ranks) for each option that takes memory off a rank."""
+        """Generate (flags as text, the changed job, ranks) for each option that reduces a rank's memory."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A planned run. memories: one rank of each pipeline position. parts: the figures of the parts of all stages."""
+    """A planned run.
+
+    Attributes:
+        run: The run.
+        device: The device of each rank.
+        memories: Memory of one rank of each pipeline position.
+        parts: Figures of the parts of all stages.
+    """
 
     run: Run
     device: Device
@@ -50,39 +61,39 @@ class RunPlan:
 
     @cached_property
     def time(self) -> StepTime:
-        """The time of a step, as the slowest rank takes it."""
+        """Time of a step on the slowest rank."""
         return plan_time(self.run, self.memories, self.parts or parts_of_stages(self.run), self.device)
 
     @property
     def room(self) -> int:
-        """Bytes that the tensors of one rank may have: its device, or its part of a machine, without the headroom."""
+        """Bytes available to the tensors of one rank: its device or share of a machine, without the headroom."""
         return self.device.room(self.run.grid.world_size)
 
     @property
     def headroom(self) -> int:
-        """Bytes of a rank's memory that are kept free, for what an allocator adds to tensors."""
+        """Bytes of a rank's memory kept free for the allocator's overhead."""
         return self.device.kept_free(self.run.grid.world_size)
 
     @cached_property
     def fullest(self) -> RankMemory:
-        """The rank that holds most."""
+        """The rank with the highest peak."""
         return max(self.memories, key=lambda memory: memory.peak)
 
     @property
     def fits(self) -> bool:
-        """True if every rank has room."""
+        """True if every rank fits."""
         return self.fullest.peak <= self.room
 
     @property
     def not_counted(self) -> str:
-        """The communicators of the fullest rank in words, where the device's file does not say what they hold."""
+        """Text about the fullest rank's communicators, if the device file does not have their memory."""
         if self.device.communicator_bytes is not None or not self.parts:
             return ""
         return in_words(communicators(self.run, self.fullest, self.parts), on_cpu=self.run.on_cpu)
 
     @property
     def parameters(self) -> int:
-        """Elements of all trainable parameters of the model; those of an embedding that is also the head count once."""
+        """Elements of all trainable parameters of the model. An embedding that is also the head counts once."""
         total = 0
         for memory in self.memories:
             groups = self.run.groups_of(memory.rank)
@@ -95,7 +106,7 @@ class RunPlan:
 
     @property
     def layout(self) -> str:
-        """Parameters, how the ranks are divided, and the batch, in a line."""
+        """Parameters, parallel sizes and batch in one line."""
         run = self.run
         sizes = {"tp": run.grid.tp, "pp": run.grid.pp, "cp": run.grid.cp, "ep": run.grid.ep, "dp": run.grid.dp}
         axes = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "dp")
@@ -105,7 +116,10 @@ class RunPlan:
         return f"{parameters}{axes}{chunks}; {count} of {run.source.micro_batch_size} a rank"
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as numbers, for JSON. Bytes and seconds; `step` only where the device's file has figures."""
+        """Return the plan as numbers for JSON, in bytes and seconds.
+
+        `step` exists only if the device file has figures.
+        """
         ranks = self.run.grid.world_size
         found: dict[str, Any] = {
             **{"parameters": self.parameters, "layout": self.layout, "device": self.device.name, "ranks": ranks},
@@ -124,7 +138,7 @@ class RunPlan:
         return found
 
     def describe(self) -> str:
-        """The plan in words."""
+        """Return the plan as text."""
         fullest = self.fullest
         verdict = (
             f"fits: rank {fullest.rank} holds most, {gib(fullest.peak)} of {gib(self.room)}"
@@ -144,7 +158,7 @@ class RunPlan:
 
 
 def in_thousands(count: int) -> str:
-    """'70.6 B'; M for millions, k for thousands."""
+    """Format a count such as '70.6 B'; M for millions, k for thousands."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -152,7 +166,12 @@ def in_thousands(count: int) -> str:
 
 
 def run_of(config: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> Run:
-    """The run of a configuration on some ranks. ConfigError or PlanError for what cannot be built."""
+    """Create the run of a configuration on a number of ranks.
+
+    Raises:
+        ConfigError: If it cannot be built.
+        PlanError: If the model's family cannot be split so.
+    """
     where = {"on_cpu": device.is_host, "one_host": device.is_host and ranks <= device.ranks_per_machine}
     if isinstance(config, Plannable):
         return config.run_on(ranks, **where)
@@ -168,16 +187,24 @@ def run_of(config: JobConfig | ModelRun | Plannable, ranks: int, device: Device)
 def plan_run(
     config: JobConfig | ModelRun | Plannable | Path | str, ranks: int, device: str | Device = "h100"
 ) -> RunPlan:
-    """Plan a run of the main job, or of a Hugging Face model. Local: no process group, and no memory for weights.
+    """Plan a run of the main job, or of a Hugging Face model.
 
-    config: of the main job, or the path of a TOML file of it; or a ModelRun, of a Hugging Face model; or that of
-    another job, such as core.finetune.planned.PlannedTuning. ranks: of the whole job. device: a name of
-    `known_devices`, the path of a file like theirs, or a Device.
-
-    Raises ConfigError, with the arithmetic, for a model or a layout that cannot be built.
+    Local: no process group, and no memory for weights.
 
         plan = plan_run("configs/tiny.toml", ranks=4, device="h100")
         print(plan.describe())
+
+    Args:
+        config: Configuration of the main job, the path of its TOML file, a ModelRun of a Hugging Face model, or the
+            configuration of another job, such as core.finetune.planned.PlannedTuning.
+        ranks: Number of ranks of the job.
+        device: A name of `known_devices`, the path of a device file, or a Device.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: If the model or the layout cannot be built. The text has the arithmetic.
     """
     if isinstance(config, (str, Path)):
         config = load_config(["--config", str(config)])
@@ -195,5 +222,5 @@ def plan_run(
         return RunPlan(run, found, memories, parts)
     except ConfigError:
         raise
-    except ValueError as error:  # PlanError, or of the wrapper: what is sharded does not go with the stages
+    except ValueError as error:  # PlanError, or the wrapper's error for a sharding that the stages do not support
         raise ConfigError(str(error)) from error

@@ -1,8 +1,8 @@
-"""The process groups of a rank that does not run: their sizes and members, and what would have travelled on them.
+"""Process groups of a rank that is planned but does not run: their sizes, members and traffic.
 
-Layers and contracts ask a group for its size and for this rank's place in it. Both follow from the grid of ranks, so
-one process plans any rank of any world. torch.distributed calls a method of the group for each collective. The methods
-here move nothing, count bytes, and return at once.
+Layers and contracts ask a group for its size and this rank's index. Both follow from the grid of ranks, so one process
+can plan any rank of any world size. torch.distributed calls a method of the group for each collective. The methods here
+move no data, count bytes, and return at once.
 """
 
 from __future__ import annotations
@@ -19,25 +19,30 @@ from core.groups.rank_grid import EmbeddingRule, RankGrid, group_ranks
 
 
 class NoWork:
-    """A collective that is complete. memory: what the backend holds until the wait."""
+    """A completed collective. `memory` is held by the backend until the wait."""
 
     def __init__(self, memory: Tensor | None = None) -> None:
         self.memory = memory
 
     def wait(self, timeout: Any = None) -> bool:
-        """True at once."""
+        """Return True at once."""
         self.memory = None
         return True
 
     def is_completed(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
 
 class Ledger:
-    """Record of what a planned rank sends. during: a word of the caller's for what is running, kept with each entry.
+    """Record of the traffic of a planned rank.
 
-    over_gloo: True for ranks on CPU.
+    Args:
+        over_gloo: True for ranks on CPU.
+
+    Attributes:
+        during: The caller's label for the running part, stored with each entry.
+        sent: [calls, bytes] by entry.
     """
 
     def __init__(self, *, over_gloo: bool) -> None:
@@ -47,7 +52,7 @@ class Ledger:
 
 
 class Sent(NamedTuple):
-    """The calls of one collective on one group."""
+    """Key of the calls of one collective on one group."""
 
     during: str
     group: str
@@ -55,7 +60,7 @@ class Sent(NamedTuple):
 
 
 class PlannedGroup:
-    """Stands where a ProcessGroup of `members` would; `member` is the rank that is planned."""
+    """Replacement for a ProcessGroup of `members`; `member` is the planned rank."""
 
     def __init__(self, kind: str, members: Sequence[int], member: int, ledger: Ledger) -> None:
         self.kind = kind
@@ -64,59 +69,59 @@ class PlannedGroup:
         self.ledger = ledger
 
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return len(self.members)
 
     def rank(self) -> int:
-        """The place of the planned rank."""
+        """Return the index of the planned rank."""
         return self.place
 
     def count(self, collective: str, nbytes: float) -> NoWork:
-        """Note one collective with the bytes that this rank puts on the wire."""
+        """Record one collective with the bytes that this rank sends."""
         row = self.ledger.sent[Sent(self.ledger.during, self.kind, collective)]
         row[0] += 1
         row[1] += int(nbytes)
         return NoWork()
 
     def _share(self, nbytes: int) -> float:
-        """Of a tensor of all ranks' parts, what is not this rank's own."""
+        """Return the bytes of a tensor of all ranks' parts, without this rank's part."""
         return nbytes * (self.size() - 1) / self.size()
 
-    # -- what torch.distributed calls; the names of torch 2.13, then those of 2.11 ------------------------------------
+    # -- called by torch.distributed; the names of torch 2.13, then of 2.11 -------------------------------------------
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> NoWork:
-        """A ring sends each part twice."""
+        """Count a ring, which sends each part twice."""
         return self.count("all_reduce", 2 * self._share(sum(tensor.nbytes for tensor in tensors)))
 
     def all_gather_single(self, output: Tensor, given: Tensor, options: Any = None) -> NoWork:
-        """A ring sends all parts but one. gloo gathers into memory of its own, and copies."""
+        """Count a ring, which sends all parts but one. gloo gathers into its own memory, and copies."""
         self.count("all_gather", self._share(output.nbytes))
         return NoWork(torch.empty_like(output) if self.ledger.over_gloo else None)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, options: Any = None) -> NoWork:
-        """A ring sends all parts but one."""
+        """Count a ring, which sends all parts but one."""
         return self.count("reduce_scatter", self._share(given.nbytes))
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int], options: Any = None
     ) -> NoWork:
-        """All parts leave but this rank's own."""
+        """Count all parts but this rank's own."""
         return self.count("all_to_all", self._share(given.nbytes))
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], given: Sequence[Tensor], options: Any = None) -> NoWork:
-        """A ring sends all parts but one."""
+        """Count a ring, which sends all parts but one."""
         return self.count("all_gather", self._share(sum(part.nbytes for part in outputs[0])))
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any = None) -> NoWork:
-        """Each rank passes the tensor on."""
+        """Count one tensor: each rank forwards it."""
         return self.count("broadcast", sum(tensor.nbytes for tensor in tensors))
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> NoWork:
-        """One message."""
+        """Count one message."""
         return self.count("send", sum(tensor.nbytes for tensor in tensors))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> NoWork:
-        """Nothing leaves."""
+        """Count nothing: a receive sends no data."""
         return NoWork()
 
     _allgather_base = all_gather_single
@@ -125,8 +130,13 @@ class PlannedGroup:
 
 
 class PlannedGroups(ProcessGroups):
-    """All groups of one rank of a grid. ledger: what they would have sent. links: the slowest link of each kind of
-    group, by its name and the ranks of a machine, as far as known. machines: how many each spans.
+    """All process groups of one rank of a grid.
+
+    Attributes:
+        grid: The grid of ranks.
+        ledger: Record of their traffic.
+        links: Known slowest link of each kind of group, by its name and the ranks per machine.
+        machines: Number of machines of each kind, by the same key.
     """
 
     grid: RankGrid
@@ -139,7 +149,7 @@ class PlannedGroups(ProcessGroups):
         return (0, 1) if group is None else (group.rank(), group.size())
 
     def ranks(self, name: str) -> list[int]:
-        """The global ranks of the group `name`, ascending."""
+        """Return the global ranks of the group `name`, ascending."""
         group: Any = self.require(name)
         return list(group.members)
 
@@ -152,7 +162,7 @@ def planned_groups(
     embedding_ranks: EmbeddingRule | None = None,
     over_gloo: bool = False,
 ) -> PlannedGroups:
-    """The groups of `rank` as initialize_model_parallel would make them. Pure: O(size of the groups)."""
+    """Create the groups of `rank` as initialize_model_parallel would. Pure: O(size of the groups)."""
     ledger = Ledger(over_gloo=over_gloo)
     members = group_ranks(grid, rank, num_instances=num_instances, embedding_ranks=embedding_ranks)
     planned: dict[str, Any] = {kind: PlannedGroup(kind, ranks, rank, ledger) for kind, ranks in members.items()}

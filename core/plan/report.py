@@ -1,4 +1,4 @@
-"""A plan in words: tables of memory, of time and of what travels."""
+"""A plan as text: tables of memory, time and traffic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = (*STATE_KINDS, COMMUNICATORS, *STEP_KINDS)
 
 
 def gib(nbytes: float) -> str:
-    """'1.50 GiB'; MiB and KiB where that says more."""
+    """Format bytes such as '1.50 GiB', or in MiB or KiB if smaller."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -22,17 +22,21 @@ def gib(nbytes: float) -> str:
 
 
 def shown(memories: Sequence[RankMemory]) -> list[RankMemory]:
-    """First, middle and last stage, and the one that holds most."""
+    """Return the first, middle and last stage, and the one with the highest peak."""
     wanted = {0, len(memories) // 2, len(memories) - 1}
     most = max(range(len(memories)), key=lambda place: memories[place].peak)
     return [memories[place] for place in sorted({*wanted, most})]
 
 
 def memory_table(memories: Sequence[RankMemory], room: int | None, headroom: int = 0) -> str:
-    """Bytes by kind at the highest point of a step, a column a rank; room: what one rank may use. headroom: what is
-    kept free in addition.
+    """Format the bytes by kind at the highest point of a step, one column per rank.
 
-    What is offloaded comes last, and takes no room: in files, or with a GPU on the host.
+    Offloaded bytes come last and use no device memory: they are in files, or with a GPU on the host.
+
+    Args:
+        memories: Memory of the ranks.
+        room: Bytes that one rank may use; None if unknown.
+        headroom: Bytes kept free in addition.
     """
     columns = shown(memories)
     head = [f"rank {memory.rank} (stage {', '.join(map(str, memory.stages))})" for memory in columns]
@@ -63,7 +67,7 @@ def memory_table(memories: Sequence[RankMemory], room: int | None, headroom: int
 
 
 def _rows_of_parts(columns: Sequence[RankMemory]) -> list[tuple[str, list[str]]]:
-    """Rows that explain activations: microbatches in flight per stage of a rank, and copies of what each part saves."""
+    """Return rows that explain activations: microbatches in flight per stage, and copies of each part's saved bytes."""
     in_flight = [", ".join(map(str, memory.highest.in_flight.values())) for memory in columns]
     counts = [{(saved.part, saved.each): saved.copies for saved in memory.activations} for memory in columns]
     parts = dict.fromkeys(part for count in counts for part in count if part[1])
@@ -77,7 +81,7 @@ def _rows_of_parts(columns: Sequence[RankMemory]) -> list[tuple[str, list[str]]]
 
 
 def time_table(time: StepTime, ranks: int, *, on_cpu: bool) -> str:
-    """Speed of a step, and its seconds by kind. ranks: of the whole job."""
+    """Format the speed of a step and its seconds by kind. `ranks` is the number of ranks of the job."""
     kinds = {
         "forward and backward": time.compute,
         "exchanges within layers": time.exchanges,
@@ -96,7 +100,7 @@ def time_table(time: StepTime, ranks: int, *, on_cpu: bool) -> str:
 
 
 def traffic_table(time: StepTime, *, has_seconds: bool) -> str:
-    """Bytes that one rank sends over each group, and the time if known; '' for a rank that is alone."""
+    """Format the bytes that one rank sends over each group, and the time if known; '' for a single rank."""
     totals: dict[tuple[str, str, str], list[float]] = {}
     for row in time.communication:
         total = totals.setdefault((row.group, row.collective, row.link), [0, 0, 0.0])

@@ -1,4 +1,4 @@
-"""Memory of a run: for one rank of each kind what it holds, when, and how much of the device is left."""
+"""Memory of a run, for one rank of each kind: contents, time of the peak, and the part of the device left free."""
 
 from __future__ import annotations
 
@@ -37,43 +37,52 @@ class Source(Protocol):
 
     @property
     def is_tied(self) -> bool:
-        """True if the head has the embedding's weight."""
+        """True if the head shares the embedding's weight."""
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
-        """The stages of the planned rank, on the meta device."""
+        """Build the stages of the planned rank on the meta device."""
 
     def is_expert(self, name: str, param: nn.Parameter) -> bool:
-        """True for a parameter of experts, by its name in its stage."""
+        """Return True for a parameter of experts, by its name in its stage."""
 
     def sent_bytes(self) -> int:
-        """Bytes that one stage sends to the next for a microbatch."""
+        """Return the bytes that one stage sends to the next for a microbatch."""
 
     def parts_of_stage(self, layout: PipelineLayout, stage: int) -> Sequence[Any]:
-        """Parts of a stage, in order: keys of `figures`."""
+        """Return the parts of a stage in order: keys of `figures`."""
 
     def name_of_layers(self, kind: Any) -> str:
-        """Layers of a kind in words. All other keys of `figures` are words."""
+        """Describe layers of a kind. All other keys of `figures` are already text."""
 
     def figures(
         self, parts: Sequence[Any], groups: PlannedGroups, sizes: Sequence[int], ddp: DistributedDataParallelConfig
     ) -> Sequence[Mapping[Any, PartFigures]]:
-        """For each size of a microbatch, in sequences, what it costs in each of some parts."""
+        """Return, for each microbatch size in sequences, the costs of each of `parts`."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that decides what a run costs. one_host: True if the ranks on CPU are processes of one machine.
+    """Everything that determines the cost of a run.
 
-    user_optimizer: makes the torch optimizer that the wrapper's masters are stepped by; None for that of `optimizer`.
-    notes: sentences on what the plan does not follow.
+    Attributes:
+        source: The model.
+        grid: The grid of ranks.
+        layout: Layout of the pipeline.
+        schedule: Name of the pipeline schedule.
+        ddp: Configuration of the wrapper.
+        optimizer: Configuration of the optimizer.
+        on_cpu: True for ranks on CPU.
+        one_host: True if ranks on CPU are processes of one machine.
+        user_optimizer: Creates the torch optimizer that steps the wrapper's master weights; None uses `optimizer`.
+        notes: Sentences about settings that the plan does not follow.
     """
 
     source: Source
     grid: RankGrid
     layout: PipelineLayout
     schedule: str
-    microbatches: int  # of one rank in one step
-    tokens_per_step: int  # of all ranks
+    microbatches: int  # per rank and step
+    tokens_per_step: int  # on all ranks
     ddp: DistributedDataParallelConfig
     optimizer: OptimizerConfig
     on_cpu: bool = False
@@ -83,12 +92,12 @@ class Run:
 
     @property
     def gradients_wait(self) -> bool:
-        """True if whole gradients of earlier microbatches wait for the last one, where only shards are kept."""
+        """True if full gradients of earlier microbatches wait for the last one, although a rank owns only a shard."""
         shards = not self.ddp.residency.keeps_whole and not self.ddp.reduces_every_microbatch
         return shards and self.microbatches > 1
 
     def groups_of(self, rank: int) -> PlannedGroups:
-        """The groups of one rank."""
+        """Return the groups of one rank."""
         return planned_groups(
             self.grid,
             rank,
@@ -98,21 +107,28 @@ class Run:
         )
 
     def figures(self, parts: Sequence[Any], sizes: Sequence[int]) -> Sequence[Mapping[Any, PartFigures]]:
-        """For each size of a microbatch, in sequences, what it costs in each of some parts of the first rank."""
+        """Return, for each microbatch size in sequences, the costs of each of `parts` on the first rank."""
         return self.source.figures(parts, self.groups_of(0), sizes, self.ddp)
 
     def first_ranks(self) -> list[int]:
-        """The first rank of each pipeline position: ranks of one position hold as much as each other."""
+        """Return the first rank of each pipeline position. All ranks of one position need the same memory."""
         return [place * self.grid.stride("pp") for place in range(self.layout.pp)]
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank: bytes by kind between steps, and at the highest point of each action of a step.
+    """Memory of one rank: bytes by kind between steps, and at the highest point of each action of a step.
 
-    plans: what the wrapper would plan for each of its chunks. files, host: bytes by kind that are offloaded,
-    in files and, with a GPU, in the memory of the host. experts: what of `state` is experts', without padding. parts:
-    the figures of the parts of its stages.
+    Attributes:
+        rank: The rank.
+        stages: Its pipeline stages.
+        state: Bytes by kind between steps.
+        moments: The highest point of each action.
+        plans: The wrapper's plan of each of its chunks.
+        files: Offloaded bytes by kind, in files.
+        host: Offloaded bytes by kind, in host memory, with a GPU.
+        experts: Bytes of `state` that belong to experts, without padding.
+        parts: Figures of the parts of its stages.
     """
 
     rank: int
@@ -127,7 +143,7 @@ class RankMemory:
 
     @property
     def highest(self) -> HighPoint:
-        """The action in which most is held."""
+        """The action with the most bytes."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
@@ -147,7 +163,7 @@ class RankMemory:
 
 
 def wrapped_plans(run: Run, groups: PlannedGroups) -> list[tuple[nn.Module, ModelPlan]]:
-    """The chunks of a rank and what the wrapper would plan for each."""
+    """Return the chunks of a rank with the wrapper's plan of each."""
     with collector_paused():
         return [
             (stage, plan_model(stage, run.source.config, run.ddp, groups, one_bucket=one, without_memory=True))
@@ -157,7 +173,7 @@ def wrapped_plans(run: Run, groups: PlannedGroups) -> list[tuple[nn.Module, Mode
 
 
 def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
-    """The figures of the parts of each stage of the pipeline. What a stage sends is freed when it has arrived."""
+    """Return the figures of the parts of each pipeline stage. Sent activations are freed when they have arrived."""
     parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
     kinds = list(dict.fromkeys(part for row in parts.values() for part in row))
     (figures,) = run.figures(kinds, [run.source.micro_batch_size])
@@ -171,7 +187,13 @@ def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
 
 
 def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts | None = None) -> list[RankMemory]:
-    """Memory of some ranks; by default one rank of each pipeline position. parts: those of `parts_of_stages`."""
+    """Plan the memory of ranks.
+
+    Args:
+        run: The run.
+        ranks: Ranks to plan; None is one rank of each pipeline position.
+        parts: Result of `parts_of_stages`; None computes it.
+    """
     ranks = run.first_ranks() if ranks is None else ranks
     orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
     # Under 1F1B torch waits for a send before the next one.
@@ -179,12 +201,12 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
     arrived = None if kind.name == "1F1B" else arrivals(orders)
     parts = parts_of_stages(run) if parts is None else parts
     found = []
-    wrapped: dict[Any, tuple[list[tuple[nn.Module, ModelPlan]], TierBytes]] = {}  # positions alike hold as much
+    wrapped: dict[Any, tuple[list[tuple[nn.Module, ModelPlan]], TierBytes]] = {}  # equal positions share an entry
     for rank in ranks:
         groups = run.groups_of(rank)
         place = groups.rank("pp")
         stages = run.layout.stages_of(place)
-        last = [groups.rank(name) for name in ("dp_cp", "expt_dp")]  # whose shards end in padding
+        last = [groups.rank(name) for name in ("dp_cp", "expt_dp")]  # the last shards may end in padding
         alike = place == 0, *last, *(tuple(run.source.parts_of_stage(run.layout, stage)) for stage in stages)
         if alike not in wrapped:
             chunks = wrapped_plans(run, groups)

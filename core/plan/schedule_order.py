@@ -1,4 +1,4 @@
-"""In which order a rank works: forwards and backwards of its stages, as the schedule has them."""
+"""The order of a rank's work: forwards and backwards of its stages, as in the schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.pipeline_parallel.schedules import Action, actions_in, build_schedule,
 
 @dataclass
 class StageStandIn:
-    """A stage as torch's schedules read it when they make their table."""
+    """Placeholder for a stage, with the attributes that torch's schedules read to build their table."""
 
     stage_index: int
     num_stages: int
@@ -34,10 +34,10 @@ class StageStandIn:
 
 @lru_cache(maxsize=256)
 def actions_of_ranks(schedule: str, layout: PipelineLayout, microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """For each rank of the pipeline what it does, in order.
+    """Return the actions of each rank of the pipeline, in order.
 
-    GPipe and 1F1B are said here: torch runs them without a table. Interleaved1F1B is too, because torch takes seconds
-    for a long pipeline. The others are torch's tables.
+    GPipe and 1F1B are implemented here, because torch runs them without a table. Interleaved1F1B is too, because torch
+    takes seconds for a long pipeline. Other schedules use torch's tables.
     """
     if layout.num_stages == 1:
         return (tuple(Action(kind, 0, n) for n in range(microbatches) for kind in _FORWARD_BACKWARD),)
@@ -53,10 +53,10 @@ _FORWARD_BACKWARD: tuple[Literal["F"], Literal["B"]] = ("F", "B")
 
 
 def _in_turns(schedule: str, layout: PipelineLayout, rank: int, microbatches: int) -> list[Action]:
-    """Some forwards ahead, then a forward and a backward in turns.
+    """Return some forwards, followed by alternating forwards and backwards.
 
-    Ahead are all forwards (GPipe), or one for each stage behind this one (1F1B). Where a rank has several stages,
-    rounds of about as many microbatches as ranks go through them.
+    The first forwards are all forwards (GPipe), or one for each later stage (1F1B). If a rank has several stages,
+    rounds of about as many microbatches as ranks pass through them.
     """
     stages, total = layout.stages_of(rank), microbatches * layout.chunks
     a_round, behind = microbatches // max(1, microbatches // layout.pp), layout.pp - 1 - rank

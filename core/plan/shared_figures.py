@@ -1,6 +1,6 @@
-"""SharedFigures: what a microbatch of any size costs in each part of a model, from two sizes that were watched.
+"""SharedFigures: costs of a microbatch of any size in each part of a model, from two measured sizes.
 
-Layouts that split a layer alike share these figures, for any pipeline, data ranks and batch.
+Layouts that split a layer in the same way share these figures, for any pipeline, data ranks and batch.
 """
 
 from __future__ import annotations
@@ -13,22 +13,29 @@ from core.plan.live_memory import Work
 from core.plan.run_memory import Run
 from core.plan.step_figures import PartFigures, Sent
 
-# Sequences of the microbatches that are watched. With one sequence, a transposed tensor is contiguous, and fewer
+# Sequences of the measured microbatches. With one sequence, a transposed tensor is contiguous, and fewer
 # operators run. Odd numbers keep operators apart whose sizes would be equal by chance.
 LOW, LEAST_HIGH = 3, 5
 Parts = dict[Any, PartFigures]
 
 
 class SharedFigures:
-    """Figures by the split of a layer. most: the largest microbatch of any layout."""
+    """Figures by the split of a layer. `most` is the largest microbatch of any layout, in sequences."""
 
     def __init__(self, most: int) -> None:
         self.high = max(most, LEAST_HIGH) | 1
-        self._watched: dict[Hashable, tuple[Parts, Parts]] = {}  # of a microbatch of LOW and of `high` sequences
+        self._watched: dict[Hashable, tuple[Parts, Parts]] = {}  # for LOW and for `high` sequences
         self._between: dict[tuple[Hashable, int], Parts] = {}
 
     def at(self, split: Hashable, run: Run, micro: int, parts: Sequence[Any]) -> Parts:
-        """The figures of some parts for `micro` sequences. split: equal for runs whose layers are split alike."""
+        """Return the figures of parts for a microbatch.
+
+        Args:
+            split: Key that is equal for runs whose layers are split in the same way.
+            run: The run.
+            micro: Sequences of the microbatch.
+            parts: Parts of the model.
+        """
         found = self._between.setdefault((split, micro), {})
         missing = [part for part in dict.fromkeys(parts) if part not in found]
         if missing:
@@ -44,17 +51,17 @@ class SharedFigures:
     def _watch(self, split: Hashable, run: Run, parts: Sequence[Any]) -> tuple[Parts, Parts]:
         known = self._watched.setdefault(split, ({}, {}))
         missing = [part for part in parts if part not in known[0]]
-        if missing:  # groups of its own, because they count what is sent
+        if missing:  # uses separate groups, because they count traffic
             for of_size, found in zip(known, run.figures(missing, (LOW, self.high)), strict=True):
                 of_size.update((part, found[part]) for part in missing)
         return known
 
 
 def between(low: PartFigures, high: PartFigures, share: float) -> PartFigures | None:
-    """A part between two sizes of a microbatch; None where the two do not run the same operators.
+    """Interpolate a part between two microbatch sizes; None if the two sizes run different operators.
 
-    Work and traffic are linear in the size. The highest points of memory are convex in it, so that between the two
-    sizes these are no smaller than what would be watched.
+    Work and traffic are linear in the size. The highest points of memory are convex in it, so between the two sizes the
+    result is not below a measurement.
     """
     work: dict[str, Counter[Work]] = {}
     sent: dict[str, Sent] = {}

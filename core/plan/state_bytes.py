@@ -1,7 +1,7 @@
-"""State of a rank between steps, to the byte: parameters, gradients, pools, masters and moments.
+"""State of a rank between steps, exact to the byte: parameters, gradients, pools, master weights and moments.
 
-The layout and the places of buckets are the wrapper's, and the optimizer's masters are made by its own code, on tensors
-of the meta device.
+Layout and placement of buckets come from the wrapper, and the optimizer's own code creates its master weights, on
+tensors of the meta device.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ MASTERS, MOMENTS, SCRATCH = "master weights", "moments", "scratch of the optimiz
 STATE_KINDS = (PARAMETERS, GRADIENTS, POOL, GATHERED, MASTERS, MOMENTS, SCRATCH)
 
 
-# Makes the torch optimizer of a user for the parameters of some modules.
+# Creates a user's torch optimizer for the parameters of modules.
 UserOptimizer = Callable[[Sequence[nn.Module]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """A bucket as master weights read it, on the meta device."""
+    """A bucket on the meta device, with the attributes that master weights read."""
 
     layout: BucketLayout
     shard_range: tuple[int, int]
@@ -56,7 +56,7 @@ class PlannedBucket:
     contracts: Sequence[GradientContract]
     owned_grad: torch.Tensor  # [owned]
     param_shard: torch.Tensor  # [owned]
-    steps_apart: bool  # True if parameters lie on the host and are stepped on a GPU, or the other way round
+    steps_apart: bool  # True if exactly one of parameters and optimizer state is on the host
     state_tier: None = None
 
 
@@ -65,9 +65,12 @@ IsExpert = Callable[[str, nn.Parameter], bool]
 
 
 class TierBytes(NamedTuple):
-    """Bytes by kind on each tier: on the device, and offloaded to files or with a GPU to the host.
+    """Bytes by kind on each tier.
 
-    experts: of those on the device what belongs to experts; padding does not.
+    Attributes:
+        device: Bytes on the device.
+        offloaded: Bytes offloaded to files, or with a GPU to the host.
+        experts: Bytes on the device that belong to experts, without padding.
     """
 
     device: Counter[str]
@@ -81,7 +84,7 @@ class TierBytes(NamedTuple):
 
 
 def is_tagged(name: str, param: nn.Parameter) -> bool:
-    """True for a parameter that is marked as an expert's."""
+    """Return True for a parameter that is marked as an expert's."""
     return data_group_of(param) != DATA_KINDS[0]
 
 
@@ -96,11 +99,20 @@ def state_bytes(
     user: UserOptimizer | None = None,
     is_expert: IsExpert = is_tagged,
 ) -> TierBytes:
-    """Bytes by kind that a rank holds between steps, of all its chunks together.
+    """Count the bytes by kind of a rank between steps, for all its chunks together.
 
-    chunks: (module on the meta device, its plan). on_cpu: True for ranks on CPU. one_host: True if ranks on CPU map
-    each other's buffers, so that a gather of parameters copies nothing. user: makes the optimizer that steps masters,
-    where it is a user's own. ConfigError for a placement that cannot be planned.
+    Args:
+        chunks: (module on the meta device, its plan) of each chunk.
+        ddp_config: Configuration of the wrapper.
+        optimizer_config: Configuration of the optimizer.
+        groups: Process groups of the rank.
+        on_cpu: True for ranks on CPU.
+        one_host: True if ranks on CPU map each other's buffers, so that an all-gather of parameters copies nothing.
+        user: Creates a user's optimizer that steps the master weights; None uses `optimizer_config`.
+        is_expert: Returns True for a parameter of experts.
+
+    Raises:
+        ConfigError: If a placement cannot be planned.
     """
     found = TierBytes(Counter(), Counter(), Counter())
     _check_placement(ddp_config, on_cpu=on_cpu)
@@ -137,7 +149,7 @@ def _add_buffers(
     places: Places,
     is_expert: IsExpert,
 ) -> None:
-    """Parameters and gradients, whole or cut as the strategy says, where the placement says."""
+    """Count parameters and gradients, full or sharded by the strategy, on the tiers of the placement."""
     residency = ddp_config.residency
     experts = {name for name, param in plan.named.items() if is_expert(name, param)}
 
@@ -169,7 +181,7 @@ def _add_buffers(
 
 
 def whole_gradients(plan: ModelPlan) -> int:
-    """Bytes of the gradients of a chunk's parameters, which lie in `.grad` where a rank keeps only its shard."""
+    """Return the bytes of full gradients of a chunk, which are in `.grad` if a rank keeps only its shard."""
     return sum(
         (slot.end - slot.start) * dtype_named(layout.key.grad_dtype).itemsize
         for layout in plan.layout.buffers
@@ -185,9 +197,9 @@ def _param_itemsize(layout: BufferLayout) -> int:
 def _gathered_bytes(
     plan: ModelPlan, ddp_config: DistributedDataParallelConfig, places: Places, *, mapped: bool, on_cpu: bool
 ) -> int:
-    """Of sharded parameters: the memory of whole buckets on top of their shards, and of the one gathered ahead.
+    """Return the bytes of unsharded buckets in addition to their shards, including a prefetched bucket.
 
-    mapped: True if ranks map each other's shards; then a gather copies nothing but what lies in files.
+    `mapped` is True if ranks map each other's shards; then an all-gather copies only buckets in files.
     """
     if ddp_config.residency.keeps_params:
         return 0
@@ -220,7 +232,7 @@ def _add_optimizer(
     *,
     on_cpu: bool,
 ) -> None:
-    """Masters and moments, made by the optimizer's own code from buckets of the meta device."""
+    """Count master weights and moments, created by the optimizer's own code from buckets on the meta device."""
     of_groups: ParamGroups
     if user is None:
         of_groups = ParamGroups(config, list(_trainable(chunks)), frozen=_frozen(chunks))
@@ -239,7 +251,7 @@ def _add_optimizer(
     on_host = [] if on_cpu else _on_host(chunks, config, lambda param: torch_groups[of_groups.of(param)])
     for _, plan in chunks:
         places = places_of(plan, ddp_config)
-        if on_host:  # a placement that says where states lie goes with no optimizer_cpu_offload
+        if on_host:  # optimizer_cpu_offload excludes a placement of states
             places = replace(places, states=frozenset(where for of, where in on_host if of is plan))
         experts = {id(param) for name, param in plan.params.items() if is_expert(name, param)}
         for number, bucket, kinds in _planned_buckets(plan, ddp_config, groups, places, on_cpu=on_cpu):
@@ -276,7 +288,7 @@ def _add_optimizer(
 def _on_host(
     chunks: Sequence[tuple[nn.Module, ModelPlan]], config: OptimizerConfig, group_of: GroupOf
 ) -> list[tuple[ModelPlan, Where]]:
-    """The buckets whose state lies on the host by optimizer_cpu_offload."""
+    """Return the buckets whose state is on the host because of optimizer_cpu_offload."""
     listed = [
         (plan, number, bucket)
         for _, plan in chunks
@@ -291,7 +303,7 @@ def _on_host(
 
 
 def _kept_by(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    """Names of what a user's optimizer keeps for each element of a group, as the step of a twin on one number shows."""
+    """Return the names of a user's per-element optimizer state, found by stepping a copy on a tiny parameter."""
     number = nn.Parameter(torch.zeros(2))
     number.grad = torch.zeros(2)
     twin = twin_of(optimizer, [{**group, "params": [number]}])

@@ -1,7 +1,7 @@
-"""Cost of one microbatch in each part of a model: memory, work and traffic, from one step without values.
+"""Costs of one microbatch in each part of a model: memory, work and traffic, from one step without values.
 
-The parts are the embeddings, each layer, and the head with the loss. A stage of many layers is put together from the
-figures of one layer of each kind, so a model of any depth takes as long to plan as one of two layers.
+The parts are the embeddings, each layer, and the head with the loss. A stage of many layers is composed from the
+figures of one layer of each kind, so planning a deep model takes as long as planning two layers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ Params = Sequence[tuple[int, bool]]
 
 @dataclass(frozen=True)
 class PartFigures:
-    """One part of a model, for one microbatch.
+    """Figures of one part of a model, for one microbatch.
 
-    saved: bytes that its forward leaves for backward. forward, backward: most bytes while it runs, without what
-    earlier parts have saved. work, sent: of both phases, by name. params: (elements on this rank, True for an
-    expert's) of each trainable parameter. Those before the layers are the first part's, and those behind them the
-    last part's. name: in a table. output: bytes of `saved` that the part gives to the next one, which keeps them.
+    Attributes:
+        saved: Bytes that its forward saves for backward.
+        forward: Peak bytes during its forward, without the bytes saved by earlier parts.
+        backward: Peak bytes during its backward, without the bytes saved by earlier parts.
+        work: Work of both phases, by name.
+        sent: Traffic of both phases, by name.
+        params: (elements on this rank, True for an expert's) of each trainable parameter. Parameters before the layers
+            belong to the first part, and parameters after them to the last.
+        name: Name in a table.
+        output: Bytes of `saved` that are passed to the next part, which keeps them.
     """
 
     saved: int
@@ -47,7 +53,7 @@ class PartFigures:
 
 
 def with_more(part: PartFigures, layer: PartFigures, alike: PartFigures) -> PartFigures:
-    """A part outside of the layers, and what the layer next to it does beyond an equal one."""
+    """Add to a part outside the layers the additional costs of its neighbouring layer, compared with an equal layer."""
     more = layer.saved - alike.saved
     sent: dict[str, Sent] = {}
     for phase, calls in part.sent.items():
@@ -69,8 +75,12 @@ def with_more(part: PartFigures, layer: PartFigures, alike: PartFigures) -> Part
 
 
 def layers_in_words(has_experts: bool | None, again: str, of_type: str = "") -> str:
-    """Layers of one kind. has_experts: None for a model without experts. again: what runs again in backward, in words;
-    '' for nothing. of_type: where a model has several types.
+    """Describe layers of one kind.
+
+    Args:
+        has_experts: True for layers with experts; None for a model without experts.
+        again: Text for the recomputed parts; '' if nothing is recomputed.
+        of_type: Type of the layers, if a model has several types.
     """
     kind = {None: "", False: "dense ", True: "expert "}[has_experts]
     return f"{kind}layers{f' ({of_type})' * bool(of_type)}{f', {again}' * bool(again)}"
@@ -84,12 +94,22 @@ def watch_step(
     mode: WithoutValues,
     ddp: DistributedDataParallelConfig,
 ) -> dict[str, PartFigures]:
-    """Forward and backward of a model whose tensors are fake, part by part; call it inside `mode`.
+    """Measure forward and backward of a model on fake tensors, part by part. Must be called inside `mode`.
 
-    layers: in the order of the forward; the n-th is the part "n". run: the forward; what it returns is differentiated.
-    Gradients of parameters are added to `.grad`, which is made here as a wrapper of `ddp` would. So a part's work has
-    what this takes in each microbatch: the cast of 16-bit gradients that are added up in fp32, or the product that adds
-    to `main_grad` itself.
+    Gradients of parameters are accumulated into `.grad`, which is created here as by a wrapper with `ddp`. A part's
+    work therefore includes accumulation in each microbatch: the cast of 16-bit gradients to fp32, or the product that
+    accumulates into `main_grad` directly.
+
+    Args:
+        module: The model.
+        layers: Its layers in forward order; the n-th is the part "n".
+        run: Runs the forward; its result is differentiated.
+        ledger: Record of the groups' traffic.
+        mode: The active mode.
+        ddp: Configuration of the wrapper.
+
+    Returns:
+        The figures of each part.
     """
     known = [*module.parameters(), *module.buffers()]
     for parameter in module.parameters():
@@ -99,8 +119,8 @@ def watch_step(
             parameter.main_grad = None if ddp.shards_gradients else parameter.grad
             known.append(parameter.grad)
     live = LiveMemory(known)
-    ledger.sent.clear()  # of a step that was watched before
-    given: dict[str, list[weakref.ref[torch.UntypedStorage]]] = {}  # by each part to the next one
+    ledger.sent.clear()  # clear a previous step
+    given: dict[str, list[weakref.ref[torch.UntypedStorage]]] = {}  # tensors passed by each part to the next
 
     def enter(phase: str, part: str) -> None:
         live.enter(phase, part)
@@ -111,7 +131,7 @@ def watch_step(
         last = number == len(layers) - 1
 
         def begin(_: Any, args: Any, kwargs: Any, part: str = str(number), first: bool = number == 0) -> None:
-            if live.place.phase == BACKWARD:  # a layer that is computed again
+            if live.place.phase == BACKWARD:  # recomputation of a layer
                 return
             enter(FORWARD, part)
             if first:
@@ -142,7 +162,7 @@ def watch_step(
 
 
 def _params(module: nn.Module, layers: Sequence[nn.Module]) -> dict[str, Params]:
-    """Of each part, in the order in which parts run."""
+    """Return the parameters of each part, in the order in which parts run."""
     part_of = {id(param): str(number) for number, layer in enumerate(layers) for param in layer.parameters()}
     found: dict[str, list[tuple[int, bool]]] = {part: [] for part in (BEFORE, *map(str, range(len(layers))), AFTER)}
     around = BEFORE
@@ -162,7 +182,7 @@ def _figures(
     params: Mapping[str, Params],
 ) -> dict[str, PartFigures]:
     figures = {}
-    before = 0  # what earlier parts have saved
+    before = 0  # bytes saved by earlier parts
     for part in params:
         places = {phase: Phase(phase, part) for phase in (FORWARD, BACKWARD)}
         figures[part] = PartFigures(
@@ -186,17 +206,17 @@ def _figures(
 
 
 def _storages(value: Any) -> list[weakref.ref[torch.UntypedStorage]]:
-    """Of the tensors in `value` that have a gradient."""
+    """Return the storages of tensors in `value` that require a gradient."""
     return [weakref.ref(item.untyped_storage()) for item in tensors_in(value) if item.requires_grad]
 
 
 def _alive(storages: Sequence[weakref.ref[torch.UntypedStorage]]) -> int:
-    """Bytes of those that something keeps."""
+    """Return the bytes of storages that are still alive."""
     return sum(storage.nbytes() for storage in (ref() for ref in storages) if storage is not None)
 
 
 def _when_differentiated(value: Any, call: Callable[[], None]) -> None:
-    """Call it when backward reaches the first tensor in `value` that has a gradient."""
+    """Call a function when backward reaches the first tensor in `value` that requires a gradient."""
     for item in tensors_in(value):
         if item.requires_grad:
             item.register_hook(lambda _: call())

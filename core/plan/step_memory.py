@@ -1,4 +1,4 @@
-"""Memory of activations along a step: the schedule's order of forwards and backwards over the figures of the parts."""
+"""Activation memory during a step: the schedule's order of forwards and backwards, with the figures of the parts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ STEP_KINDS = (ACTIVATIONS, WORKING, WHOLE, RECEIVED)
 
 
 class Highest(NamedTuple):
-    """The most bytes while an action runs: its own, and whole gradients that wait for the last backward.
+    """Peak bytes during an action.
 
-    parts: so many parts of the stage, the first ones, still hold what their forward has saved.
+    Attributes:
+        own: Bytes of the action itself.
+        waiting: Bytes of full gradients that wait for the last backward.
+        parts: Number of first parts of the stage whose saved tensors are still alive.
     """
 
     own: int
@@ -28,12 +31,12 @@ class Highest(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """Sum of both."""
         return self.own + self.waiting
 
 
 class Saved(NamedTuple):
-    """Tensors that one part of a stage has saved, by name: bytes of one microbatch, and number of microbatches."""
+    """Tensors saved by one part of a stage: name, bytes of one microbatch, and number of microbatches."""
 
     part: str
     each: int
@@ -41,17 +44,22 @@ class Saved(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Bytes of all microbatches."""
         return self.each * self.copies
 
 
 @dataclass(frozen=True)
 class StageFigures:
-    """One stage, for one microbatch: bytes that its forward saves; the most while forward and backward run.
+    """Figures of one stage, for one microbatch.
 
-    saved_by: bytes that the first n parts save, for each n from 0. whole: bytes of whole gradients, which wait for the
-    last microbatch, where a rank keeps only its shard; else 0. The first backward of a step makes them, and the last
-    one gives them away: first, last.
+    Attributes:
+        saved: Bytes that its forward saves.
+        saved_by: Bytes that the first n parts save, for each n from 0.
+        forward: Peak bytes during forward.
+        backward: Peak bytes during backward.
+        whole: Bytes of full gradients that wait for the last microbatch, if a rank keeps only its shard; else 0.
+        first: Peak of the first backward of a step, which creates these gradients.
+        last: Peak of the last backward of a step, which frees them.
     """
 
     saved: int
@@ -64,10 +72,10 @@ class StageFigures:
 
     @classmethod
     def of(cls, parts: Sequence[PartFigures], whole: int = 0) -> StageFigures:
-        """Those of parts that run one after the other: earlier ones have saved, and later ones have freed."""
+        """Combine parts that run one after the other: earlier ones have saved, and later ones have freed."""
         forward = elements = 0
         saved_by = [0]
-        own, waiting = [], []  # of each part: bytes while its backward runs; elements up to its last parameter
+        own, waiting = [], []  # for each part: bytes during its backward; elements up to its last parameter
         for part in parts:
             before = saved_by[-1]
             forward = max(forward, before + part.forward)
@@ -77,7 +85,7 @@ class StageFigures:
             waiting.append(elements)
         saved = saved_by[-1]
         left = [whole * reached // max(1, elements) for reached in waiting]
-        # Where less is held than all parts have saved, later ones have freed theirs.
+        # If fewer bytes are alive than all parts saved, later parts have freed theirs.
         held = [len(parts) if most >= saved else place for place, most in enumerate(own, 1)]
         ends = [
             max([Highest(saved, begun, len(parts)), *map(Highest, own, behind, held)], key=lambda row: row.total)
@@ -86,7 +94,7 @@ class StageFigures:
         return cls(saved, saved_by, max(forward, saved), max(saved, *own), whole, *ends)
 
     def backward_of(self, done: int, microbatches: int) -> Highest:
-        """The most while the backward of a microbatch runs, after `done` others in this step."""
+        """Return the peak of a microbatch's backward, after `done` others in this step."""
         ends = {0: self.first, microbatches - 1: self.last}
         return ends.get(done, Highest(self.backward, self.whole, len(self.saved_by) - 1))
 
@@ -95,8 +103,11 @@ class StageFigures:
 class HighPoint:
     """Memory at the highest point of one action, by kind.
 
-    in_flight: by stage, the microbatches that activations are there of. parts: of the action's own microbatch only
-    those of so many parts are.
+    Attributes:
+        action: The action.
+        held: Bytes by kind.
+        in_flight: By stage, the number of microbatches with live activations.
+        parts: Number of parts of the action's own microbatch whose activations are alive.
     """
 
     action: Action
@@ -106,11 +117,11 @@ class HighPoint:
 
     @property
     def total(self) -> int:
-        """All kinds together."""
+        """Bytes of all kinds together."""
         return sum(self.held.values())
 
     def saved(self, parts: Mapping[int, Sequence[PartFigures]]) -> list[Saved]:
-        """The activations by part, in the order of the model; equal layers are together. parts: by stage."""
+        """Return the activations by part, in model order; equal layers are combined. `parts` is keyed by stage."""
         counts: Counter[tuple[str, int]] = Counter()
         for stage, count in self.in_flight.items():
             for place, part in enumerate(parts[stage]):
@@ -131,17 +142,25 @@ def memory_along(
     returns: Collection[int] = (),
     ahead: int = 0,
 ) -> list[HighPoint]:
-    """The highest point of each action of a rank.
+    """Return the highest point of each action of a rank.
 
-    stages: by number, those of the rank. sent_bytes: what one stage sends the next for a microbatch. A stage keeps what
-    it has received of the microbatches in flight, and in a backward the gradient that it has received. sends, returns:
-    stages that send activations, and gradients, to another rank. arrived: as of `arrivals`; None where a stage waits
-    for a send before the next forward. ahead: so many receives are posted before the action that needs them.
+    A stage keeps the received activations of the microbatches in flight, and in a backward the received gradient.
+
+    Args:
+        actions: Actions of the rank, in order.
+        stages: Figures of the rank's stages, by number.
+        num_stages: Stages of the pipeline.
+        microbatches: Number of microbatches.
+        sent_bytes: Bytes that one stage sends the next for a microbatch.
+        arrived: Result of `arrivals`; None if a stage waits for a send before the next forward.
+        sends: Stages that send activations to another rank.
+        returns: Stages that send gradients to another rank.
+        ahead: Number of receives posted before the action that needs them.
     """
     back: set[tuple[int, int]] = set()  # gradients sent that are not known to have been used
     under_way: set[tuple[int, int]] = set()  # activations sent that are not known to have been used
     in_flight = dict.fromkeys(stages, 0)
-    done = dict.fromkeys(stages, 0)  # backwards that have made gradients of parameters
+    done = dict.fromkeys(stages, 0)  # backwards that have computed parameter gradients
     moments = []
     for action in actions:
         stage = stages[action.stage]
@@ -154,7 +173,7 @@ def memory_along(
             highest = Highest(stage.forward, begun, parts)
         elif action.kind in ("B", "I"):
             highest = stage.backward_of(done[action.stage], microbatches)
-        else:  # weight gradients that were put off have kept what the forward saved
+        else:  # deferred weight gradients keep the tensors saved by forward
             highest = Highest(stage.saved, begun, parts)
         saved = stage.saved_by[highest.parts]
         held = {ACTIVATIONS: alive - stage.saved + saved, WORKING: highest.own - saved}

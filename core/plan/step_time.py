@@ -1,4 +1,4 @@
-"""Time of a step: work of the parts on a device, the pipeline's order, and what travels that nothing hides."""
+"""Time of a step: work of the parts on a device, the pipeline's order, and communication that is not hidden."""
 
 from __future__ import annotations
 
@@ -33,12 +33,17 @@ ATTENTION = "scaled_dot_product"  # in the names of attention's kernels
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step of the slowest pipeline position. Together they are the step.
+    """Seconds of a step on the slowest pipeline position. The first five add up to the step.
 
-    compute: forwards and backwards. exchanges: of activations within layers, and between stages. bubble: waiting for
-    other stages. flops_per_s: of the model on all ranks; what is computed twice counts once. gradients: reductions and
-    gathers that nothing hides, and by how much the hidden ones slow arithmetic
-    down. optimizer: the update.
+    Attributes:
+        compute: Forwards and backwards.
+        exchanges: Communication of activations, within layers and between stages.
+        bubble: Waiting for other stages.
+        gradients: Reductions and all-gathers that are not hidden, and the slowdown of arithmetic by hidden ones.
+        optimizer: The update.
+        flops_per_s: Operations per second of the model on all ranks; recomputation does not count.
+        communication: Communication by group and collective.
+        spans: Time line of the pipeline.
     """
 
     compute: float
@@ -54,14 +59,14 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """Seconds of the complete step."""
         return self.compute + self.exchanges + self.bubble + self.gradients + self.optimizer
 
 
 def work_seconds(work: Mapping[Work, int], device: Device) -> float:
-    """Each operator takes as long as its arithmetic or its memory, whichever is longer.
+    """Return the seconds of operators: each takes the longer of its arithmetic and its memory access.
 
-    A GPU takes at least as long as a launch. A CPU does what surrounds an operator before it begins.
+    A GPU operator takes at least as long as a launch. A CPU adds the overhead around each operator.
     """
     seconds = 0.0
     for operator, count in work.items():
@@ -77,24 +82,27 @@ def work_seconds(work: Mapping[Work, int], device: Device) -> float:
 
 
 def flops_of(table: Mapping[str, float], dtype: torch.dtype) -> float:
-    """Operations a second in a dtype; fp32's for one that the device's file does not name."""
+    """Return the operations per second in a dtype; fp32's if the device file does not have it."""
     return table.get(dtype_name(dtype), table["float32"])
 
 
 def optimizer_seconds(state: Mapping[str, int], owned_bytes: int, device: Device, buckets: int = 0) -> float:
-    """Gradients are read; masters and moments are read and written; parameters are written."""
+    """Return the seconds of an update: gradients are read, master weights and moments read and written."""
     rate = device.optimizer_bandwidth or device.memory_bandwidth
     moved = (owned_bytes + 2 * (state.get(MASTERS, 0) + state.get(MOMENTS, 0))) / rate
     return (moved + buckets * device.optimizer_bucket_s) * device.link_turns
 
 
 def stage_seconds(parts: Sequence[PartFigures], device: Device) -> dict[str, float]:
-    """Seconds of arithmetic of one stage and microbatch, by phase."""
+    """Return the arithmetic seconds of one stage and microbatch, by phase."""
     return {phase: sum(work_seconds(part.work[phase], device) for part in parts) for phase in (FORWARD, BACKWARD)}
 
 
 def model_flops(parts: Sequence[PartFigures]) -> Counter[torch.dtype]:
-    """Of one stage and microbatch on one rank, by dtype: three times the forward's, without recomputation."""
+    """Return the operations of one stage and microbatch on one rank, by dtype.
+
+    They are three times the operations of the forward, without recomputation.
+    """
     total: Counter[torch.dtype] = Counter()
     for part in parts:
         for work, count in part.work[FORWARD].items():
@@ -103,7 +111,14 @@ def model_flops(parts: Sequence[PartFigures]) -> Counter[torch.dtype]:
 
 
 def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, device: Device) -> StepTime:
-    """The time of a step. memories: one rank of each pipeline position, in order. parts: of all stages."""
+    """Plan the time of a step.
+
+    Args:
+        run: The run.
+        memories: Memory of one rank of each pipeline position, in order.
+        parts: Figures of the parts of all stages.
+        device: The device of each rank.
+    """
     microbatches, num_stages = run.microbatches, run.layout.num_stages
     device = device.shared_by(run.grid.world_size)
     groups = [run.groups_of(memory.rank) for memory in memories]
@@ -183,7 +198,7 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
 def _spans(
     run: Run, groups: PlannedGroups, seconds: Mapping[tuple[str, int], float], device: Device
 ) -> list[TimedAction]:
-    """The time line of the pipeline. Ranks that wait leave their cores to others, if they have to share them."""
+    """Return the time line of the pipeline. Waiting ranks release their cores to other ranks, if cores are shared."""
     num_stages = run.layout.num_stages
     hop_s = (
         communication_of(groups, "pp", "send", 1, run.source.sent_bytes(), device).seconds if num_stages > 1 else 0.0
@@ -206,10 +221,10 @@ def exposed(
     update: float,
     arithmetic: float,
 ) -> float:
-    """Seconds of reductions and gathers that nothing hides. The last bucket has nothing behind it that could.
+    """Return the seconds of reductions and all-gathers that are not hidden. The last bucket cannot be hidden.
 
-    Hidden ones take a part of the device, and slow down what hides them. A core that adds gradients does nothing else,
-    so nothing is hidden on a host.
+    Hidden ones use part of the device and slow down the arithmetic that hides them. On a host nothing is hidden,
+    because a core that adds gradients does nothing else.
     """
     all_s = reduce_s + gather_s
     if device.is_host:
@@ -226,7 +241,7 @@ def exposed(
 
 
 def owned_bytes(plans: Sequence[ModelPlan]) -> int:
-    """Of the gradients that this rank's optimizer reads."""
+    """Return the bytes of gradients that this rank's optimizer reads."""
     return sum(
         bucket.numel // bucket.shards * dtype_named(layout.key.grad_dtype).itemsize
         for plan in plans

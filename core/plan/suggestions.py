@@ -1,4 +1,4 @@
-"""Changes that make a run fit: one at a time, those that cost the least time first."""
+"""Changes that make a run fit, one at a time, sorted by their cost in time."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MOST_RANKS = 16_384
 
 
 def larger_sizes(size: int, ranks: int) -> Iterator[int]:
-    """Sizes of an axis of so many ranks: twice its own, and so on."""
+    """Yield larger sizes of an axis up to `ranks`, doubling each time."""
     while (size := 2 * size) <= ranks:
         yield size
 
 
 def single_suggestions(config: JobConfig, ranks: int) -> Iterator[tuple[str, JobConfig, int]]:
-    """(flags in words, the changed configuration, ranks) for each option that takes memory off a rank."""
+    """Yield (flags as text, the changed configuration, ranks) for each option that reduces a rank's memory."""
     model, parallel, ddp = config.model, config.parallel, config.ddp
     for strategy in STRATEGIES[STRATEGIES.index(ddp.strategy) + 1 :]:
         changed = replace(
@@ -59,7 +59,7 @@ def single_suggestions(config: JobConfig, ranks: int) -> Iterator[tuple[str, Job
 
 
 def single_model_suggestions(config: ModelRun, ranks: int) -> Iterator[tuple[str, ModelRun, int]]:
-    """As `single_suggestions`, of a Hugging Face model."""
+    """Yield suggestions as `single_suggestions`, for a Hugging Face model."""
     for zero in range(config.zero + 1, len(STRATEGIES)):
         yield f"--zero {zero}", replace(config, zero=zero), ranks
     source: Any = run_of_model(config, ranks).source
@@ -91,7 +91,7 @@ def _changes(config: JobConfig | ModelRun | Plannable, ranks: int) -> Iterator[t
 
 
 def _takes_more_ranks(config: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> bool:
-    """True if the run can be built on more ranks; the batch may not divide by them."""
+    """Return True if the run can be built on more ranks; its batch may not be divisible by them."""
     for _, changed, wanted in _changes(config, ranks):
         if wanted > ranks:
             with contextlib.suppress(ValueError, RuntimeError):
@@ -103,9 +103,15 @@ def _takes_more_ranks(config: JobConfig | ModelRun | Plannable, ranks: int, devi
 def suggestions_that_fit(
     config: JobConfig | ModelRun | Plannable, ranks: int, device: Device, most: int = 3
 ) -> list[tuple[str, RunPlan]]:
-    """The changes after which the run fits, the fastest first; of one option the first value that fits.
+    """Return the changes after which the run fits, fastest first; for each option, the first value that fits.
 
     More ranks come last, because they cost more than time.
+
+    Args:
+        config: The configuration that does not fit.
+        ranks: Its number of ranks.
+        device: The device of each rank.
+        most: Number of changes to return.
     """
     found: dict[str, tuple[str, RunPlan]] = {}
     for words, changed, wanted in _changes(config, ranks):
@@ -123,7 +129,7 @@ def suggestions_that_fit(
 
 
 def advice(config: JobConfig | ModelRun | Plannable, plan: RunPlan) -> str:
-    """The changes in words; for a plan that does not fit."""
+    """Return the changes as text, for a plan that does not fit."""
     ranks, before = plan.run.grid.world_size, plan.time.seconds
     changes = suggestions_that_fit(config, ranks, plan.device)
     if not changes:

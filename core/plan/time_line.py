@@ -1,4 +1,4 @@
-"""The time line of a pipeline: when each position does what."""
+"""The time line of a pipeline: start and end of each action of each position."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from core.plan.schedule_order import Action
 
-Done = Mapping[tuple[str, int, int], float]  # (kind, stage, microbatch) -> when it ended
+Done = Mapping[tuple[str, int, int], float]  # (kind, stage, microbatch) -> its end
 
 
 @dataclass(frozen=True)
 class TimedAction:
-    """One action of one pipeline position, in seconds from the begin of the step."""
+    """One action of one pipeline position, in seconds since the start of the step."""
 
     place: int
     action: Action
@@ -23,9 +23,16 @@ class TimedAction:
 def pipeline_spans(
     orders: Sequence[Sequence[Action]], seconds: Mapping[tuple[str, int], float], hop_s: float, num_stages: int
 ) -> list[TimedAction]:
-    """When each position does what: an action begins when its rank is free and what it needs has arrived.
+    """Return the time of each action. An action starts when its rank is free and its inputs have arrived.
 
-    seconds: (kind of action, stage) -> its duration. hop_s: of a message between neighbouring stages.
+    Args:
+        orders: Actions of each position, in order.
+        seconds: Duration by (kind of action, stage).
+        hop_s: Seconds of a message between neighbouring stages.
+        num_stages: Stages of the pipeline.
+
+    Raises:
+        ValueError: If the order deadlocks.
     """
     done: dict[tuple[str, int, int], float] = {}
     free = [0.0] * len(orders)
@@ -77,16 +84,24 @@ def shared_spans(
     num_stages: int,
     slower: Callable[[int], float],
 ) -> list[TimedAction]:
-    """As `pipeline_spans`, of positions that share cores: a position that waits leaves its core to the others.
+    """Return the time of each action if positions share cores: a waiting position releases its core.
 
-    seconds: of a core of one's own. slower: by how many positions work, how many times as long each of them takes.
+    Args:
+        orders: Actions of each position, in order.
+        seconds: Duration by (kind of action, stage), on a dedicated core.
+        hop_s: Seconds of a message between neighbouring stages.
+        num_stages: Stages of the pipeline.
+        slower: Returns the slowdown factor for a number of working positions.
+
+    Raises:
+        ValueError: If the order deadlocks.
     """
     done: dict[tuple[str, int, int], float] = {}
     at, now = [0] * len(orders), 0.0
     spans: list[TimedAction] = []
-    running: dict[int, tuple[float, float]] = {}  # position -> (since when, seconds of a core that are left)
+    running: dict[int, tuple[float, float]] = {}  # position -> (start, remaining seconds of a core)
     while len(spans) < sum(map(len, orders)):
-        coming: list[float] = []  # when what a position needs arrives
+        coming: list[float] = []  # arrival times of inputs
         for place, order in enumerate(orders):
             if place in running or at[place] == len(order):
                 continue

@@ -1,7 +1,7 @@
-"""WithoutValues: a mode in which operators say what they would give, and none computes.
+"""WithoutValues: a mode in which operators return results of the correct shape and dtype without computing them.
 
-torch's own FakeTensorMode does the same and takes six times as long an operator. It also answers for other devices,
-strange layouts and symbolic sizes, which no plan needs.
+torch's FakeTensorMode does the same but takes six times as long per operator. It also handles other devices, unusual
+layouts and symbolic sizes, which plans do not need.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from core.plan.live_memory import BEFORE, LiveMemory, Work
 
 META = torch.device("meta")
 A_VALUE, PLACES = "aten::_local_scalar_dense", "aten::nonzero"  # operators that ask for values
-# By an operator and its arguments what makes its results, and its work: layers run the same ones again and again.
+# Result constructors and work by operator and arguments: layers run the same operators repeatedly.
 KNOWN: dict[Any, tuple[Any, Work | None]] = {}
 MOST_KNOWN = 100_000
 
 
 class Hollow(Tensor):
-    """A tensor of the CPU without values. shadow: the same on the meta device, where views share a storage."""
+    """A CPU tensor without values. `shadow` is its copy on the meta device, whose views share a storage."""
 
     shadow: Tensor
 
     @staticmethod
     def __new__(cls, shadow: Tensor) -> Hollow:
-        """Around what an operator gave on the meta device."""
+        """Wrap an operator's result on the meta device."""
         made: Hollow = Tensor._make_wrapper_subclass(
             cls, shadow.shape, shadow.stride(), shadow.storage_offset(), dtype=shadow.dtype, device="cpu"
         )
@@ -41,18 +41,18 @@ class Hollow(Tensor):
         return made
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """That of the shadow: equal for views of one tensor, freed with the last of them."""
+        """Return the shadow's storage: equal for views of one tensor, freed with the last of them."""
         return self.shadow.untyped_storage()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Operators outside the mode are taken into it."""
+        """Run operators outside the mode inside it."""
         with WithoutValues():
             return func(*args, **(kwargs or {}))
 
 
 class WithoutValues(TorchDispatchMode):
-    """Inside, all new tensors are `Hollow` ones, and what comes from outside counts as one."""
+    """Mode in which all new tensors are `Hollow`, and tensors from outside are treated as `Hollow`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class WithoutValues(TorchDispatchMode):
 
     @contextmanager
     def followed_by(self, live: LiveMemory) -> Iterator[None]:
-        """Inside, all results are noted there."""
+        """Record all results in `live` inside this context."""
         self.live = live
         try:
             yield
@@ -79,16 +79,16 @@ class WithoutValues(TorchDispatchMode):
         return result
 
     def _asked(self, func: Any, tensor: Hollow) -> Any:
-        """Results of operators that ask for values: a check of values passes, a count is 0."""
+        """Return results of operators that need values: a check passes, a count is 0."""
         if func.name() == A_VALUE:
             return False if tensor.dtype == torch.bool else 0
-        if self.live is None or self.live.place.part in ("", BEFORE):  # a check of masks: nothing is found
+        if self.live is None or self.live.place.part in ("", BEFORE):  # a check of masks: no element is found
             return tensor.new_empty(0, tensor.dim(), dtype=torch.int64)
-        return func(tensor.shadow)  # torch says that it cannot
+        return func(tensor.shadow)  # torch raises an error
 
 
 def _answered(func: Any, args: Any, kwargs: Any) -> tuple[Any, Work | None]:
-    """Result of an operator, and its work."""
+    """Return the result of an operator, and its work."""
     asked = func, described(args), described(kwargs.items()) if kwargs else (), torch.get_default_dtype()
     if asked in KNOWN:
         makers, work = KNOWN[asked]
@@ -103,9 +103,9 @@ def _answered(func: Any, args: Any, kwargs: Any) -> tuple[Any, Work | None]:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Result of an operator, and a function that makes the same of equal arguments; None if there is none."""
+    """Return an operator's result, and a function that creates the same for equal arguments; None if not possible."""
     given: dict[int, Hollow] = {}
-    storages: set[int] = set()  # of the arguments
+    storages: set[int] = set()  # storages of the arguments
 
     def shadow_of(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -119,7 +119,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     def hollow(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        value = value.to(META)  # a few operators that take no tensor make one of the CPU
+        value = value.to(META)  # a few operators without tensor arguments create a CPU tensor
         known = given.get(id(value))
         if known is not None and known.shape != value.shape:
             raise RuntimeError(f"{func} changes a tensor's shape from {tuple(known.shape)} to {tuple(value.shape)}")
@@ -131,7 +131,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     compute = func
     if func.name() == "aten::_grouped_mm" and args[0].dtype != torch.bfloat16:
         compute = _grouped_product
-    elif func.name() == "aten::addmm.dtype_out":  # which torch 2.11 has on GPUs alone
+    elif func.name() == "aten::addmm.dtype_out":  # torch 2.11 has it only for GPUs
         compute = _product_into
     result = compute(*shadows, **named)
 
@@ -165,7 +165,7 @@ def _same(args: Any) -> Any:
 
 
 def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Result of a product of groups of rows: [rows, n], or of a gradient of weights [groups, k, n]."""
+    """Return the result of a product of row groups, [rows, n], or of a weight gradient, [groups, k, n]."""
     if first.dim() == second.dim() == 2:
         assert offs is not None, "two matrices are cut into groups by offsets"
         return first.new_empty(len(offs), first.shape[0], second.shape[1])
@@ -173,12 +173,12 @@ def _grouped_product(first: Tensor, second: Tensor, offs: Tensor | None = None, 
 
 
 def _product_into(*_: Any, out: Tensor, **__: Any) -> Tensor:
-    """Result of a product that is written into `out`."""
+    """Return the result of a product that is written into `out`."""
     return out
 
 
 def described(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Equal for arguments for which an operator gives tensors of the same shapes."""
+    """Return a key that is equal for arguments whose results have the same shapes."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -191,7 +191,7 @@ def described(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A value with all that is in its lists, tuples and dictionaries changed."""
+    """Apply `change` to all values in nested lists, tuples and dictionaries."""
     if isinstance(value, (tuple, list)):
         return type(value)(mapped(item, change) for item in value)
     if isinstance(value, dict):
@@ -200,9 +200,11 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def take_values(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Put tensors of the mode that is on in place of those of the meta device; tied parameters stay tied.
+    """Replace tensors on the meta device by tensors of the active mode. Tied parameters stay tied.
 
-    dtype: of the new ones; None for their own.
+    Args:
+        model: Model to change.
+        dtype: Dtype of the new parameters; None keeps their own.
     """
     taken: dict[int, Any] = {}
     for module in model.modules():
