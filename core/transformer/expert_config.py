@@ -26,20 +26,33 @@ EXPERT_RANGES = {
 
 @dataclass
 class ExpertConfig(ModelParallelConfig):
-    """Megatron's fields for experts; without `num_moe_experts` none of them is read.
+    """Configuration of a mixture of experts, with Megatron's field names.
 
-    num_moe_experts: experts of a layer, over all ranks.  moe_layer_freq: one layer in so many has experts, the first
-    one too; or a list of ones and zeros.  moe_ffn_hidden_size: of one expert; None for that of the dense layers.
-    moe_router_topk: experts a token goes to.  moe_router_pre_softmax: softmax over all experts, then top-k; else over
-    the chosen ones.  moe_router_score_function: 'sigmoid' scores each expert for itself, the chosen ones made to sum to
-    1; it allows moe_router_enable_expert_bias.  moe_router_dtype: of the router's product; None for that of its input.
-    moe_router_load_balancing_type: over what the auxiliary loss counts: a data rank's microbatch, each sequence, or the
-    microbatches of all data ranks.  moe_aux_loss_coeff, moe_z_loss_coeff: their weights in the loss.
-    moe_expert_capacity_factor: an expert takes at most this many times its even share of a rank's tokens; None for all.
-    moe_token_drop_policy: keep those with the highest probability, or the first.
-    moe_token_dispatcher_type: 'alltoall' sends tokens to their experts, 'allgather' all tokens to all ranks.
-    moe_shared_expert_intermediate_size: hidden channels of an MLP that every token goes to.  moe_shared_expert_gate:
-    weigh its output by a sigmoid of the token.  moe_grouped_gemm: one kernel for all experts, where torch has it.
+    Without `num_moe_experts` none of these fields is read.
+
+    Args:
+        moe_router_topk_scaling_factor: Multiplied with the probabilities of the chosen experts.
+        num_moe_experts: Experts per layer, over all ranks.
+        moe_layer_freq: Every n-th layer has experts, starting with the first; or a list of ones and zeros, one per
+            layer.
+        moe_ffn_hidden_size: Hidden size of one expert. None for the hidden size of the dense layers.
+        moe_router_topk: Experts per token.
+        moe_router_pre_softmax: Apply softmax over all experts before top-k, instead of over the chosen ones after it.
+        moe_router_score_function: 'softmax' or 'sigmoid'. 'sigmoid' scores each expert independently and normalizes the
+            chosen scores to sum 1; it allows moe_router_enable_expert_bias.
+        moe_router_dtype: Dtype of the router's matrix product. None for the dtype of its input.
+        moe_router_load_balancing_type: Tokens over which the auxiliary loss measures the load. One data rank's
+            microbatch ('aux_loss'), each sequence ('seq_aux_loss'), the microbatches of all data ranks
+            ('global_aux_loss'), or 'none'.
+        moe_aux_loss_coeff: Weight of the load-balancing loss.
+        moe_z_loss_coeff: Weight of the z-loss.
+        moe_expert_capacity_factor: Maximum tokens of an expert, as a multiple of its even share of a rank's tokens.
+            None for no limit.
+        moe_token_drop_policy: Keep the tokens with the highest probability ('probs'), or the first ones ('position').
+        moe_token_dispatcher_type: 'alltoall' sends tokens to their experts, 'allgather' sends all tokens to all ranks.
+        moe_shared_expert_intermediate_size: Hidden size of an MLP that processes every token.
+        moe_shared_expert_gate: Weight the shared expert's output by a sigmoid of the token.
+        moe_grouped_gemm: Use one kernel for all experts, if torch has it.
     """
 
     num_moe_experts: int | None = None

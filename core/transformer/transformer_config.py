@@ -33,21 +33,30 @@ RANGES = {
 
 @dataclass
 class TransformerConfig(ExpertConfig):
-    """Shape, variants and initialisation. Raises ValueError, with the arithmetic, on sizes that do not fit together.
+    """Configuration of a transformer: shape, variants and initialization.
 
-    num_query_groups: heads of keys and values; None for one each query head.  kv_channels: size of a head; None for
-    hidden_size / num_attention_heads.  ffn_hidden_size: None for 4 * hidden_size.
-    init_method_std: of every weight; those that write to the residual stream get it divided by sqrt(2 * num_layers).
-    init_seed: with each parameter's name it decides the weights, the same ones in every layout and dtype.
-    cp_comm_type: how context-parallel ranks see each other's keys and values: 'p2p' in a ring, 'all_gather' all of
-    them, 'a2a' by exchanging positions for heads, of which there must be enough.
-    recompute_granularity: 'full' computes layers again in backward, 'selective' the parts in recompute_modules;
-    recompute_num_layers: of each stage's layers the first so many; None for all.
-    recompute_modules: 'core_attn' (attention without its projections), 'mlp', 'moe' and 'shared_experts' keep the input
-    of the part. 'layernorm' (the norms of a layer), 'mlp_act' and 'moe_act' (the activation functions of MLPs and of
-    experts) keep the input of a function that costs nearly nothing, and their output is freed until backward.
-    logits_chunk: compute logits and their loss for so many tokens at a time, and again in backward; 0 for all at once;
-    None for chunks where logits would have more than 2**28 elements on a rank.
+    Args:
+        num_layers: Number of transformer layers.
+        num_query_groups: Number of key/value heads. None for one per query head.
+        kv_channels: Size of a head. None for hidden_size / num_attention_heads.
+        ffn_hidden_size: Hidden size of the MLP. None for 4 * hidden_size.
+        init_method_std: Standard deviation of every weight. For weights that write to the residual stream, it is
+            divided by sqrt(2 * num_layers).
+        init_seed: Seed of the weights, together with each parameter's name. Weights are equal in every layout and
+            dtype.
+        cp_comm_type: Communication of keys and values between context-parallel ranks. 'p2p' uses a ring, 'all_gather'
+            gathers all of them, 'a2a' exchanges positions for heads and needs enough heads.
+        recompute_granularity: 'full' recomputes layers in backward, 'selective' only the parts in recompute_modules.
+        recompute_num_layers: Recompute only this many first layers of each stage. None for all.
+        recompute_modules: Parts to recompute. 'core_attn' (attention without its projections), 'mlp', 'moe' and
+            'shared_experts' save the input of the part. 'layernorm' (the norms of a layer), 'mlp_act' and 'moe_act'
+            (the activation functions of MLPs and of experts) save the input of a cheap function, and free its output
+            until backward.
+        logits_chunk: Tokens per chunk of logits and their loss, recomputed in backward. 0 for one chunk. None for
+            chunks if there are more than 2**28 logits on a rank.
+
+    Raises:
+        ValueError: If sizes do not fit together. The message has the arithmetic.
     """
 
     num_layers: int = 1
