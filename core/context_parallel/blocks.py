@@ -269,9 +269,15 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def block_forward(
     query: Tensor, key: Tensor, value: Tensor, block: Block, sight: Sight, kernel: Kernel | None
 ) -> tuple[Tensor, Tensor]:
-    """Return output and lse of one block, given the block's slices of the tensors.
+    """Return output and lse of one block. A query that sees no key has output 0 and lse -inf.
 
-    A query that sees no key has output 0 and lse -inf.
+    Args:
+        query: The block's queries, [b, heads, s, d].
+        key: The block's keys, [b, groups, t, d].
+        value: The block's values, [b, groups, t, d].
+        block: The block, which selects from the mask.
+        sight: Mask and cap of all pairs.
+        kernel: Fused kernel; None to materialize the scores.
     """
     if kernel is not None:
         output, lse = kernel.forward(query, key, value, block.causal)
@@ -297,7 +303,16 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of one block's queries, keys and values.
 
-    `grad`, `output` and `lse` belong to the full attention, sliced to this block's queries.
+    Args:
+        grad: Gradient of the full attention's output, for this block's queries.
+        query: The block's queries.
+        key: The block's keys.
+        value: The block's values.
+        output: Output of the full attention, for this block's queries.
+        lse: lse of the full attention, for this block's queries.
+        block: The block, which selects from the mask.
+        sight: Mask and cap of all pairs.
+        kernel: Fused kernel; None to materialize the scores.
     """
     if kernel is not None:
         return kernel.backward(grad.to(query.dtype), query, key, value, output.to(query.dtype), lse, block.causal)

@@ -40,11 +40,21 @@ class CutSequence:
         return rank_order(positions, 0, self.size) if self.in_halves else positions
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of a dimension with the full sequence's length."""
+        """Return this rank's part of a tensor.
+
+        Args:
+            whole: Tensor with the full sequence.
+            dim: Dimension of the sequence.
+        """
         return whole.index_select(dim, self._order(whole.shape[dim], whole.device).chunk(self.size)[self.rank])
 
     def join(self, part: Tensor, dim: int) -> Tensor:
-        """All-gather the ranks' parts to the full sequence, without gradients. Collective over the group."""
+        """All-gather the ranks' parts to the full sequence, without gradients. Collective over the group.
+
+        Args:
+            part: This rank's part.
+            dim: Dimension of the sequence.
+        """
         joined = gather_first(part.transpose(0, dim).contiguous(), self.group)
         return joined.index_select(0, self._order(len(joined), part.device).argsort()).transpose(0, dim).contiguous()
 

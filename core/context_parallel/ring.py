@@ -68,7 +68,10 @@ def ring_attention(
 def ring_block(length: int, rank: int, source: int) -> Block:
     """Return the block that `rank` computes with the keys of `source`.
 
-    Both have `length` positions, with the head chunk first.
+    Args:
+        length: Positions of each rank, with the head chunk first.
+        rank: Rank with the queries.
+        source: Rank with the keys.
     """
     everything, half = slice(0, length), length // 2
     if source == rank:
@@ -142,7 +145,15 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring_sight(documents: Tensor | None, scores: Scores, length: int, group: dist.ProcessGroup, source: int) -> Sight:
-    """Return the mask between this rank's `length` queries and the keys of `source`."""
+    """Return the mask between this rank's queries and another rank's keys.
+
+    Args:
+        documents: [b, s], document numbers of the full sequence, or None.
+        scores: Window and cap.
+        length: Positions of each rank.
+        group: Context-parallel group.
+        source: Rank with the keys.
+    """
     ranks = (group.rank(), source)
     parts = None if documents is None else [split_sequence(documents, 1, group.size(), rank) for rank in ranks]
     places = None if scores.window is None else [positions_on_rank(length, group.size(), rank) for rank in ranks]
@@ -171,9 +182,16 @@ class Passing:
 
 
 def pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Passing:
-    """Send to the next rank of the group and receive from the previous one.
+    """Send a tensor to the next rank of the group and receive one from the previous rank.
 
     Every rank must call it in the same order.
+
+    Args:
+        tensor: Tensor to send.
+        group: Process group.
+
+    Returns:
+        The transfer; its `wait()` returns the received tensor.
     """
     size, rank = group.size(), group.rank()
     received = torch.empty_like(tensor)

@@ -176,7 +176,12 @@ class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
 
     @staticmethod
     def compute_effective_steps_per_epoch(dataloader: Any, accumulate_size: int) -> int:
-        """Return the number of updates per epoch, the unit of a schedule's total steps."""
+        """Return the number of updates per epoch, the unit of a schedule's total steps.
+
+        Args:
+            dataloader: Loader of microbatches, with a length.
+            accumulate_size: Microbatches per step.
+        """
         return len(dataloader) // checked_size(accumulate_size)
 
     def step(self, *args: Any, **kwargs: Any) -> None:

@@ -71,7 +71,13 @@ def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> t
 
 
 def any(flag: bool, groups: Groups, what: str) -> bool:
-    """True if `flag` is true on any rank."""
+    """Return True if a flag is true on any rank.
+
+    Args:
+        flag: This rank's flag.
+        groups: A group, or a chain of groups.
+        what: The subject, in words.
+    """
     return bounds([flag], groups, what)[1] == [1]
 
 
@@ -152,7 +158,13 @@ def refuse(error: Exception | None, groups: Groups, what: str, kind: type[Except
 
 @contextmanager
 def together(groups: Groups, what: str, kind: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Context for code that may fail on one rank: calls `refuse` at its end, on all ranks."""
+    """Context for code that may fail on one rank: calls `refuse` at its end, on all ranks.
+
+    Args:
+        groups: A group, or a chain of groups.
+        what: The subject, in words.
+        kind: Type of the error on ranks without one.
+    """
     error: Exception | None = None
     try:
         yield

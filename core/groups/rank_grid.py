@@ -186,12 +186,24 @@ class RankGrid:
         return next(stride for axis, _, stride in self._digits(expert) if axis == token)
 
     def coordinate(self, rank: int, token: str, expert: bool = False) -> int:
-        """Return a rank's index along one axis."""
+        """Return a rank's index along one axis.
+
+        Args:
+            rank: Global rank.
+            token: The axis.
+            expert: Use the expert grid.
+        """
         self._check_rank(rank)
         return rank // self.stride(token, expert) % self.size(token, expert)
 
     def group_of(self, rank: int, tokens: str, expert: bool = False) -> list[int]:
-        """Return the group of `rank` that spans the axes `tokens`, ascending. Costs O(size of the group)."""
+        """Return the group of a rank, ascending. Costs O(size of the group).
+
+        Args:
+            rank: Global rank.
+            tokens: Axes that the group spans, such as 'tp-dp'.
+            expert: Use the expert grid.
+        """
         self._check_rank(rank)
         wanted = parse_tokens(tokens)
         group = [rank]
@@ -202,7 +214,12 @@ class RankGrid:
         return group
 
     def groups(self, tokens: str, expert: bool = False) -> list[list[int]]:
-        """Return all groups of the world that span the axes `tokens`, ordered by their first rank."""
+        """Return all groups of the world, ordered by their first rank.
+
+        Args:
+            tokens: Axes that the groups span, such as 'tp-dp'.
+            expert: Use the expert grid.
+        """
         wanted = parse_tokens(tokens)
         firsts = [0]
         for axis, size, stride in self._digits(expert):

@@ -193,7 +193,13 @@ def _weighted_sum(rows: Tensor, way: Dispatched) -> Tensor:
 def build_dispatcher(
     kind: str, num_experts: int, groups: ProcessGroups
 ) -> AllToAllTokenDispatcher | AllGatherTokenDispatcher:
-    """Create the dispatcher for a value of `moe_token_dispatcher_type`."""
+    """Create a token dispatcher.
+
+    Args:
+        kind: Value of `moe_token_dispatcher_type`.
+        num_experts: Experts over all ranks.
+        groups: Process groups.
+    """
     if kind == "alltoall":
         return AllToAllTokenDispatcher(num_experts, groups)
     return AllGatherTokenDispatcher(num_experts, groups)

@@ -114,8 +114,12 @@ def _no_step(chunk: nn.Module, microbatch: Any, hidden: Any) -> Any:
 class DrawingStep:
     """Forward step of a runner whose user function draws a microbatch's data from an iterator.
 
-    Attributes:
+    Args:
+        runner: The runner.
+        func: The user's forward step.
         iterators: One for each chunk.
+
+    Attributes:
         position: Index of the running chunk.
     """
 

@@ -144,6 +144,10 @@ def _check_sizes(config: TransformerConfig, layout: PipelineLayout, groups: Proc
 def check_embedding_group(layout: PipelineLayout, groups: ProcessGroups) -> None:
     """Check that group 'embd' has the ranks on which the layout places a tied embedding.
 
+    Args:
+        layout: Layout of the pipeline.
+        groups: Process groups with 'pp'.
+
     Raises:
         ValueError: If it has other ranks.
     """

@@ -159,9 +159,15 @@ def plan_pipeline(
 
 
 def build_schedule(kind: ScheduleKind, stages: list[Any], microbatches: int) -> Any:
-    """Create torch's schedule over this rank's stages.
+    """Create torch's schedule over this rank's stages. The output of the last stage is its loss, already scaled.
 
-    The output of the last stage is its loss, already scaled.
+    Args:
+        kind: The schedule.
+        stages: This rank's stages.
+        microbatches: Microbatches per step.
+
+    Raises:
+        RuntimeError: If this version of torch does not have the schedule.
     """
     from torch.distributed import pipelining
 

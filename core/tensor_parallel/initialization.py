@@ -39,7 +39,13 @@ def draw_master(shape: tuple[int, ...], init_method: InitMethod, name: str | Non
 
 
 def rows_on_rank(length: int, size: int, multiple: int = 1) -> int:
-    """Return the padded part of a dimension that each of `size` ranks holds, a multiple of `multiple`."""
+    """Return the size of each rank's padded part of a dimension.
+
+    Args:
+        length: Size of the dimension.
+        size: Number of ranks.
+        multiple: The part is padded to a multiple of this number.
+    """
     return -(-length // (size * multiple)) * multiple
 
 

@@ -301,7 +301,13 @@ def meet_in_store(call: str, ranks: Sequence[int]) -> None:
 def starting(store: dist.Store, rank: int, world: int) -> Iterator[dist.Store]:
     """Context of the start of a job's default group over a store, before there is a rank watch.
 
-    Raises PeerLost, which names the missing ranks, instead of the store's error.
+    Args:
+        store: Store of the default group.
+        rank: This rank.
+        world: Number of ranks.
+
+    Raises:
+        PeerLost: Instead of the store's error, with the missing ranks.
     """
     try:
         store.set(f"came/{rank}", "")
@@ -343,7 +349,12 @@ def in_vain(beats: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[i
 
 
 class calling:
-    """Context of a user's call that may wait for other ranks: its name, and the number of the step."""
+    """Context of a user's call that may wait for other ranks.
+
+    Args:
+        call: Name of the call.
+        step: Number of the step.
+    """
 
     __slots__ = ("call", "outer", "step", "thread")
 
