@@ -1,4 +1,4 @@
-"""The optimizer: from reduced gradients to updated parameters, replicated or sharded over data parallelism."""
+"""Optimizers that turn reduced gradients into updated parameters, replicated or sharded over data parallelism."""
 
 from __future__ import annotations
 
@@ -66,22 +66,43 @@ def get_megatron_optimizer(
     config_overrides: Overrides | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> MegatronOptimizer:
-    """Make the optimizer of wrapped model chunks; sharded when they were wrapped so.
+    """Create the optimizer of wrapped model chunks, sharded if the chunks were wrapped with a sharded strategy.
 
-    model_chunks: this rank's chunks (DistributedDataParallel, or modules around one), or the only one.
-    no_weight_decay_cond, scale_lr_cond: (parameter name, parameter) -> no decay for it / its lr times `lr_mult`.
-        By default biases and one-dimensional parameters do not decay. Names are those of the whole model: a pipeline's
-        stages count layers over all of it.
-    config_overrides: ParamKey -> what its parameters get instead of the configured numbers. As in Megatron it takes
-        the place of the standard overrides: `{**get_standard_config_overrides(config), ParamKey(...): {...}}`. It may
-        be the third argument, as in Megatron's newer versions.
-    pg_collection: the groups of the job; ValueError, by the group's name, where it does not reach the ranks that the
-        model was wrapped with. The norm is taken over all of those.
+    A plain torch optimizer would step on one rank's view of the gradients. This one measures one norm over all ranks,
+    clips and skips on all of them alike, and keeps fp32 master weights for 16-bit parameters.
+
+    Collective: every rank of the job must call it together.
 
         model = DistributedDataParallel(config, ddp_config, model)
         optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-4, clip_grad=1.0), [model])
         loss.backward(); finalize_model_grads([model])
         updated, grad_norm, num_zeros = optimizer.step()
+
+    Args:
+        config: Algorithm, hyperparameters, precision and limits.
+        model_chunks: This rank's chunks (DistributedDataParallel, or modules around one), or a single chunk.
+        no_weight_decay_cond: Function of (parameter name, parameter) that returns True for parameters without weight
+            decay. By default biases and one-dimensional parameters do not decay. Names are those of the full model: a
+            pipeline's stages count layers over all stages. As in newer Megatron versions, `config_overrides` may be
+            passed in this position.
+        scale_lr_cond: Function of (parameter name, parameter) that returns True for parameters whose learning rate is
+            multiplied by `lr_mult`.
+        lr_mult: Learning rate multiplier of the parameters that `scale_lr_cond` selects.
+        config_overrides: Map from a ParamKey to values that replace the configured ones for matching parameters. As in
+            Megatron it replaces the standard overrides: `{**get_standard_config_overrides(config), ParamKey(...):
+            {...}}`.
+        pg_collection: Process groups of the job. The gradient norm is taken over all ranks that the model was wrapped
+            with.
+
+    Returns:
+        A DistributedOptimizer for sharded chunks, and a ReplicatedOptimizer otherwise.
+
+    Raises:
+        TypeError: If `config` is not an OptimizerConfig.
+        ValueError: If `config` contradicts the model, if overrides and conditions are both given, if overrides
+            contradict each other or match no parameter, if shards or a parallel axis may split a parameter that its
+            algorithm needs unsplit, or if a group of `pg_collection` (named in the message) does not reach the ranks
+            that the model was wrapped with.
     """
     call = "get_megatron_optimizer(OptimizerConfig(...), [model])"
     if not isinstance(config, OptimizerConfig):

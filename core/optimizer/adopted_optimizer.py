@@ -1,7 +1,7 @@
-"""AdoptedOptimizer: a torch optimizer that a user has made, stepping this rank's shard of a wrapped model.
+"""AdoptedOptimizer: a user's torch optimizer that steps this rank's shard of a wrapped model.
 
-The user's object stays the one that steps, with its own group dictionaries, so code that holds them (a learning rate
-scheduler) keeps driving it. Only what the groups list is exchanged: master weights in the place of parameters.
+The user's optimizer object keeps stepping, with its own param group dictionaries. A learning rate scheduler that holds
+those dictionaries therefore keeps working. Only the listed tensors change: master weights replace the parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from core.optimizer.optimizer_state import cut_entry
 
 
 class AdoptedGroups(ParamGroups):
-    """The groups of a user's optimizer, where ParamGroups has those of a config."""
+    """Param groups of a user's torch optimizer, with the interface of ParamGroups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.groups: list[dict[str, Any]] = optimizer.param_groups
@@ -45,18 +45,28 @@ class AdoptedGroups(ParamGroups):
         return self._group_of[id(param)]
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
-        """The user's dictionaries, which no longer list parameters."""
+        """Return the user's dictionaries, emptied of parameters."""
         for group in self.groups:
             group["params"] = []
         return self.groups
 
 
 class AdoptedOptimizer(DistributedOptimizer):
-    """Steps `user`, a torch optimizer over parameters of the wrapped model (or its chunks), as a sharded optimizer.
+    """Sharded optimizer that steps a wrapped model with a user's torch optimizer.
 
-    State that the user's optimizer has already is taken over. Every trainable parameter of the model is in `user`.
-    Collective: every rank of the job makes it, and calls `prepare_grads` and `apply`, together. ValueError where `user`
-    must see parameters whole, or does not say, and shards or an axis may cut one.
+    State that the user's optimizer already has is cut into shards and kept. Every trainable parameter of the model must
+    be in `user`.
+
+    Collective: every rank of the job must create it, and call `prepare_grads` and `apply`, together.
+
+    Args:
+        config: Precision, clipping and loss-scale options. The user's param groups set the hyperparameters.
+        model: The wrapped model, or its wrapped chunks.
+        user: A torch optimizer over parameters of `model`. Its groups are emptied and filled with master weights.
+
+    Raises:
+        ValueError: If `user` needs unsplit parameters, or does not declare whether it does, and shards or a parallel
+            axis may split one.
     """
 
     def __init__(
@@ -86,8 +96,10 @@ class AdoptedOptimizer(DistributedOptimizer):
         return self.scope
 
     def _listed(self, segments: list[Segment]) -> list[Segment]:
-        """In the order of the user's parameters: transformers' AdafactorSchedule takes a group's learning rate from the
-        state of its first one.
+        """Return segments in the order of the user's parameters.
+
+        The order matters because transformers' AdafactorSchedule reads a group's learning rate from the state of the
+        group's first parameter.
         """
         place = {id(param): number for number, param in enumerate(itertools.chain.from_iterable(self.user_params))}
         return sorted(segments, key=lambda segment: place[id(segment.shards[0].param)])
@@ -96,7 +108,7 @@ class AdoptedOptimizer(DistributedOptimizer):
         return self.user
 
     def _take_over(self, state: dict[nn.Parameter, dict[str, Any]]) -> None:
-        """Cut the state that parameters had before into this rank's shards."""
+        """Cut the state that the user's optimizer had for full parameters into this rank's shards."""
         entries: dict[str, Any] = {}
         for param in itertools.chain.from_iterable(self.user_params):
             if id(param) in self.names:
@@ -107,16 +119,19 @@ class AdoptedOptimizer(DistributedOptimizer):
 
     @property
     def measured_norm(self) -> float:
-        """Of the whole gradient without the loss scale, before clipping."""
+        """Global norm of the full gradient, without the loss scale and before clipping."""
         return self._measured().norm
 
     def clamp(self, limit: float, max_norm: float = 0.0) -> None:
-        """Bound each element of the measured gradient to [-limit, limit], in memory. Collective.
+        """Clamp each element of the measured gradient to [-limit, limit], in place.
+
+        Collective: every rank of the job must call it together.
 
         Args:
             limit: Largest magnitude of an element.
-            max_norm: The norm that was clipped to before; `apply` does it, so the memory is bounded higher by as much.
-                0 if no norm was clipped: then the bounded gradient is measured again.
+            max_norm: Norm that the gradient was clipped to before. Since `apply` multiplies by the clip factor later,
+                the bound in memory is raised by the same factor. 0 if no norm was clipped: then the clamped gradient is
+                measured again.
         """
         stats = self._measured()
         for masters, factor in zip(self.masters, stats.factors, strict=True):
@@ -128,9 +143,18 @@ class AdoptedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def apply(self, max_norm: float) -> bool:
-        """Update the parameters from measured gradients, clipped to `max_norm` if it is not 0; False where skipped."""
+        """Update the parameters from measured gradients.
+
+        Collective: every rank of the job must call it, after `prepare_grads`.
+
+        Args:
+            max_norm: Largest global gradient norm; 0 for no clipping.
+
+        Returns:
+            True if the step was made, False if it was skipped because a gradient was not finite.
+        """
         stats = self._measured()
-        # What torch's schedulers look at; a rank that owns nothing, or skips, does not call the user's step.
+        # torch's schedulers check this flag; a rank that owns nothing, or skips, does not call the user's step.
         self.user._opt_called = True
         if not stats.finite:
             self._skip(stats)
@@ -143,11 +167,19 @@ class AdoptedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def whole_gradient(self, param: nn.Parameter, max_norm: float = 0.0) -> torch.Tensor:
-        """A parameter's reduced, unscaled, full gradient, after `prepare_grads`. Collective over its shard group.
+        """Return a parameter's reduced, unscaled, full gradient. Call it after `prepare_grads`.
+
+        Collective: every rank of the parameter's shard group must call it.
 
         Args:
             param: A parameter of the wrapped model.
-            max_norm: The norm that `apply` will clip to; 0 for no limit.
+            max_norm: Norm that `apply` will clip to; 0 for no limit.
+
+        Returns:
+            The gradient in fp32, in the parameter's shape.
+
+        Raises:
+            ValueError: If this optimizer does not train `param`.
         """
         for masters, factor in zip(self.masters, self._measured().factors, strict=True):
             if not any(own is param for own in masters.bucket.params):
@@ -164,9 +196,14 @@ class AdoptedOptimizer(DistributedOptimizer):
 
 
 def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer like a user's, over other groups, without state; made without knowing how the user's was made.
+    """Return an optimizer like a user's over other groups, without state.
 
-    A scheduler has patched the original's `step`; that, and the user's hooks, stay with the original.
+    The arguments that created the user's optimizer are unknown, so its attributes are copied instead. The `step` that a
+    scheduler has patched, and the user's hooks, stay with the original.
+
+    Args:
+        optimizer: The user's optimizer.
+        groups: Param groups of the copy.
     """
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})

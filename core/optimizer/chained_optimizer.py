@@ -11,7 +11,7 @@ import torch
 from core.optimizer.optimizer import MegatronOptimizer
 from core.optimizer.optimizer_state import Entry
 
-# What they must agree on to decide together.
+# Options that all chained optimizers must share, because they step or skip together.
 COMMON = (
     "clip_grad",
     "grad_norm_type",
@@ -27,15 +27,22 @@ COMMON = (
 
 
 class ChainedOptimizer(MegatronOptimizer):
-    """Optimizers over different model chunks with one norm, one decision and one loss scale, the first one's.
+    """Several optimizers over different model chunks that share one norm, one decision to step, and one loss scale.
 
-    `get_megatron_optimizer` needs none: its optimizer holds dense and expert parameters of all chunks. A chain joins
-    models with different configurations, such as an encoder that learns slowly and a decoder:
+    `get_megatron_optimizer` needs no chain: its optimizer covers dense and expert parameters of all chunks. A chain
+    joins models with different configurations, such as an encoder that learns slowly and a decoder:
 
         first = get_megatron_optimizer(slow, [encoder])
         optimizer = ChainedOptimizer([first, get_megatron_optimizer(fast, [decoder])])
 
-    Made, and stepped, by every rank of the job together. ValueError for optimizers that could not decide alike.
+    The loss scale is the first optimizer's. Collective: every rank of the job must create the chain, and step it,
+    together.
+
+    Args:
+        chained_optimizers: Optimizers with equal clipping, skipping and loss-scale options, over different chunks.
+
+    Raises:
+        ValueError: If the list is empty, if an option or the process groups differ, or if two optimizers share a chunk.
     """
 
     def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
@@ -77,7 +84,7 @@ class ChainedOptimizer(MegatronOptimizer):
                     )
 
     def model_of_buckets(self) -> list[Hashable]:
-        """For each bucket its model; those of two optimizers are never one."""
+        """Return the model of each bucket. Buckets of different optimizers never belong to one model."""
         return [
             (number, model)
             for number, optimizer in enumerate(self.chained_optimizers)
@@ -88,7 +95,7 @@ class ChainedOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step every optimizer with the common factors; True."""
+        """Step every optimizer with the shared factors. Returns True."""
         stats = self._spent = self._measured()
         self._spent_of, self._stats = self._reductions(), None
         begin = 0
@@ -103,7 +110,11 @@ class ChainedOptimizer(MegatronOptimizer):
         return True
 
     def note_step(self, *, skipped: bool) -> None:
-        """Leave word of the last step with every optimizer of the chain."""
+        """Record the outcome of the last step on every optimizer of the chain.
+
+        Args:
+            skipped: True if the step was skipped.
+        """
         self.step_was_skipped = skipped
         for optimizer in self.chained_optimizers:
             optimizer.note_step(skipped=skipped)
@@ -120,13 +131,19 @@ class ChainedOptimizer(MegatronOptimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimizers' state by master weight, in one dictionary. Writing to it changes nothing."""
+        """Inner optimizers' state by master weight, merged into a new dictionary. Writing to that dictionary has no
+        effect.
+        """
         return {master: state for optimizer in self.chained_optimizers for master, state in optimizer.state.items()}
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_by_parameter(self) -> dict[str, list[Entry]]:
-        """All optimizers' entries by parameter name. ValueError where two of them have parameters of one name."""
+        """Return the entries of all optimizers by parameter name.
+
+        Raises:
+            ValueError: If two optimizers have parameters of the same name.
+        """
         entries: dict[str, list[Entry]] = {}
         for optimizer in self.chained_optimizers:
             for name, found in optimizer.state_by_parameter().items():
@@ -140,19 +157,33 @@ class ChainedOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def load_state_by_parameter(self, entries: Mapping[str, Any]) -> None:
-        """Each optimizer takes the entries of its own parameters."""
+        """Load into each optimizer the entries of its own parameters.
+
+        Args:
+            entries: Entries of all optimizers by parameter name, as `state_by_parameter` returns them.
+
+        Raises:
+            ValueError: If two optimizers have parameters of the same name, or an optimizer lacks entries.
+        """
         self.state_by_parameter()  # names must be unambiguous
         for optimizer in self.chained_optimizers:
             optimizer.load_state_by_parameter(entries)
 
     def state_dict(self) -> Any:
-        """A list of the optimizers' state dicts; the dict itself where there is only one."""
+        """Return a list of the optimizers' state dicts, or the state dict itself for a chain of one."""
         states = [optimizer.state_dict() for optimizer in self.chained_optimizers]
         return states[0] if len(states) == 1 else states
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Any) -> None:
-        """Continue from what `state_dict` of an equal chain gave."""
+        """Load the state that `state_dict` of an equal chain returned.
+
+        Args:
+            state_dict: A list with one state dict per optimizer, or one state dict for a chain of one.
+
+        Raises:
+            ValueError: If the number of optimizers differs.
+        """
         states = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
         if len(states) != len(self.chained_optimizers):
             raise ValueError(

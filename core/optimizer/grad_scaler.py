@@ -1,4 +1,4 @@
-"""GradScaler: torch's dynamic loss scale in a loop under autocast, for optimizers whose gradients lie in shards."""
+"""GradScaler: torch's dynamic loss scale for loops under autocast, for optimizers with sharded gradients."""
 
 from __future__ import annotations
 
@@ -10,31 +10,41 @@ from core.optimizer.optimizer import MegatronOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler, with its arguments and its state dict, that asks all ranks whether a gradient overflowed.
+    """torch.amp.GradScaler that checks the gradients of all ranks for overflow.
+
+    A rank that holds a shard of the gradients cannot see an overflow in another rank's shard. torch's own class would
+    therefore step on some ranks and skip on others, so optimizers of this package refuse it.
 
         scaler = GradScaler("cuda")
         with torch.autocast("cuda", torch.float16):
             loss = loss_of(model, batch)
         scaler.scale(loss).backward()
         finalize_model_grads([model])
-        scaler.step(optimizer)  # skipped on all ranks where a gradient of any is not finite
+        scaler.step(optimizer)  # skipped on all ranks if a gradient on any rank is not finite
         scaler.update()
 
-    A rank that holds a shard of the gradients sees no overflow in another's, so torch's own class would step on some
-    ranks and skip on others; optimizers of this package refuse it. Every rank calls `unscale_`, `step` and `update`.
-    Any other optimizer is stepped as torch does.
+    Arguments and state dict are those of torch.amp.GradScaler. Every rank must call `unscale_`, `step` and `update`. An
+    optimizer from elsewhere is stepped as torch does.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stand_ins: dict[int, torch.optim.Optimizer] = {}  # by id of an optimizer of ours
-        self._overflowed: dict[int, bool] = {}  # of those that were unscaled since the last update
+        self._stand_ins: dict[int, torch.optim.Optimizer] = {}  # keyed by id of a MegatronOptimizer
+        self._overflowed: dict[int, bool] = {}  # keyed by id; optimizers unscaled since the last update
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide an optimizer's reduced gradients by the scale, in memory: before clipping, at most once an update.
+        """Divide an optimizer's reduced gradients by the scale, in memory.
 
-        Collective for an optimizer of ours. Raises SyncError where its gradients are not reduced, ValueError where they
-        are in 16 bits or it has a loss scale of its own.
+        Call it before clipping, and at most once between two updates. Collective for a MegatronOptimizer: every rank of
+        the job must call it.
+
+        Args:
+            optimizer: The optimizer whose gradients are divided.
+
+        Raises:
+            SyncError: If the gradients are not reduced.
+            ValueError: If the gradients are in fp16, or the optimizer has its own loss scale.
+            RuntimeError: If it was already called since the last update.
         """
         if not self.is_enabled() or not isinstance(optimizer, MegatronOptimizer):
             super().unscale_(optimizer)
@@ -48,9 +58,17 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(stand_in)  # raises for a second time
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step an optimizer, or skip it on all ranks where a gradient of any rank is not finite. Once an update.
+        """Step an optimizer, or skip the step on all ranks if a gradient on any rank is not finite.
 
-        Returns what `optimizer.step()` returns, None for a step that was skipped.
+        Call it once between two updates, on every rank.
+
+        Args:
+            optimizer: The optimizer to step.
+            *args: Passed to `optimizer.step`.
+            **kwargs: Passed to `optimizer.step`.
+
+        Returns:
+            The result of `optimizer.step()`, or None if the step was skipped.
         """
         if not self.is_enabled() or not isinstance(optimizer, MegatronOptimizer):
             return super().step(optimizer, *args, **kwargs)
@@ -64,12 +82,16 @@ class GradScaler(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Let the scale follow: it falls after an overflow, and grows after `growth_interval` steps without one."""
+        """Update the scale: reduce it after an overflow, and raise it after `growth_interval` steps without one.
+
+        Args:
+            new_scale: A scale that replaces the updated one, as in torch.
+        """
         super().update(new_scale)
         self._overflowed.clear()
 
     def _stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """An optimizer of one number, whose gradient shows torch's class whether `optimizer`'s overflowed."""
+        """Return an optimizer over one number whose gradient reports an overflow of `optimizer` to torch's class."""
         if id(optimizer) not in self._stand_ins:
             device = optimizer.meter.device if isinstance(optimizer, MegatronOptimizer) else "cpu"
             number = torch.zeros(1, device=device, requires_grad=True)

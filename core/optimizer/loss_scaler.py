@@ -1,14 +1,15 @@
-"""Loss scaling: what the loss is multiplied by, so that small gradients survive in fp16. Pure Python numbers.
+"""Loss scaling: a factor on the loss that keeps small gradients representable in fp16. Pure Python numbers.
 
-The rule of the dynamic scale, as Megatron Core's users know it; all ranks apply it to one common decision:
+All ranks apply the same rule to one shared decision, so their scales stay equal. The dynamic scale follows Megatron
+Core's rule:
 
-    a step overflowed   good steps start at 0 again; one life of `hysteresis` is lost; with none left the scale is
-                        multiplied by `backoff_factor`, though not below `min_scale`
-    a step was good     after `growth_interval` good steps in a row the scale is multiplied by `growth_factor`, though
-                        not above `max_scale`, and all lives are back
+    a step overflowed   the count of good steps is reset and one of `hysteresis` lives is lost; with no life left the
+                        scale is multiplied by `backoff_factor`, but not below `min_scale`
+    a step was good     after `growth_interval` good steps in a row the scale is multiplied by `growth_factor`, but
+                        not above `max_scale`, and all lives are restored
 
-Lives come back with a growth only: overflows need not be consecutive to use them up, and once none is left every
-further overflow backs off.
+Only a growth restores lives. Overflows need not be consecutive to use them up, and with no life left every further
+overflow reduces the scale.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ FP32_MAX = float(torch.finfo(torch.float32).max)
 
 
 class LossScaler:
-    """A factor of the loss. A step that overflows is skipped, whether or not the factor follows."""
+    """Loss scale with a fixed factor, and the interface of all loss scales.
+
+    A step that overflows is skipped, whether or not the factor changes.
+
+    Args:
+        scale: The factor; above 0 and finite.
+    """
 
     def __init__(self, scale: float) -> None:
         _expect_scale("scale", scale)
@@ -37,7 +44,7 @@ class LossScaler:
 
     @property
     def scale(self) -> torch.Tensor:
-        """The factor, [1] in fp32 on the CPU."""
+        """Return the factor as a tensor of shape [1] in fp32 on the CPU."""
         self._is_read = self._is_read or not self._has_stepped
         return torch.tensor([self.value], dtype=torch.float32, device="cpu")
 
@@ -47,23 +54,44 @@ class LossScaler:
         return self._is_read or self.is_passed_on
 
     def update(self, found_inf: bool) -> None:
-        """A step ended; found_inf: True if a gradient of any rank overflowed."""
+        """Record the end of a step.
+
+        Args:
+            found_inf: True if a gradient on any rank overflowed.
+        """
         self._has_stepped, self.has_scaled, self.is_passed_on = True, False, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers to continue from."""
+        """Return the numbers that `load_state_dict` restores."""
         return {"scale": self.value}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from saved numbers."""
+        """Restore saved numbers. A fixed factor ignores them.
+
+        Args:
+            state_dict: The result of `state_dict`.
+        """
 
 
 class ConstantLossScaler(LossScaler):
-    """A factor that is configured and never changes. Its state is saved for the record, and not loaded."""
+    """Constant loss scale, set by configuration. Its state is saved for the record and ignored on load."""
 
 
 class DynamicLossScaler(LossScaler):
-    """A factor that halves where gradients overflow and doubles while they do not; see the file's beginning."""
+    """Loss scale that shrinks after overflows and grows while there are none. See the module docstring for the rule.
+
+    Args:
+        initial_scale: First factor.
+        min_scale: Lower limit of the factor.
+        growth_factor: Multiplier of a growth; above 1.
+        backoff_factor: Multiplier of a reduction; between 0 and 1.
+        growth_interval: Good steps in a row before a growth.
+        hysteresis: Overflows before the first reduction since the last growth.
+        max_scale: Upper limit of the factor; None for the largest fp32 number.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """
 
     def __init__(
         self,
@@ -116,11 +144,18 @@ class DynamicLossScaler(LossScaler):
             self.value = min(self.value * self.growth_factor, self.max_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and the two counters, under Megatron's names."""
+        """Return the scale and the two counters, under Megatron's names."""
         return {"scale": self.value, "growth_tracker": self.good_steps, "hysteresis_tracker": self.lives}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from saved numbers; also from tensors of one element. Saved limits are not: those are configured."""
+        """Restore the scale and the two counters. The limits are configured and never loaded.
+
+        Args:
+            state_dict: The result of `state_dict`; values may also be tensors of one element.
+
+        Raises:
+            ValueError: If the saved scale is not above 0 and finite.
+        """
         scale = float(state_dict["scale"])
         _expect_scale("the saved scale", scale)
         self.value = min(max(scale, self.min_scale), self.max_scale)
@@ -129,7 +164,14 @@ class DynamicLossScaler(LossScaler):
 
 
 def loss_scaler_of(config: OptimizerConfig) -> LossScaler | None:
-    """The scaler that a config asks for: a constant where it is given, a dynamic one for fp16, else none."""
+    """Return the loss scale that a config selects.
+
+    Args:
+        config: `loss_scale` selects a constant scale; otherwise `fp16` selects a dynamic one.
+
+    Returns:
+        The loss scale; None if neither option is set.
+    """
     if config.loss_scale is not None:
         return ConstantLossScaler(config.loss_scale)
     if config.fp16:

@@ -1,7 +1,7 @@
-"""OptimizerParamScheduler: learning rate and weight decay as functions of the samples that training has seen.
+"""OptimizerParamScheduler: learning rate and weight decay as functions of the number of samples seen.
 
-Nothing is carried from step to step but that count: what a group gets is computed from the configuration and the
-count alone, so loading a state twice, or into groups that hold an older run's rates, changes nothing.
+The number of samples is the only state: each group's values are computed from it and the configuration. Loading a state
+twice, or into groups that hold an older run's rates, therefore changes nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from core.optimizer.optimizer_state import plain_numbers
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WD_INCR_STYLES = ("constant", "linear", "cosine")
 
-# What is left of max_lr - min_lr after the part `r` in [0, 1] of a decay. Cosine: Loshchilov and Hutter, SGDR
+# Remaining fraction of max_lr - min_lr after the fraction `r` in [0, 1] of a decay. Cosine: Loshchilov and Hutter, SGDR
 # (arXiv:1608.03983), without restarts.
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda r: 1.0 - r,
     "cosine": lambda r: 0.5 * (math.cos(math.pi * r) + 1.0),
 }
-# How WSD goes down after its plateau: MiniCPM (arXiv:2404.06395) introduced it with an exponential, Haegele et al.
+# Decay of WSD after its plateau: MiniCPM (arXiv:2404.06395) introduced it with an exponential, Haegele et al.
 # (arXiv:2405.18392) found 1 - sqrt best.
 WSD_DECAYS: dict[str, Callable[[float], float]] = {
     **DECAYS,
@@ -34,30 +34,20 @@ SAVED = (
     *("max_lr", "min_lr", "init_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style"),
     *("wsd_decay_steps", "lr_wsd_decay_style", "start_wd", "end_wd", "wd_incr_steps", "wd_incr_style"),
 )
-GROUP_FIELDS = ("max_lr", "min_lr", "start_wd", "end_wd")  # what a param group may have instead of the scheduler's
+GROUP_FIELDS = ("max_lr", "min_lr", "start_wd", "end_wd")  # a param group may override these
 
 
 class HasParamGroups(Protocol):
-    """Any optimizer: ours, or one of torch."""
+    """Interface of an optimizer with param groups: ours, or torch's."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups whose 'lr' and 'weight_decay' are set."""
+        """Param groups whose 'lr' and 'weight_decay' are set."""
 
 
 @dataclass(eq=False, repr=False)
 class OptimizerParamScheduler:
-    """Sets 'lr' and 'weight_decay' of every param group from the samples seen. Megatron's names and meaning.
-
-    Steps are what `step` counts: samples if it is called with the global batch size.
-    init_lr -> max_lr in `lr_warmup_steps`, then `lr_decay_style` down to min_lr at `lr_decay_steps`, and min_lr ever
-        after; 'constant' stays at max_lr. 'WSD' stays there until `wsd_decay_steps` before the end and then goes down
-        as `lr_wsd_decay_style` says.
-    start_wd -> end_wd in `wd_incr_steps`.
-    A group's own max_lr, min_lr, start_wd and end_wd come before these; its lr_mult and wd_mult multiply the result.
-        They are read when the scheduler is made.
-    use_checkpoint_opt_param_scheduler: a loaded state's numbers replace these. override_opt_param_scheduler: these
-        stay. With neither, they must be equal.
+    """Scheduler that sets 'lr' and 'weight_decay' of every param group from the samples seen, as Megatron's does.
 
         scheduler = OptimizerParamScheduler(
             optimizer, init_lr=0.0, max_lr=3e-4, min_lr=3e-5, lr_warmup_steps=1000,
@@ -67,11 +57,35 @@ class OptimizerParamScheduler:
         if optimizer.step()[0]:
             scheduler.step(increment=global_batch_size)
 
-    Raises ValueError for numbers that make no schedule.
+    Steps are counted in the unit of `step`: samples, if `step` is called with the global batch size. A param group's
+    own max_lr, min_lr, start_wd and end_wd override the scheduler's, and its lr_mult and wd_mult multiply the result.
+    They are read when the scheduler is created.
+
+    Args:
+        optimizer: Optimizer whose param groups are set.
+        init_lr: Learning rate at step 0.
+        max_lr: Learning rate at the end of the warm-up.
+        min_lr: Learning rate from `lr_decay_steps` on.
+        lr_warmup_steps: Steps of the linear warm-up.
+        lr_decay_steps: Step at which the decay ends.
+        lr_decay_style: 'constant' (stays at max_lr), 'linear', 'cosine', 'inverse-square-root', or 'WSD' (stays at
+            max_lr until `wsd_decay_steps` before the end, then decays in `lr_wsd_decay_style`).
+        start_wd: Weight decay at step 0.
+        end_wd: Weight decay from `wd_incr_steps` on.
+        wd_incr_steps: Steps from `start_wd` to `end_wd`.
+        wd_incr_style: 'constant', 'linear' or 'cosine'.
+        use_checkpoint_opt_param_scheduler: True to replace the configured numbers by those of a loaded state.
+        override_opt_param_scheduler: True to keep the configured numbers when a state is loaded. With neither option,
+            the saved and the configured numbers must be equal.
+        wsd_decay_steps: Steps of the final decay of 'WSD'.
+        lr_wsd_decay_style: 'linear', 'cosine', 'exponential' or 'minus_sqrt', for 'WSD'.
+
+    Raises:
+        ValueError: If the numbers contradict each other.
     """
 
     SET_BY: ClassVar[Mapping[str, str]] = {}  # field -> the user's option for it
-    SAVED_HOLD: ClassVar[str] = "use_checkpoint_opt_param_scheduler=True"  # what a user sets, in words
+    SAVED_HOLD: ClassVar[str] = "use_checkpoint_opt_param_scheduler=True"  # the option, as error texts print it
     CONFIGURED_HOLD: ClassVar[str] = "override_opt_param_scheduler=True"
 
     optimizer: HasParamGroups
@@ -104,7 +118,9 @@ class OptimizerParamScheduler:
         self.step(0)
 
     def _own_fields(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of a group's own. One that repeats the scheduler's number follows the scheduler."""
+        """Return a group's own settings. A value equal to the scheduler's is left out, so that it follows the
+        scheduler.
+        """
         if group.get("default_config") and group.get("max_lr", self.max_lr) != self.max_lr:
             raise ValueError(
                 f"param group {group.get('name', '')!r} has the configured lr {group['max_lr']} and the scheduler's "
@@ -115,7 +131,7 @@ class OptimizerParamScheduler:
         return own | {"lr_mult": group.get("lr_mult", 1.0), "wd_mult": group.get("wd_mult", 1.0)}
 
     def _check(self, numbers: Mapping[str, Any]) -> None:
-        """Refuse what makes no schedule, before anything is set."""
+        """Raise ValueError for contradictory numbers, before anything is set."""
         check_schedule(numbers)
         for index, own in enumerate(self._own):
             try:
@@ -127,7 +143,11 @@ class OptimizerParamScheduler:
     # -- the functions ----------------------------------------------------------------------------------------------
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """The learning rate of a group now, from its own max_lr and min_lr where it has them; without its lr_mult."""
+        """Return the current learning rate of a group, without its lr_mult.
+
+        Args:
+            param_group: Group whose own max_lr and min_lr, if present, override the scheduler's.
+        """
         max_lr = param_group.get("max_lr", self.max_lr)
         min_lr = param_group.get("min_lr", self.min_lr)
         seen, warmup, end = self.num_steps, self.lr_warmup_steps, self.lr_decay_steps
@@ -149,7 +169,12 @@ class OptimizerParamScheduler:
         return float(min_lr + rest * (max_lr - min_lr))
 
     def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
-        """The weight decay now, from the group's own start_wd and end_wd where it has them; without its wd_mult."""
+        """Return the current weight decay of a group, without its wd_mult.
+
+        Args:
+            param_group: Group whose own start_wd and end_wd, if present, override the scheduler's; None for no
+                overrides.
+        """
         group = param_group or {}
         start, end = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
         if self.wd_incr_style == "constant" or self.num_steps >= self.wd_incr_steps:
@@ -159,7 +184,14 @@ class OptimizerParamScheduler:
         return float(start + rise * (end - start))
 
     def step(self, increment: int) -> None:
-        """Count `increment` more samples and set every group's 'lr' and 'weight_decay'; empty groups too."""
+        """Advance the count and set every group's 'lr' and 'weight_decay', including empty groups.
+
+        Args:
+            increment: Samples since the last call; not negative.
+
+        Raises:
+            ValueError: If `increment` is negative, or a group was added after the scheduler was created.
+        """
         if increment < 0:
             raise ValueError(f"step({increment}) would go back; load_state_dict sets an earlier count")
         self.num_steps += increment
@@ -180,16 +212,22 @@ class OptimizerParamScheduler:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The samples seen, and every number of the schedule."""
+        """Return the samples seen and every number of the schedule."""
         state: dict[str, Any] = plain_numbers({field: getattr(self, field) for field in ("num_steps", *SAVED)})
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved count. Sets it, never adds to it.
+        """Set the sample count from a saved state, and the schedule's numbers if configured so.
 
-        Raises ValueError, before anything is changed, where saved and configured numbers differ and neither
-        use_checkpoint_opt_param_scheduler nor override_opt_param_scheduler says which hold. A state of Megatron's,
-        which lacks the numbers of WSD and init_lr, loads; for these the configured ones hold.
+        The count is replaced, never added to. A state of Megatron's scheduler, which lacks the numbers of WSD and
+        init_lr, loads too; the configured values are used for them.
+
+        Args:
+            state_dict: The result of `state_dict`, or the state of Megatron's scheduler.
+
+        Raises:
+            ValueError: If saved and configured numbers differ and neither use_checkpoint_opt_param_scheduler nor
+                override_opt_param_scheduler is set, or if the count is missing. Nothing is changed then.
         """
         if "num_steps" not in state_dict:
             raise ValueError(f"the saved scheduler state has no 'num_steps'; it has {sorted(state_dict)}")
@@ -218,7 +256,14 @@ class OptimizerParamScheduler:
 
 
 def check_schedule(numbers: Mapping[str, Any]) -> None:
-    """ValueError when these numbers of a schedule contradict each other; it names them."""
+    """Check that the numbers of a schedule do not contradict each other.
+
+    Args:
+        numbers: Values of the scheduler's fields by name.
+
+    Raises:
+        ValueError: If they do; the message names the fields.
+    """
     max_lr, min_lr, init_lr = numbers["max_lr"], numbers["min_lr"], numbers["init_lr"]
     warmup, end, style = numbers["lr_warmup_steps"], numbers["lr_decay_steps"], numbers["lr_decay_style"]
     if not 0.0 <= min_lr <= max_lr:
@@ -252,5 +297,12 @@ def check_schedule(numbers: Mapping[str, Any]) -> None:
 
 
 def get_canonical_lr_for_logging(param_groups: list[dict[str, Any]]) -> float | None:
-    """The learning rate of the groups that follow the configured one; None where there is no such group."""
+    """Return the learning rate of the groups that follow the configured one.
+
+    Args:
+        param_groups: The optimizer's param groups.
+
+    Returns:
+        The learning rate; None if no group follows the configured one.
+    """
     return next((group["lr"] for group in param_groups if group.get("default_config")), None)
