@@ -1,10 +1,8 @@
-"""MegatronOptimizer: one step from reduced gradients to updated parameters.
+"""MegatronOptimizer: one step from reduced gradients to updated parameters, for buckets owned in full or in shards.
 
-    prepare_grads            norm, zeros and finiteness from one reduction over all ranks; the loss scale follows
+    prepare_grads            norm, zeros and finiteness from one reduction over all ranks; updates the loss scale
     clip_grad_norm           one factor: data average x tokens / loss scale x clip coefficient
     step_with_ready_grads    bucket by bucket: inner optimizer over master weights -> parameters' memory -> gather
-
-Where a rank owns all of a bucket or only a shard of it, everything here is the same; the bucket says which.
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ from core.watch.waiting import calling
 
 
 class MegatronOptimizer(torch.optim.Optimizer):
-    """Updates the parameters of wrapped model chunks; made by `get_megatron_optimizer`.
+    """Optimizer of wrapped model chunks, created by `get_megatron_optimizer`.
 
-    Every rank of the job makes it, and calls `step`, together. To torch's schedulers and to trainers it is a torch
-    optimizer: groups, state and defaults are the inner optimizer's own objects, and there are no others.
+    Collective: every rank of the job must create it, and call `step`, together. torch's schedulers and trainers can use
+    it as a torch optimizer: its groups, state and defaults are the inner optimizer's own objects.
     """
 
     _step_supports_amp_scaling = True  # torch's GradScaler calls `step`, which refuses it by name
@@ -85,19 +83,19 @@ class MegatronOptimizer(torch.optim.Optimizer):
             for bucket in buckets_of(model_chunks)
         ]
         if any(masters.tier is not None for masters in self.masters):
-            huge_pages.give_back()  # what was freed while offloaded masters were made
+            huge_pages.give_back()  # memory freed while offloaded masters were created
         self.scratch = Scratch(self.masters, config, at_once=self.is_coupled)
         segments = [segment for masters in self.masters for segment in masters.segments]
         for segment in self._listed(segments):
             torch_groups[segment.group]["params"].append(segment.master)
         self.optimizer = self._inner_optimizer(torch_groups, segments)
-        self.built_groups = save_groups(self.optimizer.param_groups)  # what differs later, a schedule has written
+        self.built_groups = save_groups(self.optimizer.param_groups)  # later differences come from a scheduler
         self.names = self._qualified_names()
         self.grad_scaler: LossScaler | None = loss_scaler_of(config)
         self._before_first_step()
 
     def _before_first_step(self) -> None:
-        """The meter, and what changes from step to step."""
+        """Create the gradient meter, and reset the state that changes from step to step."""
         self.meter = GradMeter(
             self.masters,
             self.world_groups,
@@ -112,23 +110,23 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self.steps_skipped = 0
         self.skip_log = SkipLog()
         self.note_step(skipped=False)
-        self._scale = 1.0  # of the loss, when the gradients were measured
-        self._stats: GradStats | None = None  # of this step's gradients, once they are measured
-        self._spent: GradStats | None = None  # of those that the last step was made of
-        self._spent_of: list[int] | None = None  # `_reductions` of these
-        self._measured_of: list[int] | None = None  # `_reductions` of the measured gradients
-        self._limits: list[float] = []  # that this step's norm was asked to be clipped to
+        self._scale = 1.0  # loss scale at the time the gradients were measured
+        self._stats: GradStats | None = None  # statistics of this step's gradients; None until measured
+        self._spent: GradStats | None = None  # statistics of the last step's gradients
+        self._spent_of: list[int] | None = None  # `_reductions` at the last step
+        self._measured_of: list[int] | None = None  # `_reductions` when the gradients were measured
+        self._limits: list[float] = []  # limits of this step's norm; the lowest one counts
 
     def _scope_of(self, torch_group: dict[str, Any]) -> Scope:
         """Return which gradients one element's update depends on in a group."""
         return update_scope(torch_group["optimizer"])
 
     def _listed(self, segments: list[Segment]) -> list[Segment]:
-        """The segments, in the order in which groups list their masters."""
+        """Return the segments in the order in which groups list their masters."""
         return segments
 
     def _inner_optimizer(self, torch_groups: list[dict[str, Any]], segments: list[Segment]) -> torch.optim.Optimizer:
-        """The torch optimizer of these groups, which hold the masters of `segments`."""
+        """Create the torch optimizer of these groups, which list the masters of `segments`."""
         return inner_optimizer(self.config, torch_groups, segments=segments, groups=self.model_chunks[0].groups)
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -137,14 +135,18 @@ class MegatronOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> tuple[bool, float | None, int | None]:
         """Update the parameters from reduced gradients. Collective: every rank of the job.
 
-        Returns (True, global gradient norm before clipping, zeros among the gradients if counted).
-        A NaN or Inf anywhere skips the step on all ranks, with a warning that names it: (False, None, None).
-        Raises SyncError when `finalize_model_grads` has not made the gradients ready, and on every rank where ranks
-        would step with different learning rates, decay or limits. TypeError for a closure.
+        Returns:
+            (True, global gradient norm before clipping, zeros if counted). (False, None, None) if a gradient of any
+            rank is NaN or Inf, or the norm is above the threshold: all ranks skip the step, with a warning that names
+            the reason.
+
+        Raises:
+            SyncError: If gradients are not reduced, or, on every rank, if ranks differ in learning rates or limits.
+            TypeError: If `closure` is not None, or torch's own GradScaler called this method.
         """
         if closure is not None:
             raise TypeError("step() takes no closure: its backward would come after the gradients were reduced")
-        if "found_inf" in vars(self):  # where torch's GradScaler says what it has found
+        if "found_inf" in vars(self):  # torch's GradScaler sets this attribute
             raise TypeError(
                 "torch.amp.GradScaler looks at one rank's gradients, so that ranks would skip different steps; use "
                 "core.optimizer.GradScaler, which has the same arguments and methods"
@@ -160,9 +162,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Measure the gradients, and let the loss scale follow. True if a gradient of any rank is not finite.
+        """Measure the gradients and update the loss scale. Returns True if a gradient of any rank is not finite.
 
-        Collective: every rank of the job, once a step.
+        Collective: every rank of the job must call it, once per step.
         """
         watches = filter(None, (chunk.reducer.scale_watch for chunk in self.model_chunks))
         problem = self._take_gradients() or next(filter(None, (watch.problem for watch in watches)), None)
@@ -185,15 +187,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def unscale_grads(self, scale: float) -> bool:
-        """Divide reduced gradients by a scale of the loss, in memory, and measure them; for `GradScaler`.
-
-        True if a gradient of any rank is not finite. Collective: every rank of the job, once a step.
-        """
-        self._take_gradients()  # raises where they are not reduced
+        """Divide reduced gradients by the loss scale `scale` in memory, and call `prepare_grads`. For `GradScaler`."""
+        self._take_gradients()  # raises if they are not reduced
         for chunk in self.model_chunks:
             chunk.scale_gradients(1.0 / scale)
         for masters in self.masters:
-            masters.bucket.attach()  # what was written here is no edit of the user's
+            masters.bucket.attach()  # the division above is not a user's edit
         return self.prepare_grads()
 
     def _named(self) -> calling:
@@ -204,24 +203,24 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return settings_of(self.param_groups, {**others, "loss_scale": self._scale})
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Have the step scale gradients to a norm of `clip_grad` at most; 0 for no limit. Returns the norm before it.
+        """Limit this step's gradient norm to `clip_grad` (0 for no limit). Returns the norm before clipping.
 
-        Gradients of a norm group are scaled by that group's norm. Memory is not touched: the step reads it once. Of
-        several limits, OptimizerConfig.clip_grad among them, the lowest counts.
+        Gradients of a norm group are scaled by that group's norm. Memory is not changed: the step applies the factor
+        when it reads the gradients. The lowest of several limits, including OptimizerConfig.clip_grad, is used.
         """
         self._limits.append(clip_grad)
         return self._measured().norm
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Update masters and parameters from measured gradients; True. Call it after prepare_grads."""
+        """Update masters and parameters from measured gradients. Call it after `prepare_grads`. Returns True."""
         self._spent, self._spent_of, self._stats = self._measured(), self._reductions(), None
         problem = self._take_gradients()
         if problem is not None:
             raise SyncError(f"rank {dist.get_rank()}: {problem}")
         factors = self._factors(self._spent)
         with attributes_alone():
-            loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value  # of the next step
+            loss_scale = 1.0 if self.grad_scaler is None else self.grad_scaler.value  # the next step's
             for masters, factor in zip(self.masters, factors, strict=True):
                 masters.follow_freezing(self.optimizer)
                 masters.take_over_edits()
@@ -233,7 +232,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return True
 
     def _update(self, step: InnerStep, factors: Sequence[Factors]) -> None:
-        """Step every bucket, and gather what other ranks have updated."""
+        """Step every bucket, and gather the parameters that other ranks have updated."""
         compare_before_update(self.model_chunks)
         for chunk in self.model_chunks:
             chunk.begin_param_update()
@@ -254,7 +253,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
                 chunk.start_param_sync()
 
     def _factors(self, stats: GradStats) -> list[Factors]:
-        """For each bucket and norm group the one number that its memory is multiplied by."""
+        """Return for each bucket, by norm group, the factor that its gradients in memory are multiplied by."""
         clip = {
             name: min((clip_coefficient(limit, norm) for limit in self._limits), default=1.0)
             for name, norm in stats.norms.items()
@@ -279,17 +278,17 @@ class MegatronOptimizer(torch.optim.Optimizer):
             self.skip_log.skipped(reason, self.grad_scaler, self._scale)
 
     def note_step(self, *, skipped: bool) -> None:
-        """Leave word of the last step for schedulers, which hold this optimizer or the torch optimizer in it."""
+        """Record the outcome of the last step where schedulers read it: here and on the inner torch optimizer."""
         inner: Any = self.optimizer
         self.step_was_skipped = inner.step_was_skipped = skipped
 
     def model_of_buckets(self) -> list[Hashable]:
-        """For each bucket the number of its model: the chunks of a virtual pipeline are one, others are not."""
+        """Return the model number of each bucket. The chunks of a virtual pipeline count as one model."""
         models = zip(models_of(self.model_chunks), self.model_chunks, strict=True)
         return [model for model, chunk in models for _ in buckets_of([chunk])]
 
     def _qualified_names(self) -> dict[int, str]:
-        """id(parameter) -> its name, with the chunk's number before it where there are several chunks."""
+        """Return parameter names by id(parameter), prefixed with the chunk's number if there are several chunks."""
         several = len(self.model_chunks) > 1
         return {
             id(param): f"model{number}.{contract.name}" if several else contract.name
@@ -297,12 +296,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
         }
 
     def _reductions(self) -> list[int]:
-        """Counts that distinguish these gradients from earlier ones; finalized steps for a stage without parameters."""
+        """Return counts that change with every reduction. A stage without parameters counts finalized steps."""
         steps = [chunk.reducer.steps for chunk in self.model_chunks]
         return steps + [masters.bucket.reductions for masters in self.masters]
 
     def _take_gradients(self) -> str | None:
-        """Take over edits of `.grad`; one that cannot be followed, in words. Raises SyncError if a reduction is due."""
+        """Apply user edits of `.grad`; return the error text of an invalid one. SyncError if a reduction is missing."""
         for masters in self.masters:
             bucket = masters.bucket
             if bucket.owed is not None:
@@ -328,25 +327,25 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups; a scheduler may set 'lr' and 'weight_decay'."""
+        """Param groups of the inner optimizer. A scheduler may set 'lr' and 'weight_decay'."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's."""
+        """Default options of the inner optimizer."""
         defaults: dict[str, Any] = self.optimizer.defaults
         return defaults
 
     def add_param_group(self, param_group: Any) -> None:
-        """Refused: parameters have their place in buffers by now."""
+        """Raise RuntimeError: the buffers are laid out, so parameters cannot be added."""
         raise RuntimeError(
             "parameters cannot be added to an optimizer whose buffers are laid out; make the model with all of its "
             "parameters, wrap it, and call get_megatron_optimizer again"
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_optimizer_"):  # where torch keeps the functions that its register_..._hook are given
+        if name.startswith("_optimizer_"):  # torch stores hooks under these names
             raise AttributeError(
                 f"{type(self).__name__} calls no hooks of torch.optim.Optimizer; do it before or after step() and "
                 "state_dict() in the loop, or register it on `.optimizer`, whose step() runs for each bucket"
@@ -358,9 +357,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's state by master weight. What is kept in another dtype is in it only during a step.
+        """State of the inner optimizer by master weight. State kept in another dtype is in it only during a step.
 
-        Raises TypeError where torch.distributed.checkpoint asks, before it changes learning rates and gradients.
+        Raises TypeError if torch.distributed.checkpoint reads it, before learning rates and gradients are changed.
         """
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             raise TypeError(
@@ -372,39 +371,41 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scaler(self) -> LossScaler | None:
-        """The same object as `grad_scaler`, Megatron's name; one for the whole job, None without loss scaling."""
+        """Megatron's name for `grad_scaler`: one object for the job, None without loss scaling."""
         return self.grad_scaler
 
     @property
     def is_stub_optimizer(self) -> bool:
-        """True if this rank has nothing to update. It takes part in every step all the same: all ranks decide."""
+        """True if this rank has nothing to update. It must still join every step, because all ranks decide together."""
         return not any(masters.shards for masters in self.masters)
 
     def get_parameters(self) -> list[torch.nn.Parameter]:
-        """The master weights that this rank updates. To change weights write to the model's parameters."""
+        """Return the master weights that this rank updates. To change weights, write to the model's parameters."""
         return [master for group in self.param_groups for master in group["params"]]
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
-        """The gradients that this rank counts in the norm, as they lie in memory: without what is still due."""
+        """Return the gradients in memory that this rank counts in the norm, without pending factors."""
         return list(self.meter.counted_memory)
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """The global norm of reduced gradients; after a step, of those it was made of. Collective: every rank."""
+        """Return the global norm of reduced gradients, or of the last step's after a step. Collective: every rank."""
         return self._stats_or_measure().norm
 
     @torch.no_grad()
     def get_grad_norms(self) -> dict[str | None, float]:
-        """The norm of each norm group, None for the gradients that are in none. Collective: every rank of the job."""
+        """Return the norm of each norm group; None is the key of ungrouped gradients. Collective: every rank of the
+        job.
+        """
         return dict(self._stats_or_measure().norms)
 
     @torch.no_grad()
     def count_zeros(self) -> int:
-        """Zeros among the gradients of the whole model. Collective: every rank of the job."""
+        """Return the number of zeros among the gradients of the full model. Collective: every rank of the job."""
         return self._stats_or_measure(count_zeros=True).num_zeros or 0
 
     def _stats_or_measure(self, *, count_zeros: bool = False) -> GradStats:
-        # Not by buckets, of which a stage that trains nothing has none: all ranks must measure, or none.
+        # Asks the reducer, as a stage without trained parameters has no buckets: all ranks must measure, or none.
         is_open = any(chunk.reducer.open for chunk in self.model_chunks)
         stats = self._spent if self._spent_of == self._reductions() and not is_open else self._stats
         if stats is not None and not (count_zeros and stats.num_zeros is None):
@@ -414,30 +415,30 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return self.meter.measure(count_zeros=count_zeros, loss_scale=scale, problem=problem)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero all gradients and begin a new step. They stay views of the buffer for any `set_to_none`."""
+        """Zero all gradients and begin a new step. Gradients stay views of the buffer for any `set_to_none`."""
         self._stats = None
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on. Schedules take it as `config.grad_scale_func = optimizer.scale_loss`."""
+        """Return the loss to call backward on. For schedules: `config.grad_scale_func = optimizer.scale_loss`."""
         return loss if self.grad_scaler is None else scale_loss(loss, self.grad_scaler)
 
     def get_loss_scale(self) -> torch.Tensor:
-        """The factor in `scale_loss`, [1] in fp32; 1 without loss scaling."""
+        """Return the loss scale as a tensor of shape [1] in fp32; 1 without loss scaling."""
         scale = torch.ones(1, device="cpu") if self.grad_scaler is None else self.grad_scaler.scale
         return scale.to(self.meter.device)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Take master weights from the model's parameters, all digits. A step takes over those that were changed."""
+        """Copy the model's parameters to the master weights. `step` does so for parameters that were changed."""
         for masters in self.masters:
             masters.load_parameters()
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_by_parameter(self) -> dict[str, list[Entry]]:
-        """This rank's part of the state by parameter name: entries over disjoint elements (see optimizer_state.py)."""
+        """Return this rank's state by parameter name, as entries over disjoint elements (see optimizer_state.py)."""
         entries: dict[str, list[Entry]] = {}
         for masters in self.masters:
             masters.take_over_edits()
@@ -448,19 +449,19 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_by_parameter(self, entries: Mapping[str, Any]) -> None:
-        """Take over masters, moments and counts that cover at least what this rank updates.
+        """Load masters, moments and counts from entries that cover at least the elements that this rank updates.
 
-        Load the model's weights too, before or after: they are the masters in full precision, and where an entry has
-        none or one that does not round to the weight. Collective where parameters are sharded.
-        Raises ValueError, before anything is changed, when a parameter or elements that this rank needs are missing;
-        where parameters are sharded the other ranks then raise RuntimeError.
+        Load the model's weights too, before or after: they replace masters that an entry lacks, or that do not round to
+        the weight. Collective if parameters are sharded. Raises ValueError, before anything is changed, if a parameter
+        or elements that this rank needs are missing; if parameters are sharded, the other ranks then raise
+        RuntimeError.
         """
         parts, failure = {}, None
         try:
             parts = needed_parts(entries, self.masters, self.names)
         except ValueError as error:
             failure = error
-        for chunk in self.model_chunks:  # other ranks may still compute with the weights that are written here
+        for chunk in self.model_chunks:  # other ranks may still compute with the weights overwritten here
             chunk.engine.params.refuse(failure, "a load")
             chunk.begin_param_update()
         load_parts(parts, self.masters, self.optimizer, self.scratch)
@@ -468,7 +469,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             chunk.note_param_write()
 
     def state_dict(self) -> dict[str, Any]:
-        """The param groups, this rank's part of the state by parameter name, and the loss scaler's numbers."""
+        """Return the param groups, this rank's state by parameter name, and the loss scaler's numbers."""
         state: dict[str, Any] = {"param_groups": save_groups(self.param_groups), "state": self.state_by_parameter()}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
@@ -476,7 +477,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a saved state; see load_state_by_parameter."""
+        """Restore a saved state; see `load_state_by_parameter`."""
         matching_groups(self.param_groups, state_dict["param_groups"])  # raises before anything is changed
         self.load_state_by_parameter(state_dict["state"])
         load_groups(self.param_groups, state_dict["param_groups"])
@@ -485,13 +486,13 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
 
 class ReplicatedOptimizer(MegatronOptimizer):
-    """Every rank of a data group updates every parameter, from equal gradients to equal parameters."""
+    """Optimizer in which every rank of a data group updates every parameter, from equal gradients."""
 
 
 class DistributedOptimizer(MegatronOptimizer):
-    """The sharded optimizer (ZeRO-1): state for 1 / data ranks of the parameters; updated shards are gathered.
+    """Sharded optimizer (ZeRO-1): each rank keeps and updates the state of 1 / data ranks of the parameters.
 
-    Every bucket is gathered once a step, and all are complete when `step` returns. With the wrapper's
-    `overlap_param_gather` or the optimizer's `overlap_param_gather_with_optimizer_step` a bucket's gather starts
-    once it is updated, while the next one is being stepped.
+    Every bucket's updated shards are gathered once per step, before `step` returns. With `overlap_param_gather`
+    (wrapper) or `overlap_param_gather_with_optimizer_step` (optimizer) a bucket is gathered while the next one is
+    stepped.
     """

@@ -1,4 +1,4 @@
-"""OptimizerConfig: which algorithm updates the parameters, and how. Frozen; nothing here writes to it."""
+"""OptimizerConfig: the algorithm that updates the parameters, and its options. Frozen."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The norm of all gradients of the model, clipping by it, and whether all ranks are about to step alike."""
+"""Global gradient norm, clipping, and the check that all ranks step with equal settings."""

@@ -1,11 +1,11 @@
-"""Norm, zero count and finiteness of all gradients of the model, from one small reduction; and clipping by that norm.
+"""Norm, zero count and finiteness of all gradients of the model from one small reduction, and clipping by that norm.
 
-Every rank adds up what it owns. An element that several ranks hold is counted by exactly one of them (its contract and
-the data rank say which), but all of them check it for NaN and Inf. One reduction goes over all ranks, so stages and
-optimizer instances, dense and expert, hold the same bits and decide alike.
+Every rank adds up the elements that it owns. An element held by several ranks is counted by exactly one of them, which
+its contract and the data rank determine, but all of them check it for NaN and Inf. One reduction covers all ranks. All
+pipeline stages and optimizer instances, dense and expert, therefore have the same bits and make the same decision.
 
-Memory is read unchanged. What the gradients still have to be multiplied by (data average, tokens, loss scale)
-multiplies a few numbers here, and the gradients themselves when the optimizer reads them.
+The gradients in memory are only read. Their pending factors (data average, tokens, loss scale) multiply a few numbers
+here, and multiply the gradients themselves when the optimizer reads them.
 """
 
 from __future__ import annotations
@@ -29,31 +29,35 @@ from core.optimizer.norm.step_settings import Settings, digest_terms, first_diff
 
 @dataclass(frozen=True, slots=True)
 class GradStats:
-    """Statistics of a step's gradients, known to all ranks: of the true gradient, before clipping."""
+    """Statistics of a step's gradients, equal on all ranks: of the true gradients, before clipping."""
 
-    norms: Mapping[str | None, float]  # of each norm group, and under None of the gradients that are in no group
+    norms: Mapping[str | None, float]  # by norm group; None for gradients in no group
     num_zeros: int | None
-    culprit: str | None = None  # where the first non-finite gradient is; None when all are finite
-    factors: tuple[float, ...] = ()  # what the memory of each bucket is multiplied by to be the true gradient
+    culprit: str | None = None  # description of the first non-finite gradient; None if all are finite
+    factors: tuple[float, ...] = ()  # true gradient = factor * memory, for each bucket
 
     @property
     def norm(self) -> float:
-        """The norm of all gradients that have none of their own."""
+        """Norm of all gradients that are in no norm group."""
         return self.norms[None]
 
     @property
     def finite(self) -> bool:
-        """True if a step may be made of these gradients."""
+        """True if a step may be made with these gradients."""
         return self.culprit is None and all(map(math.isfinite, self.norms.values()))
 
 
 class GradMeter:
-    """Measures the gradients of a list of buckets. Built once, by all ranks together; a step allocates a few numbers.
+    """Measurement of the gradients of a list of buckets. A step allocates only a few numbers.
 
-    groups: those that one after the other reach every rank of the model. norm_type: p of the norm, math.inf for the
-        largest magnitude.
-    watched: model chunks; the `nan_watch` of one, if it has one, knows which microbatch a NaN came from.
-    models: for each bucket which model it is of; copies of one name count once within a model.
+    Collective: all ranks must create it together.
+
+    Args:
+        masters: The buckets of this rank, with their master weights.
+        groups: Process groups that together reach every rank of the model, reduced over one after the other.
+        norm_type: Order p of the norm; math.inf for the largest magnitude.
+        watched: Model chunks. The `nan_watch` of a chunk, if it has one, knows which microbatch a NaN came from.
+        models: Model of each bucket. Copies with one name count once within a model.
     """
 
     def __init__(
@@ -69,19 +73,19 @@ class GradMeter:
         self.groups = groups
         self.norm_type = norm_type
         self.watched = watched
-        # A stage without parameters follows the backend that the others' sums travel over.
+        # A stage without parameters uses the device of the backend that the other ranks communicate with.
         on_gpu = not masters and any("nccl" in dist.get_backend_config(group) for group in groups)
         alone = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.device = masters[0].bucket.device if masters else alone
         self.ranks = math.prod(map(dist.get_world_size, groups))
         self.collectives = Collectives()
-        # A stage may hold none of a kind, so ranks put the names of their norm groups together.
+        # A stage may lack a norm group, so ranks exchange the names of their norm groups.
         mine = {shard.norm_group for bucket_masters in masters for shard in bucket_masters.shards} - {None}
         answers = agree.gather(mine, groups, "the norm groups")
         self.norm_groups: list[str | None] = [None, *sorted(str(name) for name in set().union(*answers.values()))]
-        self.counted_memory: list[torch.Tensor] = []  # that this rank counts in a norm
+        self.counted_memory: list[torch.Tensor] = []  # gradients that this rank counts in a norm
         memory: list[torch.Tensor] = []
-        column: list[int] = []  # of each tensor: the index of its norm group; one more where nothing is counted
+        column: list[int] = []  # index of each tensor's norm group; one more if it is not counted
         bucket: list[int] = []
         counted_copies: dict[Hashable, dict[str, int]] = {}
         for index, bucket_masters in enumerate(masters):
@@ -89,7 +93,7 @@ class GradMeter:
             groups_here = bucket_masters.bucket.groups
             equals = groups_here.replica if bucket_masters.bucket.sharded else groups_here.data
             here = equals is None or dist.get_rank(equals) == 0  # one of the ranks with equal gradients
-            # Padding between shards is left out: it may hold what a peer's collective left there.
+            # Padding between shards is left out: a peer's collective may have written to it.
             for found in _ranges(bucket_masters, copies):
                 grad = bucket_masters.bucket.owned_grad[found.start : found.end]
                 counted = found.in_norm and here
@@ -112,14 +116,19 @@ class GradMeter:
         problem: str | None = None,
         edited: bool = False,
     ) -> GradStats:
-        """Measure the norm of all gradients of the model, and their zeros. Collective: every rank of the job.
+        """Measure the norm, and optionally the zeros, of all gradients of the model.
+
+        Collective: every rank of the job must call it.
 
         Args:
             count_zeros: True to count zeros.
-            loss_scale: What losses were multiplied by.
-            settings: Those of the step to come, or None on all ranks.
-            problem: Why this rank cannot make the step, in words.
+            loss_scale: Factor that losses were multiplied by.
+            settings: Settings of the next step, or None on all ranks.
+            problem: Reason why this rank cannot make the step, as an error text; None if it can.
             edited: True if the user has written to reduced gradients of this rank.
+
+        Returns:
+            The statistics, equal on all ranks.
 
         Raises:
             SyncError: On all ranks, if settings differ, a rank has a problem, or ranks have edited in different ways.
@@ -132,23 +141,23 @@ class GradMeter:
         )
         if not same_digest(self.ranks, *sums):
             self._refuse(settings or (), problem)
-        if edits and not bad:  # what is not finite is never stepped on
+        if edits and not bad:  # no step is made with non-finite gradients
             refuse_unshared_edits([masters.bucket for masters in self.masters], self.watched[0].groups)
         culprit = None
         if bad or not all(map(math.isfinite, norms)):
-            # Finite gradients whose powers overflow fp32 end here as well, and get a second look in fp64.
+            # Finite gradients whose powers overflow fp32 also end here, and are measured again in fp64.
             culprit = self._find_culprit()
             norms, (_, num_zeros, *_), _ = self._over_all_ranks(torch.float64, factors, zeros, terms)
         by_group = dict(zip(self.norm_groups, norms, strict=True))
         return GradStats(by_group, int(num_zeros) if count_zeros else None, culprit, tuple(host_factors))
 
     def _factors(self, loss_scale: float) -> torch.Tensor:
-        """Factor of each bucket's memory, [buckets] in fp64; a count of tokens is on the device."""
+        """Return the factor of each bucket's memory, [buckets] in fp64. Token counts stay on the device."""
         pending = [masters.bucket.pending_scale for masters in self.masters]
         if any(isinstance(scale, torch.Tensor) for scale in pending):
             factors = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in pending])
         else:
-            # Pinned, for a copy from other memory would have the host wait for all that the device has queued.
+            # Pinned: a copy from pageable memory would make the host wait for all work queued on the device.
             here = torch.tensor(pending, dtype=torch.float64, device="cpu", pin_memory=self.device.type != "cpu")
             factors = here.to(self.device, non_blocking=True)
         return factors / loss_scale
@@ -162,10 +171,19 @@ class GradMeter:
     def _over_all_ranks(
         self, dtype: torch.dtype, factors: torch.Tensor, zeros: torch.Tensor | int, terms: Sequence[int]
     ) -> tuple[list[float], list[float], list[float]]:
-        """(norm of each norm group, [gradients that are not finite if above 0, zeros, sums of terms], factors).
+        """Reduce this rank's powers, zeros and terms over all ranks.
 
-        dtype: what powers are made in. Every rank adds the gathered vectors of a group in rank order, so all ranks hold
-        the same bits.
+        Every rank adds the gathered vectors of a group in rank order, so that all ranks have the same bits.
+
+        Args:
+            dtype: Dtype in which powers are computed.
+            factors: Factor of each bucket, [buckets] in fp64.
+            zeros: This rank's count of zeros.
+            terms: Three numbers to sum over ranks.
+
+        Returns:
+            The norm of each norm group; [number above 0 if a gradient is not finite, zeros, sums of terms]; and the
+            factors.
         """
         norms = self.norm_pass.norms(self.norm_type, dtype)
         count = len(self.norm_groups)
@@ -175,7 +193,7 @@ class GradMeter:
         powers = powers.nan_to_num(nan=math.inf) if largest else powers.pow(self.norm_type)
         sums = torch.zeros(count + 5, dtype=torch.float64, device=self.device)
         sums[: count + 1].scatter_reduce_(0, self.column, powers, "amax" if largest else "sum")
-        sums[count] = (~torch.isfinite(norms)).any()  # in place of what is not counted
+        sums[count] = (~torch.isfinite(norms)).any()  # overwrites the column of uncounted gradients
         sums[count + 1] = zeros
         sums[count + 2], sums[count + 3], sums[count + 4] = terms
         for group in self.groups:
@@ -189,7 +207,7 @@ class GradMeter:
         return totals, numbers[count : count + 5], numbers[count + 5 :]
 
     def _refuse(self, settings: Settings, problem: str | None) -> None:
-        """Say where a rank has a problem, or where ranks would step differently. Collective; all of them raise."""
+        """Raise SyncError on all ranks, naming the rank's problem or the setting that differs. Collective."""
         answers = agree.gather((settings, problem), self.groups, "the settings of a step")
         for other, (_, found) in sorted(answers.items()):
             if found is not None:
@@ -201,9 +219,9 @@ class GradMeter:
         )
 
     def _find_culprit(self) -> str | None:
-        """The first gradient that is not finite, in words: one that a watch saw in backward comes before all others.
+        """Describe the first non-finite gradient, preferring one that a watch saw during backward.
 
-        Collective; only on the way to a skipped step.
+        Collective, and called only before a skipped step.
         """
         answers = agree.gather(self._culprit_here(), self.groups, "the gradients that are not finite")
         culprits = sorted((found[0], rank, found[1]) for rank, found in answers.items() if found is not None)
@@ -214,7 +232,11 @@ class GradMeter:
         return f"rank {rank}: {what}{others}"
 
     def _culprit_here(self) -> tuple[bool, str] | None:
-        """(True if it was only found after the reduction, what)."""
+        """Describe this rank's first non-finite gradient.
+
+        Returns:
+            (True if it was only found after the reduction, description); None if all are finite.
+        """
         for chunk in self.watched:
             watch = getattr(chunk, "nan_watch", None)
             seen = None if watch is None else watch.finding()
@@ -232,7 +254,7 @@ class GradMeter:
 
 
 class _Range(NamedTuple):
-    """Elements [start, end) of a bucket's owned range that count alike."""
+    """Elements [start, end) of a bucket's owned range with the same counting rule."""
 
     start: int
     end: int
@@ -241,9 +263,12 @@ class _Range(NamedTuple):
 
 
 def _ranges(masters: BucketMasters, counted_copies: dict[str, int]) -> list[_Range]:
-    """The shards of parameters; those that touch each other and count alike are joined.
+    """Return the parameter shards of a bucket, with adjacent shards joined if they have the same counting rule.
 
-    counted_copies: name -> id of the parameter that counts, of those with copies in several virtual pipeline chunks.
+    Args:
+        masters: A bucket's master weights.
+        counted_copies: For parameters with copies in several virtual pipeline chunks: name -> id of the copy that
+            counts. Updated here.
     """
     found: list[_Range] = []
     for shard in masters.shards:
@@ -258,7 +283,15 @@ def _ranges(masters: BucketMasters, counted_copies: dict[str, int]) -> list[_Ran
 
 
 def clip_coefficient(max_norm: float, norm: float) -> float:
-    """Factor that makes gradients of this norm at most `max_norm`; 1 for a `max_norm` of 0."""
+    """Return the factor that limits gradients of a given norm to `max_norm`.
+
+    Args:
+        max_norm: Largest norm; 0 for no limit.
+        norm: Norm of the gradients.
+
+    Returns:
+        A factor of at most 1.
+    """
     if max_norm <= 0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))

@@ -1,9 +1,9 @@
-"""NormPass: norms of long gradient memory in one pass, as exact as adding in fp64 and as fast as reading.
+"""NormPass: norms of long gradient tensors in one pass, as exact as fp64 addition and as fast as reading memory.
 
-On the CPU a tensor is seen as rows. torch makes the norms of all rows in one call, each added in fp32 over a few
-thousand elements only, and the rows are added in fp64: 1e-6 off for 10 million equal numbers, where one call over the
-whole tensor is 0.4 percent off, and `dtype=float64` costs thirty times the time. What does not fill a row, and tiny
-tensors, are added by themselves. A GPU's kernels add in a tree: there a tensor is one block.
+On the CPU a tensor is viewed as rows. torch computes the norms of all rows in one call, in fp32 over a few thousand
+elements each, and the row norms are added in fp64. The result is 1e-6 off for 10 million equal numbers. One call over
+the full tensor is 0.4 percent off, and `dtype=float64` takes thirty times as long. Elements that do not fill a row, and
+tiny tensors, are added separately. A GPU's kernels add in a tree, so a GPU tensor is one block.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from collections.abc import Sequence
 import torch
 
 ROW_ELEMENTS = 4096
-# 16-bit gradients are converted so many rows at a time: 1 MiB stays in cache, and fewer would cost more in calls.
+# 16-bit gradients are converted this many rows at a time: 1 MiB stays in cache, and fewer rows would mean more calls.
 CONVERTED_ROWS = 64
 
 
 class NormPass:
-    """The norms of some tensors, cut into blocks.
+    """Norms of some tensors, cut into blocks.
 
-    tensors: flat, contiguous; some may lie on the host, not on `device`, where the norms are put together. tensor_of:
-    for each block the index of its tensor.
+    Args:
+        tensors: Flat, contiguous tensors. Some may be on the host.
+        device: Device on which the norms are collected.
+
+    Attributes:
+        tensor_of: Index of each block's tensor.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -41,7 +45,12 @@ class NormPass:
         self.tensor_of += rest_of
 
     def norms(self, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-        """The norm of each block, [blocks] in fp64. dtype: what powers are made and, within a row, added in."""
+        """Return the norm of each block, [blocks] in fp64.
+
+        Args:
+            norm_type: Order p of the norm.
+            dtype: Dtype of the powers and of their sum within a row.
+        """
         parts = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         parts += [_norm_of_rows(rows, norm_type, dtype).view(1).to(self.device) for rows in self.rows]
         if self.rest:
@@ -51,7 +60,7 @@ class NormPass:
 
 
 def _norm_of_rows(rows: torch.Tensor, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    """One norm in fp64."""
+    """Return the norm of all rows as one fp64 number."""
     if rows.dtype.itemsize >= dtype.itemsize or dtype is torch.float64:
         norms = torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=dtype)
     else:

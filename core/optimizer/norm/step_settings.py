@@ -1,11 +1,11 @@
-"""Step settings: all ranks must step with the same learning rates, decay and limits. Compared in every step.
+"""Step settings: a check in every step that all ranks use the same learning rates, decay and limits.
 
-Ranks hold parts, or copies, of the same parameters. A scheduler that looks at a metric of its own rank, or a loss scale
-that went another way on one, would train them apart, and no gradient would show it.
+Ranks hold parts, or copies, of the same parameters. A scheduler that reads its own rank's metric, or a loss scale that
+diverged on one rank, would train them differently, and no gradient would show it.
 
-The comparison rides on the sum that the norm needs anyway. Each rank adds a digest d of its settings to one sum and
-d * d to another one. By Cauchy and Schwarz n * sum(d * d) >= sum(d) ** 2 over n ranks, and both sides are equal only
-where all digests are. Up to 2**17 ranks the sums stay at or below 2**53, so they are exact in fp64.
+The comparison costs no extra collective: it is part of the sum that the norm needs. Each rank adds a digest d of its
+settings to one sum and d * d to another. By Cauchy and Schwarz n * sum(d * d) >= sum(d) ** 2 over n ranks, with
+equality only if all digests are equal. Up to 2**17 ranks the sums stay at or below 2**53, so they are exact in fp64.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 DIGEST_BITS = 18
-DIGITS = 6  # of a float: hosts of different kinds may compute a cosine with another last bit
+DIGITS = 6  # significant digits of a float: different hosts may compute a cosine with a different last bit
 
-# Of a param group, what users and schedulers set. Other entries may be an algorithm's own: a count, an estimate, made
-# only on ranks that have something to step; or a choice of kernel, which hosts may make differently.
+# Entries of a param group that users and schedulers set. Other entries may belong to an algorithm: a count or an
+# estimate that exists only on ranks with parameters to step, or a choice of kernel, which may differ between hosts.
 COMPARED = frozenset(
     ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "maximize", "amsgrad", "alpha", "rho")
     + ("centered", "lambd", "lr_decay", "momentum_decay", "beta2_decay", "etas", "step_sizes", "max_lr", "min_lr")
@@ -29,7 +29,10 @@ COMPARED = frozenset(
 
 
 class Setting(NamedTuple):
-    """One number, in words. `group` is what a user calls the param group: for messages, and never compared."""
+    """Name and value of one setting as text.
+
+    `group` is the user's name of the param group. It is printed in messages and never compared.
+    """
 
     what: str
     value: str
@@ -40,9 +43,13 @@ Settings = tuple[Setting, ...]
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]], others: Mapping[str, Any]) -> Settings:
-    """Settings of the next step: COMPARED of torch param groups, and `others`, in one order on all ranks.
+    """Return the settings of the next step, in the same order on all ranks.
 
-    Off (None, False) is the same as not listed. Tensors are read where that does not wait for a device.
+    A setting that is off (None, False) counts as absent. Tensors are read only if no device has to be waited for.
+
+    Args:
+        groups: torch param groups, of which the COMPARED entries are read.
+        others: Further settings by name.
     """
     places = [(others, "", "")]
     for index, group in enumerate(groups):
@@ -57,7 +64,9 @@ def settings_of(groups: Iterable[Mapping[str, Any]], others: Mapping[str, Any]) 
 
 
 def _text(value: Any) -> str | None:
-    """A number in words, equal where it is meant to be equal. None for what is off, and for what is no number."""
+    """Return a number as text, equal for numbers that are meant to be equal; None for non-numbers and settings that are
+    off.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
         value = value.item()
     if isinstance(value, (tuple, list)):
@@ -69,23 +78,45 @@ def _text(value: Any) -> str | None:
 
 
 def digest(settings: Settings) -> int:
-    """The values in DIGEST_BITS bits."""
+    """Return a hash of the settings' values with DIGEST_BITS bits.
+
+    Args:
+        settings: Settings of the next step.
+    """
     return zlib.crc32(repr([(what, value) for what, value, _ in settings]).encode()) >> (32 - DIGEST_BITS)
 
 
 def digest_terms(settings: Settings, *, problem: bool = False) -> tuple[int, int]:
-    """This rank's part of the two sums: d and d * d. A problem adds 1 to the second sum, so they cannot match."""
+    """Return this rank's contribution to the two sums: d and d * d.
+
+    Args:
+        settings: Settings of the next step.
+        problem: True if this rank cannot make the step. It adds 1 to the second sum, so the sums cannot match.
+    """
     own = digest(settings)
     return own, own * own + problem
 
 
 def same_digest(ranks: int, total: float, squares: float) -> bool:
-    """True if the sums over so many ranks say that all settings are equal, and that no rank has a problem."""
+    """Return True if all ranks have equal settings and no rank has a problem.
+
+    Args:
+        ranks: Number of ranks.
+        total: Sum of the digests.
+        squares: Sum of their squares.
+    """
     return ranks * int(squares) == int(total) ** 2
 
 
 def first_difference(settings: Mapping[int, Settings]) -> str | None:
-    """Name two ranks that differ, and where; None if all agree. Pure. settings: of each global rank."""
+    """Describe the first setting that differs between two ranks.
+
+    Args:
+        settings: Settings by global rank.
+
+    Returns:
+        The setting, its values and the two ranks, as text; None if all agree.
+    """
     first = min(settings)
     there = {setting.what: setting for setting in settings[first]}
     for rank in sorted(settings):
