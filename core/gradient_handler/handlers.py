@@ -126,7 +126,7 @@ class DataParallelGradientHandler(GroupGradientHandler):
         return averaged_by_wrappers(self._model)
 
     def not_ready(self, wrappers: Mapping[int, Wrapper]) -> Exception | None:
-        """Also refuse experts without a wrapper, and a wrapper over fewer ranks than the handler."""
+        """Return an error also for experts without a wrapper, and for a wrapper over fewer ranks than the handler."""
         for name, param in self._model.named_parameters():
             wrapper = wrappers.get(id(param))
             error = self._refusal(name, param) if wrapper is None else None
@@ -213,7 +213,7 @@ class PipelineSharedModuleGradientHandler(GroupGradientHandler):
         return [LooseGradient(name, param, _stages_of(param)) for name, param in self._shared()]
 
     def not_ready(self, wrappers: Mapping[int, Wrapper]) -> Exception | None:
-        """Also refuse gradients that a wrapper has not finalized yet, sums itself, or shards."""
+        """Return an error also for gradients that a wrapper has not finalized yet, sums itself, or shards."""
         for name, param in self._shared():
             engine = engine_of(param)
             if engine is None:

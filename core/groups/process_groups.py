@@ -268,12 +268,12 @@ def refuse_other_sizes(sizes: Mapping[str, object], timeout: timedelta | None) -
 
 
 # Note [Gradient groups]
-# A communicator pairs the n-th collective of one rank with the n-th of another. A bucket of gradients leaves during
-# backward when the rank's own gradients have arrived. Backward also uses communicators for activations (the all-to-all
-# of experts, the ring of a split sequence). On a shared communicator ranks could pair a bucket with an exchange. So
-# groups that carry gradients share communicators with one another, and not with groups of equal ranks that carry
-# activations. Control groups carry agreements, which all ranks reach between two backwards; they may share with the
-# latter.
+# A communicator pairs the n-th collective of one rank with the n-th of another. A bucket of gradients is launched
+# during backward, as soon as the rank's own gradients are complete. Backward also uses communicators for activations
+# (the experts' all-to-all, ring attention). On a shared communicator, ranks could pair a bucket with such an exchange.
+# So groups for gradients share communicators with each other, but not with groups for activations over equal ranks.
+# Control groups are for agreements, which all ranks reach between two backward passes; they may share with the groups
+# for activations.
 
 
 # Note [Names of groups]

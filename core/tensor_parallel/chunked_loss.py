@@ -28,7 +28,7 @@ from core.tensor_parallel.mappings import (
     resolve_groups,
 )
 
-WHOLE = 2**28  # by default logits of more elements than these are computed in chunks: 1 GiB in fp32
+WHOLE = 2**28  # logits with more elements (1 GiB in fp32) are computed in chunks by default
 CHUNK = 2**26  # elements of a default chunk
 
 Transform = Callable[[Tensor], Tensor]  # elementwise function on logits: a scale, a soft cap

@@ -419,7 +419,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(parameter: Tensor | None, grad: Tensor, input: Tensor) -> Tensor | None:
-    """The gradient [out, in] of a weight, or None once it has been added into the parameter's main_grad."""
+    """Return the gradient [out, in] of a weight, or None after adding it to the parameter's main_grad."""
     grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
     main_grad = None if parameter is None else main_grad_of(parameter)
     if main_grad is None:

@@ -387,7 +387,7 @@ class RankWatch:
         log.warning("rank %d has waited %.0f s: %s", self.rank, waited, said)
 
     def _compare_steps(self) -> None:
-        """On the lowest present rank: name ranks that are slower than the others."""
+        """Name ranks that are slower than the others, on the lowest present rank."""
         lower = any(rank not in self.lost and rank not in self.left for rank in range(self.rank))
         if self._beat % COMPARE_BEATS or lower or len(self.members) < self.world:
             return
