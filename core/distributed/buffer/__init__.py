@@ -1,1 +1,1 @@
-"""The memory of gradients: buffers, the buckets they are cut into, and what stands in `.grad`."""
+"""Gradient memory: buffers, the buckets they are split into, and the contents of `.grad`."""

@@ -1,13 +1,12 @@
-"""Bucket: one collective's worth of gradients, and the state machine that moves it. No hooks, no modules.
+"""Bucket: gradients that one collective reduces, and the state machine that moves them. No hooks, no modules.
 
     ACCUMULATING --launch--> IN_FLIGHT --complete--> REDUCED --close--> FINAL --reset--> ACCUMULATING
 
-While a bucket is in flight its parameters' `.grad` is a GradPlaceholder: a gradient that arrives late is kept there
-instead of racing with the wire, is noticed, and is reduced afterwards. No peer can silently lose or mix it.
+While a bucket is in flight, its parameters' `.grad` is a GradPlaceholder. It stores a gradient that arrives late, which
+would otherwise race with the collective and be lost or mixed. The late gradient is reduced afterwards.
 
-Where a rank keeps only its shard, whole gradients lie in memory of a BucketPool while they fill and travel. Every
-reduction adds to the shard, so a step may have several: `next_microbatch` brings a bucket in flight back to
-ACCUMULATING.
+If a rank keeps only its shard, full gradients use memory borrowed from a BucketPool while they fill and are reduced.
+Every reduction adds to the shard, so one step may have several: `next_microbatch` returns to ACCUMULATING.
 """
 
 from __future__ import annotations
@@ -34,17 +33,21 @@ class BucketState(Enum):
 
     ACCUMULATING = "accumulating"  # autograd adds this rank's gradients
     IN_FLIGHT = "in flight"  # a collective owns the memory
-    REDUCED = "reduced"  # whole over the data group; sync rules may still be due
+    REDUCED = "reduced"  # reduced over the data group; sync rules may still be due
     FINAL = "final"  # ready for the optimizer
 
 
 class Bucket:
-    """A slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer.
+    """Slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer.
 
-    memory: of whole gradients [layout.numel], or with a pool of this rank's shard alone. With a pool `grad` and `views`
-    are empty but for the time between `borrow` and `give_back`. scale: what gradients are multiplied by. param_data:
-    [layout.numel] of the parameters where the optimizer is sharded, else None. param_shard: [shard] where a rank keeps
-    no more of them.
+    With a pool, `grad` and `views` are empty except between `borrow` and `give_back`.
+
+    Args:
+        memory: Full gradients, [layout.numel], or with a pool only this rank's shard.
+        pool: Memory for full gradients if a rank keeps only its shard, else None.
+        scale: Factor for the gradients.
+        param_data: Parameters, [layout.numel], if the optimizer is sharded but parameters are not, else None.
+        param_shard: This rank's shard of the parameters, [shard], if it keeps no more of them.
     """
 
     def __init__(
@@ -70,19 +73,19 @@ class Bucket:
         self.dtype, self.device = memory.dtype, memory.device if pool is None else pool.memory.device
         self.sharded = sharded = ddp_config.sharded
         self.pool = pool
-        self.gathered = False  # True if the whole bucket is valid though it was reduced to shards
-        # [start, end) within the bucket that this rank's optimizer updates; everything where it is not sharded.
+        self.gathered = False  # True if all of the bucket is valid although it was reduced to shards
+        # [start, end) within the bucket that this rank's optimizer updates; all of it without sharding.
         self.shard_range = layout.shard_of(dist.get_rank(groups.shard)) if sharded else (0, layout.numel)
-        # The same memory in every step; it may lie on the host, not on `device`.
+        # The same memory in every step; it may be on the host instead of `device`.
         self.owned_grad = self.shard_of(memory) if pool is None else memory
-        self.grad, self.views = memory[:0], list[torch.Tensor]()  # whole gradients, and each parameter's in its shape
-        self._views_at: dict[int, list[torch.Tensor]] = {}  # by address: a bucket gets the same two places again
+        self.grad, self.views = memory[:0], list[torch.Tensor]()  # full gradients, and one view for each parameter
+        self._views_at: dict[int, list[torch.Tensor]] = {}  # keyed by address: the pool lends one of two places
         if pool is None:
             self._lie_in(memory)
         self.param_data = param_data
         self.param_shard = param_shard if param_data is None else self.shard_of(param_data)
-        self.state_tier: MemoryTier | None = None  # where masters and moments lie, if they are offloaded
-        self.params_stay = False  # True where another tensor uses their memory, so that an optimizer must not move them
+        self.state_tier: MemoryTier | None = None  # memory of masters and moments, if they are offloaded
+        self.params_stay = False  # True if another tensor shares their memory: an optimizer must not move them
         self.op: Op = "mean" if ddp_config.average_in_collective else "sum"
         self.scale_later = ddp_config.scale_in_optimizer
         self.scale, self._due_scale = (1.0, scale) if self.scale_later else (scale, 1.0)  # before and after a reduction
@@ -93,26 +96,26 @@ class Bucket:
         self.owed: Callable[[torch.Tensor], list[tuple[torch.Tensor, float]]] | None = None
         factor = scale if self.op == "mean" else scale * dist.get_world_size(groups.data)
         unchanged = not (sharded or any(contract.rules for contract in self.contracts))
-        # True if adding to reduced gradients where they lie, and reducing again, gives the sum of both.
+        # True if adding to reduced gradients in place, and reducing again, gives the sum of both.
         self.adds_exactly = unchanged and abs(factor - 1.0) < 1e-9
-        self.held: dict[int, torch.Tensor] = {}  # accumulated gradients that cannot be added to where they lie
-        self.lost: str | None = None  # a parameter to whose gradient of that kind others were added
-        self.optimizer_steps = 0  # that ours has made of earlier gradients
+        self.held: dict[int, torch.Tensor] = {}  # accumulated gradients that cannot be added to in place
+        self.lost: str | None = None  # a parameter whose held gradient was added to
+        self.optimizer_steps = 0  # steps that our optimizer has made on earlier gradients
         self.attribute = GradAttribute(self.params, [contract.name for contract in self.contracts], self.dtype)
         self.used = self.attribute.used  # 1 for each parameter with a gradient in this step
         self.accumulates = bytes(len(self.params))  # 1 for each parameter whose earlier gradient this step adds to
-        self.accumulated_shard: torch.Tensor | None = None  # those gradients where `.grad` does not show them: [shard]
-        self.used_without = bytearray(len(self.params))  # 1 for each that is used though it gets no gradient
+        self.accumulated_shard: torch.Tensor | None = None  # these gradients if `.grad` does not show them: [shard]
+        self.used_without = bytearray(len(self.params))  # 1 for each parameter that counts as used without a gradient
         self.state = BucketState.ACCUMULATING
-        self.sums = 0  # reductions of this step that the shard holds
-        self.reductions = 0  # that were completed, ever
+        self.sums = 0  # reductions of this step that were added to the shard
+        self.reductions = 0  # completed reductions since the wrap
         self.arrivals = [0] * len(self.params)
         self.expected = [1] * len(self.params)  # a wrong number costs overlap or a second reduction, never correctness
         self.pending = len(self.params)
         self.handle: Flight | None = None
-        self.moved: torch.Tensor | None = None  # the shard on the device, if it lies elsewhere and is in flight
-        self.copied: torch.Event | None = None  # behind the last copy of the shard to the host
-        self.events: list[CollectiveEvent] = []  # of this step's reductions
+        self.moved: torch.Tensor | None = None  # device copy of the shard in flight, if the shard itself is elsewhere
+        self.copied: torch.Event | None = None  # recorded after the last copy of the shard to the host
+        self.events: list[CollectiveEvent] = []  # one for each reduction of this step
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -123,12 +126,12 @@ class Bucket:
         self.grad, self.views = memory, self._views_at[place]
 
     def borrow(self) -> None:
-        """Have memory for whole gradients; what lies between the parameters is zero. Waits for the pool."""
+        """Get memory for full gradients from the pool, waiting if necessary. Gaps between parameters are zeroed."""
         if self.pool is None or self.views:
             return
         self._lie_in(self.pool.acquire(self.layout.numel))
         end = 0
-        for low, high in (*self.ranges, (self.layout.numel, 0)):  # what other buckets left there would be added up
+        for low, high in (*self.ranges, (self.layout.numel, 0)):  # values left by other buckets would be summed
             if end < low:
                 self.grad[end:low].zero_()
             end = high
@@ -141,47 +144,48 @@ class Bucket:
 
     @property
     def storage(self) -> list[torch.Tensor]:
-        """For each parameter the memory that must stay where it is as long as the model is wrapped."""
+        """For each parameter the memory that must not move while the model is wrapped."""
         return self.views if self.pool is None else [self.owned_grad] * len(self.ranges)
 
     @property
     def whole(self) -> bool:
-        """True if the whole bucket is valid after the reduction, and not this rank's shard alone."""
+        """True if all of the bucket, not just this rank's shard, is valid after the reduction."""
         return self.gathered or not self.sharded
 
     @property
     def valid_range(self) -> tuple[int, int]:
-        """[start, end) within the bucket that holds reduced gradients once the bucket is reduced."""
+        """Range [start, end) within the bucket that contains reduced gradients after the reduction."""
         return (0, self.layout.numel) if self.whole else self.shard_range
 
     @property
     def valid_grad(self) -> torch.Tensor:
-        """The gradients in the valid range, flat."""
+        """Gradients in the valid range, flat."""
         return self.grad if self.whole else self.owned_grad
 
     def valid_part(self, index: int) -> torch.Tensor:
-        """The flat part of parameter `index`'s gradient that lies in the valid range; may be empty."""
+        """Return the flat part of parameter `index`'s gradient inside the valid range; may be empty."""
         return self.part_of(self.valid_grad, index, self.valid_range)
 
     def part_of(self, flat: torch.Tensor, index: int, within: tuple[int, int]) -> torch.Tensor:
-        """Elements of parameter `index` in a tensor that holds the elements `within` = [start, end) of the bucket."""
+        """Return the elements of parameter `index` from a tensor with elements `within` = [start, end) of the bucket.
+        """
         low, high = within
         start, end = max(self.ranges[index][0], low), min(self.ranges[index][1], high)
         return flat[start - low : max(start, end) - low]
 
     def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a tensor that is laid out like the bucket."""
+        """Return this rank's shard of a tensor with the bucket's layout."""
         low, high = self.shard_range
         return whole[low:high]
 
     def copy_to_shard(self) -> None:
-        """Copy changes of the whole gradient to the shard, if that is separate memory."""
+        """Copy changes of the full gradient to the shard, if the shard is separate memory."""
         if self.pool is not None and self.gathered:
             self.owned_grad.copy_(self.shard_of(self.grad))
 
     @property
     def steps_apart(self) -> bool:
-        """True if the parameters lie on another device than they are stepped on."""
+        """True if the parameters are on another device than the one that updates them."""
         memory = self.params[0] if self.param_shard is None else self.param_shard
         return memory.is_cpu != (isinstance(self.state_tier, HostTier) or self.owned_grad.is_cpu)
 
@@ -190,8 +194,8 @@ class Bucket:
     def reset(self, *, keep: bool = False) -> None:
         """Begin a new step. The caller has zeroed the memory, or lets collected gradients overwrite it.
 
-        keep: add to the reduced gradients that are still in `.grad`, as torch does; those of a spent step as it has
-        multiplied them. Where that is impossible, `lost` names one at the launch.
+        With `keep`, add to the reduced gradients that are still in `.grad`, as torch does; gradients of a finished step
+        include the factors that its optimizer applied. If that is impossible, `lost` names a parameter at the launch.
         """
         self.accumulates = self.attribute.accumulates if keep else bytes(len(self.params))
         self.accumulated_shard, self.held, self.lost = None, {}, None
@@ -221,7 +225,7 @@ class Bucket:
 
     @torch.no_grad()
     def _copy_accumulated(self) -> torch.Tensor:
-        """[shard], the accumulated gradients. Those in `.grad` need no copy: autograd adds to them where they lie."""
+        """Copy the accumulated gradients, [shard]. Autograd adds in place to those in `.grad`, which need no copy."""
         for memory, factor in self._owed():
             memory.mul_(factor)
         copy = torch.zeros_like(self.owned_grad)
@@ -232,15 +236,15 @@ class Bucket:
         return copy
 
     def arrive(self, index: int) -> None:
-        """Note a gradient that came outside no_sync."""
+        """Record a gradient that arrived outside no_sync."""
         self.arrivals[index] += 1
         if self.arrivals[index] == self.expected[index] and self.state is not BucketState.IN_FLIGHT:
             self.pending -= 1
 
     def fill(self, pool: BucketPool, index: int) -> None:
-        """Move a gradient into borrowed memory as soon as it has come, if there is memory without waiting.
+        """Move a gradient into borrowed memory when it arrives, if memory is available without waiting.
 
-        Only for the bucket that is launched next; `launch` moves what is left.
+        Only for the bucket that is launched next; `launch` moves the rest.
         """
         if torch.is_grad_enabled():  # under create_graph
             return
@@ -253,7 +257,7 @@ class Bucket:
         self.attribute.collect((index,), self.views, None if self.sums else self.used_without)
 
     def _follow_drops(self, indices: Sequence[int]) -> None:
-        """Forget accumulated gradients that were dropped since the step began, while nothing of it was reduced."""
+        """Forget accumulated gradients that the user dropped since the step began, as long as nothing was reduced."""
         for index in indices if self.accumulated_shard is not None and not self.sums else ():
             if self.used_without[index] and self.attribute.has_dropped(index):
                 self.part_of(self.accumulated_shard, index, self.shard_range).zero_()
@@ -263,7 +267,7 @@ class Bucket:
                 self.lost = self.contracts[index].name
 
     def _note_written(self) -> None:
-        """Mark parameters as used whose gradient user code wrote into the buffer directly."""
+        """Mark parameters as used if user code wrote their gradient into the buffer directly."""
         pairs = zip(self.params, self.views, strict=False)
         silent = [i for i, (param, view) in enumerate(pairs) if not self.used[i] and param.grad is view]
         if silent:
@@ -273,11 +277,11 @@ class Bucket:
 
     # -- the reduction ----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()  # hooks run with grad mode on under create_graph, where a gradient has a graph of its own
+    @torch.no_grad()  # under create_graph hooks run with grad mode on, and a gradient has a graph
     def launch(self, collectives: Collectives, *, watched: bool = True) -> None:
-        """Start the reduction over the data group. Every rank of it launches its buckets in the same order.
+        """Start the reduction over the data group. Every rank of the group launches its buckets in the same order.
 
-        watched: False where no code of the user runs until the reduction is done.
+        Pass `watched=False` only if no user code runs until the reduction is done.
         """
         self._expect(BucketState.ACCUMULATING, "launched")
         if 1 in self.accumulates:
@@ -297,23 +301,23 @@ class Bucket:
             self.pool.in_flight.append((self.wait, self.grad))
 
     def watch(self) -> None:
-        """Put placeholders into `.grad` where `launch` has left gradients that are being reduced."""
+        """Put placeholders into `.grad` if `launch` has left gradients there that are being reduced."""
         if self.attribute.shown is self.views:
             self.attribute.collect(range(len(self.params)), self.views, None)
 
     def _reduce(self, grad: torch.Tensor, collectives: Collectives) -> Flight:
-        """Scale and reduce a tensor laid out like this bucket, in place: over the data group, or to the shard."""
+        """Scale and reduce a tensor with this bucket's layout, in place: over the data group, or to the shard."""
         if self.sharded:
             return collectives.reduce_scatter(grad, self.groups.shard, self.name, self.op, scale=self.scale)
         return collectives.all_reduce(grad, self.groups.data, self.name, self.op, scale=self.scale)
 
     def poll(self) -> bool:
-        """True if the collective is done. Does what can be done of it without waiting for another rank."""
+        """Make all progress that needs no other rank. True if the collective is done."""
         return self.handle is None or self.handle.is_done()
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the collective in flight. The shard takes up the result, and borrowed memory is given back."""
+        """Wait for the collective in flight, store the result in the shard, and return borrowed memory."""
         if self.handle is None:
             return
         self.handle.wait()
@@ -327,7 +331,7 @@ class Bucket:
             self.give_back()
 
     def _keep(self, shard: torch.Tensor, *, adds: bool = False) -> None:
-        """Make `shard`, on the device, this rank's shard. adds: add what it holds."""
+        """Store `shard`, on the device, as this rank's shard; with `adds`, add it to the stored one."""
         if self.owned_grad.device == self.device:
             self.owned_grad.add_(shard) if adds else self.owned_grad.copy_(shard)
             return
@@ -336,13 +340,13 @@ class Bucket:
         self.copied = copy_to_host(self.owned_grad, shard)
 
     def await_copy(self) -> None:
-        """Have the host find its shard, if it lies there: it is read, or is going to be written."""
+        """Wait until the host's copy of the shard is complete, before the shard is read or written."""
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
 
     def all_reduce_replicas(self, collectives: Collectives) -> None:
-        """With several optimizer instances: wait for this one's sum, and start adding those of the others to it."""
+        """With several optimizer instances: wait for this instance's sum, and start adding the others' sums."""
         self._expect(BucketState.IN_FLIGHT, "added up over the optimizer instances")
         if self.groups.replica is not None:
             self.wait()
@@ -362,7 +366,7 @@ class Bucket:
 
     @torch.no_grad()
     def add_late(self, collectives: Collectives) -> None:
-        """Reduce gradients that came after the launch, and add them. Collective: all ranks of the data group."""
+        """Reduce and add gradients that arrived after the launch. Collective: all ranks of the data group."""
         extra = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         for index, grad in self.attribute.take_late():
             start, end = self.ranges[index]
@@ -375,7 +379,7 @@ class Bucket:
         self.await_copy()
 
     def gather_whole(self, collectives: Collectives) -> None:
-        """Put together every rank's shard, so that the whole bucket is valid until the next step. Collective."""
+        """All-gather the shards, so that all of the bucket is valid until the next step. Collective."""
         if not self.whole:
             self.borrow()
             if self.pool is not None:
@@ -386,14 +390,14 @@ class Bucket:
     # -- several reductions in a step -------------------------------------------------------------------------------
 
     def next_microbatch(self) -> None:
-        """Accumulate again, on top of what the shard holds."""
+        """Accumulate again; the next reduction adds to the shard."""
         self.wait()
         self.attribute.note_dropped()
         self.attribute.withdraw()
         self._accumulate()
 
     def reduced_so_far(self) -> torch.Tensor | None:
-        """A copy of what this step's reductions have added up to; None before the first one is done. Waits."""
+        """Return a copy of the sum of this step's reductions, or None before the first one. Waits."""
         self.wait()
         self.await_copy()
         if self.accumulated_shard is not None:
@@ -410,20 +414,20 @@ class Bucket:
         self._expect(BucketState.ACCUMULATING, "restored")
         self.owned_grad.copy_(reduced)
         self.sums = 1
-        for index in range(len(self.params)):  # which parameters have had a gradient is seen in it
+        for index in range(len(self.params)):  # a parameter with a nonzero part has had a gradient
             self.used[index] |= bool(self.valid_part(index).any())
 
     # -- once it is reduced -----------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Set every parameter's `.grad`: its view, or a placeholder where it is sharded or still to be scaled."""
+        """Set every parameter's `.grad`: its view, or a placeholder if it is sharded or not scaled yet."""
         if self.state is BucketState.ACCUMULATING:
             self.attribute.accumulate_into(self.views)
         else:
             self.attribute.show(self.views if self.whole and not self.scale_is_due else None)
 
     def follow_edits(self) -> str | None:
-        """Take over what the user did to `.grad` since the reduction; an edit that a shard cannot follow, in words."""
+        """Apply the user's edits of `.grad` since the reduction. Returns a message if a shard cannot follow one."""
         problem = self.attribute.follow_edits()
         for index in self.attribute.take_zeroed():
             self.valid_part(index).zero_()
@@ -431,14 +435,14 @@ class Bucket:
         return problem
 
     def take_edits(self) -> None:
-        """`follow_edits`; raises SyncError for one that cannot be followed."""
+        """Apply the user's edits of `.grad` as `follow_edits` does; raises SyncError if one cannot be followed."""
         problem = self.follow_edits()
         if problem is not None:
             raise SyncError(f"rank {dist.get_rank()}: {problem}")
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply what this rank holds: its own contributions before the reduction, the valid range after it."""
+        """Multiply this rank's gradients: its own contributions before the reduction, the valid range after it."""
         if self.accumulated_shard is not None:
             self.accumulated_shard.mul_(_on(self.accumulated_shard.device, factor))
         if self.state in (BucketState.REDUCED, BucketState.FINAL):
@@ -465,20 +469,20 @@ class Bucket:
                 grad.mul_(factor)
 
     def defer_scale(self, factor: float | torch.Tensor) -> None:
-        """Have the optimizer multiply by a further factor, or multiply now where scales are not left to it."""
+        """Leave a further factor to the optimizer, or multiply now if scales are not left to it."""
         if self.scale_later:
             self.pending_scale = self.pending_scale * factor
         else:
             self._multiply(factor)
-            self.adds_exactly = False  # what a later backward adds would be multiplied by another factor
+            self.adds_exactly = False  # gradients of a later backward would be multiplied by another factor
 
     @property
     def scale_is_due(self) -> bool:
-        """True if a factor is left that has not been applied."""
+        """True if a factor has not been applied yet."""
         return isinstance(self.pending_scale, torch.Tensor) or self.pending_scale != 1.0
 
     def close(self) -> None:
-        """The sync rules are done: hand the gradients to the optimizer."""
+        """Hand the gradients to the optimizer after the sync rules have run."""
         self._expect(BucketState.REDUCED, "closed")
         self.state = BucketState.FINAL
         if self.accumulated_shard is not None:
@@ -492,5 +496,5 @@ class Bucket:
 
 
 def _on(device: torch.device, factor: float | torch.Tensor) -> float | torch.Tensor:
-    """A factor where what it multiplies lies."""
+    """Return a factor on the device of the tensor it multiplies."""
     return factor.to(device) if isinstance(factor, torch.Tensor) else factor

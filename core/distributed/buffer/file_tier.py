@@ -1,9 +1,9 @@
-"""FileTier: memory of offloaded shards, in files of a directory that the kernel maps.
+"""FileTier: memory of offloaded shards, in memory-mapped files.
 
-A tensor in it is used like any other, where it lies. The kernel reads its pages when they are used, and writes them
-back when it needs their memory. The files have no name, so nothing is left when the process ends.
+Its tensors are used in place like any others. The kernel reads pages when they are used, and writes them back when it
+needs their memory. The files have no name, so nothing is left when the process ends.
 
-Disk space is reserved before a file is mapped: a full disk is an OSError then, and no signal later.
+Disk space is reserved before a file is mapped. A full disk therefore raises OSError at once, instead of a signal later.
 """
 
 from __future__ import annotations
@@ -18,20 +18,27 @@ import torch
 
 from core.distributed.buffer.memory_tier import MemoryTier
 
-LEAST_BYTES = 2**20  # of a file
-SPARE = 8  # a file is at least this part of all before it, so that there are few of them
+LEAST_BYTES = 2**20  # smallest size of a file
+SPARE = 8  # a file is at least 1/SPARE of all earlier ones, so that there are few files
 
 
 class FileTier(MemoryTier):
-    """Files of one wrapped model on this rank. `directory` must exist; OSError where it cannot be written."""
+    """Files of one wrapped model on this rank.
+
+    Args:
+        directory: An existing directory.
+
+    Raises:
+        OSError: If the directory cannot be written.
+    """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.path.abspath(directory)
         self.place = f"a file in {self.directory}"
-        self.nbytes = 0  # of all files
-        self.block: mmap.mmap | None = None  # the file that the next tensors lie in
-        self.used = 0  # bytes of it
-        self.refused: OSError | None = None  # why `new_shared` has failed
+        self.nbytes = 0  # size of all files
+        self.block: mmap.mmap | None = None  # the file for the next tensors
+        self.used = 0  # bytes of `block` in use
+        self.refused: OSError | None = None  # reason why `new_shared` failed
         os.close(self._nameless())
         if _lies_in_ram(self.directory):
             warnings.warn(
@@ -41,7 +48,15 @@ class FileTier(MemoryTier):
             )
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel] of zeros in a file. OSError where there is no room."""
+        """Return zeros, [numel], in a file.
+
+        Args:
+            numel: Number of elements.
+            dtype: Element type.
+
+        Raises:
+            OSError: If there is no room.
+        """
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.zeros(numel, dtype=dtype, device="cpu")
@@ -59,12 +74,23 @@ class FileTier(MemoryTier):
     def masters(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         try:
             return self.zeros(numel, dtype)
-        except OSError as error:  # this step is right all the same; the next one is refused on all ranks
+        except OSError as error:  # this step is still correct; the next one is refused on all ranks
             self.failure = self.failure or str(error)
             return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def new_shared(self, nbytes: int, *, is_first: bool) -> int:
-        """A file for memory that ranks map from each other; the caller closes it. `refused` keeps an OSError."""
+        """Create a file for memory that ranks map from each other.
+
+        Args:
+            nbytes: Size of the file.
+            is_first: True on the rank that reserves the disk space.
+
+        Returns:
+            A descriptor, which the caller closes.
+
+        Raises:
+            OSError: If there is no room. It is also stored in `refused`.
+        """
         try:
             return self._new(nbytes, reserved=nbytes if is_first else 0)
         except OSError as error:
@@ -108,10 +134,10 @@ class FileTier(MemoryTier):
 
 
 def _lies_in_ram(directory: str) -> bool:
-    """True for a directory of a tmpfs, where the kernel says so."""
+    """Return True for a directory of a tmpfs, if the kernel lists its mounts."""
     try:
         with open("/proc/self/mounts", encoding="utf-8") as mounts:
-            kinds = {row.split(" ")[1]: row.split(" ")[2] for row in mounts}  # of what lies over another, the last
+            kinds = {row.split(" ")[1]: row.split(" ")[2] for row in mounts}  # the last of stacked mounts
     except OSError:
         return False
     path = os.path.realpath(directory)

@@ -1,7 +1,7 @@
-"""GradAttribute: `.grad` of a bucket's parameters, and what users have done to it. No other file writes `.grad`.
+"""GradAttribute: `.grad` of a bucket's parameters, and the user's changes to it. No other file writes `.grad`.
 
-torch's rules hold: a backward adds to what is there, None is no gradient, an edit counts. While a gradient is in
-flight, sharded or still to be scaled, a GradPlaceholder stands for it. An edit that cannot be followed is refused.
+torch's rules hold: a backward adds to `.grad`, None means no gradient, and an edit counts. While a gradient is in
+flight, sharded or not scaled yet, `.grad` is a GradPlaceholder. An edit that cannot be followed is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
 
-# Surrounds what reads attributes of many parameters and no values, where asking the class of each would take long.
+# Context for code that reads attributes of many parameters but no values: a class check of each would be slow.
 attributes_alone = torch._C.DisableTorchFunctionSubclass
 
 _GRAD, _REQUIRES_GRAD, _TOUCHED = map(attrgetter, ("grad", "requires_grad", "touched"))
@@ -25,9 +25,14 @@ _WRITTEN = "grad_added_to_main_grad"  # set by a fused kernel of user code that 
 
 
 class GradAttribute:
-    """Writes `.grad` of `params`; `names` are for messages.
+    """Manages `.grad` of a bucket's parameters.
 
-    used: 1 for each parameter with a gradient in this step, on this rank, and once ranks have agreed on any of them.
+    `used` has 1 for each parameter with a gradient in this step: on this rank, and on any rank once ranks have agreed.
+
+    Args:
+        params: Parameters of the bucket.
+        names: Their names, for messages.
+        dtype: Dtype of the gradients.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
@@ -35,12 +40,12 @@ class GradAttribute:
         self.names = names
         self.dtype = dtype
         self.used = bytearray(len(params))
-        self.placeholders: list[GradPlaceholder] = []  # one for each parameter, made when first needed
-        self.shown: Sequence[torch.Tensor] = ()  # what `show` has last put into `.grad`
+        self.placeholders: list[GradPlaceholder] = []  # one for each parameter, created when first needed
+        self.shown: Sequence[torch.Tensor] = ()  # tensors that `show` last put into `.grad`
         self.collected = bytearray(len(params))  # 1 where a placeholder took the place of a gradient of this step
         self.dropped: str | None = None  # a parameter whose gradient was dropped after its reduction had begun
         self.edited = False  # True if the user has written to reduced gradients of this step
-        self.version = 0  # of the memory of reduced gradients, when `show` put them into `.grad`
+        self.version = 0  # version counter of the reduced gradients when `show` put them into `.grad`
         for param in params:
             if param.grad_dtype is not dtype:  # autograd accumulates in this dtype
                 param.grad = None
@@ -49,21 +54,31 @@ class GradAttribute:
     # -- until gradients are reduced ----------------------------------------------------------------------------------
 
     def accumulate_into(self, views: Sequence[torch.Tensor]) -> None:
-        """Have autograd add to these views; where there are none, autograd makes a fresh tensor of each gradient."""
+        """Let autograd add to these views; without views autograd creates a new tensor for each gradient."""
         for index, param in enumerate(self.params):
             wanted = views[index] if views and param.requires_grad else None
             if param.grad is not wanted:
                 param.grad = wanted
 
     def begin(self, accumulates: bytes) -> None:
-        """Begin a step. Placeholders of gradients it adds to (1 in `accumulates`) stay, to show what is dropped."""
+        """Begin a step.
+
+        Args:
+            accumulates: 1 for each parameter to whose gradient the step adds. Its placeholder stays, to show if the
+                user drops the gradient.
+        """
         self.withdraw(accumulates if 1 in accumulates and self.is_hidden else b"")
         self.used[:] = accumulates
         self.dropped = None
         self.edited = False
 
     def hold(self, accumulates: bytes, *, apart: bool) -> dict[int, torch.Tensor]:
-        """The gradients in `.grad` where `accumulates` is 1. apart: give them memory of their own."""
+        """Return the gradients in `.grad` that the step adds to, by index of the parameter.
+
+        Args:
+            accumulates: 1 for each parameter to whose gradient the step adds.
+            apart: Copy them to separate memory first.
+        """
         indices = [index for index, flag in enumerate(accumulates) if flag]
         for index in indices if apart else ():
             self.params[index].grad = self.shown[index].clone()
@@ -71,7 +86,7 @@ class GradAttribute:
         return {index: grad for index, grad in held if grad is not None}
 
     def take(self, index: int) -> torch.Tensor | None:
-        """The gradient in `.grad`; of a placeholder what autograd has added to it."""
+        """Return the gradient in `.grad`; for a placeholder the gradient that autograd has added to it."""
         grad = self.params[index].grad
         return grad.added if type(grad) is GradPlaceholder else grad
 
@@ -83,11 +98,15 @@ class GradAttribute:
         *,
         watched: bool = True,
     ) -> None:
-        """Bring gradients into `views`, wherever the user or autograd left them.
+        """Copy gradients into `views`, wherever the user or autograd stored them.
 
-        watched: put placeholders into `.grad`, so that what comes until the reduction is done is noticed; without, no
-        code of the user runs until then. without: for each parameter whether it counts as used where it has no gradient
-        now; None if an earlier microbatch has decided that.
+        Args:
+            indices: Parameters whose gradients are collected.
+            views: One view of the buffer for each parameter.
+            without: For each parameter whether it counts as used if it has no gradient now. None if an earlier
+                microbatch has decided that.
+            watched: Put placeholders into `.grad`, so that gradients which arrive before the reduction is done are
+                detected. Pass False only if no user code runs until then.
         """
         if watched and not self.placeholders:
             self._make_placeholders()
@@ -108,7 +127,7 @@ class GradAttribute:
                 if not in_buffer:
                     param.grad = None
                 if not in_buffer and not written:
-                    view.zero_()  # emptied by zero_grad(set_to_none=True), or frozen: it contributes zeros
+                    view.zero_()  # cleared by zero_grad(set_to_none=True), or frozen: it contributes zeros
                     if without is not None:
                         self.used[index] = without[index]
                 continue
@@ -130,7 +149,7 @@ class GradAttribute:
                 self.collected[index] = 0
 
     def _collect_at_once(self, views: Sequence[torch.Tensor], *, watched: bool) -> bool:
-        """The usual case in a few C passes: each gradient lies in its view. False where one does not."""
+        """Handle the usual case, every gradient in its view, in a few C passes. Returns False in any other case."""
         if 0 in self.used or any(map(_TOUCHED, self.placeholders)):
             return False
         if not all(map(operator.is_, map(_GRAD, self.params), views)) or not all(map(_REQUIRES_GRAD, self.params)):
@@ -146,7 +165,11 @@ class GradAttribute:
         return True
 
     def withdraw(self, but: bytes = b"") -> None:
-        """Leave in `.grad` only what is not reduced yet. but: 1 for each parameter whose placeholder stays."""
+        """Leave only unreduced gradients in `.grad`.
+
+        Args:
+            but: 1 for each parameter whose placeholder stays.
+        """
         if 1 not in but:
             but = bytes(len(self.params))
         for param, stays in zip(self.params, but, strict=True):
@@ -158,13 +181,14 @@ class GradAttribute:
         self.collected = bytearray(len(self.params))
 
     def has_dropped(self, index: int) -> bool:
-        """True if the user has dropped a gradient that `begin` has kept. False for one that is collected by now."""
+        """Return True if the user dropped a gradient that `begin` kept. False for one that is already collected."""
         placeholder = self.placeholders[index]
         dropped = self.params[index].grad is not placeholder or placeholder.zeroed
         return dropped and not self.collected[index]
 
     def note_dropped(self) -> str | None:
-        """The first parameter whose gradient the user has dropped after it was collected; remembered for the step."""
+        """Return the first parameter whose gradient the user dropped after it was collected; remembered for the step.
+        """
         if 1 in self.collected and not self._untouched(self.placeholders):
             for index, placeholder in enumerate(self.placeholders):
                 if self.collected[index] and (self.params[index].grad is not placeholder or placeholder.zeroed):
@@ -182,7 +206,7 @@ class GradAttribute:
         return None if (grad := self.take(index)) is self.shown[index] else grad
 
     def take_late(self) -> list[tuple[int, torch.Tensor]]:
-        """(index, gradient) of what came after the bucket was launched; forgotten here."""
+        """Return and forget (index, gradient) for each gradient that arrived after the bucket was launched."""
         found = [(index, grad) for index in range(len(self.params)) if (grad := self._late(index)) is not None]
         for placeholder in self.placeholders:
             placeholder.reset()
@@ -191,9 +215,12 @@ class GradAttribute:
     # -- once gradients are reduced -----------------------------------------------------------------------------------
 
     def show(self, grads: Sequence[torch.Tensor] | None) -> None:
-        """Put reduced gradients into `.grad`, or placeholders where they are sharded or still to be scaled (None).
+        """Put reduced gradients into `.grad`, or placeholders.
 
-        A parameter that no rank has used gets None, so that torch's optimizers leave it alone.
+        A parameter that no rank has used gets None, so that torch's optimizers skip it.
+
+        Args:
+            grads: The reduced gradients, or None if they are sharded or not scaled yet.
         """
         if grads is None and not self.placeholders:
             self._make_placeholders()
@@ -222,7 +249,11 @@ class GradAttribute:
 
     @torch.no_grad()
     def follow_edits(self) -> str | None:
-        """Copy the user's edits of `.grad` into the buffer. Returns why an edit cannot be followed, in words."""
+        """Copy the user's edits of `.grad` into the buffer.
+
+        Returns:
+            A message if an edit cannot be followed, else None.
+        """
         hidden = self.shown is self.placeholders
         self.edited = self.edited or not (hidden or self.shown[0]._version == self.version)
         if self._untouched(self.shown):
@@ -241,7 +272,7 @@ class GradAttribute:
         return None
 
     def take_zeroed(self) -> list[int]:
-        """The parameters whose placeholder was zeroed since `show`; forgotten here."""
+        """Return and forget the parameters whose placeholder was zeroed since `show`."""
         if self.shown is not self.placeholders:
             return []
         zeroed = [index for index, placeholder in enumerate(self.placeholders) if placeholder.zeroed]
@@ -261,18 +292,21 @@ class GradAttribute:
         self.placeholders = [GradPlaceholder.of(param, name, self.dtype, self) for param, name in pairs]
 
     def _untouched(self, grads: Sequence[torch.Tensor]) -> bool:
-        """True if each of these is in its parameter's `.grad`, and nothing was added to a placeholder. One C pass."""
+        """Check in one C pass that each tensor is in its parameter's `.grad` and that no placeholder was added to."""
         in_place = all(map(operator.is_, map(_GRAD, self.params), grads))
         return in_place and not any(map(_TOUCHED, self.placeholders))
 
 
 def dense(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient as it lies in a buffer, if it is sparse."""
+    """Return a gradient as a dense tensor."""
     return grad.to_dense() if grad.is_sparse else grad
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Call the method of an object as long as it lives: a hook of autograd, or of all modules, may outlive it."""
+    """Wrap a method so that the wrapper keeps no reference to the object and does nothing once it is deleted.
+
+    Hooks of autograd, or of all modules, may outlive the object.
+    """
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
@@ -284,14 +318,18 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def call_after_backward(action: Callable[[], None]) -> bool:
-    """Have something done when the running backward pass has ended; False where none is running."""
+    """Run a function when the running backward has ended.
+
+    Returns:
+        False if no backward is running. The function is then never called.
+    """
     try:
         torch.autograd.Variable._execution_engine.queue_callback(action)
-    except RuntimeError:  # gradients that are announced outside of a backward, such as weight gradients put off
+    except RuntimeError:  # gradients that arrive outside a backward, such as delayed weight gradients
         return False
     return True
 
 
 def backward_runs() -> bool:
-    """True while a backward of this thread runs: in a hook of it, or in a forward that it repeats."""
+    """Return True while a backward of this thread runs, in a hook or a recomputed forward."""
     return call_after_backward(lambda: None)

@@ -1,5 +1,6 @@
-"""GradBuffer: the memory. One contiguous tensor a (parameter dtype, gradient dtype, data group); gradients are views
-of it, or its parts are what is left of them after their reduction.
+"""GradBuffer: contiguous gradient memory, one tensor for each (parameter dtype, gradient dtype, data group).
+
+Gradients are views of this tensor. If gradients are sharded, it contains the shards that remain after the reduction.
 """
 
 from __future__ import annotations
@@ -21,25 +22,38 @@ from core.distributed.wire.shared_memory import HostChannel, HostMemory
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch dtype of a layout's dtype name, such as 'float32'."""
+    """Return the torch dtype of a layout's dtype name, such as 'float32'."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 @torch.no_grad()
 def move_to(views: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> None:
-    """Move each parameter, with its values, to the memory of a view. The memory that it had before is freed."""
+    """Move each parameter, with its values, into the memory of a view, and free its old memory.
+
+    Args:
+        views: One tensor for each parameter, of the same shape and dtype.
+        params: The parameters.
+    """
     for param, view in zip(params, views, strict=True):
         view.copy_(param)
         param.data = view
 
 
 class GradBuffer:
-    """Storage that follows a BufferLayout.
+    """Gradient memory with a BufferLayout, and its buckets.
 
-    grad_data: [numel], or where a rank keeps only its shards of gradients, [numel / shards], without offloaded ones.
-    offloaded: memory of those, by index of the bucket. param_data: [numel] where the optimizer is sharded and
-    parameters are not, else None. param_shards: those of each bucket where they are. divisor: of gradients' sums.
+    `grad_data` is [numel]. If a rank keeps only its shards of gradients, it is [numel / shards], without offloaded
+    ones. `param_data` is [numel] if the optimizer is sharded and parameters are not, else None.
+
+    Args:
+        layout: Buckets and their parameters.
+        plan: The model's plan.
+        ddp_config: Dtypes, sharding strategy and shared host memory.
+        groups: Process groups of the buckets.
+        divisor: Number that sums of gradients are divided by.
+        param_shards: This rank's shard of each bucket's parameters, if parameters are sharded.
+        offloaded: Memory of offloaded gradient shards, by index of the bucket.
     """
 
     def __init__(
@@ -81,7 +95,7 @@ class GradBuffer:
         averaged = dist.get_world_size(groups.data) if ddp_config.average_in_collective else 1
         self.buckets: list[Bucket] = []
         for number, (placed, param_shard) in enumerate(itertools.zip_longest(layout.buckets, param_shards)):
-            # `.data` gives the slice a version counter of its own, apart from the buffer's other buckets.
+            # `.data` gives the slice its own version counter, separate from the buffer's other buckets.
             bucket = Bucket(
                 placed,
                 offloaded.get(placed.index, self.grad_data.data[starts[number] : starts[number + 1]]),
@@ -97,16 +111,16 @@ class GradBuffer:
             if bucket.param_data is not None:
                 move_to(placed.views_of(bucket.param_data), bucket.params)
             for param, view in itertools.zip_longest(bucket.params, bucket.views):
-                param.main_grad = view  # None where no memory of the whole gradient lasts
+                param.main_grad = view  # None if the full gradient has no permanent memory
             bucket.attach()  # the same as `.grad`
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
+        """Number of elements, padding included."""
         return self.layout.numel
 
     def zero(self) -> None:
-        """Zero all gradients, and attach them to `.grad` again."""
+        """Zero all gradients and attach them to `.grad` again."""
         for bucket in self.buckets:
             bucket.await_copy()
         for memory in (self.grad_data, *self.offloaded):

@@ -1,8 +1,8 @@
-"""GradPlaceholder: what stands in `.grad` while a gradient is in flight, sharded, or still to be scaled.
+"""GradPlaceholder: the value of `.grad` while a gradient is in flight, sharded, or not scaled yet.
 
-With None there, `torch.nn.utils.clip_grad_norm_` would return 0 and clip nothing, and an edit would change nothing. It
-also shows which gradients the user has dropped (`p.grad = None`, any zero_grad). The next backward adds to the
-others, as torch's rule for `.grad` says.
+With None instead, `torch.nn.utils.clip_grad_norm_` would return 0 and clip nothing, and an edit would change nothing.
+The placeholder also shows which gradients the user has dropped (`p.grad = None`, any zero_grad). The next backward adds
+to the others, as torch's rule for `.grad` says.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from core.groups.agree import SyncError
 
 
 class GradPlaceholder(torch.Tensor):
-    """Has the gradient's shape, dtype and device and no memory of its own. Every use but these raises SyncError:
-    autograd may add to it, as to a gradient that is not there yet, and zero_grad(set_to_none=False) may zero it.
+    """A tensor with the gradient's shape, dtype and device, but without memory.
+
+    Two uses are allowed: autograd may add to it, as to a gradient that does not exist yet, and
+    zero_grad(set_to_none=False) may zero it. Every other use raises SyncError.
     """
 
-    of_param: str  # its name
-    added: torch.Tensor | None  # what autograd has added since
+    of_param: str  # the parameter's name
+    added: torch.Tensor | None  # sum of the gradients that autograd has added
     zeroed: bool
     touched: bool  # True if either has happened
-    owner: weakref.ref[Any]  # what moves the gradient, which goes with the wrapper
+    owner: weakref.ref[Any]  # moves the gradient; deleted with the wrapper
 
     @classmethod
     def of(cls, param: nn.Parameter, name: str, dtype: torch.dtype, owner: Any) -> GradPlaceholder:
@@ -45,7 +47,7 @@ class GradPlaceholder(torch.Tensor):
         return marker
 
     def reset(self) -> None:
-        """Forget what was added, and that it was zeroed."""
+        """Forget added gradients and that it was zeroed."""
         self.added, self.zeroed, self.touched = None, False, False
 
     @classmethod
@@ -71,7 +73,11 @@ class GradPlaceholder(torch.Tensor):
         raise SyncError(next(value for value in tensors_in(args) if type(value) is cls).refusal(func.__name__))
 
     def refusal(self, use: str) -> str:
-        """Text that says why it cannot be used, and what to call instead."""
+        """Return an error text: why the gradient cannot be used, and which call to make instead.
+
+        Args:
+            use: Name of the refused operation.
+        """
         if self.owner() is None:
             return (
                 f"{use} was asked of the gradient of {self.of_param!r}, which is gone: it was sharded by a "
@@ -103,7 +109,7 @@ class GradPlaceholder(torch.Tensor):
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """The tensors in nested lists, tuples and dictionaries of arguments."""
+    """Return the tensors in nested lists, tuples and dictionaries of arguments."""
     if isinstance(value, dict):
         return tensors_in(list(value.values()))
     if isinstance(value, (list, tuple)):

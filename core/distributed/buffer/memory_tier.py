@@ -1,4 +1,4 @@
-"""MemoryTier: memory of shards that are not on the device: HostTier with a GPU, and files (file_tier.py) on a CPU."""
+"""MemoryTier: memory for offloaded shards. HostTier serves GPUs, and files (file_tier.py) serve CPUs."""
 
 from __future__ import annotations
 
@@ -10,37 +10,50 @@ from core.distributed.wire import huge_pages
 
 
 class MemoryTier:
-    """Memory of one wrapped model's offloaded shards on this rank. place: in words."""
+    """Memory of one wrapped model's offloaded shards on this rank.
+
+    `place` names the memory for messages.
+    """
 
     place: str
-    failure: str | None = None  # why the tier could not take what it was given, so that no further step can be made
+    failure: str | None = None  # why the tier could not store new data; no further step is possible then
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel] of zeros on the CPU."""
+        """Return zeros on the CPU, [numel]."""
         raise NotImplementedError
 
     def masters(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel] of zeros on the CPU, for master weights and moments."""
+        """Return zeros on the CPU, [numel], for master weights and moments."""
         raise NotImplementedError
 
     def wait_for_copies(self) -> None:
-        """Wait until no copy reads the memory any more, since it is going to be written."""
+        """Wait until no copy reads the memory, before it is written."""
 
 
 def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> torch.Event:
-    """Begin to copy from a device; the host finds the values once it has synchronized with the event."""
+    """Begin a copy from a device to the host.
+
+    Args:
+        target: CPU tensor.
+        source: Device tensor of the same shape.
+
+    Returns:
+        An event. After the host has synchronized with it, `target` has the values.
+    """
     target.copy_(source, non_blocking=True)
     return torch.accelerator.current_stream(source.device).record_event()
 
 
 class HostTier(MemoryTier):
-    """The host's memory, with a device that copies on its own: a GPU.
+    """Host memory for a GPU, which copies to and from it asynchronously.
 
-    Shards of parameters lie there, and are copied to the device on a stream of their own. Masters and moments lie there
-    too, and are stepped there. Gradients of these are copied there when they are reduced, or when they are stepped.
+    Parameter shards are stored there and copied to the device on a separate stream. Master weights and moments are also
+    stored and updated there. Their gradients are copied there after the reduction, or when the optimizer uses them.
 
-    pin_memory: True for memory that the device copies from while the host continues. pin_masters: True if masters
-    lie in such memory too.
+    Args:
+        device: The accelerator.
+        pin_memory: Pin the memory, so that the device copies from it while the host continues.
+        pin_masters: Pin the memory of master weights and moments too.
     """
 
     place = "the host's memory"
@@ -48,11 +61,19 @@ class HostTier(MemoryTier):
     def __init__(self, device: torch.device, *, pin_memory: bool, pin_masters: bool = False) -> None:
         self.pin_memory, self.pin_masters = pin_memory, pin_masters
         self.stream = torch.Stream(device)
-        # A model that is deleted may have a bucket on its way, whose memory is then given to another tensor.
+        # A deleted model may have a bucket in flight, whose memory would be given to another tensor.
         weakref.finalize(self, self.stream.synchronize).atexit = False
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel] of zeros on the CPU. RuntimeError where the host has no memory left that can be pinned."""
+        """Return zeros on the CPU, [numel].
+
+        Args:
+            numel: Number of elements.
+            dtype: Element type.
+
+        Raises:
+            RuntimeError: If the host has no more memory that can be pinned.
+        """
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.pin_memory)
 
     def masters(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

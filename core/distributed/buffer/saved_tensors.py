@@ -1,7 +1,7 @@
-"""Hooks on tensors that autograd saves for backward: which are active, and how a tensor is saved unchanged.
+"""Hooks on tensors that autograd saves for backward: find the active hooks, and save a tensor unchanged.
 
-torch calls the innermost hooks alone, and checks no version of a tensor that passed any. Hooks that have no interest in
-a tensor hand it to the hooks around them, or save it with `save_unchanged`, which keeps the check.
+torch calls only the innermost hooks, and does not check the version of a tensor that passed through any hook. Hooks
+that do not handle a tensor pass it to the outer hooks, or save it with `save_unchanged`, which keeps the check.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def active_hooks() -> tuple[Pack, Unpack] | None:
 
 def save_unchanged(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Save a tensor as autograd does without hooks."""
-    # An output that is saved by its own node would keep the node, and the node the output, for ever.
+    # An output saved by its own node would form a reference cycle with the node and never be freed.
     return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
 
 
