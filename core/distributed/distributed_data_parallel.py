@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the wrapper that users see. Megatron's names for what the engine does."""
+"""DistributedDataParallel: the public wrapper. Translates Megatron's names into calls of the engine."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ from core.watch.collector_pause import collector_paused
 class DistributedDataParallel(nn.Module):
     """Wrap a model chunk so that its gradients are kept in contiguous buffers and reduced over data parallelism.
 
+    Separate gradients would need one small collective each. In buffers they are reduced bucket by bucket, optionally
+    while backward runs, and can be sharded.
+
         config = DistributedDataParallelConfig(overlap_grad_reduce=True)
         model = DistributedDataParallel(None, config, model)
         for batch in data:
@@ -43,21 +46,28 @@ class DistributedDataParallel(nn.Module):
             finalize_model_grads([model])
             optimizer.step()
 
-    config: a ModelParallelConfig, or None for a model without tensor, sequence or expert parallelism.
-    ddp_config: how gradients are kept and reduced; None for the defaults. module: any nn.Module on one device.
-    disable_bucketing: one bucket a buffer, for chunks whose gradients are not on the critical path.
-    pg_collection: ProcessGroups; parallel_state's by default.
+    After `finalize_model_grads`, `param.main_grad` is the mean over the data-parallel ranks of each rank's accumulated
+    gradients (per token: see finalize_model_grads). `param.grad` is the same tensor, unless gradients are sharded: then
+    only this rank's shard of `main_grad` is valid, and `param.grad` is a GradPlaceholder, which refuses to be used.
+    As in torch, a parameter that no rank used has `.grad` None. Neither config is modified.
 
-    Several wrapped models on the same groups reduce in their `finalize_model_grads`, not in backward: ranks may use
-    them in different orders. To overlap, wrap them as one module.
+    If several wrapped models share groups, ranks may use them in different orders. Their gradients are therefore
+    reduced in `finalize_model_grads`, not in backward. To overlap the reduction, wrap them as one module.
 
-    After `finalize_model_grads` gradients are the mean over the data-parallel ranks of what each rank's backwards
-    added up (per token: see finalize_model_grads), in `param.main_grad`; and in `param.grad` unless they are sharded:
-    then only this rank's shard of `main_grad` is valid, and `param.grad` is a GradPlaceholder, which refuses to be
-    used. A parameter that no rank has used has no `.grad`, as with torch. Neither config is written to.
+    Collective over all ranks that hold this chunk.
 
-    Collective over all ranks that hold this chunk. Raises LayoutMismatch on all of them where ranks hold different
-    models, or other copies of a weight; ContractError or ValueError for what one rank can know alone.
+    Args:
+        config: A ModelParallelConfig, or None for a model without tensor, sequence or expert parallelism.
+        ddp_config: Options for reducing and sharding gradients. None for the defaults.
+        module: Any nn.Module on one device.
+        disable_bucketing: Use one bucket for each buffer, for chunks whose gradients are not on the critical path.
+        pg_collection: Process groups of the model. Default: the groups of parallel_state.
+
+    Raises:
+        LayoutMismatch: On all ranks, if ranks hold different models or different copies of a weight.
+        ContractError: If a parameter's tags contradict each other, or no rule reduces its partial gradient.
+        ValueError: If this rank's module or config cannot be used.
+        TypeError: If the arguments are in another order, or of another type.
     """
 
     def __init__(
@@ -96,7 +106,7 @@ class DistributedDataParallel(nn.Module):
 
     def _wrap(self, one_bucket: bool) -> None:
         init: Init | None = None
-        for part in self.module.modules():  # a materialized one may lie inside
+        for part in self.module.modules():  # a materialized one may be inside
             init = vars(part).pop(MARK, init)
         if init is not None and not self.ddp_config.shards_parameters:
             make_all(self.module, init)
@@ -131,10 +141,10 @@ class DistributedDataParallel(nn.Module):
         if "reducer" not in vars(self) and self.training and torch.is_grad_enabled():
             raise _copy_error("reducer")  # its gradients would not be reduced
         engine = vars(self).get("engine")  # a copy has none
-        if engine is not None and self.training and not torch.compiler.is_compiling():  # which must not read parameters
+        if engine is not None and self.training and not torch.compiler.is_compiling():  # a compiled one reads none
             watch = engine.model_watch
             if watch.numels != list(map(torch.Tensor.numel, watch.params)):  # 0.05 ms for 1,000 parameters
-                refuse_reshaped(watch.names, watch.params, watch.shapes)  # autograd would name nothing
+                refuse_reshaped(watch.names, watch.params, watch.shapes)  # autograd's error would name no parameter
         if engine is not None and engine.buffer_sync is not None:
             syncs = torch.is_grad_enabled() and self.reducer.no_sync_depth == 0
             once = self.reducer.shards_gradients
@@ -144,7 +154,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without reducing: for every backward of a step but the last. May be nested."""
+        """Accumulate gradients without reducing them, for every backward of a step but the last. May be nested."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -153,9 +163,9 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False while backward accumulates without reducing. torch DDP's switch, which loops such as nanoGPT's set.
+        """False while backward accumulates without reducing. Loops such as nanoGPT's set this switch of torch's DDP.
 
-        It counts when backward runs. `no_sync` sets it for the time of a `with` block.
+        Its value matters when backward runs. `no_sync` sets it to False inside a `with` block.
         """
         return self.reducer.no_sync_depth == 0
 
@@ -166,14 +176,23 @@ class DistributedDataParallel(nn.Module):
     def start_grad_sync(self, *unused: Any, force_all_reduce: bool = False) -> None:
         """Launch every bucket that backward has not launched yet. Collective over the data group, asynchronous.
 
-        Where several models share the group it launches nothing: finalize_model_grads does, in an order that it checks.
+        If several models share the group, nothing is launched here. finalize_model_grads launches their buckets, in an
+        order that it checks.
+
+        Args:
+            unused: Ignored; for Megatron's callers.
+            force_all_reduce: Give every rank full gradients even if they are sharded.
         """
         self.reducer.start(force_all_reduce=force_all_reduce, early=True)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Complete the data-parallel reduction, launching what is left. Idempotent. Collective over the data group.
+        """Complete the data-parallel reduction and launch remaining buckets. Idempotent.
 
-        Sync rules (sequence parallelism, tied embeddings) are `finalize_model_grads`' part.
+        Collective over the data group. Sync rules (sequence parallelism, tied embeddings) run in
+        `finalize_model_grads`.
+
+        Args:
+            force_all_reduce: Give every rank full gradients even if they are sharded.
         """
         self.reducer.agree_on_order()
         self.reducer.finish(force_all_reduce=force_all_reduce)
@@ -181,8 +200,8 @@ class DistributedDataParallel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Zero all gradients and begin a new step.
 
-        Gradients that were not finalized are dropped; under overlap that is collective, as their reduction has begun: a
-        step may be dropped after a backward on every rank, or on none.
+        Gradients that were not finalized are dropped. With overlap their reduction has already begun, so dropping them
+        is collective: after a backward, drop the step on every rank or on none.
         """
         with attributes_alone():
             self.reducer.discard()
@@ -190,74 +209,98 @@ class DistributedDataParallel(nn.Module):
                 buffer.zero()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """The same as zero_grad_buffer: gradients live in the buffer, where there is nothing to set to None."""
+        """Zero all gradients like zero_grad_buffer.
+
+        Args:
+            set_to_none: Ignored, because gradients are in the buffer and stay allocated.
+        """
         self.zero_grad_buffer()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiply every gradient by a factor (a number, or a 0-dim tensor). SyncError while a bucket is in flight."""
+        """Multiply every gradient by a factor. Local.
+
+        Args:
+            scaling_factor: A number or a 0-dim tensor.
+
+        Raises:
+            SyncError: If a bucket is in flight.
+        """
         for bucket in self.engine.buckets:
             bucket.scale_gradients(scaling_factor)
 
     def param_shard(self, param: nn.Parameter) -> tuple[int, torch.Tensor] | None:
-        """Of a sharded parameter, flattened: (first element that this rank keeps, the elements from there on). Local.
+        """Return this rank's part of a sharded parameter. Local.
 
-        None for a parameter that is not sharded. Write the elements between `begin_param_update` and
-        `note_param_write`, which every rank of the shard group calls.
+        Write its elements only between `begin_param_update` and `note_param_write`, which every rank of the shard group
+        calls.
+
+        Args:
+            param: A parameter of the wrapped module.
+
+        Returns:
+            (index of the first element in the flattened parameter, elements from there on). None if it is not sharded.
         """
         engine = vars(self).get("engine")  # a copy has none
         return None if engine is None else engine.params.own_part_of(param)
 
     def begin_param_update(self) -> None:
-        """An optimizer is about to write this rank's shards of the parameters. Collective over the shard groups.
+        """Prepare for an optimizer to write this rank's shards of the parameters. Collective over the shard groups.
 
-        Raises SyncError inside `gathered`, where the write would be lost.
+        Raises:
+            SyncError: Inside `gathered`, because the write would be lost.
         """
         self.engine.params.begin_update()
 
     def note_param_write(self) -> None:
-        """All ranks have written their shards of the parameters since `begin_param_update`. Collective."""
+        """Finish an update: all ranks have written their shards since `begin_param_update`. Collective."""
         self.engine.params.invalidate()
         self.engine.params.barrier()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gather the parameters whose shards the optimizer has just written. Collective over the shard groups.
 
-        They are complete when it returns, with or without `force_sync` (Megatron's argument), so that every read after
-        it is right.
+        All parameters are complete when it returns, so that every later read is correct.
+
+        Args:
+            unused: Ignored; for Megatron's callers.
+            force_sync: Ignored, because the gather always completes (Megatron's argument).
+            force_dispatch: Ignored (Megatron's argument).
         """
         self.param_sync.finish_update()
 
     def finish_param_sync(self) -> None:
-        """Wait for gathers that an optimizer has started bucket by bucket; nothing to do after its `step`."""
+        """Wait for gathers that an optimizer started bucket by bucket. No-op after the optimizer's `step`."""
         self.param_sync.finish()
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Have whole parameters: to evaluate, export, generate or write them. What is written is kept, on all ranks.
+        """Return a context in which all parameters are unsharded: to evaluate, export, generate or write them.
 
             with model.gathered():
                 torch.save(model.state_dict(), "weights.pt")
 
-        Where parameters are not sharded they are whole anyway. Collective: every rank of the data group enters it, and
-        leaves it; what a rank writes must be the same on all of them. Raises SyncError inside a forward or backward.
+        Writes are kept on all ranks. If parameters are not sharded, nothing is gathered. Collective: every rank of the
+        data group enters and leaves the context, and all must write the same values.
+
+        Raises:
+            SyncError: Inside a forward or backward.
         """
         return self.engine.params.gathered()
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Make all copies within a stage equal to those of each group's first rank.
+        """Overwrite all copies of a weight within a stage with the copies on each group's first rank.
 
-        Collective over the data groups and those of tensor-parallel copies.
+        Collective over the data groups and the tensor-parallel groups that hold copies.
         """
         with self.gathered():
             broadcast_weights(self.plan, self.groups, self.param_sync.collectives)
 
-    # -- copies -----------------------------------------------------------------------------------------------------
-
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A copy that computes what this model computes now, for averages and evaluation. Local.
+        """Return a copy that computes the same outputs, for weight averages and evaluation. Local.
 
-        The copy has a plain module and no buffers. Its forward raises SyncError where gradients would be recorded in
-        training mode, and so does every call that reduces. Wrap `copy.module` to train it.
+        The copy has a plain module and no buffers. Its forward raises SyncError in training mode if gradients would be
+        recorded, and so does every call that reduces. Wrap `copy.module` to train it. Sharded parameters must be
+        gathered before they are copied, otherwise SyncError is raised.
         """
         if "param_sync" in vars(self):
             self.param_sync.finish()
@@ -275,7 +318,7 @@ class DistributedDataParallel(nn.Module):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickle and torch.save: a copy, as from copy.deepcopy."""
+        """Return the state for pickle and torch.save: a copy, as from copy.deepcopy."""
         return copy.deepcopy(self).__dict__
 
     def __getattr__(self, name: str) -> Any:
@@ -293,57 +336,65 @@ class DistributedDataParallel(nn.Module):
     # -- looking in -------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """A table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
+        """Return a table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
         chosen = "every" if self.ddp_config.reduces_every_microbatch else "last"
         table = describe_model(self.plan, self.all_buffers, self.groups, chosen, self.engine.params.units)
         return f"{table}{self.engine.params.eviction.describe()}"
 
     @property
     def memstats(self) -> MemStats | None:
-        """Statistics of the first step under `Placement(memory_budget_bytes=...)`, for the next run; else None.
+        """Statistics of the first step under `Placement(memory_budget_bytes=...)`, to pass to the next run.
 
-        None too where ranks have used different modules.
+        None without a budget, before the end of that step, or if ranks have used different modules.
         """
         return self.engine.params.eviction.memstats
 
     def where(self, name: str) -> str:
-        """Say in a sentence where the gradient of a parameter is now, and why `.grad` is what it is.
+        """Explain in one sentence where the gradient of a parameter is now, and why `.grad` has its value. Local.
 
-        name: as in `module.named_parameters()`. Raises ValueError for any other. Looks at this rank alone.
+        Args:
+            name: Name as in `module.named_parameters()`.
+
+        Raises:
+            ValueError: If no parameter has this name.
         """
         return where(name, self.all_buffers, self.plan.frozen)
 
     def step_report(self) -> StepReport:
-        """Cost of the reductions of the last finished step on this rank."""
+        """Return the cost of the last finished step's reductions on this rank."""
         report = self.reducer.step_report()
         resolve(report.events)
         return report
 
     def overlap_report(self) -> OverlapReport:
-        """When each collective of the last finished step was launched, done and waited for, on this rank, and what of
-        that time was exposed; with the parameter gathers that were last waited for. `print(report.table())`.
+        """Return when each collective of the last finished step was launched, done and waited for, on this rank.
+
+        The report shows how much of this time was exposed, and includes the parameter gathers that were last waited
+        for. Print it with `print(report.table())`.
         """
         report = OverlapReport(tuple(self.reducer.step_report().events), tuple(self.param_sync.events()))
         resolve((*report.reductions, *report.gathers))
         return report
 
-    # -- in the middle of a step ------------------------------------------------------------------------------------
-
     def reduced_so_far(self) -> dict[str, torch.Tensor]:
-        """Copies of this rank's shards of microbatches that are reduced already, to save a step that is not over.
+        """Return copies of this rank's shards of microbatches that are already reduced, to save an unfinished step.
 
-        Empty unless reduce_microbatches is 'every', where it launches first what backward has left in `.grad`: copy
-        `.grad` after it, not before. Other gradients of an open step are there. Each rank saves its own. Collective:
-        every rank calls it after the same microbatch.
+        The result is empty unless reduce_microbatches is 'every'. Then the gradients that backward left in `.grad` are
+        reduced first: copy `.grad` after this call, not before. All other gradients of the open step are in `.grad`.
+        Each rank saves its own. Collective: every rank calls it after the same microbatch.
         """
         self.reducer.complete_microbatch()
         found = {name: bucket.reduced_so_far() for name, bucket in self._sharded_buckets().items()}
         return {name: shard for name, shard in found.items() if shard is not None}
 
     def restore_reduced(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Continue a step from what `reduced_so_far` returned on this rank, after zero_grad_buffer().
+        """Continue a step from the saved result of `reduced_so_far`. Call it after zero_grad_buffer().
 
-        Raises ValueError, before anything is changed, when the buckets are others.
+        Args:
+            saved: Result of `reduced_so_far` on this rank.
+
+        Raises:
+            ValueError: If the buckets differ. Nothing was changed then.
         """
         buckets = self._sharded_buckets()
         for name, shard in saved.items():
@@ -357,11 +408,14 @@ class DistributedDataParallel(nn.Module):
             buckets[name].restore(shard)
 
     def unequal_weights(self) -> Finding | None:
-        """The first weight whose copies within this stage are not equal. Collective over all groups of such copies."""
+        """Return the first weight whose copies within this stage differ, or None. Collective over groups of copies."""
         return unequal_within_stage(self.engine.weights.copies(), self.groups)
 
     def reading(self) -> AbstractContextManager[None]:
-        """Parameters can be read here without a forward, each bucket of sharded ones while it is used."""
+        """Return a context in which parameters can be read without a forward.
+
+        If parameters are sharded, each bucket is gathered while it is used, and all ranks must read in the same order.
+        """
         return self.engine.params.reading()
 
     def _sharded_buckets(self) -> dict[str, Bucket]:
@@ -375,19 +429,32 @@ class DistributedDataParallel(nn.Module):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The wrapped module's state dict, without a prefix for the wrapper."""
+        """Return the module's state dict, without a wrapper prefix. Collective if parameters are sharded."""
         with self.engine.params.gathered("state_dict()"):
             state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The same as state_dict, under the name that Megatron's checkpoint code calls."""
+        """Return `state_dict`, under the name that Megatron's checkpoint code calls.
+
+        Args:
+            prefix: Prefix of all names.
+            keep_vars: Return parameters instead of detached tensors.
+        """
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the wrapped module, also from a state dict of torch's DDP, whose names begin with 'module.'.
+        """Load the wrapped module and return missing and unexpected names, as torch does.
 
-        `assign` would replace parameters that live in the buffer, and is refused.
+        Collective over the data group if parameters are sharded.
+
+        Args:
+            state_dict: State dict of the module, or of torch's DDP, whose names begin with 'module.'.
+            strict: As in torch: names must match exactly.
+            assign: Must be False, because it would replace parameters whose memory is in the buffer.
+
+        Raises:
+            ValueError: If `assign` is True.
         """
         if assign:
             raise ValueError(
@@ -398,7 +465,7 @@ class DistributedDataParallel(nn.Module):
 
 
 def _without_prefix(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """Names without torch DDP's prefix, unless the module's own names begin with it."""
+    """Remove torch DDP's prefix from names, unless the module's own names begin with it."""
     prefix = "module."
     if not state or not all(name.startswith(prefix) for name in state):
         return state
@@ -407,14 +474,14 @@ def _without_prefix(state: Mapping[str, Any], module: nn.Module) -> Mapping[str,
     return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
-# Methods of torch's DDP, and what serves here.
+# Methods of torch's DDP, and their replacement here.
 _ELSEWHERE = {
     "register_comm_hook": "to send gradients in another dtype set grad_communication_dtype in the config, and to "
     "reduce them otherwise give sync_rules",
     "join": "each step's reductions need all ranks: give them as many batches, or count tokens, of which a rank may "
     "have none (finalize_model_grads(..., num_tokens))",
 }
-# What the engine made, and a copy does not have.
+# Attributes created with the engine, which a copy does not have.
 _ENGINE = frozenset(
     (
         *("groups", "engine", "plan", "contracts", "collectives"),

@@ -35,27 +35,36 @@ def finalize_model_grads(
     pg_collection: ProcessGroups | None = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Make the gradients of all model chunks whole. Call it on every rank, after backward and before the step.
+    """Complete the gradients of all model chunks, after the last backward and before the optimizer's step.
 
-    model: this rank's chunks (DistributedDataParallel, or modules around one), or the only one. num_tokens: with
-    `calculate_per_token_loss` the number of tokens this rank's losses were summed over, a number or a 0-dim or [1]
-    tensor, valid on the last pipeline stage; may differ between ranks and be zero on some. pg_collection: the groups
-    that it has must be those that the model was wrapped with. force_all_reduce: leave whole gradients on every rank
-    even where they are sharded; one rank of a data group that asks for it is enough.
+    Backward leaves each rank with its own gradients, or with a reduction that is still running. An optimizer that used
+    them would train every rank on its own data. Collective over all groups of the model: call it on every rank.
 
-    In order: the data-parallel reduction of every chunk, launching what backward has not; the sync rules, on each
-    bucket as it becomes whole (see GradSyncRule); router expert bias; division by the global number of tokens; the
-    guards.
+    In order: reduce every chunk over data parallelism, launching the buckets that backward has not; run the sync rules
+    on each bucket once it is reduced (see GradSyncRule); update the router's expert bias; divide by the global number
+    of tokens; run the guards.
 
-    Raises ValueError for arguments that contradict the config, SyncError when there are no new gradients since the last
-    call, LayoutMismatch when stages do not hold copies of the same weights in the first one, NonFiniteGradientError and
-    ReplicaDriftError on all ranks alike. Collective over all groups of the model.
+    Args:
+        model: This rank's chunks (DistributedDataParallel, or modules around one), or its only chunk.
+        num_tokens: With `calculate_per_token_loss`, the number of tokens that this rank's losses were summed over: a
+            number, or a 0-dim or [1] tensor. Only the last pipeline stage's value is used. It may differ between ranks
+            and be zero on some.
+        pg_collection: Process groups. Those that it has must be the groups that the model was wrapped with.
+        force_all_reduce: Leave full gradients on every rank even if they are sharded. It is enough if one rank of a
+            data group passes True.
+
+    Raises:
+        ValueError: If the arguments contradict the config.
+        SyncError: If there are no new gradients since the last call.
+        LayoutMismatch: In the first call, if stages do not hold copies of the same weights.
+        NonFiniteGradientError: On all ranks, if a gradient is NaN or infinite and check_for_nan_in_grad is set.
+        ReplicaDriftError: On all ranks, if copies of a gradient or weight differ.
     """
     chunks = wrapped_chunks(model, "finalize_model_grads([model])")
     groups, config = chunks[0].groups, chunks[0].config
     if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
         num_tokens = torch.tensor(num_tokens, dtype=torch.float64, device="cpu")
-    models = _by_model(chunks)  # raises if some lack
+    models = _by_model(chunks)  # raises if chunks are missing
     _check_arguments(chunks, config, num_tokens, groups, pg_collection)
     with chunks[0].reducer.named("finalize_model_grads"):
         _reduce_and_guard(chunks, models, num_tokens, force_all_reduce)
@@ -82,7 +91,7 @@ def _reduce_and_guard(
             if chunk.reducer.open:
                 chunk.reducer.finish(force_all_reduce=force_all_reduce, then=chunk.grad_sync.launch)
                 continue
-            # finish_grad_sync was called: the rules are what is left
+            # finish_grad_sync was called, so only the rules are left to run
             problems = [problem for bucket in chunk.reducer.buckets if (problem := bucket.follow_edits()) is not None]
             error = SyncError(f"rank {dist.get_rank()}: {problems[0]}") if problems else None
             agree.refuse(error, chunk.groups.control("dp_cp"), "the edits of gradients", SyncError)
@@ -112,9 +121,15 @@ def _reduce_and_guard(
 
 
 def wrapped_chunks(model: nn.Module | Sequence[nn.Module], call: str) -> list[DistributedDataParallel]:
-    """The wrappers of a rank's chunks, found in what the user has put around them; one chunk may stand for a list.
+    """Return the wrappers of a rank's chunks, found inside the modules that the user put around them.
 
-    call: how the user's call should read, for an error.
+    Args:
+        model: Chunks, or a single one.
+        call: The user's call, spelled correctly, for error messages.
+
+    Raises:
+        TypeError: If `model` is neither a module nor a sequence of modules.
+        ValueError: If it is empty, or a chunk is not wrapped, or a chunk occurs twice.
     """
     containers = (nn.ModuleList, nn.Sequential)
     chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, containers) else model
@@ -151,7 +166,7 @@ def _check_arguments(
     groups: ProcessGroups,
     pg_collection: ProcessGroups | None,
 ) -> None:
-    """Everything that can be refused is refused here, before the first collective."""
+    """Refuse all invalid arguments before the first collective."""
     if getattr(config, "moe_router_enable_expert_bias", False):
         groups.require("tp_dp_cp")
     per_token = getattr(config, "calculate_per_token_loss", False)
@@ -194,7 +209,12 @@ def _check_same_groups(wrapped: ProcessGroups, given: ProcessGroups) -> None:
 
 @contextmanager
 def timed(config: Any, name: str) -> Iterator[None]:
-    """Bracket a step with the user's timer of this name, where the config holds Megatron's `timers`."""
+    """Time a block with the user's timer of this name, if the config has Megatron's `timers`.
+
+    Args:
+        config: The model's config, or None.
+        name: Name of the timer.
+    """
     timers = getattr(config, "timers", None)
     if timers is None:
         yield
@@ -210,9 +230,9 @@ def timed(config: Any, name: str) -> Iterator[None]:
 def _update_router_expert_bias(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups, rate: float) -> None:
     """Move every router's bias towards an even load (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
-    A router module in training mode holds `expert_bias` [experts] and `local_tokens_per_expert` [experts], counts of
-    this rank's tokens since the last update; they are added over all ranks that route different tokens, then set to
-    zero.
+    A router module in training mode has `expert_bias` [experts] and `local_tokens_per_expert` [experts]. The latter
+    counts this rank's tokens since the last update. Counts are added over all ranks that route different tokens, then
+    set to zero.
     """
     routers = [m for chunk in chunks for m in chunk.module.modules() if getattr(m, "expert_bias", None) is not None]
     routers = [m for m in routers if m.training and not getattr(m, "frozen_expert_bias", False)]
@@ -228,12 +248,13 @@ def _update_router_expert_bias(chunks: Sequence[DistributedDataParallel], groups
 
 
 def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel) -> torch.Tensor:
-    """The number of tokens of the whole batch, 0-dim fp64; 1 where there is none.
+    """Return the number of tokens in the global batch, 0-dim fp64; 1 if there are no tokens.
 
-    The last stage knows this data rank's part, the data group adds the parts. Stays on the device, without a wait.
+    The last stage knows the number for its data rank, and the data group adds these. The result stays on the device,
+    and the host does not wait for it.
     """
     groups = chunk.groups
-    # One dtype on all ranks; exact up to 2**53 tokens, and the weights of a loss mask need not be whole.
+    # One dtype on all ranks; exact up to 2**53 tokens. Weights of a loss mask may be fractions.
     total = num_tokens.detach().clone().reshape(()).to(device=chunk.plan.device, dtype=torch.float64)
     if groups.size("pp") > 1:
         chunk.collectives.broadcast(total, groups.require("pp"), "num_tokens", source=groups.size("pp") - 1)
@@ -242,14 +263,28 @@ def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel)
 
 
 def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
-    """Divisor of a sum over tokens: their number, which a loss mask may make less than 1; 1 where it is 0."""
+    """Return the divisor for gradients that are sums over tokens.
+
+    Args:
+        total: Number of tokens. A loss mask may make it less than 1.
+
+    Returns:
+        `total`, with 1 in place of 0.
+    """
     return total.masked_fill(total <= 0, 1)
 
 
 def compare_before_update(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Compare the copies of the weights that an optimizer is about to write, if that is due.
+    """Compare the copies of the weights that an optimizer is about to write, if a comparison is due.
 
-    Collective: every rank of the job. Raises LayoutMismatch or ReplicaDriftError on all of them.
+    Collective: every rank of the job.
+
+    Args:
+        chunks: All wrapped chunks of this rank.
+
+    Raises:
+        LayoutMismatch: On all ranks, if copies differed from the start.
+        ReplicaDriftError: On all ranks, if copies have become different.
     """
     for parts in _by_model(chunks):
         weights = [part.engine.weights for part in parts]
@@ -285,15 +320,20 @@ def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: Pr
 
 
 def models_of(chunks: Sequence[Any]) -> list[int]:
-    """For each chunk the number of its model, by position: a virtual pipeline's chunks lie next to one another.
+    """Return the number of the model that each chunk belongs to.
 
-    Two chunks of one model that hold a parameter of one name hold copies of a tied weight: their gradients are added,
-    and their sum counts once in a norm. In two models the same name means two weights.
-    chunks: wrapped, of one rank, in the model's order; all ranks have equally many. Raises ValueError, on all ranks
-    alike, where there are several models and some of a model's chunks are missing.
+    A virtual pipeline splits one model into several chunks, which must be adjacent. Two chunks of one model that have a
+    parameter of the same name hold copies of a tied weight: their gradients are added, and the sum counts once in a
+    norm. In two models the same name means two weights.
 
         models_of([encoder, decoder])  # [0, 1]
         models_of([chunk0, chunk1])    # [0, 0] with virtual_pipeline_model_parallel_size=2
+
+    Args:
+        chunks: Wrapped chunks of one rank, in the model's order. All ranks have equally many.
+
+    Raises:
+        ValueError: On all ranks, if there are several models and some of a model's chunks are missing.
     """
     given = (getattr(getattr(chunk, "config", None), "virtual_pipeline_model_parallel_size", None) for chunk in chunks)
     size = next(
