@@ -1,1 +1,1 @@
-"""Other packages' names, resolved to ours: programs written for them run here with their import lines changed."""
+"""Names of other packages, resolved to ours: programs written for them run here after a change of import lines."""

@@ -1,4 +1,4 @@
-"""python -m core.compat check train.py: what a program for Megatron Core or ColossalAI would meet here."""
+"""`python -m core.compat check train.py`: check a program for Megatron Core or ColossalAI against this package."""
 
 import sys
 
@@ -11,7 +11,7 @@ To run a program: python -m core.compat.megatron train.py, or python -m core.com
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status."""
+    """Run the command and return the exit status."""
     if arguments[:1] != ["check"] or len(arguments) < 2 or arguments[1] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments and arguments[-1] in ("-h", "--help") else 2

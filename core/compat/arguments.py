@@ -1,9 +1,9 @@
-"""Foreign signatures, from a row of words, over functions of ours that take fewer arguments or other names.
+"""Foreign signatures, written as a row of words, for our functions that take fewer arguments or other names.
 
     @arguments("self size bias=True * !fused=False -verbose=False old_name>name=None", {"fused": "torch fuses it"})
 
-A word is an argument and its default. '*': keywords from here on. '!': refused unless it has its default (of several,
-'0|None', any). '-': has no part, and is dropped. 'theirs>ours': passed on under the other name.
+A word is an argument and its default. '*': the following arguments are keyword-only. '!': refused unless it has its
+default (for several, '0|None', any of them). '-': ignored. 'theirs>ours': passed on under our name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ForeignArguments:
-    """Treatment of a face's arguments. refused: argument -> (values that are taken, what to do instead)."""
+    """Treatment of a wrapper's arguments.
+
+    Attributes:
+        refused: Argument -> (accepted values, advice for other values).
+        dropped: Arguments that are ignored.
+    """
 
     refused: Mapping[str, tuple[tuple[Any, ...], str]]
     dropped: frozenset[str]
@@ -29,19 +34,24 @@ PLAIN = (bool, int, float, str, tuple, list, dict)
 
 
 def is_one_of(value: Any, defaults: tuple[Any, ...]) -> bool:
-    """True for a value that is a default; a tensor or a module is compared by identity alone."""
+    """Return True if a value equals one of the defaults. Tensors and modules are compared only by identity."""
     return any(value is default or (isinstance(value, PLAIN) and value == default) for default in defaults)
 
 
 def defaults_of(text: str) -> tuple[Any, ...]:
-    """The values of '0|None'; the first is the default."""
+    """Parse the values of a text such as '0|None'; the first is the default."""
     return tuple(ast.literal_eval(part) for part in text.split("|"))
 
 
 def arguments(row: str, advice: Mapping[str, str] | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: the function takes the arguments of a row, and is called by name with those that have a part.
+    """Decorate a function to take the arguments of a row, and to be called by keyword with the used ones.
 
-    advice: what to do instead of each refused argument. The ValueError that refuses one names the function.
+    Args:
+        row: The foreign signature.
+        advice: Advice for each refused argument. It is in the ValueError, which names the function.
+
+    Returns:
+        The decorator.
     """
     parameters, dropped, names = [], set(), {}
     refused: dict[str, tuple[tuple[Any, ...], str]] = {}

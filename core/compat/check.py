@@ -1,7 +1,7 @@
-"""`python -m core.compat check train.py`: what a program for Megatron Core or ColossalAI meets here. It is not run.
+"""`python -m core.compat check train.py`: check a program for Megatron Core or ColossalAI without running it.
 
-Each name, call and argument is served, obeyed otherwise, warned of, absent, or Megatron's own. That is read off
-the modules that serve them: their names, their signatures, and their tables of what is refused.
+Each name, call and argument is served, obeyed otherwise, warned of, absent, or Megatron's own. The verdict is read from
+the modules that serve them: their names, their signatures, and their tables of refused arguments.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from core.compat.install import Surface
 SURFACES: tuple[Surface, ...] = (megatron.SURFACE, colossalai.SURFACE)
 SERVED, OTHERWISE, WARNED, ABSENT = "served", "obeyed otherwise", "warned of", "absent"
 OWN = "Megatron's own"  # imported from an installed megatron.core
-GUARDED = "absent, and guarded"  # by a try around its import, after which the program continues
+GUARDED = "absent, and guarded"  # a try around its import lets the program continue
 CATCHES_IMPORTS = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
-MOST_LISTED = 12  # arguments, in a sentence
+MOST_LISTED = 12  # arguments in one sentence
 KEEP = "keep megatron-core installed"
-UNKNOWN: Any = object()  # a value that only a run would show
+UNKNOWN: Any = object()  # a value that is known only in a run
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One use of a foreign name. why: what to write instead, or what happens."""
+    """One use of a foreign name. `why` is the advice or the effect."""
 
     line: int
     verdict: str
@@ -47,9 +47,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """Our object for a foreign name: an object of ours, or a sentence where there is none.
+    """Result of the search for a foreign name: our object, or an error text if it is missing.
 
-    is_own: True if a program keeps importing the name from the foreign package.
+    Attributes:
+        value: Our object; UNKNOWN if it is known only in a run.
+        missing: Error text if there is no such object.
+        is_own: True if a program keeps importing the name from the foreign package.
     """
 
     value: Any = UNKNOWN
@@ -58,7 +61,11 @@ class Found:
 
 
 def check_program(text: str | bytes) -> list[Finding]:
-    """The findings in a program's text, by line. SyntaxError for what is no Python."""
+    """Return the findings in a program's text, sorted by line.
+
+    Raises:
+        SyntaxError: If the text is not Python.
+    """
     program = ast.parse(text)
     reader = _ProgramReader(_kept_in(program))
     reader.visit(program)
@@ -66,13 +73,13 @@ def check_program(text: str | bytes) -> list[Finding]:
 
 
 def _kept_in(program: ast.AST) -> Surface | None:
-    """The surface whose foreign names stay the foreign package's own in a program: it imports ours next to them."""
+    """Return the surface whose foreign names keep their own meaning in a program, because it imports our names too."""
     nodes = list(ast.walk(program))
     imported = {f"{n.module}.{alias.name}" for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
     imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     calls = (ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call))
     if any(call.rpartition(".")[2] == "install" for call in calls):
-        return None  # the foreign names are ours from there on
+        return None  # after this call foreign names are ours
     return next((s for s in SURFACES if s.own and any(_is_below(each, s.here) for each in imported)), None)
 
 
@@ -82,7 +89,7 @@ def _is_below(dotted: str, root: str) -> bool:
 
 @functools.cache
 def find(dotted: str) -> Found | None:
-    """Find our object for a foreign path; None for a name of no package that is stood for."""
+    """Find our object for a foreign path; None if it does not belong to a served package."""
     for surface in SURFACES:
         for root in (surface.foreign, surface.here):
             inner = dotted[len(root) + 1 :]
@@ -113,13 +120,13 @@ def _inside(surface: Surface, inner: str) -> Found:
 
 
 class _ProgramReader(ast.NodeVisitor):
-    """Walks a program once, in the order of its lines. kept: the surface whose foreign names are not ours in it."""
+    """Visitor of a program in line order. `kept` is the surface whose foreign names keep their own meaning in it."""
 
     def __init__(self, kept: Surface | None) -> None:
         self.kept = kept
         self.findings: list[Finding] = []
-        self.paths: dict[str, str] = {}  # a name of the program -> the path that it was imported from
-        self.kinds: dict[str, Any] = {}  # a variable, or an attribute of one -> the class that it was made by
+        self.paths: dict[str, str] = {}  # a name in the program -> the path of its import
+        self.kinds: dict[str, Any] = {}  # a variable or an attribute of one -> its class
         self.guards = 0
 
     def add(self, node: ast.AST, verdict: str, what: str, why: str = "") -> None:
@@ -127,7 +134,7 @@ class _ProgramReader(ast.NodeVisitor):
         self.findings.append(Finding(getattr(node, "lineno", 0), verdict, what, why))
 
     def path_of(self, node: ast.AST) -> str | None:
-        """The path that `name.attribute.attribute` was imported from; None for anything else."""
+        """Return the import path of `name.attribute.attribute`; None for other expressions."""
         if isinstance(node, ast.Name):
             return self.paths.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -136,7 +143,7 @@ class _ProgramReader(ast.NodeVisitor):
         return None
 
     def find(self, path: str | None) -> Found | None:
-        """Our object for a path; None too for a name that stays the foreign package's own."""
+        """Find our object for a path; also None for a name that keeps the foreign package's meaning."""
         return None if path is None or self.is_kept(path) else find(path)
 
     def is_kept(self, path: str) -> bool:
@@ -176,7 +183,7 @@ class _ProgramReader(ast.NodeVisitor):
             self.name(node, path)
 
     def name(self, node: ast.AST, path: str) -> None:
-        """Say how a foreign path is served; modules are said nothing of."""
+        """Record how a foreign path is served. Modules are not recorded."""
         found = find(path)
         if found is None or isinstance(found.value, ModuleType):
             return
@@ -234,7 +241,7 @@ class _ProgramReader(ast.NodeVisitor):
                 self.call(node, method, f"{kind.__name__}.{node.func.attr}", True)
 
     def call(self, node: ast.Call, called: Any, name: str, is_bound: bool) -> None:
-        """Say how the arguments of a call are served. is_bound: True if the first argument is given by Python."""
+        """Record how the arguments of a call are served. `is_bound` is True if Python passes the first argument."""
         refusal = next((each.sentence for each in _makers(called) if hasattr(each, "sentence")), None)
         if refusal is not None:
             self.add(node, ABSENT, f"{name}(...)", refusal)
@@ -274,7 +281,7 @@ class _ProgramReader(ast.NodeVisitor):
     def argument(
         self, node: ast.AST, called: Any, argument: str, value: ast.expr, known: Mapping[str, Any], name: str = ""
     ) -> None:
-        """Say how one argument, or a field that is written, is served."""
+        """Record how an argument, or an assigned field, is served."""
         what = f"{name or called.__name__}({argument}={_short(value)})"
         if argument not in known:
             self.add(node, ABSENT, what, _near(argument, known)) if not name else None
@@ -295,7 +302,7 @@ class _ProgramReader(ast.NodeVisitor):
         self.add(node, SERVED, what.partition("=")[0] + ")")
 
     def value_of(self, node: ast.expr) -> Any:
-        """A value that is known from the text: a literal, an object of ours, or one of torch."""
+        """Evaluate an expression that is a literal, an object of this package, or an object of torch."""
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError):
@@ -308,7 +315,7 @@ class _ProgramReader(ast.NodeVisitor):
 
 
 def _makers(called: Any) -> list[Any]:
-    """The functions that run when it is called."""
+    """Return the functions that run when `called` is called."""
     return [called.__init__, called.__new__] if inspect.isclass(called) else [called]
 
 
@@ -318,7 +325,7 @@ def _foreign(called: Any) -> list[ForeignArguments]:
 
 
 def _rules_of(called: Any, argument: str) -> Iterator[tuple[tuple[Any, ...], bool, str]]:
-    """(values that change nothing, True if others are refused and False if they are warned of, a sentence)."""
+    """Yield (values without effect, True if other values are refused or False if they cause a warning, advice)."""
     for foreign in _foreign(called):
         if argument in foreign.refused:
             defaults, sentence = foreign.refused[argument]
@@ -348,7 +355,7 @@ def _short(value: ast.expr) -> str:
 
 
 def report(file: Path, findings: Sequence[Finding]) -> str:
-    """Text about one program: calls that are not served, by line, then those that are."""
+    """Format the findings in one program: by line the calls that are not served, then the served ones."""
     if not findings:
         names = " and ".join(surface.foreign for surface in SURFACES)
         return f"{file}: nothing of {names} is used"
@@ -375,7 +382,11 @@ def report(file: Path, findings: Sequence[Finding]) -> str:
 
 
 def programs_in(places: Sequence[Path]) -> list[Path]:
-    """Files, and the Python files below directories. FileNotFoundError where there is none."""
+    """Return files, and the Python files below directories.
+
+    Raises:
+        FileNotFoundError: If a path does not exist, or has no Python file.
+    """
     found: list[Path] = []
     for place in places:
         if not place.exists():
@@ -388,7 +399,7 @@ def programs_in(places: Sequence[Path]) -> list[Path]:
 
 
 def read_program(program: Path) -> list[Finding] | str:
-    """The findings in a file; a sentence, with file and line, for one that cannot be read."""
+    """Return the findings in a file, or an error text with file and line if it cannot be read."""
     try:
         return check_program(program.read_bytes())
     except SyntaxError as error:
@@ -400,7 +411,11 @@ def read_program(program: Path) -> list[Finding] | str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what the programs meet; 2 if a file cannot be read, else 1 if something is absent."""
+    """Check programs and print the findings.
+
+    Returns:
+        2 if a file cannot be read, else 1 if something is absent, else 0.
+    """
     try:
         programs = programs_in([Path(each) for each in arguments])
     except OSError as error:

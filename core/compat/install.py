@@ -1,8 +1,10 @@
-"""A foreign package's module paths and names, made importable from a table: below a package of ours, or under its own.
+"""Import system for a foreign package's modules and names: a table makes them importable below our package or directly.
 
-SURFACE = Surface("theirs", "core.compat.theirs", {"optim.adam": {"torch.optim": "Adam FusedAdam=AdamW"}}, {}, {})
-register(SURFACE)                    from core.compat.theirs.optim.adam import FusedAdam
-install(SURFACE)                     from theirs.optim.adam import FusedAdam
+    SURFACE = Surface("theirs", "core.compat.theirs", {"optim.adam": {"torch.optim": "Adam FusedAdam=AdamW"}}, {}, {})
+    register(SURFACE)                    from core.compat.theirs.optim.adam import FusedAdam
+    install(SURFACE)                     from theirs.optim.adam import FusedAdam
+
+Either import returns torch.optim.AdamW.
 """
 
 from __future__ import annotations
@@ -30,14 +32,16 @@ REPLACE = "--replace-installed"
 class Surface:
     """The part of a foreign package that is served.
 
-    foreign: its import name. here: our package that stands for it.
-    modules: a module's path below the package ('' for the package itself) -> {module that has the names: the names}.
-        A module that begins with '.' lies below `here`. Names are separated by spaces; `theirs=ours` where they differ;
-        '*' for all public names. The packages on the way to a module need no row.
-    absent: a dotted name, or the beginning of one -> a sentence that says what to do instead.
-    aliases: a further path of a module -> its path.
-    outside: as absent, of names next to a foreign package that is a part of another one.
-    own: the absent packages that a program keeps importing from the foreign package, which stays installed.
+    Attributes:
+        foreign: Its import name.
+        here: Our package that replaces it.
+        modules: A module's path below the package ('' for the package itself) -> {module with the objects: names}. A
+            module that begins with '.' is below `here`. Names are separated by spaces; `theirs=ours` if they differ;
+            '*' for all public names. Parent packages of a module need no row.
+        absent: A dotted name or a prefix of one -> advice.
+        aliases: Another path of a module -> its path.
+        outside: As `absent`, for names next to a foreign package that is part of another one.
+        own: Absent packages that a program keeps importing from the foreign package, which stays installed.
     """
 
     foreign: str
@@ -50,7 +54,7 @@ class Surface:
 
     @functools.cached_property
     def paths(self) -> dict[str, str]:
-        """Every module path, with the packages on the way and the aliases -> the path whose module it is."""
+        """Every module path, including parent packages and aliases -> the path of its module."""
         own = [".".join(parts[:n]) for path in self.modules for parts in [path.split(".")] for n in range(len(parts))]
         found = {path: path for path in (*own, *self.modules) if path}
         for alias, path in self.aliases.items():
@@ -58,7 +62,7 @@ class Surface:
         return found
 
     def names(self, path: str) -> dict[str, tuple[str, str]]:
-        """The listed names of a module -> (module that has it, its name there)."""
+        """Map the listed names of a module to (module with the object, name in it)."""
         words = [(source, *word.partition("=")[::2]) for source, row in self._rows(path) for word in row.split()]
         return {theirs: (source, ours or theirs) for source, theirs, ours in words if theirs != "*"}
 
@@ -67,7 +71,7 @@ class Surface:
             yield (self.here + source if source.startswith(".") else source), names
 
     def all_names(self, path: str) -> list[str]:
-        """Every public name of a module, those behind a '*' too; without its submodules. Imports what has them."""
+        """List every public name of a module, including those behind a '*' but no submodules. Imports their modules."""
         behind = (name for module in self._open_modules(path) for name in vars(module) if _is_public(module, name))
         return sorted({*self.names(path), *behind})
 
@@ -75,7 +79,11 @@ class Surface:
         yield from (importlib.import_module(source) for source, names in self._rows(path) if "*" in names.split())
 
     def resolve(self, path: str, name: str) -> Any:
-        """The object behind a name of a module, or its submodule. AttributeError, with what to do, for any other."""
+        """Return the object or submodule for a name of a module.
+
+        Raises:
+            AttributeError: If there is no such name. The text has the advice.
+        """
         if name.startswith("__"):
             raise AttributeError(name)
         listed = self.names(path).get(name)
@@ -90,11 +98,11 @@ class Surface:
         raise AttributeError(self.missing(inner))
 
     def advice(self, dotted: str) -> str | None:
-        """Advice for an absent name; None where the table has none."""
+        """Return the advice for an absent name; None if the table does not have it."""
         return next((self.absent[end] for end in _ends(dotted) if end in self.absent), None)
 
     def missing(self, dotted: str) -> str:
-        """A sentence about a name that is not here."""
+        """Return an error text for a missing name."""
         parts = dotted.split(".")
         text = f"{self.foreign}.{dotted} is not in {self.here}"
         known = self.advice(dotted)
@@ -109,23 +117,23 @@ class Surface:
         return f"{text}{like}. Write what the program needs of it, or take it out; the module's page lists what is here"
 
     def missing_outside(self, dotted: str) -> str:
-        """A sentence about a name next to this package."""
+        """Return an error text for a name next to this package."""
         parent = self.foreign.rpartition(".")[0]
         known = next((f": {self.outside[end]}" for end in _ends(dotted) if end in self.outside), "")
         return f"{parent}.{dotted} is not here; {self.here} stands for {self.foreign} alone{known}"
 
 
 def _ends(dotted: str) -> list[str]:
-    """A dotted name and its beginnings, longest first; the last is ''."""
+    """Return a dotted name and its prefixes, longest first; the last is ''."""
     parts = dotted.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
 
 
 def read_rows(text: str, faces: str = "") -> Rows:
-    """`Surface.modules` from lines: a path ('-' for the package itself), then modules, each with the names it has.
+    """Parse `Surface.modules` from lines: a path ('-' for the package itself), then modules, each with its names.
 
-    A word that begins with '.' (a module below `faces`) or with 'core.' is a module; '@path' stands for all that
-    another line says. 'path,a,b': path.a and path.b have the same. A line that is indented continues the one before.
+    A word that begins with '.' (a module below `faces`) or with 'core.' is a module. '@path' includes the contents of
+    another line. 'path,a,b' gives path.a and path.b the same contents. An indented line continues the previous line.
     """
     found: Rows = {}
     included: list[tuple[Any, str]] = []
@@ -150,7 +158,7 @@ def read_rows(text: str, faces: str = "") -> Rows:
 
 
 def _is_public(module: ModuleType, name: str) -> bool:
-    """True for a name in `__all__`, or where there is none for what the module defines; never for its imports."""
+    """Return True for a name in `__all__`, or without `__all__` for a name that the module itself defines."""
     listed = getattr(module, "__all__", None)
     if listed is not None:
         return name in listed
@@ -158,7 +166,7 @@ def _is_public(module: ModuleType, name: str) -> bool:
 
 
 class ForeignModule(ModuleType):
-    """One module of a surface; looks its names up when they are first used."""
+    """One module of a surface; names are resolved on first use."""
 
     def __init__(self, surface: Surface, path: str) -> None:
         super().__init__(f"{surface.here}.{path}", f"{surface.foreign}.{path}, by the names of {surface.here}.")
@@ -183,7 +191,7 @@ class ForeignModule(ModuleType):
 
 
 class _Missing(MetaPathFinder):
-    """Says of a module that a surface does not have what to do instead."""
+    """Import hook that raises an error with advice for modules that a surface does not have."""
 
     def __init__(self, surface: Surface) -> None:
         self.surface, self.roots = surface, [surface.here]
@@ -196,7 +204,7 @@ class _Missing(MetaPathFinder):
             raise ModuleNotFoundError(self.surface.missing_outside(fullname[len(parent) + 1 :]))
         if root is None or (root == self.surface.here and PathFinder.find_spec(fullname, path)):
             return None
-        # Without its name: importlib would drop an error that has one, and say less.
+        # Without name=: importlib would replace an error that has it by a less helpful one.
         raise ModuleNotFoundError(self.surface.missing(fullname[len(root) + 1 :]))
 
 
@@ -205,7 +213,7 @@ def _finder(surface: Surface) -> _Missing | None:
 
 
 def register(surface: Surface) -> None:
-    """Make the surface's modules importable below its package here. May be called again."""
+    """Make the surface's modules importable below our package. Idempotent."""
     if _finder(surface) is None:
         sys.meta_path.insert(0, _Missing(surface))
         own = {path: ForeignModule(surface, path) for path in surface.paths.values()}
@@ -213,10 +221,14 @@ def register(surface: Surface) -> None:
 
 
 def install(surface: Surface, *, replace_installed: bool = False) -> None:
-    """Make the foreign name itself resolve to the surface, in this process, for code that cannot be edited.
+    """Make the foreign name resolve to the surface in this process, for code that cannot be edited. Idempotent.
 
-    replace_installed: also where the real package is installed. Raises RuntimeError where it is and this is False, or
-    where it has been imported already. May be called again.
+    Args:
+        surface: The surface.
+        replace_installed: Also install if the real package is installed, which is then hidden.
+
+    Raises:
+        RuntimeError: If the real package is installed and `replace_installed` is False, or it is already imported.
     """
     register(surface)
     finder, foreign, here = _finder(surface), surface.foreign, surface.here
@@ -246,7 +258,7 @@ def install(surface: Surface, *, replace_installed: bool = False) -> None:
 
 
 def uninstall(surface: Surface) -> None:
-    """Undo `install`; modules that have taken names from it keep them."""
+    """Undo `install`. Modules that have imported names keep them."""
     finder = _finder(surface)
     if finder is None or surface.foreign not in finder.roots:
         return
@@ -261,7 +273,7 @@ def uninstall(surface: Surface) -> None:
 
 
 def _is_placeholder(parent: str) -> bool:
-    """True for a package that `install` has made, to hold a foreign one."""
+    """Return True for a parent package that `install` created."""
     return parent in sys.modules and vars(sys.modules[parent]).get("__path__") == []
 
 
@@ -272,9 +284,9 @@ def _is_installed(name: str) -> bool:
 
 
 def run(surface: Surface, arguments: Sequence[str]) -> None:
-    """Install, then run a program as python would: `script.py its arguments`, or `-m module its arguments`.
+    """Install the surface, then run a program like python: `script.py its arguments`, or `-m module its arguments`.
 
-    `--replace-installed` before it: also where the real package is installed.
+    `--replace-installed` before the program also installs if the real package is installed.
     """
     replace_installed = list(arguments[:1]) == [REPLACE]
     arguments = arguments[replace_installed:]

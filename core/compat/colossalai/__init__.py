@@ -1,9 +1,10 @@
-"""ColossalAI's paths and names over the engine of this package: change the import lines, and the program runs here.
+"""ColossalAI's paths and names over this package's engine: after a change of import lines, a program runs here.
 
     import core.compat.colossalai as colossalai               instead of  import colossalai
     from core.compat.colossalai.booster import Booster        instead of  from colossalai.booster import Booster
 
-Code that cannot be edited: `install()` before its first import, or `python -m core.compat.colossalai script.py`.
+For code that cannot be edited: call `install()` before its first import, or run `python -m core.compat.colossalai
+script.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 from core.compat import install as _install
 from core.compat.colossalai.names import ABSENT, MODULES
 
-__version__ = "0.5.0"  # of ColossalAI, whose names these are: programs branch on it
+__version__ = "0.5.0"  # ColossalAI's version: programs branch on it
 
 SURFACE = _install.Surface("colossalai", __name__, MODULES, ABSENT, {})
 _install.register(SURFACE)
 
 
 def install(*, replace_installed: bool = False) -> None:
-    """core.compat.install.install of `colossalai`. Call it before its first import."""
+    """Install `colossalai` with core.compat.install.install. Call it before the first import of colossalai."""
     _install.install(SURFACE, replace_installed=replace_installed)
 
 

@@ -1,4 +1,4 @@
-"""The device by ColossalAI's names: get_current_device, get_accelerator, timers."""
+"""Device functions with ColossalAI's names: get_current_device, get_accelerator, timers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from core.booster.accelerator import default_device, device_of_group
 from core.compat.arguments import arguments
 
-# What the CPU has no function for: bytes of device memory are 0 there, there is no cache to empty, and the random
+# Functions that the CPU lacks: bytes of device memory are 0, there is no cache to empty, and the random
 # numbers are torch's own.
 _CPU: dict[str, Any] = {
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
@@ -22,12 +22,12 @@ _RANDOM = ("manual_seed", "get_rng_state", "set_rng_state", "initial_seed", "see
 
 
 def get_current_device() -> torch.device:
-    """This rank's device: that of the default group's collectives, or the accelerator before a start."""
+    """Return this rank's device: the default group's, or the accelerator before torch.distributed is initialized."""
     return device_of_group() if dist.is_initialized() else default_device()
 
 
 class DeviceAccelerator:
-    """torch's module of a device type (torch.cuda, torch.cpu, ...) with ColossalAI's further names."""
+    """torch's module of a device type (torch.cuda, torch.cpu, ...) with ColossalAI's additional names."""
 
     def __init__(self, kind: str) -> None:
         self.name = kind
@@ -35,18 +35,18 @@ class DeviceAccelerator:
         self.is_synchronous = kind == "cpu"
 
     def get_current_device(self) -> torch.device:
-        """The device that tensors go to."""
+        """Return the device for new tensors."""
         return torch.device("cpu") if self.name == "cpu" else default_device()
 
     def set_to_device(self, models: Any) -> Any:
-        """A module, or a list of them, moved to the device."""
+        """Move a module, or a list of modules, to the device."""
         if isinstance(models, (list, tuple)):
             return [self.set_to_device(model) for model in models]
         return models.to(self.get_current_device())
 
     @arguments("self enabled=True dtype=None cache_enabled=True")
     def autocast(self, dtype: torch.dtype | None, **options: bool) -> torch.autocast:
-        """torch's autocast on this device, to fp16 unless another dtype is given."""
+        """Return torch's autocast on this device, with fp16 unless another dtype is given."""
         return torch.autocast(self.name, dtype=dtype or torch.float16, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -61,12 +61,12 @@ class DeviceAccelerator:
 
 
 def get_accelerator() -> DeviceAccelerator:
-    """The device type that this rank trains on."""
+    """Return the device type that this rank trains on."""
     return DeviceAccelerator(get_current_device().type)
 
 
 class Timer:
-    """Seconds between `start` and `stop`, and a history of those that were kept. Both wait for the device."""
+    """Timer of the seconds between `start` and `stop`, with an optional history. Both wait for the device."""
 
     has_history = property(lambda self: bool(self._history), doc="True if a time was kept.")
 
@@ -79,7 +79,7 @@ class Timer:
 
     @property
     def current_time(self) -> float:
-        """Seconds of the clock, when the device has done its work."""
+        """Seconds of the clock, after the device has finished its work."""
         get_accelerator().synchronize()
         return time.monotonic()
 
@@ -105,7 +105,7 @@ class Timer:
 
 
 class MultiTimer:
-    """Timers by name. on: False for timers that do nothing."""
+    """Timers by name. With `on=False` they do nothing."""
 
     def __init__(self, on: bool = True) -> None:
         self._timers: dict[str, Timer] = {}

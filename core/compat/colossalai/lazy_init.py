@@ -1,4 +1,4 @@
-"""LazyInitContext: builds models at once, in the host's memory, with the values that they have without it."""
+"""LazyInitContext: builds models immediately in host memory, with the same values as without it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 
 class LazyInitContext:
-    """`with LazyInitContext(): model = Model()`. The plugins move the model to the device.
+    """Context for building a model: `with LazyInitContext(): model = Model()`. Plugins move the model to the device.
 
-    Nothing is delayed: each rank needs host memory for the whole model. Neither argument changes that.
+    Nothing is delayed: each rank needs host memory for the complete model. Both arguments are ignored.
     """
 
     def __init__(self, tensor_cls: Any = None, default_device: Any = None) -> None:
@@ -28,7 +28,11 @@ class LazyInitContext:
 
     @staticmethod
     def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
-        """Return the module unchanged. Raises RuntimeError for parameters on the meta device, which have no values."""
+        """Return the module unchanged.
+
+        Raises:
+            RuntimeError: If a parameter is on the meta device and so has no values.
+        """
         name = next((name for name, param in module.named_parameters() if param.is_meta), None)
         if name is not None:
             words = "is on the meta device and has no values; build the model without torch.device('meta')"

@@ -1,6 +1,6 @@
-"""ColossalAI's module paths and what is behind their names here; and what is said of names that are not here.
+"""ColossalAI's module paths with the objects behind their names, and the advice for names that are absent.
 
-The lines are those of core.compat.install.read_rows.
+The lines have the format of core.compat.install.read_rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ legacy.engine.gradient_accumulation @utils.gradient_accumulation
 """,
 )
 
-# What to do instead, '|', and the names, or packages, of which it is said.
+# Advice, '|', and the names or packages that it is for.
 ABSENT = {
     name: sentence
     for line in """

@@ -1,6 +1,6 @@
-"""Optimizers and learning rate schedules by ColossalAI's names, over torch's and core.booster.lr_schedules.
+"""Optimizers and LR schedules with ColossalAI's names, over torch's and core.booster.lr_schedules.
 
-A keyword that a schedule does not have is a TypeError; ColossalAI drops it.
+An unknown keyword of a schedule raises TypeError; ColossalAI ignores it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ _ADAM = "lr=1e-3 !bias_correction=True betas=(0.9,0.999) eps=1e-8"
 
 
 class FusedAdam(torch.optim.Adam):
-    """Adam; AdamW by default, as `adamw_mode` decouples the weight decay. Raises ValueError without bias correction.
+    """Adam; by default AdamW, because `adamw_mode` decouples the weight decay.
 
-    set_grad_none: True as in torch; gradients are set to None by `zero_grad`.
+    Args:
+        set_grad_none: If True, as in torch, `zero_grad` sets gradients to None.
+
+    Raises:
+        ValueError: If bias correction is off.
     """
 
     @arguments(f"self params {_ADAM} adamw_mode=True weight_decay=0.0 amsgrad=False set_grad_none=True", _ADVICE)
@@ -40,7 +44,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 class CPUAdam(FusedAdam):
-    """Adam on the device of the parameters. Moments on disk (nvme_offload_fraction above 0) are refused."""
+    """Adam on the parameters' device. Moments on disk (nvme_offload_fraction above 0) are refused."""
 
     @arguments(
         f"self model_params>params {_ADAM} weight_decay=0 adamw_mode=True !nvme_offload_fraction=0.0 "
@@ -52,11 +56,11 @@ class CPUAdam(FusedAdam):
 
 
 class HybridAdam(CPUAdam):
-    """CPUAdam; with LowLevelZeroPlugin(cpu_offload=True) a part of the state is on the host."""
+    """CPUAdam; with LowLevelZeroPlugin(cpu_offload=True) part of the state is on the host."""
 
 
 class FusedSGD(torch.optim.SGD):
-    """SGD. `wd_after_momentum=True` is refused, as torch's kernel decays before."""
+    """SGD. `wd_after_momentum=True` is refused, because torch's kernel decays weights before momentum."""
 
     @arguments("self params lr momentum=0 dampening=0 weight_decay=0 nesterov=False !wd_after_momentum=False", _ADVICE)
     def __init__(self, params: Any, **options: Any) -> None:
@@ -65,7 +69,7 @@ class FusedSGD(torch.optim.SGD):
 
 
 def _use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
-    """Turn torch's fused kernel on if it has one for the parameters' device: a flag of the groups."""
+    """Enable torch's fused kernel in the param groups if it supports the parameters' device."""
     for group in optimizer.param_groups:
         params: list[Tensor] = group["params"]
         if all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params):
@@ -73,7 +77,7 @@ def _use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _face(name: str, kind: Any, row: str) -> Any:
-    """A schedule with the arguments of a row behind `optimizer`."""
+    """Create a schedule class with the arguments of a row after `optimizer`."""
 
     def build(self: Any, optimizer: Any, **options: Any) -> None:
         kind.__init__(self, ours.plain(optimizer), **options)
@@ -86,7 +90,7 @@ CosineAnnealingLR = _face("CosineAnnealingLR", ours.CosineAnnealingWarmupLR, "to
 FlatAnnealingLR = _face("FlatAnnealingLR", ours.FlatAnnealingWarmupLR, "total_steps pct_start=0.72")
 MultiStepLR = _face("MultiStepLR", ours.MultiStepWarmupLR, "total_steps milestones=None gamma=0.1")
 PolynomialLR = _face("PolynomialLR", ours.PolynomialWarmupLR, "total_steps end_lr=0.0001 power=1.0")
-# torch's do not need total_steps.
+# torch's schedules do not need total_steps.
 LambdaLR = _face("LambdaLR", lr_scheduler.LambdaLR, "-total_steps lr_lambda=None")
 MultiplicativeLR = _face("MultiplicativeLR", lr_scheduler.MultiplicativeLR, "-total_steps lr_lambda=None")
 StepLR = _face("StepLR", lr_scheduler.StepLR, "-total_steps step_size=1 gamma=0.1")
@@ -94,7 +98,7 @@ ExponentialLR = _face("ExponentialLR", lr_scheduler.ExponentialLR, "-total_steps
 
 
 class OneCycleLR(lr_scheduler.OneCycleLR):
-    """torch's one-cycle schedule, with the groups' own rates as its largest. Options and defaults are torch's."""
+    """torch's one-cycle schedule with the groups' LRs as maximum. Options and defaults are torch's."""
 
     def __init__(self, optimizer: Any, total_steps: int, pct_start: float = 0.3, **options: Any) -> None:
         largest = [group["lr"] for group in ours.plain(optimizer).param_groups]

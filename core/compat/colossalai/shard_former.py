@@ -1,4 +1,4 @@
-"""ShardFormer and ShardConfig: a transformers model, split over a group of ranks by its plan, for one's own loop."""
+"""ShardFormer and ShardConfig: a transformers model, split over a group of ranks by its plan, for a custom loop."""
 
 from __future__ import annotations
 
@@ -27,9 +27,14 @@ _ADVICE = {
 
 
 class ShardConfig(SimpleNamespace):
-    """Options of ShardFormer. tensor_parallel_process_group: None for the world. parallel_output: logits stay split.
+    """Options of ShardFormer.
 
-    ValueError, with what to do instead, for a field that nothing here obeys and that is not at its default.
+    Args:
+        tensor_parallel_process_group: Group over which the model is split; None is the world.
+        parallel_output: Keep logits split.
+
+    Raises:
+        ValueError: If an unsupported field is not at its default. The text has the advice.
     """
 
     @arguments(
@@ -46,21 +51,29 @@ class ShardConfig(SimpleNamespace):
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that a model is split over."""
+        """Number of ranks that a model is split over."""
         return dist.get_world_size(self.tensor_parallel_process_group) if self.enable_tensor_parallelism else 1
 
 
 class ShardFormer:
-    """`model, tied = ShardFormer(ShardConfig(...)).optimize(model)`: the model's weights become this rank's slices."""
+    """Splitter of a model's weights: `model, tied = ShardFormer(ShardConfig(...)).optimize(model)`."""
 
     def __init__(self, shard_config: ShardConfig) -> None:
         self.shard_config = shard_config
 
     def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[int, Any]]]:
-        """(the model, split in place; [], since no parameter is on two stages). Collective over the group.
+        """Split a model in place: its weights become this rank's slices. Collective over the group.
 
-        policy: a core.hugging_face.Policy; by default the family's. Raises PlanError where the family has no rules.
-        ValueError where a plain loop would train on parts of gradients; the model must then be made again.
+        Args:
+            model: Model to split.
+            policy: A core.hugging_face.Policy; None uses the policy of the model's family.
+
+        Returns:
+            (the model, []). The list is empty because no parameter is on two stages.
+
+        Raises:
+            PlanError: If the family has no rules.
+            ValueError: If a plain loop would train on partial gradients; the model must then be created again.
         """
         config, whole = self.shard_config, model
         if config.enable_flash_attention:

@@ -1,4 +1,4 @@
-"""launch and its kin with ColossalAI's arguments, and its loggers' name, over core.booster."""
+"""launch functions with ColossalAI's arguments, and its logger's name, over core.booster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from core.booster import launch as ours
 from core.booster.rank_logger import DistributedLogger as OurLogger
 from core.compat.arguments import arguments
 
-# A config is of old versions: only an empty one.
+# Old versions have a config: only an empty one is accepted.
 _HOW = "backend=None seed=1024 verbose=True * !config=None|{}"
 _taking = functools.partial(
     arguments,
@@ -27,7 +27,7 @@ _launch_from_torch = _taking(_HOW)(ours.launch_from_torch)
 
 @arguments(_HOW.replace("!", ""))
 def launch_from_torch(backend: Any, config: Any, **how: Any) -> None:
-    """core.booster.launch.launch_from_torch; old versions have the config first."""
+    """Call core.booster.launch.launch_from_torch. Old versions pass the config first."""
     first = isinstance(backend, Mapping)
     _launch_from_torch(None if first else backend, config=backend if first else config, **how)
 

@@ -1,4 +1,4 @@
-"""ZeRO without a Booster by ColossalAI's names: LowLevelZeroOptimizer of a torch optimizer alone; GeminiDDP."""
+"""ZeRO without a Booster, with ColossalAI's names: LowLevelZeroOptimizer for a torch optimizer; GeminiDDP."""
 
 from __future__ import annotations
 
@@ -25,15 +25,23 @@ _ADVICE = {
 
 
 class LowLevelZeroOptimizer(ShardedOptimizer):
-    """Shards what trains the parameters of `optimizer`, which are already on the device and in their final dtype.
+    """Optimizer that shards the state of `optimizer` over data ranks. Collective.
 
         adam = HybridAdam(model.parameters())
         optimizer = LowLevelZeroOptimizer(adam, partition_grad=True, clip_grad_norm=1.0)
         optimizer.zero_grad(); optimizer.backward(loss); optimizer.step()
 
-    The model is used unchanged; its parameters become rank 0's. partition_grad: stage 2. reduce_bucket_size: in
-    elements. The other arguments are those of LowLevelZeroPlugin, which does the same for a Booster. Collective.
-    Raises ValueError for groups and contexts of the caller's own, and for parameters of several dtypes.
+    The parameters must already be on the device and in their final dtype. The model is used unchanged; its parameters
+    are set to rank 0's values. Other arguments are the same as in LowLevelZeroPlugin, which does the same for a
+    Booster.
+
+    Args:
+        optimizer: A torch optimizer.
+        reduce_bucket_size: Size of a bucket in elements.
+        partition_grad: True for ZeRO stage 2, else stage 1.
+
+    Raises:
+        ValueError: If the caller passes groups or contexts, or the parameters have several dtypes.
     """
 
     @arguments(
@@ -67,13 +75,19 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
 
 
 class GeminiDDP(ModelWrapper):
-    """A model that GeminiOptimizer will shard. options: those of GeminiPlugin that are not the optimizer's.
+    """A model that GeminiOptimizer will shard.
 
         model = GeminiDDP(model, mixed_precision=torch.bfloat16, min_chunk_size_m=1)
         optimizer = GeminiOptimizer(HybridAdam(model.parameters()), model, max_norm=1.0)
         optimizer.backward(loss_of(model(batch))); optimizer.step(); optimizer.zero_grad()
 
-    Raises ValueError for a dtype that is not fp16, bf16 or fp32, and GeminiPlugin's errors for its options.
+    Args:
+        module: Model to shard.
+        mixed_precision: fp16, bf16 or fp32.
+        options: Options of GeminiPlugin, except the optimizer's.
+
+    Raises:
+        ValueError: If the dtype is another one. GeminiPlugin's errors for its options are raised here too.
     """
 
     def __init__(self, module: nn.Module, *, mixed_precision: torch.dtype = torch.float16, **options: Any) -> None:
@@ -83,17 +97,20 @@ class GeminiDDP(ModelWrapper):
         self.options = {"precision": PRECISIONS[mixed_precision], **options}
         if self.options.get("tp_size", 1) != 1:
             raise ValueError("GeminiDDP takes no tp_size; use a Booster with GeminiPlugin(tp_size=...)")
-        GeminiPlugin(**self.options)  # refuses what cannot work, here and not at the optimizer
+        GeminiPlugin(**self.options)  # raises errors in options here instead of in the optimizer
 
     def unwrap(self) -> nn.Module:
-        """The user's own module."""
+        """Return the user's own module."""
         return self.module.unwrap() if isinstance(self.module, ModelWrapper) else self.module
 
 
 class GeminiOptimizer(ShardedOptimizer):
-    """Shards `module`, and steps `optim`, a torch optimizer of its parameters. Collective over the world.
+    """Optimizer that shards `module` and steps `optim`. Collective over the world.
 
-    options: GeminiPlugin's initial_scale .. max_scale, max_norm, norm_type, gpu_margin_mem_ratio and verbose.
+    Args:
+        optim: A torch optimizer of the module's parameters.
+        module: Model to shard.
+        options: GeminiPlugin's initial_scale to max_scale, max_norm, norm_type, gpu_margin_mem_ratio and verbose.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, module: GeminiDDP, **options: Any) -> None:

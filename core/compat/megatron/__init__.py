@@ -1,9 +1,10 @@
-"""Megatron Core's paths and names over the engine of this package: change the import lines, and the loop runs here.
+"""Megatron Core's paths and names over this package's engine: after a change of import lines, a loop runs here.
 
     import core.compat.megatron as mcore                      instead of  import megatron.core as mcore
     from core.compat.megatron import parallel_state           instead of  from megatron.core import parallel_state
 
-Code that cannot be edited: `install()` before its first import, or `python -m core.compat.megatron script.py`.
+For code that cannot be edited: call `install()` before its first import, or run `python -m core.compat.megatron
+script.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 from core.compat import install as _install
 from core.compat.megatron.names import ABSENT, ALIASES, MODULES, OUTSIDE, OWN
 
-__version__ = "0.16.1"  # of Megatron Core, whose names these are: programs branch on it
+__version__ = "0.16.1"  # Megatron Core's version: programs branch on it
 
 SURFACE = _install.Surface("megatron.core", __name__, MODULES, ABSENT, ALIASES, OUTSIDE, OWN)
 _install.register(SURFACE)
 
 
 def install(*, replace_installed: bool = False) -> None:
-    """core.compat.install.install of `megatron.core`. Call it before its first import."""
+    """Install `megatron.core` with core.compat.install.install. Call it before the first import of megatron.core."""
     _install.install(SURFACE, replace_installed=replace_installed)
 
 

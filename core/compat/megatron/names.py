@@ -1,6 +1,6 @@
-"""Places of Megatron Core's names here: lines that core.compat.install.read_rows explains, and aliases of modules.
+"""Places of Megatron Core's names in this package, in the format of core.compat.install.read_rows, and module aliases.
 
-A word that begins with '.' is a module of this package's faces.
+A word that begins with '.' is a module below `faces`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _FSDP = (
 )
 _GENERATE = "core.generate samples from a trained GPT; serve with an inference engine"
 
-# A model is built by its own package, and its layers' tags are read.
+# Megatron's own package builds a model; here the tags of its layers are read.
 _MODEL = (
     "build the model with Megatron's own megatron.core, whose parallel_state is initialized too, and wrap it in the "
     "DistributedDataParallel that is here; or build core.models.gpt.GPTModel. The page Coming from Megatron Core has "
@@ -111,7 +111,7 @@ _MODEL = (
 )
 _CONFIG = f"a model's configuration is Megatron's own, or core.transformer.TransformerConfig: {_MODEL}"
 
-# A name, or the package that it is in -> what to do instead.
+# A name or its package -> advice.
 ABSENT = {
     **dict.fromkeys(("models", "transformer", "fusions"), _MODEL),
     **dict.fromkeys(("transformer.transformer_config", "transformer.TransformerConfig"), _CONFIG),
@@ -136,7 +136,7 @@ ABSENT = {
     "resharding": "checkpoints load at any layout; save and load",
 }
 
-# Packages of it that a program keeps importing from Megatron, for its model.
+# Packages that a program keeps importing from Megatron, for its model.
 OWN = frozenset(("models", "transformer", "fusions", "enums", "packed_seq_params", "extensions", "ssm"))
 
 _LOOP = "write the loop as examples/my_loop.py does, or train a GPT by python pretrain_gpt.py"
@@ -145,7 +145,7 @@ _START = "call torch.distributed.init_process_group and parallel_state.initializ
 _BUILD = "build the model, wrap it in DistributedDataParallel, and call get_megatron_optimizer"
 _FILES = "use dist_checkpointing.save and load, or core.checkpoint.save_checkpoint and load_checkpoint"
 
-# What stands next to megatron.core in Megatron-LM -> what to do instead.
+# Names next to megatron.core in Megatron-LM -> advice.
 OUTSIDE = {
     "training": f"it is the trainer of Megatron-LM; {_LOOP}",
     **dict.fromkeys(("training.get_args", "training.arguments", "training.global_vars"), _OPTIONS),

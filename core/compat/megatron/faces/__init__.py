@@ -1,1 +1,1 @@
-"""Thin faces where Megatron's arguments are not ours: they translate, and the engine acts."""
+"""Thin wrappers for functions whose arguments differ in Megatron: they translate arguments and call the engine."""

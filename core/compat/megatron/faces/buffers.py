@@ -1,4 +1,4 @@
-"""Megatron's names of gradient buffers: classes for isinstance, and the functions that programs take from there."""
+"""Megatron's names of gradient buffers: classes for isinstance, and functions that programs import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from core.tensor_parallel.mappings import divide
 _ADVICE = "DistributedDataParallel makes the buffers of a model; read them from ddp.buffers"
 ParamAndGradBuffer: Any = never_made("ParamAndGradBuffer", GradBuffer, _ADVICE)
 ParamAndGradBucket: Any = never_made("ParamAndGradBucket", Bucket, _ADVICE)
-ParamAndGradBucketGroup: Any = never_made("ParamAndGradBucketGroup", Bucket, _ADVICE)  # each bucket is a group here
+ParamAndGradBucketGroup: Any = never_made("ParamAndGradBucketGroup", Bucket, _ADVICE)  # each bucket is one group
 BufferType = Enum("BufferType", "PARAM GRAD")
 
 
@@ -24,12 +24,12 @@ class BufferMemory(Tensor):
     """The memory of a buffer."""
 
     def storage(self) -> Any:
-        """Return the storage; programs free buffers by its `resize_(0)`, which is refused."""
+        """Return the storage. Programs free buffers by its `resize_(0)`, which is refused."""
         return _Storage(super().storage())
 
 
 class _Storage:
-    """A storage that keeps its size."""
+    """A storage that refuses to be resized."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
@@ -50,7 +50,10 @@ class _Storage:
 
 
 class BufferList(list[GradBuffer]):
-    """Gradient buffers, as Megatron's `ddp.buffers`. A call gives the module's own buffers, as torch's method does."""
+    """Gradient buffers, as Megatron's `ddp.buffers`.
+
+    Calling it returns the module's own buffers, like torch's method.
+    """
 
     def __init__(self, buffers: Iterable[GradBuffer], method: Callable[[bool], Iterator[Tensor]]) -> None:
         super().__init__(buffers)
@@ -66,11 +69,15 @@ class BufferList(list[GradBuffer]):
 
 @arguments("buffer data_parallel_world_size>count")
 def shard_buffer(buffer: Tensor, count: int) -> list[Tensor]:
-    """Views of `count` equal parts of a flat tensor. ValueError where it does not divide."""
+    """Return views of `count` equal parts of a flat tensor.
+
+    Raises:
+        ValueError: If its size is not divisible.
+    """
     return list(buffer.split(divide(buffer.numel(), count, "shard_buffer")))
 
 
 @arguments("buffers -force_single_bucket_group=False")
 def partition_buckets(buffers: Sequence[GradBuffer]) -> list[Bucket]:
-    """The buckets of some buffers, each a group of its own."""
+    """Return the buckets of buffers, each as its own group."""
     return [bucket for buffer in buffers for bucket in buffer.buckets]

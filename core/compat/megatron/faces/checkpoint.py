@@ -12,7 +12,7 @@ from core.compat.megatron.faces.refusals import arguments
 logger = logging.getLogger(__name__)
 _WAYS = "-sharded_strategy=None -common_strategy=None"
 sharded_state_dict = arguments("self>chunk prefix='' !sharded_offsets=() -metadata=None")(ours.module_tree)
-# Strategies have no part, integrity is always checked.
+# Strategies are ignored; integrity is always checked.
 save = arguments(
     f"sharded_state_dict>tree checkpoint_dir>directory {_WAYS} -validate_access_integrity=True "
     "!async_sharded_save=False -preprocess_common_before_consistancy_check=None content_metadata=None "
@@ -22,13 +22,16 @@ load_tensors_metadata = arguments(f"checkpoint_dir>directory {_WAYS}")(ours.tree
 
 
 class Strategy:
-    """Stands where Megatron's programs say how to write or read. There is one way here, so it says nothing."""
+    """Placeholder for Megatron's strategies of writing or reading.
+
+    Arguments are ignored, because there is one format here.
+    """
 
     def __init__(self, *unused: Any, **also_unused: Any) -> None: ...
 
 
 class StrictHandling(enum.Enum):
-    """Behaviour if a checkpoint lacks what is asked for ('unexpected') or has more ('missing')."""
+    """Behaviour if a checkpoint lacks requested keys ('unexpected') or has additional ones ('missing')."""
 
     ASSUME_OK_UNEXPECTED, IGNORE_ALL = "assume_ok_unexpected", "ignore_all"
     LOG_UNEXPECTED, LOG_ALL = "log_unexpected", "log_all"
@@ -41,9 +44,11 @@ class StrictHandling(enum.Enum):
     "-verify_integrity=False process_group=None"
 )
 def load(sharded_state_dict: Any, checkpoint_dir: Any, strict: Any, process_group: Any) -> Any:
-    """core.checkpoint.load_tree's tree. Collective.
+    """Load core.checkpoint.load_tree's tree. Collective.
 
-    With a strict that returns mismatches: (tree, keys of the file not asked for, keys asked for and not in it).
+    Returns:
+        The tree. If `strict` returns mismatches: (tree, keys of the file not requested, requested keys not in the
+            file).
     """
     how = StrictHandling(strict).value
     found = ours.load_tree(
@@ -59,12 +64,12 @@ def load(sharded_state_dict: Any, checkpoint_dir: Any, strict: Any, process_grou
 
 
 def load_common_state_dict(checkpoint_dir: Any) -> Any:
-    """The plain values of a checkpoint. Collective over the default group."""
+    """Return the plain values of a checkpoint. Collective over the default group."""
     return ours.load_tree({}, checkpoint_dir).tree
 
 
 def load_plain_tensors(checkpoint_dir: Any) -> Any:
-    """Every tensor of a checkpoint, whole, on every rank. Collective over the default group."""
+    """Return every full tensor of a checkpoint on every rank. Collective over the default group."""
     tensors = ours.tree_tensors(checkpoint_dir)
     found = ours.load_tree(tensors, checkpoint_dir).tree
     return {key: found[key] for key in tensors}
@@ -72,7 +77,7 @@ def load_plain_tensors(checkpoint_dir: Any) -> Any:
 
 @arguments("checkpoint_dir=None * preloaded_state_dict=None")
 def load_content_metadata(checkpoint_dir: Any, preloaded_state_dict: Any) -> Any:
-    """The content_metadata given to `save`."""
+    """Return the content_metadata passed to `save`."""
     if preloaded_state_dict is not None:
         return preloaded_state_dict.get("content_metadata")
     if checkpoint_dir is None:

@@ -1,6 +1,6 @@
-"""Megatron's configurations: every field of its versions, obeyed or refused by name; they may be written to.
+"""Megatron's configurations with every field of its versions, obeyed or refused by name. They are mutable.
 
-Ours are made from them where they are used (`ours()`), so a field counts as it stands then.
+Our configurations are created from them at their use (`ours()`), so the values at that time count.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from core.distributed import DistributedDataParallelConfig as OurDDPConfig
 from core.model_parallel_config import ModelParallelConfig as OurModelParallelConfig
 from core.optimizer import OptimizerConfig as OurOptimizerConfig
 
-# Left out where ours is checked: 16-bit weights come from Float16Module as well as from params_dtype.
+# Not checked in our config: 16-bit weights come from Float16Module as well as from params_dtype.
 SIZE_FREE = ("fp16", "bf16", "use_cpu_initialization", "has_cond_embedder")
 
 
-# Fields of a model's own configuration that Megatron's schedule obeys, and its layers rely on.
+# Fields of a model's configuration that Megatron's schedule obeys and its layers rely on.
 OF_THE_SCHEDULE = (
     *("delay_wgrad_compute", "defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm"),
     *("enable_autocast", "hybrid_context_parallel"),
@@ -31,7 +31,7 @@ OF_THE_SCHEDULE = (
 
 
 class _Written:
-    """A configuration that may be written to; a value that nothing obeys is refused, or warned of, when it is set."""
+    """A mutable configuration. Setting an unsupported value raises an error or warns."""
 
     rules: Mapping[str, Rule] = {}
 
@@ -45,13 +45,13 @@ class _Written:
         super().__setattr__(name, value)
 
     def same_fields(self, kind: Any, *without: str) -> dict[str, Any]:
-        """The fields that a configuration of ours has too, by name."""
+        """Return the fields that our configuration class also has, by name."""
         names = [found.name for found in dataclasses.fields(kind) if found.name not in without]
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
 def _base(name: str, ours: Any) -> Any:
-    """A dataclass of the fields of ours with their defaults, and of those that nothing obeys."""
+    """Create a dataclass with our class's fields and their defaults, and with the unsupported fields."""
     rules = rules_of(name)
     made = {key: field(default=rule.defaults[0]) for key, rule in rules.items()}
     kept = [found for found in dataclasses.fields(ours) if found.name not in rules]
@@ -70,14 +70,19 @@ _ModelParallel: Any = _base("ModelParallelConfig", OurModelParallelConfig)
 class DistributedDataParallelConfig(_DDP):
     """Options of the wrapper: the fields of core.distributed.DistributedDataParallelConfig, and Megatron's.
 
-    data_parallel_sharding_strategy: followed with use_megatron_fsdp=True, as in Megatron, and refused without it.
-    align_param_gather: refused when it is used, since gathers are complete when the optimizer's step returns.
+    Attributes:
+        data_parallel_sharding_strategy: Requires use_megatron_fsdp=True, as in Megatron; refused without it.
+        align_param_gather: Refused by `ours()`, because all-gathers are complete when the optimizer's step returns.
     """
 
     use_megatron_fsdp: bool = False
 
     def ours(self) -> OurDDPConfig:
-        """Our configuration of the same meaning. ValueError for a combination that there is none of."""
+        """Return our equivalent configuration.
+
+        Raises:
+            ValueError: If there is no equivalent.
+        """
         if self.data_parallel_sharding_strategy != "no_shard" and not self.use_megatron_fsdp:
             raise ValueError(
                 f"data_parallel_sharding_strategy is {self.data_parallel_sharding_strategy!r} and use_megatron_fsdp is "
@@ -90,7 +95,9 @@ class DistributedDataParallelConfig(_DDP):
 class OptimizerConfig(_Optimizer):
     """Options of the optimizer: the fields of core.optimizer.OptimizerConfig, and Megatron's.
 
-    overlap_param_gather: must be what the model was wrapped with. muon_use_nesterov: the older name of muon_nesterov.
+    Attributes:
+        overlap_param_gather: Must equal the wrapper's option.
+        muon_use_nesterov: Old name of muon_nesterov.
     """
 
     params_dtype: torch.dtype = torch.float32
@@ -99,7 +106,7 @@ class OptimizerConfig(_Optimizer):
     overlap_param_gather: bool = False
 
     def ours(self) -> OurOptimizerConfig:
-        """Our configuration of the same meaning."""
+        """Return our equivalent configuration."""
         given = self.same_fields(OurOptimizerConfig)
         if self.params_dtype == torch.float32 and (self.fp16 or self.bf16):
             given["params_dtype"] = None  # Megatron leaves it at fp32, the default, for 16-bit models too
@@ -117,8 +124,10 @@ class SGDOptimizerConfig(OptimizerConfig):
 class ModelParallelConfig(_ModelParallel):
     """Parallel sizes, dtypes and callbacks: the fields of core.model_parallel_config, and Megatron's.
 
-    pipeline_dtype: of what one stage sends the next; params_dtype where None. variable_seq_lengths and
-    microbatch_group_size_per_vp_stage are read, and judged, by the pipeline schedule.
+    The pipeline schedule reads and checks variable_seq_lengths and microbatch_group_size_per_vp_stage.
+
+    Attributes:
+        pipeline_dtype: Dtype of tensors sent between stages; None uses params_dtype.
     """
 
     pipeline_dtype: torch.dtype | None = None
@@ -127,7 +136,7 @@ class ModelParallelConfig(_ModelParallel):
     barrier_with_L1_time: bool = True
 
     def __post_init__(self) -> None:
-        filled: Any = self  # its fields are made from tables
+        filled: Any = self  # its fields are created from tables
         if filled.expert_tensor_parallel_size is None:
             filled.expert_tensor_parallel_size = filled.tensor_model_parallel_size
         if filled.pipeline_model_parallel_size > 1 and filled.pipeline_dtype is None:
@@ -136,7 +145,11 @@ class ModelParallelConfig(_ModelParallel):
 
 
 def check_model_config(config: Any) -> None:
-    """ValueError for a model's configuration, Megatron's own too, with which its layers need Megatron's schedule."""
+    """Check a model's configuration, which may be Megatron's own.
+
+    Raises:
+        ValueError: If its layers need Megatron's schedule.
+    """
     for name in OF_THE_SCHEDULE:
         rule, value = ModelParallelConfig.rules[name], getattr(config, name, None)
         if value:

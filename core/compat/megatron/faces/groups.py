@@ -1,4 +1,4 @@
-"""Process groups by Megatron's arguments: initialize_model_parallel, the data group, a stage's place."""
+"""Process groups with Megatron's arguments: initialize_model_parallel, the data group, a stage's position."""
 
 from __future__ import annotations
 
@@ -35,18 +35,21 @@ get_expert_data_parallel_rank = arguments(_PARTIAL)(parallel_state.get_expert_da
 
 
 def is_unitialized() -> bool:
-    """True before initialize_model_parallel; the spelling is Megatron's."""
+    """Return True before initialize_model_parallel. The spelling is Megatron's."""
     return not parallel_state.is_initialized()
 
 
 def _place(group: Any) -> tuple[int, list[int]]:
-    """This rank's place in a group, and its global ranks. No group, or torch.distributed not started: one rank."""
+    """Return this rank's index in a group, and its global ranks.
+
+    Without a group or torch.distributed, there is one rank.
+    """
     alone = group is None or not dist.is_initialized()
     return (0, [0]) if alone else (group.rank(), dist.get_process_group_ranks(group))
 
 
 def _of(argument: str, answer: Callable[[int, list[int]], Any]) -> Callable[..., Any]:
-    """A function of one group, from what is asked of (place, ranks)."""
+    """Create a function of one group from a function of (index, ranks)."""
     return arguments(argument)(lambda group: answer(*_place(group)))
 
 

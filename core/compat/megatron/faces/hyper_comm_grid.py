@@ -1,4 +1,4 @@
-"""Grids of ranks whose groups are asked for by name: HyperCommGrid makes them on demand, RankGenerator only counts.
+"""Grids of ranks with groups selected by name: HyperCommGrid creates groups, RankGenerator only computes ranks.
 
 Both have Megatron's names and arguments. core.groups.rank_grid has the grids that parallel_state uses.
 """
@@ -20,7 +20,7 @@ __all__ = ["HyperCommGrid", "RankGenerator"]
 
 
 def groups_along(shape: Sequence[int], axes: Iterable[int]) -> list[list[int]]:
-    """The ranks of every group that spans `axes` of a grid, whose last axis varies fastest."""
+    """Return the ranks of every group that spans `axes` of a grid, whose last axis varies fastest."""
     inside = sorted(axes)
     outside = [axis for axis in range(len(shape)) if axis not in inside]
     ranks = np.arange(math.prod(shape)).reshape(shape).transpose(*outside, *inside)
@@ -29,7 +29,10 @@ def groups_along(shape: Sequence[int], axes: Iterable[int]) -> list[list[int]]:
 
 
 def new_groups(members: Iterable[Sequence[int]], **options: Any) -> Any:
-    """Make a process group of each; this rank's, or None. Collective over the world."""
+    """Create a process group for each list of ranks, and return this rank's group or None.
+
+    Collective over the world.
+    """
     mine = None
     for ranks in members:
         with waiting(f"a group of ranks {list(ranks)}", dist.group.WORLD):
@@ -46,7 +49,10 @@ def _refuse_view(view: str | None) -> None:
 class RankGenerator:
     """All groups of a grid of ranks, from sizes whose product is its number of ranks. Pure arithmetic.
 
-    Either ep or cp is 1: dense parameters and experts have a grid each. rank_offset: the number of the first rank.
+    Either ep or cp is 1: dense parameters and experts each have their own grid.
+
+    Args:
+        rank_offset: Global rank of the first rank.
     """
 
     def __init__(
@@ -59,26 +65,30 @@ class RankGenerator:
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
         self.rank_offset = rank_offset
         self.world_size = tp * ep * dp * pp * cp
-        # The grid that is not asked for gets the same pipeline groups.
+        # The grid that is not used gets the same pipeline groups.
         self.grid = RankGrid(self.world_size, tp=tp, pp=pp, cp=cp, ep=ep, expt_tp=tp * cp, order=order)
         self.order = self.grid.order
         self.name_to_size = {"tp": tp, "ep": ep, "dp": dp, "pp": pp, "cp": cp}
         self.ordered_size = [self.name_to_size[token] for token in self.grid.axes]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """For each axis of `order`, True if `token` has it."""
+        """Return, for each axis of `order`, True if `token` contains it."""
         return [axis in token.split("-") for axis in order.split("-")]
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """The groups that span the axes of `token`, such as 'tp-dp'."""
+        """Return the groups that span the axes of `token`, such as 'tp-dp'."""
         groups = self.grid.groups(token, expert=self.ep > 1)
         return [[rank + self.rank_offset for rank in group] for group in groups]
 
 
 class HyperCommGrid:
-    """A grid of ranks with named dimensions, of which groups are made when they are asked for.
+    """A grid of ranks with named dimensions, whose groups are created on demand.
 
-    shape, dim_names: the first dimension has the smallest stride. rank_offset: the number of the first rank.
+    Args:
+        shape: Size of each dimension; the first has the smallest stride.
+        dim_names: Name of each dimension.
+        rank_offset: Global rank of the first rank.
+        backend: Backend of the groups.
     """
 
     def __init__(
@@ -101,16 +111,22 @@ class HyperCommGrid:
         unknown = [name for name in names if name not in self.dim_names]
         if unknown or not names:
             raise KeyError(f"{unknown or 'no dimension'} of a grid with {self.dim_names}")
-        # Counted from the other end, because the last axis varies fastest in numpy.
+        # Reversed, because the last axis varies fastest in numpy.
         return tuple(sorted(len(self.shape) - 1 - self.dim_names.index(name) for name in names))
 
     def get_rank_enum(self, dims: str | Sequence[str], *, view: str | None = None) -> list[list[int]]:
-        """The ranks of every group that spans `dims`; the dimension with the smallest stride runs first."""
+        """Return the ranks of every group that spans `dims`; the dimension with the smallest stride varies fastest."""
         _refuse_view(view)
         return [[self.rank_offset + rank for rank in g] for g in groups_along(self.shape[::-1], self._axes(dims))]
 
     def create_pg(self, dims: str | Sequence[str], *, view: str | None = None, **kwargs: Any) -> Any:
-        """Make the groups that span `dims`, and give this rank's. Collective: every rank of the world calls it."""
+        """Create the groups that span `dims` and return this rank's.
+
+        Collective: every rank of the world must call this.
+
+        Raises:
+            KeyError: If they have already been created.
+        """
         axes = self._axes(dims)
         if axes in self._groups:
             raise KeyError(f"the group {dims} has already been created; get_pg({dims!r}) gives it")
@@ -118,14 +134,18 @@ class HyperCommGrid:
         return self._groups[axes]
 
     def get_pg(self, dims: str | Sequence[str], *, view: str | None = None) -> Any:
-        """This rank's group that spans `dims`. KeyError if it was not created."""
+        """Return this rank's group that spans `dims`.
+
+        Raises:
+            KeyError: If it was not created.
+        """
         _refuse_view(view)
         if self._axes(dims) not in self._groups:
             raise KeyError(f"the group {dims} has not been created; call create_pg({dims!r}) on every rank first")
         return self._groups[self._axes(dims)]
 
     def is_current_rank_in_grid(self) -> bool:
-        """True if this rank is one of the grid's."""
+        """Return True if this rank is in the grid."""
         return self.rank_offset <= dist.get_rank() < self.rank_offset + self.size
 
     def destroy(self) -> None:

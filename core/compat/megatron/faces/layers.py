@@ -1,4 +1,4 @@
-"""The split linear layers, and their product, with Megatron's arguments."""
+"""The split linear layers and their product, with Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REFUSED = "!keep_master_weight_for_test=False !is_expert=False"
 
 
 def _layer(kind: type, row: str) -> Any:
-    """Return a class with Megatron's arguments. Layers that the models here build are instances of it too."""
+    """Create a class with Megatron's arguments. Layers in our models are instances of it too."""
     space = {"stands_for": kind, "__init__": arguments(row)(vars(kind)["__init__"]), "__module__": __name__}
     return StandsFor(kind.__name__, (kind,), space)
 

@@ -1,4 +1,4 @@
-"""Number of microbatches of a step; the batch of all data ranks may grow with the samples seen."""
+"""Number of microbatches of a step; the global batch may grow with the number of consumed samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class MicrobatchCalculator:
-    """Microbatches of a step, from the batch of all data ranks.
+    """Number of microbatches of a step, computed from the global batch.
 
         calculator = MicrobatchCalculator(
             64, micro_batch_size=2, data_parallel_size=4, rampup=(16, 16, 10_000)
@@ -16,8 +16,15 @@ class MicrobatchCalculator:
         calculator.update(consumed_samples)      # before a step
         for _ in range(calculator.get()): ...    # 2 at first, 8 after 10,000 samples
 
-    rampup: (first batch, increment, samples) to grow to global_batch_size in equal steps; None for no growth.
-    decrease: round a batch down to what the data ranks can share; otherwise it must divide, or ValueError.
+    Attributes:
+        global_batch_size: Samples of a step on all data ranks.
+        micro_batch_size: Samples of a microbatch on one data rank.
+        data_parallel_size: Number of data ranks.
+        decrease: Round a batch down to a multiple that the data ranks can share. If False, it must be divisible.
+        rampup: (first batch, increment, samples) for growth to global_batch_size in equal steps; None for no growth.
+
+    Raises:
+        ValueError: If the sizes do not fit together.
     """
 
     global_batch_size: int
@@ -41,7 +48,15 @@ class MicrobatchCalculator:
         self.update(0, consistency_check=False)
 
     def update(self, consumed_samples: int, consistency_check: bool = True) -> None:
-        """Set the batch for a number of samples seen. consistency_check: refuse one that does not divide."""
+        """Set the batch for a number of consumed samples.
+
+        Args:
+            consumed_samples: Samples of all earlier steps.
+            consistency_check: Refuse a batch that is not divisible.
+
+        Raises:
+            ValueError: If the batch is not divisible, or smaller than one microbatch.
+        """
         self.current_global_batch_size = self._batch_at(consumed_samples)
         share = self.micro_batch_size * self.data_parallel_size  # samples of one microbatch of all data ranks
         exact = self.current_global_batch_size % share == 0
@@ -56,7 +71,7 @@ class MicrobatchCalculator:
             raise ValueError(f"global batch size {self.current_global_batch_size} is less than one microbatch, {share}")
 
     def get(self) -> int:
-        """Microbatches of a step."""
+        """Return the number of microbatches of a step."""
         return self.num_micro_batches
 
     def _batch_at(self, consumed_samples: int) -> int:

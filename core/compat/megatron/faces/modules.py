@@ -1,4 +1,4 @@
-"""Float16Module, and what programs ask of a wrapped model."""
+"""Float16Module, and functions that read attributes of a wrapped model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from core.compat.megatron.faces.checkpoint import sharded_state_dict
 
 
 class Float16Module(nn.Module):
-    """A module in 16 bits: inputs of the first stage are cast, outputs of the last one are fp32.
+    """Wrapper that runs a module in 16 bits: the first stage casts inputs, and the last stage returns fp32.
 
-    config: says fp16 or bf16. The module's parameters are cast in place, and keep their names in the whole model.
+    The module's parameters are cast in place, and keep their names in the full model.
+
+    Args:
+        config: Configuration with exactly one of fp16 and bf16.
+        module: Module to wrap.
     """
 
     def __init__(self, config: Any, module: nn.Module) -> None:
@@ -35,7 +39,7 @@ class Float16Module(nn.Module):
     sharded_state_dict = sharded_state_dict
 
     def set_input_tensor(self, hidden: Tensor | None) -> None:
-        """Hand the hidden state of the stage before to the module."""
+        """Pass the hidden state of the stage before to the module."""
         get_attr_wrapped_model(self.module, "set_input_tensor")(hidden)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
@@ -53,9 +57,9 @@ class Float16Module(nn.Module):
 
 
 def say_names(module: nn.Module) -> None:
-    """Say by `global_names` what parts of Megatron's models are called in the whole model.
+    """Declare the names of parts of Megatron's models in the full model, by `global_names`.
 
-    A layer carries its number, counted from 1; the output layer of a tied model is a copy of the word embedding.
+    A layer has a number, starting at 1. The output layer of a tied model is a copy of the word embedding.
     """
     for part in module.modules():
         layers: Any = getattr(part, "layers", None)
@@ -74,9 +78,16 @@ def _cast(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
 
 
 def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
-    """An attribute of the outermost module that has it; with allow_none=False one that is not None.
+    """Return an attribute of the outermost module that has it.
 
-    return_model_obj: that module instead. RuntimeError where no module has it.
+    Args:
+        model: A wrapped model.
+        attr: Name of the attribute.
+        allow_none: If False, skip modules whose attribute is None.
+        return_model_obj: Return the module instead.
+
+    Raises:
+        RuntimeError: If no module has the attribute, or `model` is a list.
     """
     if isinstance(model, list):
         raise RuntimeError(f"get_attr_wrapped_model({attr!r}) was given a list; ask one of its model chunks")
@@ -93,12 +104,12 @@ get_model_type = functools.partial(get_attr_wrapped_model, attr="model_type")
 
 
 def get_model_xattn(model: Any) -> bool:
-    """False unless a module says that it has cross attention."""
+    """Return False unless the module declares cross attention."""
     return bool(getattr(unwrap_model(model), "xattn_needed", False))
 
 
 def unwrap_model(model: Any, module_instances: Any = None) -> Any:
-    """The module inside all wrappers, or inside those of the types `module_instances`; of a list, a list."""
+    """Return the module inside all wrappers, or inside wrappers of the types `module_instances`; for a list, a list."""
     if isinstance(model, list):
         return [unwrap_model(part, module_instances) for part in model]
     while isinstance(model, module_instances) if module_instances else hasattr(model, "module"):
@@ -107,5 +118,5 @@ def unwrap_model(model: Any, module_instances: Any = None) -> Any:
 
 
 def param_is_not_shared(param: Tensor) -> bool:
-    """False for the copy of a tied weight, which norms leave out."""
+    """Return False for the copy of a tied weight, which norms skip."""
     return not getattr(param, "shared", False)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel and get_megatron_optimizer with Megatron's arguments, and the methods of what they make."""
+"""DistributedDataParallel and get_megatron_optimizer with Megatron's arguments and methods."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from core.groups.process_groups import world_groups
 
 
 class DistributedDataParallel(OurWrapper):
-    """core.distributed.DistributedDataParallel, which takes Megatron's configurations too.
+    """core.distributed.DistributedDataParallel, which also accepts Megatron's configurations.
 
-    ddp_config is read once, when the model is wrapped; `self.ddp_config` is what was made of it. A gather is over when
-    the optimizer's step returns, so that the hooks before a forward have nothing to wait for, enabled or not. As in
-    Megatron, parameters get `grad_added_to_main_grad = False`: a kernel that adds to main_grad itself sets it to True.
+    ddp_config is read once, when the model is wrapped; `self.ddp_config` is the result. All-gathers are complete when
+    the optimizer's step returns, so hooks before a forward have nothing to wait for, enabled or not. As in Megatron,
+    parameters get `grad_added_to_main_grad = False`; a kernel that accumulates into main_grad sets it to True.
     """
 
     @arguments(
@@ -37,7 +37,7 @@ class DistributedDataParallel(OurWrapper):
     def __init__(self, config: Any, ddp_config: Any, **given: Any) -> None:
         configs.check_model_config(config)
         ours = ddp_config.ours() if isinstance(ddp_config, configs.DistributedDataParallelConfig) else ddp_config
-        if isinstance(given["module"], torch.nn.Module):  # any other is refused below
+        if isinstance(given["module"], torch.nn.Module):  # other types are refused below
             say_names(given["module"])
             for param in given["module"].parameters():
                 if param.requires_grad:
@@ -46,12 +46,15 @@ class DistributedDataParallel(OurWrapper):
 
     @property
     def buffers(self) -> BufferList:
-        """The gradient buffers of dense parameters. A call gives the module's own buffers, as torch's method does."""
+        """The gradient buffers of dense parameters.
+
+        Calling it returns the module's own buffers, like torch's method.
+        """
         return BufferList(self.grad_buffers, super().buffers)
 
     @property
     def bucket_groups(self) -> list[Bucket]:
-        """The buckets of dense parameters, each a group of its own, in the order in which backward completes them."""
+        """The buckets of dense parameters, each as its own group, in the order in which backward completes them."""
         return partition_buckets(self.grad_buffers)
 
     @property
@@ -59,12 +62,12 @@ class DistributedDataParallel(OurWrapper):
         return partition_buckets(self.expert_parallel_buffers)
 
     def enable_forward_pre_hook(self) -> None:
-        """Nothing: parameters are whole before every forward, and no gather is dispatched by one."""
+        """Do nothing: parameters are complete before every forward, and a forward starts no all-gather."""
 
     reset_param_sync_dispatch_state = free_overlap_buffers = enable_forward_pre_hook
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Complete the parameters, which is all that a program can wait for. Collective where a gather is under way."""
+        """Finish all-gathers of parameters, the only thing to wait for. Collective if an all-gather is in flight."""
         self.finish_param_sync()
 
     offload_grad_buffers = restore_grad_buffers = refusal(
@@ -77,29 +80,32 @@ class DistributedDataParallel(OurWrapper):
 
 
 class _MegatronMethods:
-    """Methods of Megatron's optimizers that ours do not have."""
+    """Methods of Megatron's optimizers that ours lack."""
 
     model_chunks: list[Any]
 
     @property
     def chained_optimizers(self) -> list[Any]:
-        """This optimizer alone: it holds dense and expert parameters of all chunks."""
+        """A list with only this optimizer, which has the dense and expert parameters of all chunks."""
         return [self]
 
     def prepare_model_params_for_param_sync(self) -> None:
-        """Nothing: a step writes the parameters themselves, and no copy of theirs waits for a gather."""
+        """Do nothing: a step writes the parameters directly, and no copy of them waits for an all-gather."""
 
     def get_grad_stats_parallel_group(self) -> Any:
-        """The ranks over which the norm of gradients is taken."""
+        """Return the group over which the gradient norm is computed."""
         return self.model_chunks[0].groups.require("intra_dist_opt")
 
     @arguments("self -model_sharded_state_dict=None -is_loading=False -sharding_type=None -metadata=None")
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Stands for this optimizer's state in a tree. `dist_checkpointing.load` puts it into this optimizer."""
+        """Return a placeholder for this optimizer's state in a tree.
+
+        `dist_checkpointing.load` restores it in this optimizer.
+        """
         return {"state": OptimizerState(self)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state that `state_dict` gave; one that dist_checkpointing has loaded is in place already."""
+        """Load the result of `state_dict`. A state loaded by dist_checkpointing is already restored."""
         found = state_dict.get("state") if isinstance(state_dict, Mapping) else None
         if isinstance(found, OptimizerState):
             found.check_loaded(self)
@@ -137,10 +143,14 @@ DistributedOptimizer = FACES[ours.DistributedOptimizer]
     "!dump_param_to_param_group_map=None * no_weight_decay_cond=None scale_lr_cond=None lr_mult=1.0"
 )
 def get_megatron_optimizer(config: Any, model_chunks: Any, config_overrides: Any, **given: Any) -> Any:
-    """core.optimizer.get_megatron_optimizer, from Megatron's configuration or ours.
+    """Call core.optimizer.get_megatron_optimizer with Megatron's configuration or ours.
 
-    config_overrides: or, as in older versions, no_weight_decay_cond in its place. use_gloo_process_groups: has no part,
-    since no state is gathered. Overrides and conditions are said in core.optimizer.get_megatron_optimizer.
+    Args:
+        config: Megatron's OptimizerConfig, or ours.
+        model_chunks: Wrapped model chunks of this rank.
+        config_overrides: Overrides, or, as in old versions, no_weight_decay_cond in their position. Overrides and
+            conditions are described in core.optimizer.get_megatron_optimizer. use_gloo_process_groups is ignored,
+            because no state is gathered.
     """
     if isinstance(config, configs.OptimizerConfig):
         chunks = wrapped_chunks(model_chunks, "get_megatron_optimizer(OptimizerConfig(...), [model])")
@@ -154,14 +164,14 @@ def get_megatron_optimizer(config: Any, model_chunks: Any, config_overrides: Any
     if callable(config_overrides):
         config_overrides, given["no_weight_decay_cond"] = None, config_overrides
     made = ours.get_megatron_optimizer(config, model_chunks, config_overrides=config_overrides, **given)
-    made.__class__ = FACES[type(made)]  # the same object with Megatron's methods, as FSDP2 does it to modules
+    made.__class__ = FACES[type(made)]  # the same object with Megatron's methods, as FSDP2 does with modules
     return made
 
 
 def _without_idle_precision(config: ours.OptimizerConfig, chunks: Sequence[OurWrapper]) -> ours.OptimizerConfig:
-    """The configuration without fp16 or bf16 where no rank has parameters in it: Megatron trains fp32 ones under both.
+    """Remove fp16 or bf16 from the configuration if no rank has parameters in it.
 
-    Collective where one is set and params_dtype is not.
+    Megatron trains fp32 models with either. Collective if one is set and params_dtype is not.
     """
     for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
         if not getattr(config, name) or config.params_dtype is not None:

@@ -1,9 +1,9 @@
-"""Fields of Megatron Core's configurations and arguments of its functions (0.16 to 0.20) that nothing here obeys.
+"""Fields of Megatron Core's configurations and arguments of its functions (0.16 to 0.20) that are not supported here.
 
-A line is a message to the user, '|', and the fields with their defaults: False where none is said, 'a|b' where versions
-differ. A letter is the first one of the configuration that has them: DistributedDataParallel, Optimizer, ModelParallel;
-A is for arguments, whose defaults the functions say. A refused field is an error with any other value. One without
-effect chooses a kernel or a schedule whose result is the same: any other value is a warning.
+A line is a message to the user, '|', and the fields with their defaults: False if no default is given, 'a|b' if
+versions differ. A letter is the first letter of the configuration with the fields: DistributedDataParallel, Optimizer,
+ModelParallel. A is for arguments, whose defaults are in the functions. Any other value of a refused field is an error.
+A field without effect selects a kernel or a schedule with the same result: any other value is a warning.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ torch's pipeline sends and receives in its own way | M: overlap_p2p_comm batch_p
 
 @dataclass(frozen=True)
 class Rule:
-    """A field that nothing obeys: its defaults, a message to the user, and True if another value is an error."""
+    """Rule for an unsupported field: its defaults, a message to the user, and True if another value is an error."""
 
     defaults: tuple[Any, ...]
     sentence: str
@@ -122,7 +122,7 @@ class Rule:
 
 
 def rules_of(kind: str) -> dict[str, Rule]:
-    """Field -> rule, of one configuration."""
+    """Return the rule of each field of one configuration."""
     found: dict[str, Rule] = {}
     section = of = ""
     for line in TABLE.replace("\n    ", " ").splitlines():
@@ -141,14 +141,14 @@ def _defaults(name: str, text: str) -> tuple[Any, ...]:
     return tuple(getattr(torch, value) if name.endswith("_dtype") and value else value for value in values)
 
 
-# Decorator: a function by Megatron's signature; what it refuses is refused with the table's sentence.
+# Decorator for a function with Megatron's signature; errors for refused arguments have the table's text.
 arguments = functools.partial(
     signatures.arguments, advice={name: rule.sentence for kind in "MA" for name, rule in rules_of(kind).items()}
 )
 
 
 def refusal(sentence: str) -> Callable[..., None]:
-    """A method that is not here: NotImplementedError with the sentence."""
+    """Create a method that raises NotImplementedError with the given text."""
 
     def refused(self: Any, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(sentence)
@@ -158,14 +158,17 @@ def refusal(sentence: str) -> Callable[..., None]:
 
 
 class StandsFor(type):
-    """A class of Megatron's name. Instances of our class in its `stands_for`, which we make, are instances of it."""
+    """Metaclass of classes with Megatron's names.
+
+    Instances of the class in `stands_for`, which is ours, are instances of it.
+    """
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return super().__instancecheck__(instance) or isinstance(instance, vars(cls).get("stands_for", ()))
 
 
 def never_made(name: str, ours: type, advice: str) -> Any:
-    """A class for isinstance. Making one is a NotImplementedError with the advice."""
+    """Create a class for isinstance that raises NotImplementedError with the advice when it is instantiated."""
     refused = refusal(f"{name} cannot be made by Megatron's arguments: {advice}")
     space = {"stands_for": ours, "__init__": refused, "__doc__": advice, "__module__": __name__, "is_never_made": True}
     return StandsFor(name, (ours,), space)

@@ -1,4 +1,4 @@
-"""get_forward_backward_func with Megatron's arguments, and the job's one microbatch calculator."""
+"""get_forward_backward_func with Megatron's arguments, and the job's microbatch calculator."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from core.moe import MoEAuxLossAutoScaler
 from core.pipeline_parallel import get_forward_backward_func as our_func
 
 logger = logging.getLogger(__name__)
-# Modules of Megatron's layers -> the class that attaches their losses.
+# Modules of Megatron's layers -> class that attaches their losses.
 ATTACHED = {"moe.moe_utils": "MoEAuxLossAutoScaler", "multi_token_prediction": "MTPLossAutoScaler"}
 
 
 @arguments("-pp_size=None -vp_size=None !schedule_pg_collection=None")
 def get_forward_backward_func() -> Callable[..., list[Any]]:
-    """The function that runs a step's microbatches; its schedule follows from the chunks and the group 'pp'."""
+    """Return the function that runs a step's microbatches. Its schedule follows from the chunks and the group 'pp'."""
     return forward_backward
 
 
@@ -34,10 +34,22 @@ def get_forward_backward_func() -> Callable[..., list[Any]]:
 def forward_backward(
     *, forward_step_func: Any, model: Any, collect_non_loss_data: bool, force_all_reduce: bool | None, **given: Any
 ) -> list[Any]:
-    """Run forward and backward of every microbatch; the last stage returns each one's report, others [].
+    """Run forward and backward of every microbatch.
 
-    collect_non_loss_data: with forward_only the reports are loss_func(output, non_loss_data=True). first_val_step: has
-    no part. The other arguments are those of core.pipeline_parallel.get_forward_backward_func's function.
+    first_val_step is ignored. Other arguments are passed to core.pipeline_parallel.get_forward_backward_func's
+    function.
+
+    Args:
+        forward_step_func: Runs the forward of one microbatch; returns (output, loss function).
+        model: A model chunk, or a list of them.
+        collect_non_loss_data: With forward_only, report loss_func(output, non_loss_data=True) instead of the loss.
+        force_all_reduce: Passed on to that function; None is False.
+
+    Returns:
+        The report of each microbatch on the last stage, [] on other stages.
+
+    Raises:
+        ValueError: If the options contradict each other or are not supported.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     _check_config(getattr(chunks[0], "config", None))
@@ -50,10 +62,10 @@ def forward_backward(
 
 
 def _weigh_losses_of_layers(chunk: Any, microbatches: int, groups: Any) -> None:
-    """Give losses that Megatron's own layers attach the weight of a microbatch's loss, as Megatron's schedule does."""
+    """Weight losses attached by Megatron's layers like a microbatch's loss, as Megatron's schedule does."""
     for name, scaler_name in ATTACHED.items():
         scaler = getattr(sys.modules.get(f"megatron.core.transformer.{name}"), scaler_name, None)
-        if scaler is None or scaler is MoEAuxLossAutoScaler:  # ours is weighed by the runner
+        if scaler is None or scaler is MoEAuxLossAutoScaler:  # the runner weights ours
             continue
         held = groups or getattr(chunk, "groups", None) or parallel_state.get_process_groups()
         parts = held.size("cp") if name == "moe.moe_utils" else 1
@@ -109,19 +121,23 @@ def reconfigure_num_microbatches_calculator(rank: int, rampup: Any, **sizes: Any
 
 
 def init_num_microbatches_calculator(*args: object, **kwargs: object) -> None:
-    """`reconfigure_num_microbatches_calculator` for the first time; RuntimeError where there is a calculator."""
+    """Create the job's calculator with `reconfigure_num_microbatches_calculator`.
+
+    Raises:
+        RuntimeError: If there is already a calculator.
+    """
     if _of_the_job:
         raise RuntimeError("there is a microbatch calculator already; call reconfigure_num_microbatches_calculator")
     reconfigure_num_microbatches_calculator(*args, **kwargs)
 
 
 def destroy_num_microbatches_calculator() -> None:
-    """Forget the job's calculator."""
+    """Remove the job's calculator."""
     _of_the_job.clear()
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
-    """Set the batch for a number of samples seen."""
+    """Set the batch for a number of consumed samples."""
     _the().update(consumed_samples, consistency_check)
 
 

@@ -1,4 +1,4 @@
-"""Timers by name: `ModelParallelConfig(timers=Timers(1, "max"))`, which `finalize_model_grads` starts and stops too.
+"""Timers by name: `ModelParallelConfig(timers=Timers(1, "max"))`, also started and stopped by `finalize_model_grads`.
 
 Names and arguments are Megatron's.
 """
@@ -19,7 +19,7 @@ LEVELS, OPTIONS = (0, 1, 2), ("max", "minmax", "all")
 
 
 class Timer:
-    """Seconds between start and stop, added up until they are reset. Waits for this rank's GPU at both ends."""
+    """Timer of the seconds between start and stop, accumulated until a reset. Both wait for this rank's GPU."""
 
     def __init__(self, name: str, silent: bool = False) -> None:
         self.name, self.silent = name, silent
@@ -27,14 +27,28 @@ class Timer:
         self.seconds = 0.0
 
     def start(self, barrier: bool = False) -> None:
-        """Begin; RuntimeError if it runs. barrier: all ranks begin together."""
+        """Start the timer.
+
+        Args:
+            barrier: All ranks start together. Collective if True.
+
+        Raises:
+            RuntimeError: If it is running.
+        """
         if not self.silent:
             if self.begun is not None:
                 raise RuntimeError(f"timer {self.name!r} has already been started")
             self.begun = self._now(barrier)
 
     def stop(self, barrier: bool = False) -> None:
-        """End; RuntimeError if it does not run."""
+        """Stop the timer.
+
+        Args:
+            barrier: All ranks stop together. Collective if True.
+
+        Raises:
+            RuntimeError: If it is not running.
+        """
         if not self.silent:
             if self.begun is None:
                 raise RuntimeError(f"timer {self.name!r} is not started")
@@ -42,7 +56,7 @@ class Timer:
             self.begun = None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds so far; a running timer continues."""
+        """Return the seconds so far. A running timer continues."""
         running = self.begun is not None
         if running:
             self.stop(barrier)
@@ -53,7 +67,7 @@ class Timer:
         return found
 
     def reset(self) -> None:
-        """Forget the time."""
+        """Reset the time to zero."""
         self.seconds, self.begun = 0.0, None
 
     @staticmethod
@@ -66,9 +80,14 @@ class Timer:
 
 
 class Timers:
-    """Timers that are made when they are asked for; those above `log_level` stand still.
+    """Timers created on demand; timers above `log_level` do nothing.
 
-    log_option: what is reported of the ranks' times: the largest, smallest and largest, or all.
+    Args:
+        log_level: Highest active level.
+        log_option: Reported times over ranks: 'max', 'minmax' (smallest and largest) or 'all'.
+
+    Raises:
+        ValueError: If an option is invalid.
     """
 
     def __init__(self, log_level: int, log_option: str) -> None:
@@ -78,16 +97,23 @@ class Timers:
         self.timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer of a name; log_level: of a new one, by default the highest."""
+        """Return the timer of a name. `log_level` is the level of a new timer, by default the highest."""
         level = LEVELS[-1] if log_level is None else log_level
         return self.timers.setdefault(name, Timer(name, silent=level > self.log_level))
 
     def get_all_timers_string(
         self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
     ) -> str | None:
-        """A line for each timer with a time, in ms over `normalizer`; None where there is none. Collective.
+        """Format one line per timer with a time, in ms divided by `normalizer`. Collective.
 
-        barrier: all ranks wait for each other before the times are read.
+        Args:
+            names: Names of the timers; None is all.
+            normalizer: Divisor of the times.
+            reset: Reset the timers.
+            barrier: All ranks wait for each other before the times are read.
+
+        Returns:
+            The text, or None if no timer has a time.
         """
         shown = {"max": "{1:.2f}", "minmax": "({0:.2f}, {1:.2f})", "all": "{2}"}[self.log_option]
         lines = [
@@ -120,7 +146,7 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """writer.add_scalar(name-time, largest of the ranks in s, iteration). Collective."""
+        """Call writer.add_scalar(name-time, largest seconds of all ranks, iteration) for each timer. Collective."""
         for name, times in self._of_all_ranks(names, normalizer, reset, barrier).items():
             if writer is not None:
                 writer.add_scalar(f"{name}-time", max(times) / 1e3, iteration)

@@ -17,7 +17,7 @@ from core.distributed import DistributedDataParallel
 from core.groups.agree import SyncError
 from core.tensor_parallel import initialization, mappings
 
-# What is not whole is a ValueError.
+# A remainder raises ValueError.
 divide = ensure_divisibility = functools.partial(mappings.divide, what="divide")
 init_method_normal = arguments("sigma>std")(initialization.normal_init)
 get_torch_version = functools.partial(str, torch.__version__)
@@ -25,28 +25,28 @@ get_default_pg_collection = functools.partial(mappings.resolve_groups, None)
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Callable[[Tensor], object]:
-    """The same with sigma / sqrt(multiplier * num_layers), for what writes to the residual stream."""
+    """Return a normal initializer with sigma / sqrt(multiplier * num_layers), for layers before a residual addition."""
     return initialization.normal_init(sigma / (multiplier * num_layers) ** 0.5)
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
-    """The tensor itself: no memory of activations is taken back under autograd's hands here."""
+    """Return the tensor itself: activation memory is not freed during autograd here."""
     return inp if keep_graph else inp.detach().requires_grad_(requires_grad)
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """True if torch is at least of this version; above it without check_equality."""
+    """Return True if torch has at least this version; without check_equality, a later one."""
     found = torch.torch_version.TorchVersion(torch.__version__.partition("+")[0])
     return bool(found >= version if check_equality else found > version)
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """False: TransformerEngine's layers are not used, in any version."""
+    """Return False: TransformerEngine's layers are not used, in any version."""
     return False
 
 
 def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """logger.log on one rank."""
+    """Call logger.log on one rank."""
     if not dist.is_initialized() or dist.get_rank() == rank:
         logger.log(*args, **kwargs)
 
@@ -54,7 +54,7 @@ def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs:
 def get_tensor_model_parallel_group_if_none(
     tp_group: Any, is_expert: bool = False, check_initialized: bool = True
 ) -> Any:
-    """The group given, or that of the tensors, or of the experts' tensors."""
+    """Return the given group, or by default the tensor-parallel group, or the experts' tensor-parallel group."""
     if tp_group is not None or not dist.is_initialized():
         return tp_group
     return getattr(get_default_pg_collection(), "expt_tp" if is_expert else "tp")
@@ -65,12 +65,18 @@ def get_tensor_model_parallel_group_if_none(
     "!local_cp_size=None|1"
 )
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
-    """core.context_parallel.get_batch_on_this_cp_rank. cp_group: or False, 0.19's is_hybrid_cp in its place."""
+    """Call core.context_parallel.get_batch_on_this_cp_rank.
+
+    `cp_group` may be False, 0.19's is_hybrid_cp in its position.
+    """
     return our_batch_on_this_cp_rank(batch, cp_group or None)
 
 
 def check_param_hashes_across_dp_replicas(model: Sequence[nn.Module], cross_check: bool = False) -> bool:
-    """True if all copies of every weight are equal. Collective. cross_check: has no part, all ranks learn it."""
+    """Return True if all copies of every weight are equal.
+
+    Collective. `cross_check` is ignored: all ranks get the result.
+    """
     plain = [type(chunk).__name__ for chunk in model if not isinstance(chunk, DistributedDataParallel)]
     if plain:
         raise SyncError(f"a {plain[0]} is not wrapped; pass the DistributedDataParallel chunks")
