@@ -1,13 +1,13 @@
-"""The optimizer's state by parameter name and place, for any buckets, segments, strategy and dtypes in memory.
+"""Optimizer state by parameter name and element range, independent of buckets, segments, strategy and storage dtypes.
 
-An entry says which elements of the flattened parameter it covers; a parameter has one or several, over disjoint
-elements. A state that covers more than a rank needs (one saved by the replicated optimizer) loads into a shard.
+An entry covers a range of elements of the flattened parameter. A parameter has one or several entries over disjoint
+ranges. A state that covers more than a rank needs (one saved by the replicated optimizer) loads into a shard.
 
     {"param_groups": [{"lr": ..., ...}],
      "state": {"layer.weight": [{"offset": 0, "numel": 6, "step": ..., "exp_avg": ..., "master": ...}], ...}}
 
-Numbers of elements are 1-dim tensors of `numel` elements: views of the live state where it is kept as fp32 or bf16,
-fp32 copies for remainders. Loading converts to what is kept here.
+Per-element values are 1-dim tensors of `numel` elements: views of the live state if it is kept in fp32 or bf16, and
+fp32 copies for remainders. Loading converts them to the storage format of this optimizer.
 """
 
 from __future__ import annotations
@@ -24,17 +24,25 @@ from core.optimizer.masters.master_weights import BucketMasters, Segment, is_per
 from core.optimizer.masters.param_shards import ParamShard
 from core.optimizer.masters.scratch import Scratch
 
-MASTER = "master"  # an entry's master weights, where they are not the parameters themselves
-ELEMENTS = "elements"  # of a part that is loaded: keys of its values that have one number for each element
-OTHERS = "not_per_element"  # of an entry: keys of values that have the size of such a one, and are none
-PLACE = ("offset", "numel", ELEMENTS, OTHERS)  # of an entry; everything else in it is state
-GROUP_NAME = "name"  # what a group is found by in a saved state
+MASTER = "master"  # an entry's master weights, unless the parameters are the masters
+ELEMENTS = "elements"  # key of a loaded part: the set of its per-element keys
+OTHERS = "not_per_element"  # key of an entry: keys that have a per-element size but are not per element
+PLACE = ("offset", "numel", ELEMENTS, OTHERS)  # keys of an entry that are not state
+GROUP_NAME = "name"  # identifies a group in a saved state
 
 Entry = dict[str, Any]
 
 
 def segment_entries(segment: Segment, state: Mapping[str, Any]) -> Iterator[tuple[ParamShard, Entry]]:
-    """(shard, its entry) for each shard of a segment. state: what the inner optimizer holds for the segment."""
+    """Yield each shard of a segment with its entry.
+
+    Args:
+        segment: A segment of this rank.
+        state: The inner optimizer's state of the segment's master.
+
+    Yields:
+        (shard, entry).
+    """
     for shard in segment.shards:
         low, high = shard.start - segment.start, shard.end - segment.start
         elements: Entry = {}
@@ -53,7 +61,17 @@ def segment_entries(segment: Segment, state: Mapping[str, Any]) -> Iterator[tupl
 
 
 def cut_entry(state: Mapping[str, Any], param: torch.Tensor, offset: int, numel: int) -> Entry:
-    """Return the entry of some elements of a parameter, from its state in torch's format. Tensors are views."""
+    """Return the entry for a range of a parameter's elements, from state in torch's format.
+
+    Args:
+        state: torch's state of the parameter.
+        param: The parameter, whose shape identifies per-element values.
+        offset: First element of the flattened parameter.
+        numel: Number of elements.
+
+    Returns:
+        An entry whose per-element tensors are views of `state`.
+    """
     elements, numbers = {}, {}
     for key, value in state.items():
         if is_per_element(key, value, param):
@@ -64,9 +82,10 @@ def cut_entry(state: Mapping[str, Any], param: torch.Tensor, offset: int, numel:
 
 
 def _entry(offset: int, numel: int, elements: Entry, numbers: Entry) -> Entry:
-    """Put an entry together: `elements` are flat, [numel], and `numbers` are as the optimizer has made them.
+    """Build an entry from flat per-element values, [numel], and other values in the optimizer's own shape.
 
-    Sizes alone do not distinguish them: a factor of a row [1, n] has n numbers, as the row has.
+    OTHERS is recorded because sizes alone do not separate the two: a factor over a row of shape [1, n] has n numbers,
+    as many as the row itself.
     """
     entry: Entry = {"offset": offset, "numel": numel, **elements, **numbers}
     others = sorted(elements_of(entry) - elements.keys())
@@ -74,14 +93,30 @@ def _entry(offset: int, numel: int, elements: Entry, numbers: Entry) -> Entry:
 
 
 def elements_of(entry: Entry) -> set[str]:
-    """Return the keys of an entry whose values have one number for each of its elements."""
+    """Return the keys of an entry whose values have one number for each of its elements.
+
+    Args:
+        entry: An entry of a parameter.
+    """
     tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor) and key != "step"}
     sized = {key for key, value in tensors.items() if value.shape == (entry["numel"],)}
     return sized.difference(entry.get(OTHERS, ()))
 
 
 def needed_part(name: str, shard: ParamShard, saved: Entry | Sequence[Entry]) -> Entry:
-    """Part of saved entries that a shard needs; ValueError when they do not cover the shard."""
+    """Return the part of saved entries that a shard needs.
+
+    Args:
+        name: The parameter's name, for the error text.
+        shard: A shard of this rank.
+        saved: One entry, or several over disjoint ranges.
+
+    Returns:
+        State of the shard's elements, with the per-element keys under ELEMENTS.
+
+    Raises:
+        ValueError: If the entries do not cover the shard.
+    """
     entries = sorted([saved] if isinstance(saved, Mapping) else saved, key=lambda entry: entry["offset"])
     first, last = shard.offset, shard.offset + shard.numel
     parts: list[Entry] = []
@@ -121,9 +156,18 @@ def _joined(parts: list[Entry]) -> Entry:
 def needed_parts(
     entries: Mapping[str, Any], all_masters: Sequence[BucketMasters], names: Mapping[int, str]
 ) -> dict[int, Entry]:
-    """By id of a shard, what saved entries hold of it; ValueError where they lack a part of one.
+    """Return the saved state that each shard of this rank needs.
 
-    names: id of a parameter -> its name.
+    Args:
+        entries: Saved entries by parameter name.
+        all_masters: This rank's buckets.
+        names: Parameter names by id(parameter).
+
+    Returns:
+        Parts by id(shard).
+
+    Raises:
+        ValueError: If a parameter, or elements of a shard, are missing.
     """
     parts: dict[int, Entry] = {}
     for shard in (shard for masters in all_masters for segment in masters.segments for shard in segment.shards):
@@ -140,8 +184,15 @@ def needed_parts(
 def load_parts(
     parts: Mapping[int, Entry], all_masters: Sequence[BucketMasters], inner: torch.optim.Optimizer, scratch: Scratch
 ) -> None:
-    """Give every segment of this rank its shards' parts. inner: the torch optimizer over the segments."""
-    # What lies in the masters' own memory, as in `load_state_dict(state_dict())`, would be overwritten.
+    """Load each shard's part into the masters and the inner optimizer's state.
+
+    Args:
+        parts: Parts by id(shard), as `needed_parts` returns them.
+        all_masters: This rank's buckets.
+        inner: The torch optimizer over the segments.
+        scratch: Scratch memory of the optimizer.
+    """
+    # Views of the masters' own memory, as in `load_state_dict(state_dict())`, would be overwritten.
     live = {masters.kept.untyped_storage().data_ptr() for masters in all_masters}
     for part in parts.values():
         if MASTER in part and part[MASTER].untyped_storage().data_ptr() in live:
@@ -154,7 +205,7 @@ def load_parts(
             steps = itertools.groupby(_step_counts(parts[id(shard)]) for shard in whole.shards)
             for segment in masters.split(whole, [len(list(alike)) for _, alike in steps], inner):
                 of_segment = [parts[id(shard)] for shard in segment.shards]
-                if segment.storage is not None:  # without a saved master it stays that of the parameter
+                if segment.storage is not None:  # without a saved master it keeps the parameter's value
                     paired = zip(segment.shards, of_segment, strict=True)
                     segment.storage.load(
                         [(s.start - segment.start, part[MASTER]) for s, part in paired if MASTER in part]
@@ -165,7 +216,7 @@ def load_parts(
 
 
 def _step_counts(part: Entry) -> dict[str, float | None]:
-    """State that neighbours in a segment must share: keys, and numbers that are not per element."""
+    """Return the state that neighbours in a segment must share: keys, and numbers that are not per element."""
     return {
         key: float(value) if isinstance(value, torch.Tensor) and value.dim() == 0 else None
         for key, value in part.items()
@@ -174,13 +225,20 @@ def _step_counts(part: Entry) -> dict[str, float | None]:
 
 
 def load_moments(segment: Segment, parts: list[Entry], inner: torch.optim.Optimizer, scratch: Scratch) -> None:
-    """Give the inner optimizer the state of a segment, put together from those of its shards, which are used up."""
+    """Build a segment's state from its shards' parts and hand it to the inner optimizer.
+
+    Args:
+        segment: The segment.
+        parts: Parts of the segment's shards, in their order. Emptied here to save memory.
+        inner: The torch optimizer over the segments.
+        scratch: Scratch memory of the optimizer.
+    """
     fused = bool(inner.param_groups[segment.group].get("fused"))
     device = segment.master.device
     state: dict[str, Any] = {}
     elements = parts[0][ELEMENTS]
     for key in [key for key in parts[0] if key not in PLACE]:
-        of_shards = [part.pop(key) for part in parts]  # two copies of one key live at a time, not of all
+        of_shards = [part.pop(key) for part in parts]  # at most one key has two copies at a time
         value = of_shards[0]
         if key == MASTER:
             continue
@@ -203,12 +261,20 @@ def load_moments(segment: Segment, parts: list[Entry], inner: torch.optim.Optimi
 
 
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The param groups without their parameters."""
+    """Return a copy of the param groups without their parameters.
+
+    Args:
+        groups: torch param groups.
+    """
     return [{key: plain_numbers(value) for key, value in group.items() if key != "params"} for group in groups]
 
 
 def plain_numbers(state: Any) -> Any:
-    """A state with Python's numbers in the place of numpy's, which torch.load refuses. Tensors stay."""
+    """Replace numpy numbers and arrays by Python numbers and lists, because torch.load refuses them.
+
+    Args:
+        state: Nested dicts, lists and tuples. Tensors are kept.
+    """
     if isinstance(state, (np.generic, np.ndarray)):
         return state.tolist()
     if type(state) in (dict, OrderedDict):
@@ -217,7 +283,15 @@ def plain_numbers(state: Any) -> Any:
 
 
 def matching_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each group the saved one of the same name; ValueError where there is none."""
+    """Return for each group the saved group of the same name.
+
+    Args:
+        groups: This optimizer's param groups.
+        saved: Saved param groups.
+
+    Raises:
+        ValueError: If no saved group has the name.
+    """
     by_name = {group[GROUP_NAME]: group for group in saved}
     for group in groups:
         if group[GROUP_NAME] not in by_name:
@@ -229,6 +303,14 @@ def matching_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -
 
 
 def load_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Set learning rates, decay and the rest from the saved group of the same name."""
+    """Copy learning rates, decay and other options from the saved group of the same name.
+
+    Args:
+        groups: This optimizer's param groups, updated in place.
+        saved: Saved param groups.
+
+    Raises:
+        ValueError: If no saved group has the name of a group.
+    """
     for group, other in zip(groups, matching_groups(groups, saved), strict=True):
         group.update({key: value for key, value in other.items() if key not in ("params", "fused", "foreach")})

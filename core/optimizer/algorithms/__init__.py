@@ -1,1 +1,1 @@
-"""The algorithms by name, and whose kernels run them."""
+"""Optimizer algorithms by name, and the kernels that run them."""

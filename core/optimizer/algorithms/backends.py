@@ -1,7 +1,8 @@
-"""Kernels that run the inner step of Adam and SGD, and why others do not.
+"""Kernels for the inner step of Adam and SGD, and the reasons why other kernels are not used.
 
-In this order: TransformerEngine's and apex's `multi_tensor_adam` where the package is installed, has that symbol and
-agrees with torch on a small vector; torch's fused kernels; torch's foreach ones, which run on every device and dtype.
+Candidates, in this order: the `multi_tensor_adam` of TransformerEngine and of apex, if the package is installed, has
+that symbol and agrees with torch on a small vector; torch's fused kernels; torch's foreach kernels, which run on every
+device and dtype.
 
     print(core.optimizer.algorithms.backends.report())           # what Adam would use on this machine
     print(core.optimizer.algorithms.backends.report(optimizer))  # what an optimizer uses
@@ -15,16 +16,16 @@ from typing import Any
 
 import torch
 
-# package to load first, module with the kernel, its name there
+# package to import first, module with the kernel, name of the kernel
 KERNELS = {
     "transformer_engine": ("transformer_engine.pytorch", "transformer_engine_torch", "multi_tensor_adam"),
     "apex": ("apex", "amp_C", "multi_tensor_adam"),
 }
 ORDER = (*KERNELS, "fused", "foreach", "single")
-# A kernel is taken if after three steps its fp32 weights differ from torch's by no more than this part of the way they
-# have gone. The same formula in another order of rounding stays some 50 times below.
+# A kernel is used if, after three steps, its fp32 weights differ from torch's by at most this fraction of the distance
+# moved. The same formula with another order of rounding stays about 50 times below it.
 AGREEMENT = 1e-4
-CHUNK_ELEMENTS = 2048 * 32  # what one block of threads takes; the value both packages' optimizers pass
+CHUNK_ELEMENTS = 2048 * 32  # elements per block of threads, as in both packages' optimizers
 
 # (chunk size, overflow flag, [gradients, parameters, first moments, second moments], lr, beta1, beta2, eps, step,
 #  1 for decoupled weight decay, 1 for bias correction, weight decay)
@@ -32,7 +33,12 @@ MultiTensorAdam = Callable[..., None]
 
 
 def report(optimizer: Any = None) -> str:
-    """Name the kernels of an optimizer of ours, one paragraph per algorithm; without one, those of Adam here."""
+    """Return the names of the kernels that an optimizer uses, one paragraph per algorithm, with the reasons against
+    others.
+
+    Args:
+        optimizer: An optimizer of this package; None for the kernels that Adam would use on this machine.
+    """
     if optimizer is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         return choose("adam", device, torch.float32)[2]
@@ -53,9 +59,19 @@ def report(optimizer: Any = None) -> str:
 def choose(
     algorithm: str, device: torch.device, dtype: torch.dtype, wanted: str = "auto"
 ) -> tuple[str, MultiTensorAdam | None, str]:
-    """(backend, its kernel where that is not torch's, a report of a line a backend) for 'adam' or 'sgd'.
+    """Choose the backend of Adam or SGD.
 
-    wanted: OptimizerConfig.optimizer_backend. Raises ValueError where a backend that was named cannot be used.
+    Args:
+        algorithm: 'adam' or 'sgd'.
+        device: Device of the weights.
+        dtype: Dtype of the weights.
+        wanted: OptimizerConfig.optimizer_backend; 'auto' for the fastest usable one.
+
+    Returns:
+        (backend, its kernel or None if the kernel is torch's, a report with one line per backend).
+
+    Raises:
+        ValueError: If `wanted` names a backend that cannot be used.
     """
     others: dict[str, str] = {}
     for name in ORDER if wanted == "auto" else (wanted,):
@@ -68,7 +84,7 @@ def choose(
 
 
 def _usable(name: str, algorithm: str, device: torch.device, dtype: torch.dtype) -> tuple[MultiTensorAdam | None, str]:
-    """(kernel, why not): an empty reason means that it can be used."""
+    """Return (kernel, reason why the backend cannot be used); the reason is empty if it can."""
     if name not in KERNELS:
         return None, _torch_fused_problem(algorithm, device, dtype) if name == "fused" else ""
     if algorithm != "adam":
@@ -84,7 +100,14 @@ def _usable(name: str, algorithm: str, device: torch.device, dtype: torch.dtype)
 
 
 def find_kernel(name: str) -> tuple[MultiTensorAdam | None, str]:
-    """A package's kernel by its symbol, or why there is none."""
+    """Import a package's kernel.
+
+    Args:
+        name: A key of KERNELS.
+
+    Returns:
+        (kernel, ''), or (None, the reason why it is not available).
+    """
     package, module, symbol = KERNELS[name]
     try:
         importlib.import_module(package)  # loads the libraries that the module below is linked to
@@ -97,7 +120,15 @@ def find_kernel(name: str) -> tuple[MultiTensorAdam | None, str]:
 
 
 def disagreement(kernel: MultiTensorAdam, device: torch.device) -> str:
-    """Describe a difference of a kernel's AdamW from torch's single-tensor one beyond AGREEMENT; '' if none."""
+    """Describe the difference between a kernel's AdamW and torch's single-tensor AdamW, if it is above AGREEMENT.
+
+    Args:
+        kernel: A `multi_tensor_adam`.
+        device: Device to compare on.
+
+    Returns:
+        The difference, or the kernel's error, as text; '' if the kernel agrees.
+    """
     start = torch.linspace(-1.0, 1.0, 1027, device=device)
     options: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     ours, torchs = (torch.nn.Parameter(start.clone()) for _ in range(2))
@@ -115,7 +146,7 @@ def disagreement(kernel: MultiTensorAdam, device: torch.device) -> str:
 
 
 def _torch_fused_problem(algorithm: str, device: torch.device, dtype: torch.dtype) -> str:
-    """torch's error for a fused step of this kind; '' if none."""
+    """Return torch's error text for a fused step of this algorithm, device and dtype; '' if it works."""
     make: Any = torch.optim.SGD if algorithm == "sgd" else torch.optim.AdamW
     probe = torch.nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
     probe.grad = torch.zeros_like(probe)
@@ -129,10 +160,22 @@ def _torch_fused_problem(algorithm: str, device: torch.device, dtype: torch.dtyp
 def make_with_backend(
     algorithm: str, groups: list[dict[str, Any]], *, wanted: str, lr: float, decoupled: bool, **options: Any
 ) -> torch.optim.Optimizer:
-    """Adam, AdamW (`decoupled`) or SGD over these groups, by the best backend; it carries its `backend_report`."""
+    """Create Adam, AdamW or SGD with the best backend, and set its `backend_report`.
+
+    Args:
+        algorithm: 'adam' or 'sgd'.
+        groups: torch param groups.
+        wanted: OptimizerConfig.optimizer_backend.
+        lr: Default learning rate.
+        decoupled: True for AdamW.
+        **options: Further options of the torch class.
+
+    Raises:
+        ValueError: If `wanted` names a backend that cannot be used.
+    """
     samples = {param.device: param for group in groups for param in group["params"]}
     samples = samples or {torch.device("cpu"): torch.empty(0, device="cpu")}
-    if len(samples) > 1 and wanted == "auto":  # some are stepped on the host, where a GPU's kernels are not
+    if len(samples) > 1 and wanted == "auto":  # some are stepped on the host, which lacks a GPU's kernels
         kinds = [(algorithm, device, sample.dtype) for device, sample in samples.items()]
         wanted = next(name for name in ORDER if not any(_usable(name, *kind)[1] for kind in kinds))
     chosen = [choose(algorithm, device, sample.dtype, wanted) for device, sample in samples.items()]
@@ -150,10 +193,10 @@ def make_with_backend(
 
 
 class KernelAdam(torch.optim.Optimizer):
-    """Adam and AdamW with torch's state and formulas; the arithmetic is a `multi_tensor_adam` kernel's.
+    """Adam and AdamW with torch's state and formulas, computed by a `multi_tensor_adam` kernel.
 
-    The packages' own optimizer classes keep one step count a param group. Here every parameter has its own, as in
-    torch, because runs may be frozen and thawed apart from each other, and because checkpoints hold it by parameter.
+    The packages' own optimizer classes keep one step count per param group. This class keeps one per parameter, as
+    torch does, because parameters may be frozen and unfrozen separately, and because checkpoints store it by parameter.
     """
 
     state_keys = ("step", "exp_avg", "exp_avg_sq")
@@ -175,7 +218,11 @@ class KernelAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update every parameter that has a gradient; one kernel call a group, device and step count."""
+        """Update every parameter that has a gradient, with one kernel call per group, device, dtype and step count.
+
+        Args:
+            closure: Ignored.
+        """
         for group in self.param_groups:
             together: dict[tuple[torch.device, torch.dtype, int], list[list[torch.Tensor]]] = {}
             for param in group["params"]:

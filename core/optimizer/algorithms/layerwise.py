@@ -1,4 +1,4 @@
-"""LAMB, LARS and CAME: torch optimizers that scale a parameter's update by norms or means of the whole of it."""
+"""LAMB, LARS and CAME: torch optimizers that scale an update by norms or means over the full parameter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class WholeParameterOptimizer(torch.optim.Optimizer):
-    """An optimizer whose update of a parameter depends on norms or means of the whole of it."""
+    """Base class of optimizers whose update depends on norms or means over the full parameter."""
 
     needs_shapes = True
     couples_parameters = False
@@ -36,14 +36,30 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
         return loss
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """One parameter's step, in place."""
+        """Step one parameter in place.
+
+        Args:
+            param: The parameter.
+            grad: Its gradient.
+            state: Its state; empty before the first step.
+            group: Its param group.
+        """
         raise NotImplementedError
 
 
 class Lamb(WholeParameterOptimizer):
-    """LAMB (arXiv:1904.00962): Adam's direction, at a rate that is scaled by |w| / |update| of each parameter.
+    """LAMB (arXiv:1904.00962): Adam's direction, with a learning rate scaled by |w| / |update| of each parameter.
 
-    adam: a ratio of 1. The ratio has no upper limit, as in ColossalAI.
+    The ratio has no upper limit, as in ColossalAI.
+
+    Args:
+        params: Parameters or param groups.
+        lr: Learning rate.
+        betas: Coefficients of the averages of gradients and of their squares.
+        eps: Added to the root of the squares.
+        weight_decay: Added to the direction, times the weight.
+        adam: True for a ratio of 1.
+        bias_correction: True for Adam's bias correction of the averages.
     """
 
     def __init__(
@@ -79,7 +95,7 @@ class Lamb(WholeParameterOptimizer):
 class Lars(WholeParameterOptimizer):
     """LARS (arXiv:1708.03888): a parameter's rate is lr * eeta * |w| / (|g| + decay * |w| + epsilon), at most 50 lr.
 
-    The decayed gradient is bounded to [-10, 10], as in ColossalAI.
+    The decayed gradient is clamped to [-10, 10], as in ColossalAI.
     """
 
     def __init__(
@@ -106,9 +122,18 @@ class Lars(WholeParameterOptimizer):
 
 
 class CAME(WholeParameterOptimizer):
-    """CAME (arXiv:2307.02047): Adafactor's update, divided by a factored measure of how unsteady it is.
+    """CAME (arXiv:2307.02047): Adafactor's update, divided by a factored estimate of its instability.
 
-    eps: added to squared gradients and to squared instabilities. betas: of the update, the squares, the instability.
+    Args:
+        params: Parameters or param groups.
+        lr: Learning rate; required.
+        eps: Added to squared gradients, and to squared instabilities.
+        clip_threshold: Largest root mean square of an update.
+        betas: Coefficients of the averages of updates, of squared gradients, and of the instability.
+        weight_decay: Decoupled weight decay.
+
+    Raises:
+        ValueError: If `lr` is None.
     """
 
     def __init__(
@@ -141,7 +166,7 @@ class CAME(WholeParameterOptimizer):
 
 
 def _inverse_root(state: dict[str, Any], name: str, squares: Tensor, beta: float) -> Tensor:
-    """1 / sqrt of the moving average of squares; of matrices, from the averages of rows and of columns."""
+    """Return 1 / sqrt of the moving average of squares; for matrices, from the averages of rows and of columns."""
     if squares.dim() < 2:
         return state.setdefault(name, torch.zeros_like(squares)).lerp_(squares, 1 - beta).rsqrt()
     rows, columns = squares.mean(-1), squares.mean(-2)

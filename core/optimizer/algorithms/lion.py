@@ -1,4 +1,4 @@
-"""Lion: sign of an interpolated momentum, with decoupled weight decay."""
+"""Lion: the sign of an interpolated momentum, with decoupled weight decay."""
 
 from __future__ import annotations
 
@@ -9,14 +9,23 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of Chen et al., Symbolic Discovery of Optimization Algorithms (arXiv:2302.06675).
+    """Lion, algorithm 2 of Chen et al., Symbolic Discovery of Optimization Algorithms (arXiv:2302.06675).
 
         update = sign(beta1 * m + (1 - beta1) * g)
         p = p - lr * (update + weight_decay * p)
         m = beta2 * m + (1 - beta2) * g
 
-    Element by element, so it may see any flat part of a parameter; it is given a few long ones. State: 'exp_avg', m in
-    the parameter's dtype.
+    The update is elementwise, so it may step any flat part of a parameter. State: 'exp_avg', m in the parameter's
+    dtype.
+
+    Args:
+        params: Parameters or param groups.
+        lr: Learning rate.
+        betas: Coefficients of the momentum in the update, and in the next momentum; in [0, 1).
+        weight_decay: Decoupled weight decay.
+
+    Raises:
+        ValueError: If a beta is out of range.
     """
 
     state_keys = ("exp_avg",)

@@ -1,8 +1,8 @@
 """Muon: momentum, orthogonalized matrix by matrix.
 
-A matrix whose parts lie on tensor-parallel ranks is gathered first ('duplicated': every rank then computes the whole
-and keeps its part), so that training does not depend on the layout. 'blockwise' orthogonalizes each part for itself:
-no communication, and another algorithm for every tensor-parallel size.
+With 'duplicated', a matrix that is split over tensor-parallel ranks is gathered first: every rank orthogonalizes the
+full matrix and keeps its part, so training does not depend on the layout. With 'blockwise', each rank orthogonalizes
+its part alone: no communication, but the algorithm depends on the tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from core.optimizer.algorithms.newton_schulz import (
 if TYPE_CHECKING:
     from core.groups.process_groups import ProcessGroups
 
-QKV_ROWS = "qkv_split_rows"  # attribute of a fused weight: rows of (queries, key, value) of one query group
+QKV_ROWS = "qkv_split_rows"  # attribute of a fused weight: number of rows of (queries, key, value) in a query group
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """Place of one parameter in a matrix.
+    """Position of a rank's parameter within a matrix that is split over ranks.
 
-    group: the ranks that hold its other parts along `dim`, in `stride` sections each split for itself; None if whole.
-    length: of the whole `dim` without padding. qkv_rows: rows of queries, key and value of a group, where they are
-    orthogonalized apart.
+    Attributes:
+        group: Ranks that hold the other parts; None if the matrix is not split.
+        dim: Dimension that is split.
+        stride: Number of sections of `dim`, each split separately.
+        length: Size of `dim` of the full matrix without padding; None if there is no padding.
+        qkv_rows: Rows of (queries, key, value) of a query group, if they are orthogonalized separately.
     """
 
     group: dist.ProcessGroup | None = None
@@ -54,7 +57,14 @@ WHOLE = MatrixLayout()
 
 
 def layout_of(param: torch.Tensor, groups: ProcessGroups | None, *, split_qkv: bool, blockwise: bool) -> MatrixLayout:
-    """A parameter's layout, from the attributes that tensor-parallel layers set."""
+    """Return a parameter's layout, from the attributes that tensor-parallel layers set.
+
+    Args:
+        param: The parameter.
+        groups: Process groups of the model; None for one rank.
+        split_qkv: True to orthogonalize queries, keys and values of a fused weight separately.
+        blockwise: True to orthogonalize each rank's part alone.
+    """
     qkv_rows = getattr(param, QKV_ROWS, None) if split_qkv else None
     group = None
     is_split = getattr(param, "tensor_model_parallel", False) and not blockwise
@@ -76,17 +86,32 @@ LayoutOf = Callable[[torch.Tensor], MatrixLayout]
 
 
 class Muon(torch.optim.Optimizer):
-    """Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024), with decoupled weight decay.
+    """Muon with decoupled weight decay (Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024).
 
         m = momentum * m + (1 - momentum) * g
         u = m, or with nesterov: (1 - momentum) * g + momentum * m
         p = p - lr * weight_decay * p - lr * extra_scale * shape_factor * orthogonalize(u)
 
-    params: matrices [rows, columns], or stacks of them [n, rows, columns], each orthogonalized for itself.
-    layout_of: how each is part of a larger matrix; by default all are whole. Collective over the groups named there:
-        their ranks hold the same matrices in the same order.
-    State: 'momentum_buffer', m in the parameter's dtype and shape. Before Newton-Schulz it is normalized, so that a
-    scale common to all gradients does not change an update.
+    State: 'momentum_buffer', m in the parameter's dtype and shape. It is normalized before the Newton-Schulz iteration,
+    so an update does not depend on the scale of the gradients.
+
+    Collective over the groups that `layout_of` names: their ranks hold the same matrices in the same order.
+
+    Args:
+        params: Matrices [rows, columns], or stacks [n, rows, columns] whose matrices are orthogonalized separately.
+        lr: Learning rate.
+        momentum: Coefficient of the average of gradients.
+        nesterov: True for Nesterov momentum.
+        weight_decay: Decoupled weight decay.
+        coefficient_type: Key of newton_schulz.COEFFICIENTS.
+        ns_steps: Number of Newton-Schulz iterations.
+        scale_mode: Mode of `shape_factor`.
+        extra_scale_factor: Further factor of the update.
+        fp32_matmul_prec: torch's precision of fp32 matrix products within the step.
+        layout_of: Layout of a parameter within a larger matrix. By default no matrix is split.
+
+    Raises:
+        ValueError: If a parameter is neither a matrix nor a stack of matrices.
     """
 
     needs_shapes = True
@@ -131,7 +156,14 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient. Collective over the groups of split matrices."""
+        """Update every parameter that has a gradient. Collective over the groups of split matrices.
+
+        Args:
+            closure: Function that recomputes the loss.
+
+        Returns:
+            The loss of `closure`, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -146,7 +178,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _start(self, param: torch.Tensor, group: dict[str, Any]) -> Gathering:
-        """Take a gradient into the momentum, and start to gather what will be orthogonalized."""
+        """Update the momentum, and start gathering the matrix to orthogonalize."""
         state, momentum = self.state[param], group["momentum"]
         assert param.grad is not None, "step takes parameters with a gradient only"
         if "momentum_buffer" not in state:
@@ -169,7 +201,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class Gathering:
-    """A whole matrix on its way from the ranks that hold its parts."""
+    """All-gather of a split matrix."""
 
     def __init__(self, part: torch.Tensor, layout: MatrixLayout, collectives: Collectives) -> None:
         self.layout = layout
@@ -182,7 +214,7 @@ class Gathering:
             self.handle = collectives.all_gather(self.parts.view(-1), layout.group, "a whole matrix")
 
     def wait(self) -> torch.Tensor:
-        """The whole matrix; rows or columns in the order of the unsplit one."""
+        """Wait for the parts, and return the full matrix with rows and columns in their unsplit order."""
         if self.layout.group is None:
             return self.part
         self.handle.wait()
@@ -190,7 +222,16 @@ class Gathering:
 
 
 def joined(parts: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
-    """[ranks, ...] -> the tensor of which every rank holds its part of each of `stride` sections of `dim`."""
+    """Join the parts of a split tensor.
+
+    Args:
+        parts: Each rank's part, [ranks, ...].
+        dim: Dimension that is split.
+        stride: Number of sections of `dim`, each split over the ranks separately.
+
+    Returns:
+        The full tensor.
+    """
     ranks, shape = parts.shape[0], list(parts.shape[1:])
     sections = parts.reshape(ranks, *shape[:dim], stride, shape[dim] // stride, *shape[dim + 1 :])
     ordered = sections.movedim(0, dim + 1)
@@ -199,7 +240,12 @@ def joined(parts: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
-    """This rank's part of a whole tensor; the inverse of `joined`."""
+    """Return this rank's part of a full tensor. The inverse of `joined`.
+
+    Args:
+        whole: The full tensor.
+        layout: How it is split.
+    """
     if layout.group is None:
         return whole
     dim, stride, ranks, rank = layout.dim, layout.stride, layout.ranks, dist.get_rank(layout.group)
@@ -211,7 +257,12 @@ def part_of(whole: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
 
 
 def whole_shape(whole: torch.Tensor, layout: MatrixLayout) -> tuple[int, int]:
-    """(rows, columns) without padding, which has no gradient and no part in the update."""
+    """Return (rows, columns) of a matrix without padding. Padding has no gradient and does not affect the update.
+
+    Args:
+        whole: The full, padded matrix, or a stack of matrices.
+        layout: How it is split.
+    """
     shape = list(whole.shape)
     if layout.length is not None:
         shape[layout.dim] = layout.length
@@ -221,7 +272,17 @@ def whole_shape(whole: torch.Tensor, layout: MatrixLayout) -> tuple[int, int]:
 def orthogonalize_qkv(
     whole: torch.Tensor, qkv_rows: tuple[int, int, int], triples: tuple[Triple, ...], scale_mode: str
 ) -> torch.Tensor:
-    """Orthogonalize queries, keys and values apart, in a weight of query groups of (queries, key, value) rows each."""
+    """Orthogonalize queries, keys and values of a fused weight separately.
+
+    Args:
+        whole: The fused weight, [query groups * sum(qkv_rows), columns].
+        qkv_rows: Rows of (queries, key, value) of a query group.
+        triples: Coefficients of the Newton-Schulz iterations.
+        scale_mode: Mode of `shape_factor`.
+
+    Returns:
+        The scaled update, in the shape of `whole`.
+    """
     columns = whole.shape[-1]
     grouped = whole.view(-1, sum(qkv_rows), columns)
     updates = []

@@ -1,7 +1,7 @@
-"""The algorithms by name: our own, and any `torch.optim` class, by its name or as the class itself.
+"""Algorithms by name: our own, and any `torch.optim` class by its name or as the class itself.
 
-A label is what a param group and a checkpoint hold of an algorithm: 'adam', 'Adagrad' (a class of torch.optim), or
-'package.module:Class'.
+A label is the string that param groups and checkpoints store for an algorithm: 'adam', 'Adagrad' (a class of
+torch.optim), or 'package.module:Class'.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 NAMED = ("adam", "sgd", "lion", "muon")
 _MODULE = "core.optimizer.algorithms.layerwise"
 LAYERWISE = {"lamb": f"{_MODULE}:Lamb", "lars": f"{_MODULE}:Lars", "came": f"{_MODULE}:CAME"}
-# Modules whose optimizers are known; those of them that look at the parameter, and not at each element alone.
+# Modules whose optimizers are known, and the optimizers in them whose update is not elementwise.
 KNOWN = ("torch.optim", "transformers.optimization")
 NEEDS_SHAPES = ("Adafactor", "Muon")
-# They call for a closure or for sparse gradients; a step here has neither.
+# Classes that need a closure or sparse gradients; a step here has neither.
 TORCH_REFUSED = {"LBFGS": "its step needs a closure", "SparseAdam": "gradients in a buffer are dense"}
 
 Algorithm = str | type[torch.optim.Optimizer]
@@ -26,7 +26,17 @@ Scope = Literal["element", "parameter", "group"]
 
 
 def resolve(algorithm: Algorithm) -> Algorithm:
-    """One of NAMED, or the class that a name, label or class stands for. ValueError on what is none of them."""
+    """Return the algorithm that a name, label or class selects.
+
+    Args:
+        algorithm: A name of NAMED or LAYERWISE, the name of a torch.optim class, a label, or a class.
+
+    Returns:
+        A name of NAMED, or a class.
+
+    Raises:
+        ValueError: If it is no optimizer, or one that needs a closure or sparse gradients.
+    """
     if isinstance(algorithm, str) and algorithm in NAMED:
         return algorithm
     found: Any = algorithm
@@ -51,7 +61,14 @@ def resolve(algorithm: Algorithm) -> Algorithm:
 
 
 def label(algorithm: Algorithm) -> str:
-    """The string for an algorithm that `resolve` understands, for groups and checkpoints."""
+    """Return an algorithm's label for groups and checkpoints, a string that `resolve` accepts.
+
+    Args:
+        algorithm: A name, a label or a class.
+
+    Raises:
+        ValueError: If it is no usable optimizer, or a class defined in a function, which other ranks could not import.
+    """
     found = resolve(algorithm)
     if isinstance(found, str):
         return found
@@ -66,22 +83,22 @@ def label(algorithm: Algorithm) -> str:
 
 
 def update_scope(algorithm: Algorithm) -> Scope:
-    """Return which gradients one element's update depends on, the rule for every optimizer that steps here.
+    """Return which gradients one element's update depends on: the rule for every optimizer that steps here.
 
-    Torch's classes, transformers' Adafactor and ours are known, and classes derived from them with the same `step`.
-    Other classes declare it: `needs_shapes = False` for the element alone, `needs_shapes = True` with
-    `couples_parameters = False` for the whole parameter. A class that does not may have one number for several
-    parameters, as Prodigy and D-adaptation do. One call with all of them is right for any algorithm.
+    Classes of torch, transformers' Adafactor, our own classes, and subclasses with the same `step`, are known. Other
+    classes declare it: `needs_shapes = False` if the update is elementwise, or `needs_shapes = True` with
+    `couples_parameters = False` if it needs the full parameter. A class without a declaration may compute one number
+    from several parameters, as Prodigy and D-adaptation do. One call with all parameters is right for any algorithm.
 
     Args:
         algorithm: A name, a label or a class.
 
     Returns:
-        "element"; "parameter", if it must see whole parameters in their shape; or "group", if it must also see all of
-        them in one call.
+        "element"; "parameter", if it needs unsplit parameters in their shape; or "group", if it also needs all of them
+        in one call.
 
     Raises:
-        ValueError: If it is no algorithm, or one that needs a closure or sparse gradients.
+        ValueError: If it is no optimizer, or one that needs a closure or sparse gradients.
     """
     found = resolve(algorithm)
     if isinstance(found, str):
@@ -99,7 +116,7 @@ def update_scope(algorithm: Algorithm) -> Scope:
 
 
 def _known_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer] | None:
-    """Return the class of KNOWN whose `step` this class runs, or an elementwise one of ours; None for another class."""
+    """Return the known class whose `step` this class runs, or the class itself if it is ours; None for others."""
     for base in cls.__mro__:
         if base.__module__.startswith(KNOWN) and base is not torch.optim.Optimizer:
             step: Any = base.__dict__.get("step")
@@ -109,7 +126,11 @@ def _known_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer
 
 
 def undeclared(algorithm: Algorithm) -> str:
-    """Return the error text for a class of scope "group" whose parameters are on several ranks."""
+    """Return the error text for a class of scope "group" whose parameters are on several ranks.
+
+    Args:
+        algorithm: A name, a label or a class.
+    """
     found = resolve(algorithm)
     name = found if isinstance(found, str) else found.__name__
     return (

@@ -1,7 +1,7 @@
-"""Newton-Schulz: a matrix's singular values brought to about one, by matrix products alone. Pure.
+"""Newton-Schulz iteration: orthogonalization of a matrix by matrix products alone. Pure.
 
-For G = U S V^T an odd polynomial acts on the singular values alone: X <- a X + b (X X^T) X + c (X X^T)^2 X turns s into
-a s + b s^3 + c s^5. A few of them in a row approximate U V^T, the nearest (semi-)orthogonal matrix.
+For G = U S V^T an odd polynomial changes the singular values alone: X <- a X + b (X X^T) X + c (X X^T)^2 X maps s to a
+s + b s^3 + c s^5. A few iterations approximate U V^T, the nearest (semi-)orthogonal matrix.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
-    # Ever further steps are those of the classical iteration of degree five, which converges to one.
+    # All further steps are the classical iteration of degree five, whose singular values converge to one.
     "polar_express": (
         *((a / _MARGIN, b / _MARGIN**3, c / _MARGIN**5) for a, b, c in _POLAR_EXPRESS),
         (1.875, -1.25, 0.375),
@@ -48,7 +48,18 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
 
 
 def coefficients_of(kind: str, steps: int) -> tuple[Triple, ...]:
-    """The triples of `steps` iterations. ValueError where the kind has no such number of them."""
+    """Return the coefficients of each iteration.
+
+    Args:
+        kind: Key of COEFFICIENTS.
+        steps: Number of iterations.
+
+    Returns:
+        One triple (a, b, c) per iteration.
+
+    Raises:
+        ValueError: If `steps` is no multiple of the number of triples that belong together.
+    """
     triples = COEFFICIENTS[kind]
     if kind == "polar_express":
         return tuple(triples[min(step, len(triples) - 1)] for step in range(steps))
@@ -61,9 +72,15 @@ def coefficients_of(kind: str, steps: int) -> tuple[Triple, ...]:
 
 
 def orthogonalize(matrix: torch.Tensor, triples: tuple[Triple, ...], eps: float = 1e-7) -> torch.Tensor:
-    """The matrix with singular values of about one. [..., rows, columns], each matrix for itself; zeros stay zeros.
+    """Return a matrix with its singular values moved close to one. Zero matrices stay zero.
 
-    Costs 2 products of the smaller side squared times the larger and one of the smaller side cubed, a step.
+    Each iteration costs 2 products of the smaller side squared times the larger side, and one of the smaller side
+    cubed.
+
+    Args:
+        matrix: [..., rows, columns]; each matrix is orthogonalized separately.
+        triples: Coefficients of each iteration.
+        eps: Lower limit of the norm that the matrix is divided by.
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
@@ -76,11 +93,14 @@ def orthogonalize(matrix: torch.Tensor, triples: tuple[Triple, ...], eps: float 
 
 
 def shape_factor(mode: str, rows: int, columns: int) -> float:
-    """Factor of an orthogonalized update of [rows, columns].
+    """Return the factor of an orthogonalized update.
 
-    'spectral': sqrt(max(rows, columns)), the entries' root mean square is then that of sign updates, one (Moonshot,
-    arXiv:2502.16982; with an extra factor 0.2 that of AdamW). 'shape_scaling': sqrt(max(1, rows / columns)) (Jordan).
-    'unit_rms_norm': sqrt(rows / columns) (Bernstein, 2025: deriving Muon). 'none': 1.
+    Args:
+        mode: 'spectral': sqrt(max(rows, columns)), which gives entries a root mean square of one, as sign updates have
+            (Moonshot, arXiv:2502.16982; with an extra factor 0.2, AdamW's). 'shape_scaling': sqrt(max(1, rows /
+            columns)) (Jordan). 'unit_rms_norm': sqrt(rows / columns) (Bernstein, 2025: deriving Muon). 'none': 1.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
     """
     if mode == "spectral":
         return math.sqrt(max(rows, columns))
@@ -93,7 +113,11 @@ def shape_factor(mode: str, rows: int, columns: int) -> float:
 
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """torch's precision of fp32 matrix products within a block: 'highest', 'high' (tf32) or 'medium' (bf16)."""
+    """Set torch's precision of fp32 matrix products within a block.
+
+    Args:
+        precision: 'highest', 'high' (tf32) or 'medium' (bf16).
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

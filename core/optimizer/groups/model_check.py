@@ -1,8 +1,8 @@
-"""Contents of wrapped chunks that an optimizer reads, and checks of a config against them before memory is allocated.
+"""Parameters and buckets of wrapped chunks, and checks of a config against them before memory is allocated.
 
-Names are those of the whole model, in every stage of a pipeline, as in a checkpoint. A stage counts its own layers from
-0. Its modules say what they are called in the whole model (core.distributed.contract.global_names). Where they do not,
-two stages have one name for different parameters.
+Names are those of the full model in every pipeline stage, as in a checkpoint. A stage counts its own layers from 0, and
+its modules define their names in the full model (core.distributed.contract.global_names). If they do not, two stages
+use one name for different parameters.
 """
 
 from __future__ import annotations
@@ -30,8 +30,19 @@ from core.optimizer.optimizer_config import OptimizerConfig
 
 
 def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel]) -> bool:
-    """Raise ValueError where the model's strategy or dtypes are not those of the config. True if it is sharded."""
-    models_of(model_chunks)  # raises where a model lacks a chunk
+    """Check that a config fits the strategy and the dtypes of a model.
+
+    Args:
+        config: Options of the optimizer.
+        model_chunks: All wrapped chunks of the model on this rank.
+
+    Returns:
+        True if the model is sharded.
+
+    Raises:
+        ValueError: If options contradict each other, the strategy or the parameters' dtypes.
+    """
+    models_of(model_chunks)  # raises if a model lacks a chunk
     sharded = model_chunks[0].ddp_config.sharded
     for index, chunk in enumerate(model_chunks):
         if chunk.ddp_config.sharded != sharded:
@@ -78,13 +89,21 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataP
 
 
 def places_states(chunk: DistributedDataParallel) -> bool:
-    """True if the placement of a wrapped model says where masters and moments lie."""
+    """Return True if a wrapped model's placement decides where masters and moments are stored.
+
+    Args:
+        chunk: A wrapped model chunk.
+    """
     placement = chunk.ddp_config.placement
     return placement is not None and placement.offload_optim_frac > 0
 
 
 def buckets_of(model_chunks: Sequence[DistributedDataParallel]) -> Iterator[Bucket]:
-    """All buckets, dense ones before experts' in each chunk."""
+    """Yield all buckets, in each chunk dense ones before expert ones.
+
+    Args:
+        model_chunks: Wrapped model chunks.
+    """
     for chunk in model_chunks:
         for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers):
             yield from buffer.buckets
@@ -93,7 +112,14 @@ def buckets_of(model_chunks: Sequence[DistributedDataParallel]) -> Iterator[Buck
 def params_of(
     model_chunks: Sequence[DistributedDataParallel],
 ) -> Iterator[tuple[int, nn.Parameter, GradientContract]]:
-    """(number of its chunk, parameter, contract) of everything that trains."""
+    """Yield all trainable parameters of wrapped chunks.
+
+    Args:
+        model_chunks: Wrapped model chunks.
+
+    Yields:
+        (index of the chunk, parameter, contract).
+    """
     for number, chunk in enumerate(model_chunks):
         for bucket in buckets_of([chunk]):
             for param, contract in zip(bucket.params, bucket.contracts, strict=True):
@@ -101,13 +127,27 @@ def params_of(
 
 
 def trainable_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter, bool]]:
-    """(name in the whole model, parameter, True for an expert's) of everything that this rank trains."""
+    """Return the parameters that this rank trains.
+
+    Args:
+        chunks: Wrapped model chunks.
+
+    Returns:
+        (name in the full model, parameter, True for an expert's parameter) of each.
+    """
     namers = [namer(chunk.module) for chunk in chunks]
     return [(namers[number](contract.name), param, contract.is_expert) for number, param, contract in params_of(chunks)]
 
 
 def frozen_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter]]:
-    """(name in the whole model, parameter) of those that do not train."""
+    """Return the parameters that do not train.
+
+    Args:
+        chunks: Wrapped model chunks.
+
+    Returns:
+        (name in the full model, parameter) of each.
+    """
     namers = [namer(chunk.module) for chunk in chunks]
     return [
         (global_name(name), param)
@@ -118,7 +158,14 @@ def frozen_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, 
 
 
 def repeated_name(chunks: Sequence[DistributedDataParallel]) -> str | None:
-    """In words a name that two stages have for different parameters; None if there is none. Collective over 'pp'."""
+    """Find a name that two pipeline stages use for different parameters. Collective over 'pp'.
+
+    Args:
+        chunks: Wrapped model chunks.
+
+    Returns:
+        The name and the ranks of the stages, as text; None if names are unique.
+    """
     groups = chunks[0].groups
     if groups.size("pp") == 1:
         return None
@@ -167,10 +214,17 @@ def _check_parameters(config: OptimizerConfig, buckets: Sequence[Bucket]) -> Non
 def split_parameter(
     model_chunks: Sequence[DistributedDataParallel], needs_whole: Callable[[nn.Parameter], str | None]
 ) -> str | None:
-    """Error text if tensor or expert parallelism splits a parameter whose algorithm must see it whole.
+    """Find a parameter that tensor or expert parallelism splits although its algorithm needs it unsplit.
 
-    needs_whole: the algorithm of a parameter, in words, if it is such a one. Our Muon puts split matrices together, on
-    the device.
+    Our Muon gathers split matrices, so they are accepted on the device.
+
+    Args:
+        model_chunks: Wrapped model chunks.
+        needs_whole: Function that returns the algorithm of a parameter if it needs the unsplit parameter, and None
+            otherwise.
+
+    Returns:
+        The error text; None if there is no such parameter.
     """
     on_host = {id(p) for b in buckets_of(model_chunks) if isinstance(b.state_tier, HostTier) for p in b.params}
     for number, param, contract in params_of(model_chunks):
@@ -190,7 +244,12 @@ def split_parameter(
 
 
 def split_axes(param: nn.Parameter, contract: GradientContract) -> list[str]:
-    """The axes whose ranks hold slices of one parameter. Along 'ep' only a stack of experts is one, not an expert."""
+    """Return the parallel axes over which one parameter is split. 'ep' splits a stack of experts, not a single expert.
+
+    Args:
+        param: The parameter.
+        contract: Its gradient contract.
+    """
     stacked = getattr(param, "expert_dim", None) is not None
     return [axis for axis in contract.sharded_over if axis in COPY_AXES or (axis == "ep" and stacked)]
 
@@ -198,7 +257,16 @@ def split_axes(param: nn.Parameter, contract: GradientContract) -> list[str]:
 def cut_by_shards(
     model_chunks: Sequence[DistributedDataParallel], needs_whole: Callable[[nn.Parameter], str | None]
 ) -> str | None:
-    """Error text if shards may cut a parameter whose algorithm must see it whole; the hardest case of several."""
+    """Find a parameter that shards may cut although its algorithm needs it unsplit.
+
+    Args:
+        model_chunks: Wrapped model chunks.
+        needs_whole: Function that returns the algorithm of a parameter if it needs the unsplit parameter, and None
+            otherwise.
+
+    Returns:
+        The error text of the hardest case; None if there is no such parameter.
+    """
     found: list[tuple[int, str]] = []
     for number, param, contract in params_of(model_chunks):
         chunk = model_chunks[number]
@@ -225,7 +293,7 @@ def cut_by_shards(
 
 
 def spread_group(model_chunks: Sequence[DistributedDataParallel], algorithms: Iterable[Algorithm]) -> str | None:
-    """Return the error text if an algorithm that must see all of its parameters in one call is given a part of them.
+    """Return the error text if an algorithm that needs all of its parameters in one call would get only a part of them.
 
     Args:
         model_chunks: Wrapped chunks of one model on this rank.
@@ -245,10 +313,14 @@ def spread_group(model_chunks: Sequence[DistributedDataParallel], algorithms: It
 
 
 def all_rank_groups(groups: ProcessGroups) -> list[ProcessGroup]:
-    """Groups to add over, one after the other, so that every rank of the model is counted once.
+    """Return groups to reduce over, one after the other, so that every rank of the model counts once.
 
-    groups: what the model was wrapped with. Raises ValueError where the job has more ranks and missing groups leave
-    open whether they hold parts of the model too.
+    Args:
+        groups: Groups that the model was wrapped with.
+
+    Raises:
+        ValueError: If the job has more ranks than the groups reach, and missing groups leave open whether those ranks
+            hold parts of the model.
     """
     chain = world_chain(groups)
     reached = math.prod(map(groups.size, chain))
@@ -264,7 +336,12 @@ def all_rank_groups(groups: ProcessGroups) -> list[ProcessGroup]:
 
 
 def other_ranks(groups: ProcessGroups, wrapped: ProcessGroups) -> str | None:
-    """Error text if `groups` reach other ranks than those that a model chunk was wrapped with."""
+    """Return the error text if `groups` reach other ranks than the groups that a model chunk was wrapped with.
+
+    Args:
+        groups: Groups passed to the optimizer.
+        wrapped: Groups of the wrapped chunk.
+    """
     reached, wrapped_with = (math.prod(map(held.size, world_chain(held))) for held in (groups, wrapped))
     for name in (name for chain in reversed(CHAINS) for name in chain):
         given, own = (None if getattr(held, name) is None else held.ranks(name) for held in (groups, wrapped))

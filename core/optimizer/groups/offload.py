@@ -1,4 +1,4 @@
-"""optimizer_cpu_offload: masters and moments of some buckets lie in the host's memory, and are stepped there."""
+"""optimizer_cpu_offload: masters and moments of some buckets in host memory, stepped on the host."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ GroupOf = Callable[[nn.Parameter], Mapping[str, Any]]  # the param group of a pa
 def put_states_on_host(
     config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel], group_of: GroupOf
 ) -> None:
-    """Choose where masters and moments of each bucket lie, if the model's placement does not. Local.
+    """Choose where each bucket's masters and moments are stored, if the model's placement does not. Local.
 
-    Nothing is chosen for a model on the CPU, where they lie on the host anyway.
+    A model on the CPU is left alone, because its state is on the host anyway.
+
+    Args:
+        config: Offload options.
+        model_chunks: Wrapped model chunks.
+        group_of: Param group of a parameter.
     """
     buckets = list(buckets_of([chunk for chunk in model_chunks if not places_states(chunk)]))
     for bucket in buckets:
@@ -44,10 +49,18 @@ def put_states_on_host(
 def buckets_on_host(
     config: OptimizerConfig, buckets: Sequence[tuple[int, Sequence[nn.Parameter]]], group_of: GroupOf
 ) -> set[int]:
-    """Indices of the buckets whose state lies on the host: the first ones in launch order, whose gradients come first.
+    """Choose the buckets whose state is stored on the host: the first in launch order, whose gradients are ready first.
 
-    buckets: (elements, parameters). They hold optimizer_offload_fraction of the elements to within half a bucket, and
-    one bucket at least. Buckets with Muon's matrices, which are put together on the device, are left there.
+    The chosen buckets have optimizer_offload_fraction of the elements to within half a bucket, and at least one bucket
+    is chosen. Buckets with Muon's matrices stay on the device, where matrices are gathered.
+
+    Args:
+        config: Offload options.
+        buckets: (number of elements, parameters) of each bucket.
+        group_of: Param group of a parameter.
+
+    Returns:
+        Indices of the chosen buckets.
     """
     fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
     if fraction == 0 or not buckets:

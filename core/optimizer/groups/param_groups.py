@@ -1,8 +1,8 @@
-"""Hyperparameters of each parameter: from names, parameters and overrides to one list of groups on all ranks.
+"""Param groups: one list on all ranks, from parameter names, parameters and overrides.
 
-A group is what parameters have in common: their overrides, the algorithm, and whether they are experts. A pipeline
-stage sees its own parameters only, so the ranks put their lists together: everywhere the same groups in the same order,
-empty where a stage has none of a kind.
+A group's parameters share their overrides, their algorithm, and whether they are experts. A pipeline stage sees only
+its own parameters, so ranks exchange their lists. All ranks then have the same groups in the same order; a stage's
+group is empty if it has no such parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Condition = Callable[[str, nn.Parameter], bool]
 Overrides = Mapping[ParamKey, ParamGroupOverride]
 
 LEARNING_RATES = ("max_lr", "min_lr")
-# What a group holds for the scheduler, for checkpoints and for people; the rest are options of its algorithm.
+# Entries of a group for the scheduler, checkpoints and users; all others are options of its algorithm.
 BOOKKEEPING = frozenset(
     (*LEARNING_RATES, "lr_mult", "wd_mult", "start_wd", "end_wd", "params", "lr", "weight_decay")
     + ("is_expert_parallel", "is_decoupled_lr", "default_config", "optimizer", "name")
@@ -37,8 +37,12 @@ BOOKKEEPING = frozenset(
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Overrides that hold by default: no decay of biases and vectors; embedding and output layer learn
-    with `decoupled_lr` where it is set. Add your own to it: `{**get_standard_config_overrides(config), key: {...}}`.
+    """Return the default overrides: no decay of biases and vectors, and `decoupled_lr` for embedding and output layers.
+
+    Add your own to them: `{**get_standard_config_overrides(config), key: {...}}`.
+
+    Args:
+        config: `decoupled_lr` may be None; `apply_wd_to_qk_layernorm` lets q and k norms decay.
     """
     decaying_norms = {"q_layernorm", "k_layernorm"} if config.apply_wd_to_qk_layernorm else set()
     excepted = ", q and k norms excepted" if decaying_norms else ""
@@ -71,7 +75,14 @@ def overrides_of_conditions(
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """The standard overrides, with Megatron's older conditions over (name, parameter) in place of the decay rule."""
+    """Return the standard overrides, with Megatron's older conditions over (name, parameter).
+
+    Args:
+        config: Options of the optimizer.
+        no_weight_decay_cond: True for parameters without decay; replaces the standard decay rule.
+        scale_lr_cond: True for parameters whose learning rate is multiplied by `lr_mult`.
+        lr_mult: The multiplier.
+    """
     overrides = get_standard_config_overrides(config)
     if no_weight_decay_cond is not None:
         no_decay = _key_of_condition("no_weight_decay_cond", no_weight_decay_cond)
@@ -83,7 +94,7 @@ def overrides_of_conditions(
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """Parameters with equal keys are updated with the same numbers. Sent between ranks."""
+    """Key of a param group: parameters with equal keys are updated with equal numbers. Sent between ranks."""
 
     algorithm: str
     overrides: tuple[tuple[str, Any], ...] = ()
@@ -92,21 +103,25 @@ class GroupKey:
 
     @property
     def name(self) -> str:
-        """The group in words, without numbers of learning rates, so that a run with others finds it again."""
+        """Name of the group, without values of learning rates, so that a run with other rates finds the group again."""
         parts = [self.algorithm, *(key if key in LEARNING_RATES else f"{key}={value}" for key, value in self.overrides)]
         parts += ["decoupled"] * self.is_decoupled_lr + ["expert"] * self.is_expert_parallel
         return " ".join(parts)
 
 
 class ParamGroups:
-    """The groups of a model, and the group of every parameter of this rank.
+    """Param groups of a model, and the group of each parameter of this rank.
 
-    params: (name in the whole model, parameter, True for an expert's), of all chunks, sharded or not.
-    overrides: default `get_standard_config_overrides(config)`. A parameter takes the sum of all that match; where two
-        of them contradict each other, `agree` says so.
-    frozen: (name, parameter) of those that do not train; a key that matches only them is no mistake.
-    repeated_name: in words a name that two pipeline stages have for different parameters, if there is one; then a key
-        that goes by numbers in names would match other layers than in the whole model, and is refused.
+    A parameter gets the union of all overrides whose keys match it. Mistakes found here are raised by `agree`, on all
+    ranks.
+
+    Args:
+        config: Options of the optimizer.
+        params: (name in the full model, parameter, True for an expert's parameter) of all chunks, sharded or not.
+        overrides: Overrides by key; None for `get_standard_config_overrides(config)`.
+        frozen: (name, parameter) of parameters that do not train. A key that matches only these is accepted.
+        repeated_name: Description of a name that two pipeline stages use for different parameters, if any. A key that
+            depends on numbers in names would then match other layers than in the full model, and is refused.
     """
 
     def __init__(
@@ -121,9 +136,9 @@ class ParamGroups:
         standard = get_standard_config_overrides(config)
         self.config = config
         self.overrides = dict(standard if overrides is None else overrides)
-        self.matched: set[ParamKey] = set()  # keys of overrides that have been used
+        self.matched: set[ParamKey] = set()  # keys of overrides that matched a parameter
         self.problem: str | None = None  # the first mistake that this rank sees; `agree` raises it on all ranks
-        self._key_of: dict[int, GroupKey] = {}  # by id of the parameter
+        self._key_of: dict[int, GroupKey] = {}  # keyed by id(parameter)
         for name, param, is_expert in params:
             try:
                 self._key_of[id(param)] = self._make_key(name, param, is_expert)
@@ -144,7 +159,7 @@ class ParamGroups:
         return [key for key in self.overrides if key.matches(param, name)]
 
     def _make_key(self, name: str, param: nn.Parameter, is_expert: bool) -> GroupKey:
-        """The sum of the overrides that match a parameter. ValueError where two of them contradict each other."""
+        """Combine the overrides that match a parameter. ValueError if two of them contradict each other."""
         combined: dict[str, Any] = {}
         source: dict[str, ParamKey] = {}
         for key in self._matching(name, param):
@@ -166,10 +181,14 @@ class ParamGroups:
         self._index = {key: index for index, key in enumerate(self.keys)}
 
     def agree(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Put the lists of all ranks together. Collective over `groups`, one after the other.
+        """Merge the group lists of all ranks. Collective over `groups`, one after the other.
 
-        Raises ValueError on every rank when overrides contradict each other for a parameter of any rank, or when one of
-        them matches no parameter of any rank.
+        Args:
+            groups: Groups that together reach all ranks of the model.
+
+        Raises:
+            ValueError: On every rank, if overrides contradict each other for a parameter of any rank, or if an override
+                matches no parameter of any rank.
         """
         used = [key in self.matched for key in self.overrides]
         answers = agree.gather((self.keys, used, self.problem), groups, "the param groups")
@@ -186,20 +205,35 @@ class ParamGroups:
                 )
 
     def of(self, param: nn.Parameter) -> int:
-        """The index of a parameter's group."""
+        """Return the index of a parameter's group.
+
+        Args:
+            param: A parameter of this rank.
+        """
         return self._index[self._key_of[id(param)]]
 
     def needs_whole(self, param: nn.Parameter) -> str | None:
-        """The algorithm of a parameter if it must see it whole, in its shape."""
+        """Return the algorithm of a parameter if it needs the unsplit parameter in its shape, and None otherwise.
+
+        Args:
+            param: A parameter of this rank.
+        """
         algorithm = self._key_of[id(param)].algorithm
         return algorithm if update_scope(algorithm) != "element" else None
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
-        """One empty torch param group a key, with its lr and weight decay; one where there is no parameter at all."""
+        """Create one empty torch param group per key; one group if no rank has parameters.
+
+        Args:
+            config: Learning rate and weight decay.
+
+        Raises:
+            ValueError: If `config.lr` is None.
+        """
         if config.lr is None:
             raise ValueError("OptimizerConfig.lr is None; set the learning rate that training starts with")
         groups = [torch_group(config, key) for key in self.keys or [GroupKey(label(config.optimizer))]]
-        for index, group in enumerate(groups):  # keys that differ in a learning rate only have one name
+        for index, group in enumerate(groups):  # keys that differ only in a learning rate have the same name
             alike = sum(other["name"] == group["name"] for other in groups[:index])
             if alike:
                 group["name"] += f" #{alike + 1}"
@@ -207,10 +241,14 @@ class ParamGroups:
 
 
 def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
-    """The torch param group of a key. `lr` is what the first step takes where no scheduler sets it.
+    """Create the torch param group of a key.
 
-    max_lr and min_lr are the group's own or the configured ones, before `lr_mult`, as a scheduler reads them; a group
-    without min_lr follows the scheduler's.
+    `lr` is the learning rate of the first step if no scheduler sets it. `max_lr` and `min_lr` are the group's own or
+    the configured ones, before `lr_mult`, as a scheduler reads them. A group without min_lr uses the scheduler's.
+
+    Args:
+        config: Learning rate and weight decay.
+        key: Key of the group.
     """
     numbers = dict(key.overrides)
     max_lr = numbers.get("max_lr", config.lr)
@@ -234,7 +272,13 @@ def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
 
 
 def algorithm_of(config: OptimizerConfig, name: str, param: nn.Parameter) -> Algorithm:
-    """The algorithm of a parameter. Under Muon only hidden layers' matrices, and stacks of them (experts'), have it."""
+    """Return the algorithm of a parameter. Muon steps only the hidden layers' matrices, and stacks of them (experts').
+
+    Args:
+        config: Options of the optimizer.
+        name: Name of the parameter in the full model.
+        param: The parameter.
+    """
     if config.optimizer != "muon":
         return config.optimizer
     is_matrix = decays_by_default(name, param) and param.dim() in (2, 3) and not is_embedding_or_output(name, param)
@@ -242,6 +286,6 @@ def algorithm_of(config: OptimizerConfig, name: str, param: nn.Parameter) -> Alg
 
 
 def _may_match_nothing(config: OptimizerConfig) -> set[ParamKey]:
-    """Keys that are made here, for any model."""
+    """Return the keys that this file creates for any model, and that may match no parameter."""
     conditions = (_key_of_condition(what, lambda *_: False) for what in ("no_weight_decay_cond", "scale_lr_cond"))
     return {*get_standard_config_overrides(config), *conditions}

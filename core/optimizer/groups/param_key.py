@@ -1,4 +1,4 @@
-"""ParamKey: which parameters an override of hyperparameters is for; by name, attribute or predicate."""
+"""ParamKey: a selection of parameters for an override, by name, attribute or predicate."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ from typing import Any, TypedDict
 
 from torch import nn
 
-# Where the embeddings and the output layer lie in models that do not tag their weights.
+# Modules of embeddings and output layers in models that do not tag their weights.
 EMBEDDING_OR_OUTPUT_MODULES = frozenset(
     ("embedding", "embeddings", "word_embeddings", "position_embeddings", "embed_tokens", "wte", "wpe")
 ) | {"output_layer", "lm_head"}
 
-# With none of these a pattern fits 'layers.1' if it fits 'layers.2'.
+# A pattern without any of these matches 'layers.1' if it matches 'layers.2'.
 COUNTING = frozenset("0123456789?[")
 
 
 class ParamGroupOverride(TypedDict, total=False):
-    """Numbers of a group of parameters, in place of the configured ones.
+    """Values for a group of parameters that replace the configured ones.
 
-    max_lr, min_lr: between which its learning rate moves. lr_mult: what the scheduled rate is multiplied by.
-    wd_mult: what the weight decay is multiplied by. start_wd, end_wd: between which it moves, before `wd_mult`.
-    optimizer: the algorithm, as in OptimizerConfig. Any other key is an option of the algorithm, such as `eps`.
+    Any other key is an option of the algorithm, such as `eps`.
+
+    Attributes:
+        max_lr: Upper end of its learning rate.
+        min_lr: Lower end of its learning rate.
+        lr_mult: Factor of the scheduled learning rate.
+        wd_mult: Factor of the weight decay.
+        start_wd: Weight decay at the start, before `wd_mult`.
+        end_wd: Weight decay at the end, before `wd_mult`.
+        optimizer: The algorithm, as in OptimizerConfig.
     """
 
     max_lr: float
@@ -37,7 +44,7 @@ class ParamGroupOverride(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ParamPredicate:
-    """A named test of a parameter: two with one name are the same key, for any functions."""
+    """Named test of a parameter. Predicates with equal names are equal keys, for any functions."""
 
     name: str
     fn: Callable[[nn.Parameter], bool] = field(compare=False)
@@ -48,7 +55,7 @@ class ParamPredicate:
 
 @dataclass(frozen=True)
 class ParamWithNamePredicate:
-    """A named test of a parameter and its name."""
+    """Named test of a parameter and its name. Predicates with equal names are equal keys, for any functions."""
 
     name: str
     fn: Callable[[nn.Parameter, str], bool] = field(compare=False)
@@ -59,14 +66,19 @@ class ParamWithNamePredicate:
 
 @dataclass(frozen=True, slots=True)
 class ParamKey:
-    """Matches a parameter that meets ANY of the criteria; each is one value or a tuple of them.
-
-    name: patterns with * ? [] for the name in the whole model, as in `module.named_parameters()` where no pipeline
-        cuts it: the third layer of all is 'layers.2', on whichever stage it lies.
-    attr: attributes of the parameter that are true, such as 'is_embedding_or_output_parameter'.
-    predicate, with_name_predicate: tests of (parameter) and of (parameter, name).
+    """Key that matches a parameter if it meets ANY of the criteria. Each criterion is one value or a tuple of values.
 
         ParamKey(name=("*.router.*", "*.gate"))
+
+    Args:
+        name: Patterns with * ? [] for the name in the full model, as `module.named_parameters()` gives it without a
+            pipeline: the model's third layer is 'layers.2' on any stage.
+        attr: Attributes of the parameter that are true, such as 'is_embedding_or_output_parameter'.
+        predicate: Tests of (parameter).
+        with_name_predicate: Tests of (parameter, name).
+
+    Raises:
+        ValueError: If there is no criterion, or a criterion is a list or a set.
     """
 
     name: str | tuple[str, ...] = ()
@@ -92,11 +104,11 @@ class ParamKey:
 
     @property
     def counts(self) -> bool:
-        """True if the answer may depend on a number in the name, such as a layer's."""
+        """True if the match may depend on a number in the name, such as a layer's."""
         return bool(self.with_name_predicate) or not COUNTING.isdisjoint("".join(_several(self.name)))
 
     def __str__(self) -> str:
-        """The criteria that are set, with predicates by their names."""
+        """Return the criteria that are set, with predicates by their names."""
         shown = [f"name={name!r}" for name in _several(self.name)]
         shown += [f"attr={attr!r}" for attr in _several(self.attr)]
         shown += [f"predicate {predicate.name!r}" for predicate in _several(self.predicate)]
@@ -109,17 +121,32 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 def is_bias(name: str) -> bool:
-    """'bias' and 'layer.bias'; and 'bias1', as layers with several name them. Experts' biases are matrices in shape."""
+    """Return True for 'bias' and 'layer.bias', and for 'bias1' of layers with several. Experts' biases have matrix
+    shapes.
+
+    Args:
+        name: Name of the parameter.
+    """
     return name.rpartition(".")[2].rstrip("0123456789") == "bias"
 
 
 def decays_by_default(name: str, param: nn.Parameter) -> bool:
-    """Weight decay is for matrices: not for biases, nor for norm weights and other one-dimensional parameters."""
+    """Return True for matrices. Biases, norm weights and other one-dimensional parameters do not decay.
+
+    Args:
+        name: Name of the parameter.
+        param: The parameter.
+    """
     return param.dim() > 1 and not is_bias(name)
 
 
 def is_embedding_or_output(name: str, param: nn.Parameter) -> bool:
-    """True for a word or position embedding and the output layer, by its tag or by the modules it lies in."""
+    """Return True for a word or position embedding and the output layer, by tag or by module name.
+
+    Args:
+        name: Name of the parameter.
+        param: The parameter.
+    """
     return bool(
         getattr(param, "is_embedding_or_output_parameter", False)
         or getattr(param, "shared_embedding", False)

@@ -1,1 +1,1 @@
-"""The memory that is stepped: master weights, gradients and moments, in any storage format."""
+"""Memory of the step: master weights, gradients and moments, in any storage format."""

@@ -1,14 +1,14 @@
-"""Storage of one segment's masters between steps, if the parameters are not the masters in full precision.
+"""Storage formats of a segment's master weights between steps, for parameters that are not full-precision masters.
 
-    ParameterStorage    the 16-bit parameters themselves: there is no other master
-    CopyStorage         an fp32 copy, which is stepped where it lies; the parameter is the copy rounded
-    RemainderStorage    a bf16 parameter and the 16 bits that it lacks: together the fp32 master, exactly
+    ParameterStorage    the 16-bit parameters themselves, with no other master
+    CopyStorage         an fp32 copy, stepped in place; the parameter is the rounded copy
+    RemainderStorage    a bf16 parameter and its 16 missing bits, which together are the exact fp32 master
 
-The first and the third are stepped in scratch memory (scratch.py). bf16 is rounded to nearest, so a master in bf16
-stands still under updates below 1/512 of it.
+The first and the third are stepped in scratch memory (scratch.py). bf16 rounds to nearest, so updates below 1/512 of a
+bf16 master do not change it.
 
-Users write parameters as they like: a load, a pruning mask, a clamp through `.data` leave no trace but the values. So
-each step begins with `take_edits`, after which masters and parameters belong together again.
+Users may write to parameters at any time: a load, a pruning mask, or a clamp through `.data` leaves no trace except new
+values. Each step therefore begins with `take_edits`, which makes masters and parameters consistent.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ import torch
 
 from core.optimizer.masters.param_shards import ParamShard
 
-# Elements that are compared, or stepped through scratch, at a time.
+# Number of elements compared, or stepped through scratch, at a time.
 CPU_NUMEL = 2**18  # 1 MiB of an fp32 tensor: four of them stay in a core's cache
 DEVICE_NUMEL = 2**24  # 64 MiB: long enough to hide the launch of a dozen kernels
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # keyed by element size in bytes
 HALF_OF_A_REMAINDER = 0x8000
 
 
 class ParameterStorage:
-    """Masters that are the 16-bit parameters; also the way in which the other storages reach the parameters.
+    """Masters that are the 16-bit parameters themselves, and the base class of the other storages.
 
-    memory: [numel] where the parameters lie one after the other, padding included; None where each has its own.
-    kept: [numel] what is kept in addition; [0] for nothing.
+    Args:
+        shards: The segment's shards.
+        memory: Contiguous memory of the segment's parameters, [numel] with padding; None if each has its own memory.
+        kept: Additional state, [numel]; [0] if the storage needs none.
     """
 
     def __init__(self, shards: Sequence[ParamShard], memory: torch.Tensor | None, kept: torch.Tensor) -> None:
@@ -39,60 +41,85 @@ class ParameterStorage:
         self.kept = kept
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of `flat`, laid out as the segment is, that belong to `parameters()`."""
+        """Split a tensor with the segment's layout into views that match `parameters()`.
+
+        Args:
+            flat: A tensor of [numel] elements.
+        """
         if self.memory is not None:
             return [flat]
         first = self.shards[0].start
         return [flat[shard.start - first : shard.end - first].view(shard.shape) for shard in self.shards]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The owned part of each parameter; or all of them in one."""
+        """Return the owned part of each parameter, or one tensor over all of them if they are contiguous."""
         return [shard.data for shard in self.shards] if self.memory is None else [self.memory]
 
     def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
-        """Fill `out`, flat and in full precision, with the masters.
+        """Copy the masters in full precision into `out`.
 
-        spare: as much memory, to be written over. Fresh memory costs more than what is written into it.
+        Args:
+            out: Destination, [numel]. Overwritten.
+            spare: Workspace of the same size, overwritten. Allocating new memory costs more than writing to it.
         """
         torch._foreach_copy_(self.views(out), self.parameters())
 
     def write(self, values: torch.Tensor) -> None:
-        """Keep `values`, flat and in full precision, as masters; the parameters follow. `values` may be overwritten."""
+        """Store masters and update the parameters.
+
+        Args:
+            values: Masters in full precision, [numel]. May be overwritten.
+        """
         torch._foreach_copy_(self.parameters(), self.views(values))
 
     def take_parameters(self) -> None:
-        """Make the parameters, as they are, the masters."""
+        """Set the masters to the current parameters."""
 
     def take_edits(self) -> None:
-        """Follow parameters that user code has written since the last `write`."""
+        """Update masters of parameters that user code has written since the last `write`."""
 
     def saved(self, low: int, high: int) -> torch.Tensor | None:
-        """Masters [low, high) in full precision; None where the parameters say it all."""
+        """Return masters [low, high) in full precision; None if the parameters are the masters.
+
+        Args:
+            low: First element of the segment.
+            high: End of the range.
+        """
         return None
 
     def load(self, saved: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Take over saved masters: (first element, values). The others stay."""
+        """Load saved masters. Elements that are not listed keep their masters.
+
+        Args:
+            saved: Pairs of (first element, values).
+        """
 
     def part(self, low: int, high: int, shards: Sequence[ParamShard]) -> ParameterStorage:
-        """The storage of elements [low, high) alone, over the same memory. They hold `shards`."""
+        """Return the storage of elements [low, high), over the same memory.
+
+        Args:
+            low: First element of the segment.
+            high: End of the range.
+            shards: Shards in that range.
+        """
         memory = None if self.memory is None else self.memory[low:high]
         return type(self)(shards, memory, self.kept[low:high])
 
 
 class CopyStorage(ParameterStorage):
-    """Masters of their own, in full precision: `kept` is what the inner optimizer steps."""
+    """Separate masters in full precision. The inner optimizer steps `kept`."""
 
     def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
-        """Nothing: `out` is `kept`."""
+        """Do nothing, because `out` is `kept`."""
 
     def take_parameters(self) -> None:
         torch._foreach_copy_(self.views(self.kept), self.parameters())
 
     def take_edits(self) -> None:
-        """A parameter that is not its master rounded has been written, and becomes its own master."""
+        """Copy every parameter that differs from its rounded master to the master."""
         for master, param in zip(self.views(self.kept), self.parameters(), strict=True):
             numel = CPU_NUMEL if master.is_cpu else DEVICE_NUMEL
-            param = param.to(master.device)  # the same one, unless masters are on the host
+            param = param.to(master.device)  # the same tensor, unless masters are on the host
             pieces = [(master, param)]
             if master.dim() == 1 and master.numel() > numel:
                 pieces = list(zip(master.split(numel), param.split(numel), strict=True))
@@ -108,12 +135,12 @@ class CopyStorage(ParameterStorage):
 
 
 def _take_edits(master: torch.Tensor, param: torch.Tensor) -> None:
-    """Give the master the parameter's value in every element in which the parameter is not the master rounded.
+    """Copy the parameter to the master in every element in which the parameter differs from the rounded master.
 
-    The comparison is of bits. On a GPU the master is written in any case, because the host would have to wait for the
-    result of the comparison.
+    Bits are compared. On a GPU the master is always written, because the host would otherwise wait for the result of
+    the comparison.
     """
-    rounded = master.to(param.dtype)  # the master itself where nothing is rounded
+    rounded = master.to(param.dtype)  # the master itself if nothing is rounded
     kind = INTEGERS[param.element_size()]
     if not master.is_cpu:
         master.copy_(torch.where(rounded.view(kind) == param.view(kind), master, param))
@@ -128,20 +155,19 @@ def _take_edits(master: torch.Tensor, param: torch.Tensor) -> None:
 
 
 class RemainderStorage(ParameterStorage):
-    """An fp32 master as the sum of two 16-bit integers: bits = (bits of the bf16 parameter << 16) + remainder.
+    """Masters in fp32 as the sum of two 16-bit integers: bits = (bits of the bf16 parameter << 16) + remainder.
 
-    The remainder is signed, so the parameter is the master rounded to nearest. Ties go away from zero: with ties to
-    even, as torch rounds, some remainders would need a 17th bit. Only there, once in 65536 numbers, the parameter
-    differs from `master.bfloat16()`. Every fp32 number comes back bit for bit.
-
-    kept: the remainders, in int16.
+    The remainder is signed, so the parameter is the master rounded to nearest. Ties are rounded away from zero: with
+    ties to even, as torch rounds, some remainders would need a 17th bit. In ties alone, once in 65536 numbers, the
+    parameter differs from `master.bfloat16()`. Every fp32 number is restored bit for bit. `kept` has the remainders in
+    int16.
     """
 
     def _halves(self) -> list[torch.Tensor]:
         return [param.view(torch.int16) for param in self.parameters()]
 
     def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
-        # The parameters' bits, converted to int32 where the master will stand; gaps between shards stay as they are.
+        # The parameters' bits are converted to int32 in the master's memory; gaps between shards keep their values.
         bits = out.view(torch.int32)
         torch._foreach_copy_(self.views(bits), self._halves())
         low = torch.empty_like(bits) if spare is None else spare.view(torch.int32)
@@ -157,9 +183,10 @@ class RemainderStorage(ParameterStorage):
         self.kept.zero_()
 
     def take_edits(self) -> None:
-        """An edited parameter with its old remainder is a master too, at most half a unit of the last place away.
+        """Reset remainders that do not fit their edited parameter.
 
-        A zero is none with a negative remainder; the two would make a NaN.
+        An edited parameter with its old remainder is still a valid master, at most half a unit in the last place away.
+        A zero with a negative remainder is not: together they would be a NaN.
         """
         for remainder, param in zip(self.views(self.kept), self.parameters(), strict=True):
             without_sign = param.view(torch.int16) << 1  # torch counts integers faster than bf16 numbers

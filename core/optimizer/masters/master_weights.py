@@ -1,13 +1,13 @@
 """Master weights: the memory that the inner torch optimizer updates, bucket by bucket.
 
-A bucket's owned range is cut into shards of parameters. Neighbours of one param group are joined to segments, so that
-torch sees few long tensors instead of many short ones.
+A bucket's owned range is cut into parameter shards. Adjacent shards of one param group are joined to segments, so that
+torch steps few long tensors instead of many short ones.
 
-Parameters in full precision are their own masters. They are stepped where they lie: in the bucket's one tensor (for a
-replicated bucket flat_parameters.py makes it), or each alone where parameters cannot move. master_storage.py lists
-the storages of all other masters. A segment whose master, gradients or moments are not kept in full precision is
-stepped through scratch memory (scratch.py), in pieces that fit there; but where it lies if all of them are kept in one
-16-bit dtype that torch's kernel takes (`steps_16_bits`).
+Full-precision parameters are their own masters. They are stepped in place: in the bucket's one tensor (created by
+flat_parameters.py for a replicated bucket), or separately if parameters cannot move. master_storage.py lists the
+storage formats of all other masters. A segment whose master, gradients or moments are not kept in full precision is
+stepped through scratch memory (scratch.py), in pieces that fit there. The exception is a segment kept in one 16-bit
+dtype that torch's kernel accepts (`steps_16_bits`), which is stepped in place.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from core.optimizer.masters.param_shards import ParamShard, cut_shards, join_sha
 from core.optimizer.optimizer_config import OptimizerConfig
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-NUMBERS = ("step", "mu_product", "eta", "mu")  # tensors without dimension that torch's algorithms keep of a parameter
+NUMBERS = ("step", "mu_product", "eta", "mu")  # 0-dim tensors in the state of torch's algorithms
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Neighbouring shards of one param group and the tensor that the inner optimizer sees for them.
+    """Adjacent shards of one param group, and the tensor that the inner optimizer steps for them.
 
-    In scratch `master` and `grad` mean something only while the segment is stepped.
+    For a segment in scratch, `master` and `grad` are valid only while it is stepped.
     """
 
     shards: tuple[ParamShard, ...]
-    reduced: torch.Tensor  # [numel], the gradients where they were reduced, in their dtype
+    reduced: torch.Tensor  # [numel], view of the reduced gradients, in their dtype
     master: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.empty(0, device="cpu")))
     grad: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     in_scratch: bool = False
-    wave: int = 0  # segments of a bucket with equal numbers are in scratch at the same time
-    at: int = 0  # where in the scratch memory
-    storage: ParameterStorage | None = None  # None: the parameters are the master, and are stepped where they lie
-    moments: dict[str, torch.Tensor] = field(default_factory=dict)  # [numel], those that are kept in 16 bits
-    live: bool = True  # False while its parameters are frozen, or have no gradient on any rank
+    wave: int = 0  # segments of a bucket with the same wave are in scratch at the same time
+    at: int = 0  # first element in the scratch memory
+    storage: ParameterStorage | None = None  # None: the parameters are the master, stepped in place
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)  # [numel] each, moments kept in 16 bits
+    live: bool = True  # False if its parameters are frozen, or have no gradient on any rank
 
     @property
     def start(self) -> int:
@@ -61,7 +61,7 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Elements, padding between shards included."""
+        """Number of elements, including padding between shards."""
         return self.reduced.numel()
 
     @property
@@ -71,17 +71,24 @@ class Segment:
 
     @property
     def norm_group(self) -> str | None:
-        """The norm that its gradients are clipped by."""
+        """Name of the norm that its gradients are clipped by."""
         return self.shards[0].norm_group
 
 
 def storage_of(
     config: OptimizerConfig, dtype: torch.dtype, *, contiguous: bool = True, together: bool = True, apart: bool = False
 ) -> type[ParameterStorage] | None:
-    """Storage class of masters for this dtype; None if they are the parameters in full precision.
+    """Return the storage class of masters for parameters of this dtype.
 
-    together: True if the parameters of a bucket lie in one tensor. apart: True if they lie on another device than
-    their gradients are stepped on.
+    Args:
+        config: Precision options.
+        dtype: Dtype of the parameters.
+        contiguous: True if every parameter is contiguous.
+        together: True if the parameters of a bucket are in one tensor.
+        apart: True if parameters are on another device than the one that steps their gradients.
+
+    Returns:
+        The class; None if the full-precision parameters are the masters.
     """
     if dtype not in LOW_PRECISION:
         return None if (contiguous or together) and not apart else CopyStorage
@@ -94,9 +101,15 @@ def storage_of(
 
 
 def steps_16_bits(config: OptimizerConfig, dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> bool:
-    """True if torch's fused Adam can step parameters, gradients and moments, all of one 16-bit dtype, where they lie.
+    """Return True if torch's fused Adam can step parameters, gradients and moments of one 16-bit dtype in place.
 
     Its CPU kernel computes in fp32 and rounds once, as a step through scratch does.
+
+    Args:
+        config: Dtypes of masters and moments, and the backend.
+        dtype: Dtype of the parameters.
+        grad_dtype: Dtype of the gradients.
+        device: Device that steps them.
     """
     kept = {grad_dtype, config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype}
     if dtype not in LOW_PRECISION or kept != {dtype} or device.type != "cpu":
@@ -105,11 +118,16 @@ def steps_16_bits(config: OptimizerConfig, dtype: torch.dtype, grad_dtype: torch
 
 
 class BucketMasters:
-    """The master weights of one bucket's owned range, and the gradients that update them.
+    """Master weights of one bucket's owned range, and the gradients that update them.
 
-    scratch_numel: of a device the longest segment that is stepped there through scratch; None for any length.
-    needs_shape: True for a param group whose algorithm needs whole parameters in their shape.
-    only_adam: True if our Adam steps every param group.
+    Args:
+        bucket: The bucket.
+        group_of: Index of the param group of a parameter.
+        config: Precision and offload options.
+        scratch_numel: Longest segment that a device steps through scratch, in elements; None for any length.
+        needs_shape: Function of a param group's index that returns True if its algorithm needs unsplit parameters in
+            their shape.
+        only_adam: True if our Adam steps every param group.
     """
 
     def __init__(
@@ -125,17 +143,17 @@ class BucketMasters:
         self.bucket = bucket
         self.needs_shape = needs_shape
         self.tier = bucket.state_tier if isinstance(bucket.state_tier, FileTier) else None
-        self.grad = bucket.owned_grad  # where they are stepped; on a host a copy of those that were reduced
-        self.copied: torch.Event | None = None  # behind that copy
+        self.grad = bucket.owned_grad  # on the stepping device: a copy of the reduced gradients if that is the host
+        self.copied: torch.Event | None = None  # recorded after that copy
         if isinstance(bucket.state_tier, HostTier) and not bucket.owned_grad.is_cpu:
             self.grad = bucket.state_tier.zeros(self.grad.numel(), self.grad.dtype)
-        self.is_apart = bucket.state_tier is not None  # stepped alone, since its state is in other memory
-        # True if gradients come to the host while other buckets are stepped.
+        self.is_apart = bucket.state_tier is not None  # stepped separately, because its state is in other memory
+        # True if gradients are copied to the host while other buckets are stepped.
         self.sends_ahead = config.overlap_cpu_optimizer_d2h_h2d or not config.optimizer_cpu_offload
         self.shards = owned_shards(bucket.layout, bucket.shard_range, bucket.params, bucket.contracts, group_of)
         self.live = [True] * len(bucket.params)  # for each parameter: True if it is updated in this step
         dtype = bucket.params[0].dtype
-        self.dtype = torch.promote_types(dtype, torch.float32)  # what steps are computed in
+        self.dtype = torch.promote_types(dtype, torch.float32)  # dtype of a step's arithmetic
         self.flat = FlatParameters.of(bucket) if bucket.param_shard is None else None
         if self.flat is not None:
             self.param_data: torch.Tensor | None = self.flat.data
@@ -146,7 +164,7 @@ class BucketMasters:
         self.storage = storage_of(config, dtype, contiguous=contiguous, together=together, apart=apart)
         numel = self.grad.numel() if self.storage in (CopyStorage, RemainderStorage) else 0
         kept_dtype = torch.int16 if self.storage is RemainderStorage else self.dtype
-        self.offloaded: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # [owned], by name: what lies in the tier
+        self.offloaded: dict[tuple[str, torch.dtype], torch.Tensor] = {}  # [owned] each: moments in the tier
         self.kept = self._zeros(numel, kept_dtype)
         moments = {config.exp_avg_dtype, config.exp_avg_sq_dtype}
         in_place = self.storage in (None, CopyStorage)
@@ -165,25 +183,29 @@ class BucketMasters:
         self.load_parameters()
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for masters or moments, where they are to lie."""
+        """Allocate memory for masters or moments, in the bucket's memory tier if it has one."""
         tier = self.bucket.state_tier
         return huge_pages.zeros(numel, dtype, self.grad.device) if tier is None else tier.masters(numel, dtype)
 
     def send_grads(self) -> None:
-        """Begin to copy reduced gradients to where they are stepped, if that is the host."""
+        """Start copying reduced gradients to the host, if they are stepped there."""
         reduced = self.bucket.owned_grad
         if self.grad is not reduced and self.copied is None:
             self.copied = copy_to_host(self.grad, reduced)
 
     def await_grads(self) -> None:
-        """Have the gradients where they are stepped."""
+        """Wait until the gradients are on the device that steps them."""
         self.send_grads()
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
 
     def keep_moments(self, state: dict[Any, dict[str, Any]]) -> None:
-        """Move new moments of an optimizer or a checkpoint to the memory tier, if they are offloaded."""
+        """Move moments that an optimizer or a checkpoint has created to the memory tier, if they are offloaded.
+
+        Args:
+            state: The inner optimizer's state by master. Its tensors are replaced.
+        """
         known = len(self.offloaded)
         for segment in self.segments:
             of_master = state.get(segment.master, {})
@@ -220,7 +242,14 @@ class BucketMasters:
         return segment
 
     def shape_of(self, segment: Segment) -> tuple[int, ...]:
-        """The shape in which the inner optimizer sees a segment."""
+        """Return the shape in which the inner optimizer sees a segment.
+
+        Args:
+            segment: A segment of this bucket.
+
+        Raises:
+            ValueError: If its algorithm needs the unsplit parameter and this rank owns only a part of it.
+        """
         shard = segment.shards[0]
         if not self.needs_shape(shard.group):
             return (segment.numel,)
@@ -233,14 +262,14 @@ class BucketMasters:
 
     @property
     def waves(self) -> list[list[Segment]]:
-        """The segments that are stepped through scratch, those of one wave together."""
+        """Segments that are stepped through scratch, grouped by wave."""
         scratched = (segment for segment in self.segments if segment.in_scratch)
         return [list(segments) for _, segments in itertools.groupby(scratched, key=lambda segment: segment.wave)]
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def load_parameters(self) -> None:
-        """Make the parameters, as they are now, the masters."""
+        """Set the masters to the current parameters."""
         if self.flat is not None:
             self.flat.take_back()
         for segment in self.segments:
@@ -248,10 +277,9 @@ class BucketMasters:
                 segment.storage.take_parameters()
 
     def take_over_edits(self) -> None:
-        """Let masters follow parameters that user code has written since the last step: loaded, pruned or clamped ones.
+        """Update masters of parameters that user code has written since the last step by a load, pruning or a clamp.
 
-        After it masters and parameters belong together again, wherever the parameters were left: those of a flat tensor
-        lie in it again.
+        Afterwards masters and parameters are consistent, and parameters of a flat tensor are views of it again.
         """
         if self.flat is not None:
             self.flat.take_back()
@@ -260,15 +288,19 @@ class BucketMasters:
                 segment.storage.take_edits()
 
     def note_spent(self, factors: Mapping[str | None, float], loss_scale: float) -> None:
-        """A step is made of the bucket's gradients. It multiplies in memory what is stepped where it was reduced.
+        """Record that a step has used the bucket's gradients, and the factors that it applied to them in memory.
 
-        A backward that adds to gradients which the user has left there multiplies the rest, and by the loss scale that
-        the new ones carry.
+        Gradients that are stepped in place are multiplied in memory by the step, others are not. If the user keeps the
+        gradients and a later backward adds to them, the remaining factors and the new loss scale must be applied first.
+
+        Args:
+            factors: Factor of each norm group in this step.
+            loss_scale: Loss scale of the next gradients.
         """
 
         in_place, segments = self.grad is self.bucket.owned_grad, self.segments
 
-        def owed(grad: torch.Tensor) -> list[tuple[torch.Tensor, float]]:  # holds no bucket, which holds it
+        def owed(grad: torch.Tensor) -> list[tuple[torch.Tensor, float]]:  # must not refer to the bucket
             done = [in_place and segment.live and not segment.in_scratch for segment in segments]
             return [
                 (
@@ -281,14 +313,18 @@ class BucketMasters:
         self.bucket.owed, self.bucket.pending_scale = owed, 1.0
 
     def note_written(self) -> None:
-        """Mark the parameters as written by a step, for autograd."""
+        """Mark the parameters as changed for autograd."""
         if self.flat is not None:
             self.flat.note_written()
 
     # -- cutting segments -------------------------------------------------------------------------------------------
 
     def follow_freezing(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cut frozen parameters, and those that no rank has used, out of their segment: nothing moves them."""
+        """Cut parameters that are frozen, or unused on all ranks, out of their segments, so that no step moves them.
+
+        Args:
+            optimizer: The inner optimizer, whose groups and state are updated.
+        """
         trains = map(_REQUIRES_GRAD, self.bucket.params)  # each step: 0.1 ms for 2005 parameters
         live = list(map(operator.and_, trains, map(bool, self.bucket.used)))
         if live == self.live:
@@ -302,9 +338,17 @@ class BucketMasters:
                 part.live = of_param[id(part.shards[0].param)]
 
     def split(self, segment: Segment, counts: list[int], optimizer: torch.optim.Optimizer) -> list[Segment]:
-        """Cut a segment into some of `counts` shards each; the inner optimizer's parameters and state are cut with it.
+        """Split a segment, with its master and state, into segments of `counts` shards each.
 
-        Padding stays with what is before it, so that all parts but the last fill whole vectors.
+        Padding stays with the shard before it, so that all parts but the last fill complete vectors.
+
+        Args:
+            segment: A segment of this bucket.
+            counts: Number of shards of each part.
+            optimizer: The inner optimizer, whose groups and state are updated.
+
+        Returns:
+            The parts; the segment itself for a single count.
         """
         if len(counts) == 1:
             return [segment]
@@ -342,15 +386,15 @@ def _replaced(items: Sequence[Any], old: Any, new: Sequence[Any]) -> list[Any]:
 
 
 def is_per_element(key: str, value: Any, param: torch.Tensor) -> bool:
-    """Return True if a state value has one number for each element, as moments have and step counts do not.
+    """Return True if a state value has one number for each element, as moments do and step counts do not.
 
-    Decided where an optimizer has made the value, or where a state in torch's format comes in. Entries carry the answer
-    on (optimizer_state.py), because their tensors are flat and have lost the shape.
+    Call it only on values in an optimizer's own format or in torch's state format. Entries carry the result with them
+    (optimizer_state.py), because their tensors are flat and have lost the shape.
 
     Args:
         key: The value's name in the optimizer's state.
-        value: The value, as the optimizer has made it for `param`.
-        param: What the optimizer steps: a master, or a parameter.
+        value: The value, as the optimizer has created it for `param`.
+        param: The tensor that the optimizer steps: a master, or a parameter.
     """
     if not isinstance(value, torch.Tensor) or key == "step" or value.shape != param.shape:
         return False
@@ -358,7 +402,15 @@ def is_per_element(key: str, value: Any, param: torch.Tensor) -> bool:
 
 
 def cut_state(key: str, value: Any, master: torch.Tensor, low: int, high: int) -> Any:
-    """The part of one optimizer state value that belongs to elements [low, high) of a flat master."""
+    """Return the part of a state value that belongs to elements [low, high) of a flat master.
+
+    Args:
+        key: The value's name in the optimizer's state.
+        value: The value. If it is not per element, it is copied.
+        master: The master that the value was created for.
+        low: First element.
+        high: End of the range.
+    """
     if is_per_element(key, value, master):
         return value[low:high]
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Bytes of the scratch memory, and the moments of an algorithm, for planning a run before there is an optimizer."""
+"""Sizes of scratch memory and moments, for planning a run before an optimizer exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from core.optimizer.optimizer_config import OptimizerConfig
 MOMENTS: dict[str, tuple[str, ...]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
-    "muon": ("momentum_buffer",),  # of matrices; the rest has those of muon_scalar_optimizer
+    "muon": ("momentum_buffer",),  # for matrices; other parameters have the moments of muon_scalar_optimizer
     "sgd": ("momentum_buffer",),
 }
 
@@ -21,11 +21,18 @@ MOMENTS: dict[str, tuple[str, ...]] = {
 def scratch_bytes(
     config: OptimizerConfig, *, param_dtype: torch.dtype, grad_dtype: torch.dtype, on_cpu: bool = False
 ) -> int:
-    """Bytes of the scratch memory, once the segments of the model fill it."""
+    """Return the bytes of the scratch memory, for a model large enough to fill it.
+
+    Args:
+        config: Algorithm, precision options and backend.
+        param_dtype: Dtype of the parameters.
+        grad_dtype: Dtype of the gradients.
+        on_cpu: True if the CPU steps the parameters.
+    """
     device = torch.device("cpu" if on_cpu else "cuda")
     if label(config.optimizer) == "adam" and steps_16_bits(config, param_dtype, grad_dtype, device):
         return 0
-    dtype = torch.promote_types(param_dtype, torch.float32)  # what steps are computed in
+    dtype = torch.promote_types(param_dtype, torch.float32)  # dtype of a step's arithmetic
     moments = sum(kept_dtype(key, config) is not None for key in moments_of(config))
     storage = storage_of(config, param_dtype)
     masters = storage in (ParameterStorage, RemainderStorage)
@@ -34,9 +41,14 @@ def scratch_bytes(
 
 
 def moments_of(config: OptimizerConfig, algorithm: str | None = None) -> tuple[str, ...]:
-    """Names of what an algorithm keeps for each element; the configured one by default.
+    """Return the names of the per-element state that an algorithm keeps.
 
-    ValueError for an algorithm whose moments are not known here.
+    Args:
+        config: Options of the optimizer.
+        algorithm: Name of the algorithm; None for the configured one.
+
+    Raises:
+        ValueError: If the algorithm's moments are not known here.
     """
     name = algorithm or label(config.optimizer)
     if name not in MOMENTS:

@@ -1,4 +1,4 @@
-"""A bucket's owned range, cut into shards of parameters; and neighbours that are stepped as one."""
+"""Shards: the parts of parameters in a bucket's owned range, and adjacent shards that are stepped as one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.param_layout import BucketLayout
 
-VECTOR_NUMEL = 16  # elements of the longest vector of a CPU, in fp32
-NORM_GROUP = "grad_norm_group"  # the attribute of parameters whose gradients have a norm of their own
+VECTOR_NUMEL = 16  # fp32 elements in the longest CPU vector
+NORM_GROUP = "grad_norm_group"  # attribute of parameters whose gradients have a separate norm
 
 
 class ParamShard(NamedTuple):
-    """Elements [start, end) of the bucket's owned range: those from `offset` on of one flattened parameter.
+    """Elements [start, end) of the bucket's owned range, which are one flattened parameter's elements from `offset` on.
 
-    A tuple, because there is one for each parameter and a frozen dataclass takes four times as long to make.
+    A tuple, because there is one per parameter and a frozen dataclass takes four times as long to create.
     """
 
     param: nn.Parameter
@@ -32,23 +32,30 @@ class ParamShard(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter that this rank owns here."""
+        """Number of the parameter's elements that this rank owns here."""
         return self.end - self.start
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's shape where all of it is owned; else [numel]."""
+        """Shape of the parameter if this rank owns all of it; otherwise [numel]."""
         return tuple(self.param.shape) if self.numel == self.param.numel() else (self.numel,)
 
     @property
     def data(self) -> torch.Tensor:
-        """The owned part of the parameter: itself where all of it is owned, for it may not be contiguous."""
+        """Owned part of the parameter. A fully owned parameter is returned as a whole, because it may not be
+        contiguous.
+        """
         if self.numel == self.param.numel():
             return self.param.data
         return self.param.data.view(-1)[self.offset : self.offset + self.numel]
 
     def cut(self, start: int, end: int) -> ParamShard:
-        """The part of it in [start, end) of the owned range."""
+        """Return the part of the shard within a range of the owned range.
+
+        Args:
+            start: First element.
+            end: End of the range.
+        """
         low, high = max(self.start, start), min(self.end, end)
         return self._replace(start=low, end=high, offset=self.offset + low - self.start)
 
@@ -60,9 +67,14 @@ def owned_shards(
     contracts: Sequence[GradientContract],
     group_of: Callable[[nn.Parameter], int],
 ) -> list[ParamShard]:
-    """The parts of a bucket's parameters that lie in `owned`, [start, end) of it; empty ones are left out.
+    """Return the parts of a bucket's parameters within its owned range. Empty parts are left out.
 
-    params, contracts: in the order of the layout's slots.
+    Args:
+        layout: The bucket's layout.
+        owned: Range [start, end) of the bucket's elements that this rank owns.
+        params: The bucket's parameters, in the order of the layout's slots.
+        contracts: Their gradient contracts, in the same order.
+        group_of: Index of the param group of a parameter.
     """
     low, high = owned
     shards = []
@@ -80,11 +92,15 @@ def owned_shards(
 def join_shards(
     shards: Sequence[ParamShard], alone: Callable[[int], bool] = lambda group: False
 ) -> list[list[ParamShard]]:
-    """Neighbours of one param group and norm together. The padding between them has no gradient that matters.
+    """Group adjacent shards of one param group and norm, so that they are stepped as one tensor.
 
-    They are joined only where all before the last fill whole vectors. Kernels round the last elements of a tensor in
-    another way where they do not, and a segment that is split later (a frozen parameter) shall not change a bit.
-    alone: True for a param group of which each shard is a segment of its own.
+    Shards are joined only if all but the last fill complete vectors. Otherwise kernels round the last elements of a
+    tensor differently, and splitting a segment later (for a frozen parameter) must not change a bit. Gradients of the
+    padding between shards have no effect.
+
+    Args:
+        shards: Shards in the order of their elements.
+        alone: Function of a param group's index that returns True if each of its shards must stay separate.
     """
     joined: list[list[ParamShard]] = []
     for shard in shards:
@@ -98,9 +114,16 @@ def join_shards(
 
 
 def cut_shards(shards: Sequence[ParamShard], numel: int) -> list[tuple[list[ParamShard], int]]:
-    """Cut neighbours into (shards, end) of `numel` elements and a shorter last one.
+    """Cut adjacent shards into pieces of `numel` elements, with a shorter last piece.
 
-    Each ends where it was cut, in padding perhaps, so that it fills whole vectors (see join_shards).
+    A piece may end in padding, so that it fills complete vectors (see `join_shards`).
+
+    Args:
+        shards: Adjacent shards.
+        numel: Elements of a piece.
+
+    Returns:
+        (shards, end) of each piece.
     """
     cuts = []
     for start in range(shards[0].start, shards[-1].end, numel):

@@ -1,7 +1,7 @@
-"""Scratch: full-precision memory for segments whose masters, gradients or moments are kept otherwise.
+"""Scratch: full-precision memory to step segments whose masters, gradients or moments are stored in another format.
 
-A wave of segments is unpacked, stepped by the same inner optimizer as everything else, and packed away again. So the
-memory is bounded for any size of the model, and an algorithm knows nothing of how its numbers are kept.
+A wave of segments is unpacked, stepped by the inner optimizer, and packed again. The memory is therefore bounded for
+any model size, and algorithms do not depend on the storage format.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from core.optimizer.masters.master_storage import CPU_NUMEL, DEVICE_NUMEL, CopyS
 from core.optimizer.masters.master_weights import BucketMasters, Segment, is_per_element
 from core.optimizer.optimizer_config import OptimizerConfig
 
-ALIGNMENT = 64  # elements, so that kernels see every segment from a vector's first element on
+ALIGNMENT = 64  # in elements, so that every segment begins at a vector's first element
 
-OPTION_OF_STATE = {  # what an inner optimizer calls its moments -> the option that says what they are kept in
+OPTION_OF_STATE = {  # moment's name in an inner optimizer -> option with its storage dtype
     **dict.fromkeys(("exp_avg", "momentum_buffer"), "exp_avg_dtype"),
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq"), "exp_avg_sq_dtype"),
 }
@@ -28,26 +28,40 @@ State = dict[Any, dict[str, Any]]
 
 
 def scratch_numel(device: torch.device) -> int:
-    """Longest segment that goes through scratch."""
+    """Return the number of elements of the longest segment that a device steps through scratch.
+
+    Args:
+        device: The device that steps it.
+    """
     return CPU_NUMEL if device.type == "cpu" else DEVICE_NUMEL
 
 
 def kept_dtype(key: str, config: OptimizerConfig) -> torch.dtype | None:
-    """The dtype that an inner optimizer's state of this name is kept in; None for the one it is computed in."""
+    """Return the storage dtype of an inner optimizer's state, if it is not the dtype of the arithmetic.
+
+    Args:
+        key: Name of the state.
+        config: Dtypes of moments.
+
+    Returns:
+        The dtype; None for fp32.
+    """
     dtype = getattr(config, OPTION_OF_STATE[key]) if key in OPTION_OF_STATE else torch.float32
     return None if dtype == torch.float32 else dtype
 
 
 class Scratch:
-    """The memory, shared by all waves of an optimizer: a tensor for each of master, gradient and packed moment."""
+    """Scratch memory shared by all waves of an optimizer: one tensor each for masters, gradients and every packed
+    moment.
+    """
 
     def __init__(self, masters: Sequence[BucketMasters], config: OptimizerConfig, *, at_once: bool = False) -> None:
         """Plan and allocate the memory.
 
         Args:
-            masters: The optimizer's buckets, whose segments are given their place.
-            config: Says in which dtypes moments are kept.
-            at_once: True to give every segment of all buckets its own place, as they are stepped in one call.
+            masters: The optimizer's buckets. Their segments are assigned a place in the memory.
+            config: Dtypes of moments.
+            at_once: True to give every segment of all buckets a separate place, because they are stepped in one call.
         """
         self.config = config
         self.extent = 0
@@ -62,9 +76,9 @@ class Scratch:
                     self._bind(bucket_masters, segment)
 
     def _plan_waves(self, masters: BucketMasters, at: int, limit: float) -> int:
-        """Fill wave after wave from element `at` on; return the end of the last one.
+        """Assign waves from element `at` on; return the end of the last one.
 
-        A segment that is longer than `limit` (a whole matrix) has a wave to itself.
+        A segment that is longer than `limit` (a complete matrix) has its own wave.
         """
         wave = 0
         for segment in masters.segments:
@@ -94,7 +108,9 @@ class Scratch:
         return self.memory[name, dtype, device]
 
     def _spare(self, segment: Segment) -> torch.Tensor | None:
-        """The scratch of the gradients, which come after the masters; for remainders it is always there."""
+        """Return workspace for `read`: the gradients' scratch, which is filled after the masters. None if it is not
+        needed.
+        """
         if not isinstance(segment.storage, RemainderStorage):
             return None
         memory = self._memory("grad", segment.master.dtype, segment.master.device)
@@ -107,7 +123,12 @@ class Scratch:
     # -- a wave -----------------------------------------------------------------------------------------------------
 
     def unpack(self, wave: Sequence[Segment], state: State) -> None:
-        """Bring gradients, masters and moments into scratch."""
+        """Copy gradients, masters and moments into scratch.
+
+        Args:
+            wave: Segments that are stepped together.
+            state: The inner optimizer's state by master.
+        """
         for segment in wave:
             if segment.storage is not None:
                 segment.storage.read(segment.master.data.view(-1), self._spare(segment))
@@ -117,7 +138,12 @@ class Scratch:
                 state[segment.master][key].view(-1).copy_(kept)
 
     def pack(self, wave: Sequence[Segment], state: State) -> None:
-        """Put masters and moments back to where they are kept; parameters follow their masters."""
+        """Store masters and moments in their own format, and update the parameters from their masters.
+
+        Args:
+            wave: Segments that were stepped together.
+            state: The inner optimizer's state by master.
+        """
         for segment in wave:
             if segment.storage is not None:
                 segment.storage.write(segment.master.data.view(-1))
@@ -129,7 +155,13 @@ class Scratch:
                     segment.moments[key].copy_(value.view(-1))
 
     def adopt(self, segment: Segment, key: str, value: torch.Tensor) -> torch.Tensor:
-        """Return the inner optimizer's tensor of a moment: in scratch, if it is kept in another dtype."""
+        """Return the tensor to use as an inner optimizer's moment: a view of scratch if it is stored in another dtype.
+
+        Args:
+            segment: The moment's segment, which receives storage for it.
+            key: Name of the moment.
+            value: The moment, as the inner optimizer has created it.
+        """
         dtype = kept_dtype(key, self.config)
         if dtype is None:
             return value

@@ -31,7 +31,7 @@ from core.optimizer.norm.step_settings import Settings, digest_terms, first_diff
 class GradStats:
     """Statistics of a step's gradients, equal on all ranks: of the true gradients, before clipping."""
 
-    norms: Mapping[str | None, float]  # by norm group; None for gradients in no group
+    norms: Mapping[str | None, float]  # keyed by norm group; None for gradients in no group
     num_zeros: int | None
     culprit: str | None = None  # description of the first non-finite gradient; None if all are finite
     factors: tuple[float, ...] = ()  # true gradient = factor * memory, for each bucket

@@ -1,1 +1,1 @@
-"""One step of the inner optimizer, on the device or on the CPU, and what the log says of skipped ones."""
+"""One step of the inner optimizer, on the device or on the CPU, and the log of skipped steps."""

@@ -1,8 +1,8 @@
-"""The inner optimizer: the torch optimizer that does the arithmetic on master weights.
+"""Inner optimizer: the torch optimizer that computes the update of master weights.
 
-It sees master weights as segments: long flat tensors over one or many parameters, for algorithms that work element by
-element; one whole parameter in its shape for those that do not (algorithms/names.py). Where groups have several
-algorithms, they are members of one CombinedOptimizer.
+It sees master weights as segments: long flat tensors over one or many parameters for elementwise algorithms, and one
+unsplit parameter in its shape for others (algorithms/names.py). If groups use several algorithms, each is a member of
+one CombinedOptimizer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from core.optimizer.optimizer_config import OptimizerConfig
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Members step one after the other; groups and state are shared, so from outside it is one torch optimizer.
+    """Several optimizers with shared groups and state that step one after the other, as one torch optimizer.
 
-    groups: the members' param groups in the order in which they are listed here; the same dicts.
+    Args:
+        groups: The members' param groups in the order in which they are listed here; the same dict objects.
+        members: Optimizers of these groups.
     """
 
     def __init__(self, groups: list[dict[str, Any]], members: Sequence[torch.optim.Optimizer]) -> None:
@@ -34,7 +36,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for member in self.members:
             self.state.update(member.state)
             member.state = self.state
-        # torch's convention for kernels that divide gradients by `self.grad_scale` themselves.
+        # torch's flag for kernels that divide gradients by `self.grad_scale`.
         self._step_supports_amp_scaling = all(
             getattr(member, "_step_supports_amp_scaling", False) for member in self.members
         )
@@ -58,11 +60,19 @@ def inner_optimizer(
     segments: Sequence[Segment] = (),
     groups: ProcessGroups | None = None,
 ) -> torch.optim.Optimizer:
-    """The torch optimizer over these groups; every group's own lr, weight decay and algorithm are in it.
+    """Create the torch optimizer over param groups. Each group has its own learning rate, weight decay and algorithm.
 
-    segments, groups: where the master weights come from, and the process groups; Muon puts split matrices together.
-    Several algorithms are members of one optimizer.
-    Raises ValueError for an option that the algorithm of a group does not have.
+    Args:
+        config: Options of the algorithms.
+        torch_groups: Param groups that list master weights.
+        segments: Segments of the master weights. Muon reads the layout of split matrices from their parameters.
+        groups: Process groups in which Muon gathers split matrices.
+
+    Returns:
+        One optimizer; a CombinedOptimizer for several algorithms.
+
+    Raises:
+        ValueError: If a group has an option that its algorithm does not have.
     """
     members: list[torch.optim.Optimizer] = []
     for name in dict.fromkeys(group["optimizer"] for group in torch_groups):
@@ -95,7 +105,7 @@ def _make(
         return Lion(mine, lr=lr, betas=(config.lion_beta1, config.lion_beta2))
     if algorithm == "muon":
         blockwise = config.muon_tp_mode == "blockwise"
-        layouts = {  # by master; a segment whose master is replaced keeps its own
+        layouts = {  # keyed by master; a segment whose master is replaced keeps its own
             id(segment.master): layout_of(
                 segment.shards[0].param, groups, split_qkv=config.muon_split_qkv, blockwise=blockwise
             )
@@ -119,7 +129,7 @@ def _make(
 
 
 def _check_options(name: str, member: torch.optim.Optimizer, mine: list[dict[str, Any]]) -> None:
-    """Overrides that the algorithm never reads would be silently without effect."""
+    """Raise ValueError for overrides that the algorithm never reads, which would silently have no effect."""
     for group in mine:
         unknown = sorted(set(group) - set(member.defaults) - BOOKKEEPING)
         if unknown:

@@ -1,8 +1,8 @@
-"""One step of the inner optimizer, with everything that gradients must still be multiplied by.
+"""One step of the inner optimizer, including the pending factors of the gradients.
 
-Data average, tokens, loss scale and clip coefficient have become one number by now. torch's fused kernels take it and
-multiply while they read; for other algorithms one foreach pass does it, in scratch where the gradients are there. torch
-hands its kernels the inverse, in fp32 (`grad_scale`, which is there for its own loss scaling).
+Data average, tokens, loss scale and clip coefficient are combined in one factor. torch's fused kernels apply it while
+they read gradients. For other algorithms one foreach pass applies it, in scratch if the gradients are there. torch's
+kernels take the inverse factor in fp32 as `grad_scale`, which exists for torch's own loss scaling.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ import torch
 from core.optimizer.masters.master_weights import BucketMasters, Segment
 from core.optimizer.masters.scratch import Scratch
 
-SMALLEST, LARGEST = 2.0**-120, 2.0**120  # factors beyond are applied in two halves, as fp32 could not hold them
+SMALLEST, LARGEST = 2.0**-120, 2.0**120  # factors outside are applied in two halves, because fp32 cannot represent them
 
-Factors = Mapping[str | None, float]  # of one bucket: norm group -> what its gradients in memory are multiplied by
+Factors = Mapping[str | None, float]  # norm group -> factor of its gradients in memory, for one bucket
 
 
 class InnerStep:
-    """One step of a torch optimizer: one or several calls of its `step()`, each over some of its parameters.
+    """One step of a torch optimizer, made with one or several calls of its `step()`, each over some of its parameters.
 
-    An algorithm may count steps in its param groups. So every call begins with the numbers that the first one found.
+    An algorithm may count steps in its param groups. Every call therefore begins with the values found by the first
+    one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, at_once: bool = False) -> None:
-        """Note the numbers in the optimizer's groups.
+        """Record the values in the optimizer's groups.
 
         Args:
-            optimizer: Steps the masters.
-            at_once: True if one call must have all parameters, as numbers of the algorithm are made of several.
+            optimizer: The optimizer of the masters.
+            at_once: True if one call must have all parameters, because the algorithm computes numbers from several of
+                them.
         """
         self.optimizer = optimizer
         self.at_once = at_once
@@ -39,20 +41,25 @@ class InnerStep:
         self._numbers = [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
     def step_buckets(self, buckets: Sequence[BucketMasters], factors: Sequence[Factors], scratch: Scratch) -> None:
-        """Step the masters of some buckets, and store them: first all that need no scratch memory.
+        """Step the masters of some buckets and store them, beginning with segments that need no scratch memory.
 
-        They are stepped in one call, and 16-bit gradients in one for each factor: multiplied by hand they would be
-        rounded once more.
+        Those segments are stepped in one call. 16-bit gradients have one call per factor, because multiplying them in
+        memory would round them once more.
+
+        Args:
+            buckets: Master weights of the buckets.
+            factors: Factors of each bucket.
+            scratch: Scratch memory of the optimizer.
         """
         pairs = list(zip(buckets, factors, strict=True))
         offloaded = [pair for pair in pairs if pair[0].is_apart]
         if offloaded and len(pairs) > 1 and not self.at_once:
-            for masters, _ in offloaded:  # the gradients of the next one come while one is stepped
+            for masters, _ in offloaded:  # the next bucket's gradients are copied while one is stepped
                 if masters.sends_ahead:
                     masters.send_grads()
             others = [pair for pair in pairs if not pair[0].is_apart]  # first, as a device continues on its own
             self.step_buckets([masters for masters, _ in others], [factor for _, factor in others], scratch)
-            for masters, factor in offloaded:  # each alone: new moments lie in RAM until they are moved
+            for masters, factor in offloaded:  # one at a time: new moments are in RAM until they are moved
                 self.step_buckets([masters], [factor], scratch)
             return
         for masters, _ in offloaded:
@@ -77,12 +84,12 @@ class InnerStep:
                 masters.keep_moments(self.optimizer.state)
 
     def _in_order(self, pairs: list[tuple[Segment, float]]) -> list[tuple[Segment, float]]:
-        """Sort segments as the optimizer lists their masters, so that sums over parameters round as on one process."""
+        """Sort segments in the optimizer's order of masters, so that sums over parameters round as on one process."""
         place = {id(master): at for group in self.optimizer.param_groups for at, master in enumerate(group["params"])}
         return sorted(pairs, key=lambda pair: place[id(pair[0].master)])
 
     def _step(self, pairs: Sequence[tuple[Segment, float]], scratch: Scratch) -> None:
-        """Step the masters of some segments in one call, by way of scratch if they have their place there."""
+        """Step the masters of some segments in one call, through scratch if they are placed there."""
         segments = [segment for segment, _ in pairs]
         in_scratch = [segment for segment in segments if segment.in_scratch]
         if in_scratch:
@@ -95,9 +102,11 @@ class InnerStep:
                 segment.storage.write(segment.master.data.view(-1))
 
     def step_segments(self, segments: Sequence[Segment], factors: Sequence[float]) -> None:
-        """Step the masters of these segments, and no other's.
+        """Step the masters of these segments only.
 
-        factors: what each segment's gradients in memory are multiplied by to be those that the algorithm shall see.
+        Args:
+            segments: The segments.
+            factors: Factor of each segment's gradients in memory that gives the gradients the algorithm shall use.
         """
         if not segments:
             return
@@ -108,7 +117,7 @@ class InnerStep:
         if common != 1.0:
             grad_scale = torch.full((), 1.0 / common, dtype=torch.float32, device=segments[0].grad.device)
             self.optimizer.grad_scale = grad_scale
-        # Runs that step for the first time go alone: torch's fused SGD cannot mix momentum that is there and not.
+        # Segments without state are stepped separately: torch's fused SGD cannot mix present and absent momentum.
         known = [segment for segment in segments if self.optimizer.state.get(segment.master)]
         fresh = [segment for segment in segments if not self.optimizer.state.get(segment.master)]
         try:
@@ -120,7 +129,7 @@ class InnerStep:
                 self.optimizer.grad_scale = None
 
     def _call(self, segments: Sequence[Segment]) -> None:
-        """`optimizer.step()` as if it held the masters of these segments alone."""
+        """Call `optimizer.step()` with only the masters of these segments in its groups."""
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         for group, numbers in zip(groups, self._numbers, strict=True):
@@ -138,7 +147,7 @@ class InnerStep:
 
 
 def _apply(segments: Sequence[Segment], factors: Sequence[float], *, by_kernel: bool) -> float:
-    """Multiply gradients by their factors, all but the one that the kernel can apply; returns that."""
+    """Multiply gradients by their factors, except for one common factor that the kernel applies. Return that factor."""
     common = factors[0] if by_kernel and SMALLEST < abs(factors[0]) < LARGEST else 1.0
     for factor in set(factors) - {common}:
         _multiply(

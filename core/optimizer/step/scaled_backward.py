@@ -1,12 +1,12 @@
-"""Gradients that come from a loss without the loss scale, found before a step divides them by it.
+"""Detection of gradients from an unscaled loss, before a step divides them by the loss scale.
 
-The scale is the same for all gradients of a step, and is divided out once, at its end. So every backward must begin at
-a loss that was multiplied by it. A hook on each scaled loss notes its backward, and a gradient that arrives while none
-of them runs is refused by its name.
+All gradients of a step have the same loss scale, which is divided out once, at the end of the step. Every backward must
+therefore start at a loss that was multiplied by it. A hook on each scaled loss records its backward. A gradient that
+arrives while no such backward runs is refused, with its parameter's name.
 
-Two kinds of programs may be right without it, and are not judged: those that ask for the scale before their first step,
-to multiply by hand; and those whose scaled loss reaches no parameter, because they pass its gradients on (embeddings
-that are computed in parts).
+Two kinds of programs may be right without recorded backwards, and are not checked. Some read the scale before their
+first step, to multiply losses by hand. In others a scaled loss reaches no parameter, because they pass its gradients on
+(embeddings that are computed in parts).
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ class _Backward:
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
         self.scale = scaler.value
-        self.has_arrived = False  # True once it has reached a parameter that is watched
+        self.has_arrived = False  # True after it has reached a watched parameter
 
 
-_RUNNING: list[_Backward] = []  # of this process, as one loss may train the models of several optimizers
+_RUNNING: list[_Backward] = []  # one list per process, because one loss may train the models of several optimizers
 
 
 def scale_loss(loss: torch.Tensor, scaler: LossScaler) -> torch.Tensor:
-    """Multiply a loss by the loss scale, and note its backward."""
+    """Multiply a loss by the loss scale, and record its backward when it runs.
+
+    Args:
+        loss: The loss.
+        scaler: The loss scale.
+    """
     scaled = loss * scaler.value
     if scaled.requires_grad:
         scaler.has_scaled = True
         if _RUNNING and not backward_runs():
-            _RUNNING.clear()  # backwards that have failed
+            _RUNNING.clear()  # remove failed backwards
         scaled.register_hook(partial(_begin, scaler))
     return scaled
 
@@ -60,7 +65,11 @@ def _end(running: _Backward) -> None:
 
 @contextmanager
 def scaled_backward(scaler: LossScaler | None) -> Iterator[None]:
-    """Surround a backward from gradients that carry the loss scale already, such as another rank's."""
+    """Mark a block as a backward from gradients that already have the loss scale, such as another rank's.
+
+    Args:
+        scaler: The loss scale; None for no loss scaling.
+    """
     if scaler is None:
         yield
         return
@@ -74,7 +83,11 @@ def scaled_backward(scaler: LossScaler | None) -> Iterator[None]:
 
 
 def lacks_scale(scaler: LossScaler | None) -> bool:
-    """Return True if a gradient that arrives now comes from a backward that did not begin at a scaled loss."""
+    """Return True if a gradient that arrives now comes from a backward that did not start at a scaled loss.
+
+    Args:
+        scaler: The loss scale; None for no loss scaling.
+    """
     if scaler is None or scaler.value == 1.0:
         return False
     for running in _RUNNING:
@@ -85,7 +98,12 @@ def lacks_scale(scaler: LossScaler | None) -> bool:
 
 
 def unscaled(what: str, scaler: LossScaler) -> str:
-    """Return the error text for a gradient, named by `what`, that lacks the loss scale."""
+    """Return the error text for a gradient that lacks the loss scale.
+
+    Args:
+        what: Description of the gradient.
+        scaler: The loss scale.
+    """
     return (
         f"{what} comes from a loss that was not multiplied by the loss scale {scaler.value:g}, and would be divided by "
         "it; for every loss of a step call booster.backward(loss, optimizer) in place of loss.backward(), or without a "
@@ -94,10 +112,15 @@ def unscaled(what: str, scaler: LossScaler) -> str:
 
 
 class ScaleWatch:
-    """Notes the first parameter of a wrapped model whose gradient lacks the loss scale, in one step.
+    """Detector of the first parameter of a wrapped model whose gradient lacks the loss scale, within one step.
 
-    The hook of every parameter calls `look`, which compares two numbers while it finds nothing. Stages of a pipeline
-    begin backwards with gradients of other stages. There the runner reports the losses that it has not scaled.
+    The hook of every parameter calls `look`, which costs two comparisons unless it finds such a gradient. Pipeline
+    stages start backwards from other stages' gradients, so there the pipeline's runner reports losses that it has not
+    scaled.
+
+    Args:
+        scaler: Function that returns the loss scale, or None.
+        in_pipeline: True if the model is a pipeline stage.
     """
 
     def __init__(self, scaler: Callable[[], LossScaler | None], *, in_pipeline: bool) -> None:
@@ -106,23 +129,28 @@ class ScaleWatch:
         self.unscaled: str | None = None
 
     def look(self, bucket: Bucket, index: int) -> None:
-        """A gradient has arrived."""
+        """Check a gradient that has just arrived.
+
+        Args:
+            bucket: The parameter's bucket.
+            index: Index of the parameter in the bucket.
+        """
         if not self.in_pipeline and lacks_scale(self.scaler()) and self.unscaled is None:
             self.unscaled = f"the gradient of {bucket.contracts[index].name!r}"
 
     def note_loss(self) -> None:
-        """A pipeline's runner begins the backward of a loss that it has not scaled; its function may have done so."""
+        """Check a loss whose backward a pipeline's runner starts unscaled. The user's function may have scaled it."""
         scaler = self.scaler()
         if scaler is not None and scaler.value != 1.0 and not (scaler.has_scaled or scaler.is_by_hand):
             self.unscaled = "the loss of a microbatch"
 
     def reset(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
         self.unscaled = None
 
     @property
     def problem(self) -> str | None:
-        """Error text for a gradient that lacks the scale; None if there is none."""
+        """Error text for a gradient that lacks the scale; None if all gradients have it."""
         scaler = self.scaler()
         if self.unscaled is None or scaler is None:
             return None

@@ -1,4 +1,4 @@
-"""SkipLog: what the log says of skipped steps. Each has its line, but for those that only look for a loss scale."""
+"""SkipLog: log lines for skipped steps. Skips during the search for a loss scale are summarized."""
 
 from __future__ import annotations
 
@@ -6,24 +6,30 @@ import logging
 
 from core.optimizer.loss_scaler import LossScaler
 
-logger = logging.getLogger("core.optimizer.optimizer")  # the optimizer speaks, wherever the sentence is put together
+logger = logging.getLogger("core.optimizer.optimizer")  # logged under the optimizer's name
 
 
 class SkipLog:
-    """The lines of one optimizer, on the rank that writes the log.
+    """Log of one optimizer's skipped steps, on the rank that writes the log.
 
-    A dynamic loss scale begins far too high (2**32) and comes down by one overflow a step, before any update is made.
-    Of these steps the first has its line, with the reason; the others are reported together by the next step. Where the
-    scale has nowhere left to go the search has failed, and each skipped step has its line again.
+    A dynamic loss scale begins far too high (2**32) and is reduced by one overflow per step, before any update is made.
+    Only the first of these skips is logged at once, with its reason. The next step that is made reports the others
+    together. If the scale has reached its minimum, the search has failed, and every skipped step is logged again.
     """
 
     def __init__(self) -> None:
-        self._made = False  # True once a step has been made
-        self._from: float | None = None  # the scale at the first skip of the search
+        self._made = False  # True after the first step that was made
+        self._from: float | None = None  # loss scale at the first skip of the search
         self._unreported = 0
 
     def skipped(self, reason: str, scaler: LossScaler | None, scale_before: float) -> None:
-        """A step was skipped. scale_before: what this step's loss was multiplied by."""
+        """Log a skipped step, or count it if it is part of the search for a loss scale.
+
+        Args:
+            reason: Reason of the skip.
+            scaler: The loss scale; None for no loss scaling.
+            scale_before: Factor that this step's loss was multiplied by.
+        """
         searching = scaler is not None and not self._made and scaler.value > getattr(scaler, "min_scale", scaler.value)
         if searching and self._from is not None:
             self._unreported += 1
@@ -36,7 +42,11 @@ class SkipLog:
         logger.warning("optimizer step skipped on all ranks, parameters unchanged: %s", reason)
 
     def made(self, scale: float) -> None:
-        """A step was made, of a loss that was multiplied by `scale`. Costs one comparison but for the first time."""
+        """Record a step that was made. After the first call it costs one comparison.
+
+        Args:
+            scale: Factor that the step's loss was multiplied by.
+        """
         if self._made:
             return
         self._made = True
