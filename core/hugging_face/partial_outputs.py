@@ -35,6 +35,17 @@ def refuse_partial_outputs(model: nn.Module, family: str, where: str, refused: M
     model.register_forward_pre_hook(partial(_refuse, family, where, refused), with_kwargs=True)
 
 
+def refuse_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of a forward before it runs, so that every stage of a pipeline does, and none is sent anything.
+
+    Raises:
+        ValueError: If the model refuses one of them.
+    """
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, partial) and hook.func is _refuse:
+            hook(model, (), dict(arguments))
+
+
 def _refuse(
     family: str, where: str, refused: Mapping[str, str], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.distributed.finalize_model_grads import divisor_of_tokens
+from core.distributed.reduce.grad_reducer import StepState
 from core.groups.process_groups import ProcessGroups
 from core.moe import auxiliary_loss_scale
 from core.pipeline_parallel.chunk_sync import ChunkSync, func_of_chunk
@@ -28,8 +30,9 @@ from core.pipeline_parallel.schedules import (
     check_schedule,
     find_schedule,
 )
-from core.pipeline_parallel.stage import LOSS_DTYPE, Stage, StageEvent
-from core.watch.waiting import add_wait, calling, waiting
+from core.pipeline_parallel.stage import LOSS, LOSS_DTYPE, Stage, StageEvent, check_sent
+from core.pipeline_parallel.stage_errors import StageErrors, placeholders
+from core.watch.waiting import add_wait, calling, in_short, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,7 @@ class PipelineRunner:
         self.owners = _owners_of_borrowed(self.chunks)
         self.syncs = [self._sync_of(position) for position in range(len(self.chunks))]
         self.events: list[StageEvent] = []  # events of the last step, in order
+        self.errors = StageErrors(self.groups)
         self._built: tuple[Any, Any, list[Stage]] | None = None
         self.steps = 0
         self._begin([])
@@ -157,12 +161,20 @@ class PipelineRunner:
             finalize: Call config.finalize_model_grads_func, or finalize_model_grads if it is None.
             force_all_reduce: Passed to the finalize function.
             activations: Activations of this step, if they differ from the runner's.
+
+        Raises:
+            Exception: That of any stage, after the last message of the step; on ranks of other stages a ValueError,
+                TypeError, NotImplementedError or RuntimeError that names it. The step's gradients are dropped, or if
+                they were added to others or data ranks share them, refused until they are zeroed.
         """
         check_microbatches(self.kind, self.layout, len(microbatches))
         schedule, stages = self._schedule(len(microbatches), activations or self.activations)
         self._begin(microbatches)
         self.events.clear()
         self.steps += 1
+        wrapped = [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
+        reducers = [chunk.reducer for chunk in wrapped]
+        adds = any(reducer.state is not StepState.ACCUMULATING or reducer.gradients for reducer in reducers)
         try:
             for sync, stage in zip(self.syncs, stages, strict=True):
                 sync.begin()
@@ -181,15 +193,41 @@ class PipelineRunner:
                     stage.end_step()
                 worked_s = sum(event.end_s - event.start_s for event in self.events)
                 add_wait(time.perf_counter() - begun_s - worked_s)
+                error = self.errors.agreed()
         finally:
             for sync in self.syncs:
                 sync.leave()
+        func = getattr(self.config, "finalize_model_grads_func", None) or finalize_model_grads
+        finish = partial(func, self.chunks, pg_collection=self.groups, force_all_reduce=force_all_reduce)
+        if error is not None:
+            self._give_up(wrapped, error, adds=adds, finish=finish if finalize else None)
+            raise error
         outcome = self._outcome()
         if finalize:
-            func = getattr(self.config, "finalize_model_grads_func", None) or finalize_model_grads
-            func(self.chunks, outcome.num_tokens, pg_collection=self.groups, force_all_reduce=force_all_reduce)
+            finish(outcome.num_tokens)
         self._begin([])
         return outcome
+
+    def _give_up(
+        self, wrapped: Sequence[DistributedDataParallel], error: Exception, *, adds: bool, finish: Any
+    ) -> None:
+        """Drop the gradients of a step that has failed. Those that cannot be dropped alone are refused until zeroed.
+
+        adds: True if they were added to gradients of other steps. finish: the end of the step, which ranks with other
+        data come to; None if it is not due.
+        """
+        self._begin([])
+        if not adds and not any(chunk.reducer.model_orders for chunk in wrapped):
+            for chunk in wrapped:
+                chunk.zero_grad_buffer()
+            return
+        for chunk in wrapped:
+            chunk.reducer.spoilt_by = (
+                f"a step of its pipeline has failed ({in_short(error)}), so its gradients are no sum over all microbatches"
+            )
+        if finish is not None:
+            with suppress(RuntimeError):  # it raises the same on all data ranks
+                finish(torch.zeros((), dtype=torch.float64, device=self.device) if self.per_token else None)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any], *, activations: Activations | None = None) -> StepOutcome:
@@ -202,13 +240,18 @@ class PipelineRunner:
         check_microbatches(find_schedule("GPipe"), self.layout, len(microbatches))
         self._begin(microbatches)
         received = partial(self._received, activations or self.activations)
-        runs = {stage: partial(self._run, i) for i, stage in enumerate(self.stage_numbers)}
+        runs = {stage: partial(self._run, i, received(stage + 1)) for i, stage in enumerate(self.stage_numbers)}
         forward_only(self.layout, runs, len(microbatches), received, self.group, self.device)
+        error = self.errors.agreed()
+        if error is not None:
+            self._begin([])
+            raise error
         outcome = self._outcome()
         self._begin([])
         return outcome
 
     def _begin(self, microbatches: Sequence[Any]) -> None:
+        self.errors.begin()
         self.microbatches = microbatches
         self.losses: list[Tensor] = []
         self.reports: list[Any] = []
@@ -216,8 +259,25 @@ class PipelineRunner:
         self.unfinished = [{i, *self.owners.get(i, ())} for i in range(len(self.chunks))]
         self.forwarded = [False] * len(self.chunks)
 
-    def _run(self, position: int, number: int, received: tuple[Tensor, ...]) -> Any:
-        """Run one chunk's forward on one microbatch. The last stage returns the scaled loss, [1]."""
+    def _run(self, position: int, sent: Sequence[Tensor], number: int, received: tuple[Tensor, ...]) -> Any:
+        """Run one chunk's forward on one microbatch. Returns placeholders if it fails.
+
+        Args:
+            sent: Meta tensors with the shapes and dtypes that the next stage expects.
+
+        Returns:
+            The output, or on the last stage the scaled loss, [1].
+        """
+        stage = self.stage_numbers[position]
+        with self.errors.kept("forward", stage, number):
+            output = self._forward(position, number, received)
+            if sent:
+                check_sent(output, sent, stage)
+            return output
+        outputs = placeholders(sent or [LOSS], received, self.device)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _forward(self, position: int, number: int, received: tuple[Tensor, ...]) -> Any:
         if not self.forwarded[position]:
             self.forwarded[position] = True
             if position > 0 and position + 1 < len(self.param_syncs):
@@ -339,9 +399,10 @@ class PipelineRunner:
             self.chunks[position],
             number,
             self.layout,
-            forward=partial(self._run, position),
+            forward=partial(self._run, position, self._received(activations, number + 1)),
             received=self._received(activations, number),
             sent=self._received(activations, number + 1),
+            errors=self.errors,
             before_last=self.syncs[position].last_backward,
             after_last=partial(self._backwards_done, position),
             events=self.events,

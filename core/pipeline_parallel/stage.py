@@ -15,11 +15,13 @@ from torch.distributed.pipelining import PipelineStage
 
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import Arrivals, passed
+from core.pipeline_parallel.stage_errors import StageErrors, not_finite
 from core.tensor_parallel.deferred_weights import WeightWork, deferred_weight_gradients
 from core.watch.waiting import PeerLost
 
 Forward = Callable[[int, tuple[Tensor, ...]], Any]  # (microbatch, output of the previous stage) -> output or loss
 LOSS_DTYPE = torch.float64  # holds any loss exactly; torch 2.11 compares it with what was declared
+LOSS = torch.empty(1, dtype=LOSS_DTYPE, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Stage(PipelineStage):
         before_last: Called before the backward that completes this stage's gradients.
         after_last: Called when this stage's gradients are complete.
         events: List to which the stage appends an event for each computation.
+        errors: Keeps the errors of backward until the end of the step.
         group: Pipeline group.
         device: Device of the stage.
     """
@@ -98,6 +101,7 @@ class Stage(PipelineStage):
         before_last: Callable[[], None],
         after_last: Callable[[], None],
         events: list[StageEvent],
+        errors: StageErrors,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -108,14 +112,15 @@ class Stage(PipelineStage):
             layout.num_stages,
             device,
             input_args=tuple(received),
-            output_args=(torch.empty(1, dtype=LOSS_DTYPE, device="meta"),) if is_last else tuple(sent),
+            output_args=(LOSS,) if is_last else tuple(sent),
             group=group,
             dw_builder=self._take_weight_work,
         )
         self.inputs, self.gradients = Received(), Received()
         self.args_recv_info, self.grad_recv_info = self.inputs, self.gradients
         self.run_chunk = forward
-        self.sent = list(sent)
+        self.forms = list(received)
+        self.errors = errors
         self.before_last = before_last
         self.after_last = after_last
         self.events = events
@@ -158,7 +163,6 @@ class Stage(PipelineStage):
         output = self.run_chunk(self.microbatch, args)
         if self.is_last:
             return output
-        check_sent(output, self.sent, self.stage_index)
         # Nothing else can have saved these tensors, so their values may be freed after the send.
         if isinstance(output, (tuple, list)):
             return tuple(_Leaving.apply(tensor) for tensor in output)
@@ -173,18 +177,20 @@ class Stage(PipelineStage):
         if full_backward:
             if self.backwards_left == 1:
                 self.before_last()
-            with _unwrapped(), self._timed("backward", bwd_chunk_id):
+            with self._kept_backward(bwd_chunk_id, splits=False), _unwrapped(), self._timed("backward", bwd_chunk_id):
                 super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, **kwargs)
             self._weights_done()
         else:
             timed = self._timed("input gradient", bwd_chunk_id)
-            with _unwrapped(), timed, deferred_weight_gradients() as self.weight_work:
+            kept = self._kept_backward(bwd_chunk_id, splits=True)
+            with kept, _unwrapped(), timed, deferred_weight_gradients() as self.weight_work:
                 super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=False, **kwargs)
         self.gradients.let_go(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute a backward's deferred weight gradients."""
-        with _unwrapped(), self._timed("weight gradient", bwd_chunk_id):
+        kept = self.errors.kept("weight gradients", self.stage_index, bwd_chunk_id)
+        with kept, _unwrapped(), self._timed("weight gradient", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
         self._weights_done()
 
@@ -232,6 +238,24 @@ class Stage(PipelineStage):
         if any(gradient is None for gradient in next_stage_bwd_outputs):
             self.gradients.make(mb_index, self.device)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    @contextmanager
+    def _kept_backward(self, microbatch: int, *, splits: bool) -> Iterator[None]:
+        """Keep an error of a microbatch's backward. The stage before gets placeholders then.
+
+        splits: True if weight gradients follow.
+        """
+        failed = True
+        with self.errors.kept("backward", self.stage_index, microbatch):
+            yield
+            failed = False
+        if failed:
+            self.fwd_cache.pop(microbatch, None)
+            if splits:
+                self.dw_runner[microbatch] = self._take_weight_work()
+            self.bwd_cache[microbatch] = tuple(
+                not_finite(form, self.device) if form.requires_grad else None for form in self.forms
+            )
 
     @contextmanager
     def _timed(self, work: str, microbatch: int) -> Iterator[None]:

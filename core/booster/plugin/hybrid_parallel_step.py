@@ -11,9 +11,12 @@ from torch import nn
 from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, add_over_replicas, given_items, share_of
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
 from core.booster.plugin.microbatches import joined_outputs, microbatches_of
+from core.groups import agree
+from core.groups.process_groups import world_groups
 from core.hugging_face import gather_logits
 from core.hugging_face.label_counts import count_labels
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits
+from core.hugging_face.partial_outputs import refuse_arguments
 from core.hugging_face.stages import activations_of, stage_of
 from core.interface.whole import note
 from core.pipeline_parallel import MicrobatchLoss, PipelineRunner
@@ -46,24 +49,20 @@ def run_pipeline(
         )
     model.expect_values()
     returns_loss, returns_outputs = returns
-    following: Any = data_iter
-    try:
-        given = next(following)
-    except StopIteration:
-        raise ValueError(
-            "execute_pipeline was given an iterator that has no batch left; make one by iter(dataloader) for each "
-            "epoch, and call execute_pipeline at most len(dataloader) times with it, as often on all ranks"
-        ) from None
-    batch = model.cast(dict(given))
     groups, head = model.cut.groups, stage_of(model.chunks[-1]).model
-    outputs: list[Any] = []
     trains = optimizer is not None and torch.is_grad_enabled()
-    rows = len(batch.get(head.main_input_name, ()))
-    if not trains and rows % (microbatches[0] or microbatches[1] or 1):
-        microbatches = 1, None  # the last batch of an evaluation
-    parts = microbatches_of(batch, *microbatches, main=head.main_input_name, config=head.config)
     # An evaluation is this replica's own: others may have fewer batches.
     replicas = groups.size("dp") if trains else 1
+    of_replica = [groups.control(name) for name in ("tp", "cp", "pp") if groups.size(name) > 1]
+    with agree.together(world_groups(groups) if trains else of_replica, "the batch of execute_pipeline", ValueError):
+        batch = model.cast(_next_of(data_iter))
+        refuse_arguments(head, batch)
+        rows = len(batch.get(head.main_input_name, ()))
+        if not trains and rows % (microbatches[0] or microbatches[1] or 1):
+            microbatches = 1, None  # the last batch of an evaluation
+        parts = microbatches_of(batch, *microbatches, main=head.main_input_name, config=head.config)
+        shape = activations_of(model.chunks[0], parts[0])
+    outputs: list[Any] = []
     total = count_labels(head, batch)
     if total is not None:
         total, items = total.to(head.device), given_items(batch, head.device)
@@ -91,7 +90,6 @@ def run_pipeline(
         count = None if total is None else count_labels(whole, part)
         return loss if count is None else (torch.where(count > 0, loss, torch.zeros_like(loss)) * count, count)
 
-    shape = activations_of(model.chunks[0], parts[0])
     for part in parts if trains else ():
         note(loss_of_part, part, per_token=total is not None)
     if model.runner is None:
@@ -100,14 +98,24 @@ def run_pipeline(
         )
     runner: PipelineRunner = model.runner
     runner.forward_step = forward_step
-    with model.failures_reported():
-        if trains:
-            is_syncing = all(chunk.require_backward_grad_sync for chunk in model.wrapped)
-            outcome = runner.step(parts, finalize=is_syncing, activations=shape)
-        else:
-            outcome = runner.evaluate(parts, activations=shape)
-        loss = add_over_replicas(outcome.loss.clone(), groups) / replicas if trains else outcome.loss
+    if trains:
+        is_syncing = all(chunk.require_backward_grad_sync for chunk in model.wrapped)
+        outcome = runner.step(parts, finalize=is_syncing, activations=shape)
+    else:
+        outcome = runner.evaluate(parts, activations=shape)
+    loss = add_over_replicas(outcome.loss.clone(), groups) / replicas if trains else outcome.loss
     return {
         "loss": loss.float() if returns_loss else None,
         "outputs": joined_outputs(outputs) if returns_outputs and outputs else None,
     }
+
+
+def _next_of(data_iter: Any) -> dict[str, Any]:
+    """Return the next batch of an iterator."""
+    try:
+        return dict(next(data_iter))
+    except StopIteration:
+        raise ValueError(
+            "execute_pipeline was given an iterator that has no batch left; make one by iter(dataloader) for each "
+            "epoch, and call execute_pipeline at most len(dataloader) times with it, as often on all ranks"
+        ) from None

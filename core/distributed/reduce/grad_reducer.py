@@ -129,6 +129,7 @@ class GradReducer:
         self.at_end: Callable[[], None] | None = None  # after finalize_model_grads, on all ranks
         self.force_all_reduce = False
         self.written = (False, False)  # see StepAnswer
+        self.spoilt_by = ""  # a reason why this step's gradients must not be used, until they are zeroed
         self.loads = self.steps = 0  # loads of weights since the last step; finalized steps, ever
         self.launches = 0  # since the wrap; equal on all ranks whenever they agree on a step
         self.report = StepReport()
@@ -283,6 +284,7 @@ class GradReducer:
         self.collectives.begin_step()
         self.next = self.polled = self.gradients = self.microbatches = 0
         self.in_microbatch = self.force_all_reduce = False
+        self.spoilt_by = ""
         self.state = StepState.ACCUMULATING
         self.count_other_models()  # a deleted model is not waited for from here on
 
@@ -429,6 +431,8 @@ class GradReducer:
 
     def _spoilt(self) -> list[str]:
         """Return messages about gradients dropped or added to too late. Checked last, because a loop may zero both."""
+        if self.spoilt_by:
+            return [f"{self.spoilt_by}. Call zero_grad_buffer() (or optimizer.zero_grad()) on all ranks, and continue"]
         dropped = [bucket.attribute.note_dropped() for bucket in self.buckets]
         lost = next((bucket.lost for bucket in self.buckets if bucket.lost is not None), None)
         if lost is not None and self.gradients > 0:

@@ -1,5 +1,6 @@
 """HybridParallelPlugin's loss: the mean over the labels that count of the whole batch, in every layout."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -292,6 +293,39 @@ def test_labels_may_come_by_place_and_outputs_as_a_tuple(rank: int, world: int) 
         batch = batches[booster.plugin.data_rank()]
         loss = model(batch["input_ids"], None, None, None, None, batch["labels"], return_dict=False)[0]
         assert float(loss) == pytest.approx(float(whole_mean(built("causal"), "causal", batches)), abs=1e-9)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an argument": ({"use_cache": True}, "use_cache in stages"),
+    "rows": ({"attention_mask": torch.ones(ROWS + 1, LENGTH)}, "cut into microbatches by rows"),
+    "tokens": ({"input_ids": torch.full((ROWS, LENGTH), 10**6)}, "index out of range"),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("name", REFUSED)
+def test_stages_refuse_a_batch_together_and_the_next_one_trains(
+    rank: int, world: int, name: str, everywhere: bool
+) -> None:
+    """In a notebook or a sweep, which catches the error; also where only one rank was given that batch."""
+    change, said = REFUSED[name]
+    with InDouble():
+        reference, expected = trained_alone("causal", 1)
+        booster, model, optimizer = boosted("causal", 1, 2, num_microbatches=2)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            batch = batch_of("causal", step, 0)
+            odd = {**batch, **change} if everywhere or rank == 0 else batch
+            begun = time.monotonic()
+            with pytest.raises((ValueError, IndexError, RuntimeError), match=said):
+                booster.execute_pipeline(iter([odd]), model, None, optimizer)
+            assert time.monotonic() < begun + 10.0
+            assert one_batch(booster, model, optimizer, 2, batch, None) == pytest.approx(expected[step], abs=1e-9)
+            optimizer.step()
+        assert_trained(booster, model, reference, "causal")
+        with pytest.raises(ValueError, match="an iterator that has no batch left"):
+            booster.execute_pipeline(iter([batch] if rank else []), model, None, optimizer)
 
 
 @ranks(2)
