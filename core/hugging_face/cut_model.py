@@ -108,7 +108,6 @@ class Cutting:
         schedule: Pipeline schedule (`plan_pipeline`).
         num_chunks: Model chunks per pipeline rank (`plan_pipeline`).
         layers_per_stage: Number of layers of each stage (`plan_pipeline`).
-        params_sharded: True if the ranks of a data group shard each parameter.
         flash_attention: True to use torch's scaled_dot_product_attention.
         logits_chunk: As in `use_chunked_loss`.
         checkpointing: Layers that recompute their activations.
@@ -126,7 +125,6 @@ class Cutting:
     schedule: str = "1F1B"
     num_chunks: int = 1
     layers_per_stage: tuple[int, ...] | None = None
-    params_sharded: bool = False
     flash_attention: bool = False
     logits_chunk: int | None = None
     checkpointing: GradientCheckpointConfig | None = None
@@ -148,11 +146,6 @@ class Cutting:
                 raise ValueError("num_layers_per_stage is for a pipeline, and pp_size is 1")
             return None
         cut = find_cut(model)
-        if cut.tied and self.params_sharded and self.schedule == "ZBVZeroBubble":
-            raise ValueError(
-                f"{cut.family}: with pp_style='zbv' the first stage lends its tied {sorted(cut.tied)[0]!r} to the last "
-                "one, which cannot gather it under zero_stage=3; use zero_stage 2, or another pp_style"
-            )
         if counts is None and cut.count % stages:  # more layers in the middle, away from embeddings and head
             each, rest = divmod(cut.count, stages)
             first = (stages - rest) // 2

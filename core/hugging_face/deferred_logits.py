@@ -158,7 +158,7 @@ class DeferredLogits(Tensor):
 
     def _reading(self) -> AbstractContextManager[None]:
         """Inside, the layer's parameters can be read after its model's forward too. Collective if they are sharded."""
-        owner = getattr(type(self.head.module._parameters["weight"]), "owner", lambda: None)()
+        owner = getattr(type(self.head.module.weight), "owner", lambda: None)()
         found: AbstractContextManager[None] = nullcontext() if owner is None else owner.reading()
         return found
 

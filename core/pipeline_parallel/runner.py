@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -284,7 +284,12 @@ class PipelineRunner:
                 self.param_syncs[position + 1]()
         hidden = None if not received else received[0] if len(received) == 1 else received
         is_last = self.stage_numbers[position] == self.layout.num_stages - 1
-        output = self.forward_step(self.chunks[position], self.microbatches[number], hidden)
+        with ExitStack() as stack:
+            for lender, borrowers in self.owners.items():
+                chunk = self.chunks[lender]
+                if position in borrowers and isinstance(chunk, DistributedDataParallel):
+                    stack.enter_context(chunk.reading())  # its parameters may be sharded
+            output = self.forward_step(self.chunks[position], self.microbatches[number], hidden)
         if not is_last:
             return output
         loss = output if isinstance(output, MicrobatchLoss) else MicrobatchLoss(output)

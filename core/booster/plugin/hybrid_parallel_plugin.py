@@ -165,7 +165,6 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
             schedule=SCHEDULES[pp_style],
             num_chunks=2 if pp_style == "zbv" else num_model_chunks,
             layers_per_stage=None if num_layers_per_stage is None else tuple(num_layers_per_stage),
-            params_sharded=zero_stage == 3,
             flash_attention=enable_flash_attention,
             logits_chunk=logits_chunk,
             checkpointing=gradient_checkpoint_config,

@@ -118,6 +118,16 @@ def test_two_stages_of_two_data_ranks(rank: int, world: int, schedule: str, stra
     check_steps(runner, build_whole(), 4, steps=3)
 
 
+@ranks(4)
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
+def test_a_last_stage_gathers_the_sharded_embedding_of_the_first(rank: int, world: int, schedule: str) -> None:
+    """In a V both lie on one rank, and the logits are made by a parameter of the other chunk's wrapper."""
+    ddp = {"data_parallel_sharding_strategy": "optim_grads_params", "reduce_microbatches": "last", "bucket_size": 100}
+    runner = start_pipeline(plan_pipeline(4, 2, schedule=schedule), schedule, ddp=ddp)
+    check_steps(runner, build_whole(), 4)
+    runner.evaluate([microbatch(0, 0)])
+
+
 @ranks(8)
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
 def test_pipeline_next_to_sequence_and_data_parallelism(rank: int, world: int, schedule: str) -> None:
