@@ -32,12 +32,13 @@ def loss_of_stages(runner: PipelineRunner) -> Callable[..., Any]:
 
 def is_weighted(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """True if every label of the whole batch counts alike, in whichever microbatch it lies."""
-    from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
+    from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
     from core.hugging_face.label_counts import count_labels
 
-    own = model.unwrap() if isinstance(model, HybridParallelModel) else model
+    is_boosted = isinstance(model, LowLevelZeroModel)
+    own = model.unwrap() if is_boosted else model
     by_items = kwargs.get(NUM_ITEMS) is not None
-    by_plugin = isinstance(model, HybridParallelModel) and model.engine is not None
+    by_plugin = is_boosted and model.takes_mean_over_labels
     return (by_items or by_plugin) and count_labels(unwrapped(own), kwargs) is not None
 
 

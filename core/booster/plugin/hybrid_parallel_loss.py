@@ -1,4 +1,4 @@
-"""The loss of HybridParallelPlugin's models: one mean over the labels of the whole batch, in any layout.
+"""The loss of a model's labels: one mean over those of the whole batch, in any layout.
 
 A model gives the mean over the labels of its own rows. Each is weighted by its labels, so that the mean over
 microbatches and data ranks, which the engine takes, is the mean over the labels of all of them.

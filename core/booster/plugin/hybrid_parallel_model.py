@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils import _pytree as tree
 
-from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, given_items, loss_of_whole_batch
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
-from core.hugging_face.label_counts import count_labels
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits, with_whole_logits
 from core.parallel_state import get_rank_watch
 from core.watch.waiting import is_peers
 
 
 class HybridParallelModel(LowLevelZeroModel):
-    """Call it like the model where pp_size is 1; with stages `booster.execute_pipeline` runs it.
+    """Call it like the model where pp_size is 1; with stages `booster.execute_pipeline` runs it."""
 
-    With an optimizer, and where gradients are recorded, the loss that it computes of `labels` is that of all data
-    ranks' labels together, by a small collective over 'dp'.
-    """
-
-    losses_are_local = False  # True: a loss of given num_items_in_batch is of this rank's rows, as under torch's DDP
     gathers_logits = False  # True: a causal model's outputs have the logits of the whole vocabulary
     runner: Any = None  # of the pipeline, made at its first batch
     bytes_read = 0  # of files, by this rank, in its last load of weights
@@ -39,19 +30,8 @@ class HybridParallelModel(LowLevelZeroModel):
                 "them; call booster.execute_pipeline(data_iter, model, criterion, optimizer)"
             )
         self.expect_values()
-        count = total = None
-        is_local = self.losses_are_local and kwargs.get(NUM_ITEMS) is not None
-        if self.engine is not None and torch.is_grad_enabled() and not is_local:
-            names = self._positional if args else ()
-            inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-            count = count_labels(self.unwrap(), inputs)
-        if count is not None:
-            total = given_items(kwargs, count.device)
-            kwargs.pop(NUM_ITEMS, None)
         with self.failures_reported():
             output = super().forward(*args, **kwargs)
-            if count is not None:
-                output = self._with_whole_loss(output, count, total)
         return (with_whole_logits if self.gathers_logits else refuse_use_of_split_logits)(self.unwrap(), output)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,21 +49,6 @@ class HybridParallelModel(LowLevelZeroModel):
             kwargs.setdefault("synced_gpus", True)
         with self.failures_reported():
             return super().generate(*args, **kwargs)
-
-    @cached_property
-    def _positional(self) -> list[str]:
-        """Names of the arguments of the model's forward."""
-        return list(inspect.signature(type(self.unwrap()).forward).parameters)[1:]
-
-    def _with_whole_loss(self, output: Any, count: torch.Tensor, total: torch.Tensor | None) -> Any:
-        """The model's output, with the loss of the whole batch in place of that of this rank's rows, if any."""
-        if isinstance(output, tuple):
-            loss = loss_of_whole_batch(output[0], count, total, self.cut.groups) if output[0].dim() == 0 else output[0]
-            return (loss, *output[1:])
-        if output.get("loss") is None:
-            return output
-        output["loss"] = loss_of_whole_batch(output["loss"], count, total, self.cut.groups)
-        return output
 
     @contextmanager
     def failures_reported(self) -> Iterator[None]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as tree
 
+from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, given_items, loss_of_whole_batch
 from core.distributed import DistributedDataParallel
+from core.groups.process_groups import ProcessGroups
+from core.hugging_face.label_counts import count_labels
 from core.interface import AMPModelMixin, ModelWrapper
 from core.interface.model import all_of
 
@@ -26,7 +31,11 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
     cut: the model's parts, of which `chunks` are the wrappers: one, which `module` is, or the stages of a pipeline on
     this rank, of which `module` is a list. cast_to: what floating inputs become, wherever they lie in arguments; None
     leaves them. outputs_fp32: True if floating outputs of the forward become fp32, wherever they are in its result.
+    loss_groups: groups over whose 'dp' the loss that a transformers model computes of `labels` is the mean over all
+    labels, if there is an optimizer and gradients are recorded, by a small collective; None for the rank's own loss.
     """
+
+    losses_are_local = False  # True: a loss of given num_items_in_batch is of this rank's rows, as under torch's DDP
 
     def __init__(
         self,
@@ -36,6 +45,7 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         engine: AdoptedOptimizer | None,
         *,
         outputs_fp32: bool,
+        loss_groups: ProcessGroups | None = None,
     ) -> None:
         super().__init__(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks))
         self.cut = cut
@@ -43,6 +53,7 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         self.cast_to = cast_to
         self.engine = engine
         self.outputs_fp32 = outputs_fp32
+        self.loss_groups = loss_groups
 
     def parts(self) -> list[Any]:
         """The plain modules of this rank's chunks."""
@@ -77,10 +88,41 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+        count = total = None
+        is_local = self.losses_are_local and kwargs.get(NUM_ITEMS) is not None
+        if self.takes_mean_over_labels and torch.is_grad_enabled() and not is_local:
+            names = self._positional if args else ()
+            count = count_labels(self.unwrap(), {**dict(zip(names, args, strict=False)), **kwargs})
+        if count is not None:
+            total = given_items(kwargs, count.device)
+            kwargs.pop(NUM_ITEMS, None)
         if self.cast_to is not None:
             args, kwargs = tree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         outputs = self.module(*args, **kwargs)
-        return tree.tree_map_only(torch.Tensor, _to_fp32, outputs) if self.outputs_fp32 else outputs
+        if self.outputs_fp32:
+            outputs = tree.tree_map_only(torch.Tensor, _to_fp32, outputs)
+        return outputs if count is None else self._with_loss_of_batch(outputs, count, total)
+
+    @property
+    def takes_mean_over_labels(self) -> bool:
+        """True if the loss that a forward computes of labels is the mean over those of all data ranks."""
+        return self.loss_groups is not None and self.engine is not None
+
+    @cached_property
+    def _positional(self) -> list[str]:
+        """Names of the arguments of the model's forward."""
+        return list(inspect.signature(type(self.unwrap()).forward).parameters)[1:]
+
+    def _with_loss_of_batch(self, output: Any, count: torch.Tensor, total: torch.Tensor | None) -> Any:
+        """Replace the loss of this rank's rows in a model's output, if there is one. Collective over 'dp'."""
+        assert self.loss_groups is not None
+        if isinstance(output, tuple):
+            loss = loss_of_whole_batch(output[0], count, total, self.loss_groups) if output[0].dim() == 0 else output[0]
+            return (loss, *output[1:])
+        if output.get("loss") is None:
+            return output
+        output["loss"] = loss_of_whole_batch(output["loss"], count, total, self.loss_groups)
+        return output
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call a transformers model's own `generate`. Sharded parameters are whole during it, on each rank."""

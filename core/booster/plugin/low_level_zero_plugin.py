@@ -35,6 +35,8 @@ class LowLevelZeroPlugin(ZeroPluginBase):
     `core.parallel_state.initialize_model_parallel`, if that was called. Raises ValueError for what cannot work.
     """
 
+    takes_mean_over_labels = False  # a forward is a rank's own: others may run fewer
+
     def __init__(
         self,
         stage: int = 1,

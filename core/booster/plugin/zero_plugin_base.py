@@ -66,6 +66,7 @@ class ZeroPluginBase(DPPluginBase):
     dp_outside = True  # True if ranks of one replica of a cut model are neighbours; False if those of one stage are
     _outside = "dp_outside"  # that option's name, for messages
     broadcast_buffers = True
+    takes_mean_over_labels = True  # False: each data rank's loss is its own, and gradients are the mean of them
     force_outputs_fp32 = False  # floating outputs of the forward become fp32
     ddp_config: DistributedDataParallelConfig
     optimizer_config: OptimizerConfig
@@ -357,7 +358,9 @@ class ZeroPluginBase(DPPluginBase):
                 print(f"{self._title}, {self.precision}:\n{chunks[0].describe()}", flush=True)
         cast_to = DTYPES[self.precision] if self.cast_inputs else None
         kind = LowLevelZeroModel if self.cutting is None else HybridParallelModel
-        return kind(cut, chunks, cast_to, engine, outputs_fp32=self.force_outputs_fp32), wrapped
+        loss_groups = self.groups() if self.takes_mean_over_labels else None
+        model = kind(cut, chunks, cast_to, engine, outputs_fp32=self.force_outputs_fp32, loss_groups=loss_groups)
+        return model, wrapped
 
     # -- groups -------------------------------------------------------------------------------------------------------
 

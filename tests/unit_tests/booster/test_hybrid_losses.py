@@ -1,4 +1,4 @@
-"""HybridParallelPlugin's loss: the mean over the labels that count of the whole batch, in every layout."""
+"""The loss under HybridParallelPlugin and GeminiPlugin: the mean over the whole batch's labels, in every layout."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import transformers
 
 from core import parallel_state
 from core.booster import Booster
-from core.booster.plugin import HybridParallelPlugin, MoeHybridParallelPlugin
+from core.booster.plugin import GeminiPlugin, HybridParallelPlugin, MoeHybridParallelPlugin
 from core.verify.in_double import InDouble
 from tests.unit_tests.booster.booster_reference import own_loss, sequence
 from tests.unit_tests.hugging_face.models import VOCABULARY, small, tokens
@@ -97,6 +97,12 @@ def trained_alone(kind: str, data_ranks: int, loss_of: Callable[..., torch.Tenso
 
 
 def boosted(kind: str, tp: int, pp: int, **options: Any) -> tuple[Booster, Any, Any]:
+    if options.pop("gemini", False):
+        chunks = {"min_chunk_size_m": 0, "search_range_m": 0, "hidden_dim": 4096}
+        booster = Booster(plugin=GeminiPlugin(tp_size=tp, precision="fp32", **chunks, **options))
+        model = built(kind)
+        model, optimizer, *_ = booster.boost(model, descent(model))
+        return booster, model, optimizer
     plugin = MoeHybridParallelPlugin if "ep_size" in options else HybridParallelPlugin
     micro = {"num_microbatches": ROWS} if pp > 1 else {}
     booster = Booster(plugin=plugin(tp, pp, precision="fp32", **{**micro, **options}))
@@ -188,6 +194,7 @@ LAYOUTS: list[tuple[int, int, dict[str, Any]]] = [
     (1, 1, sequence("all_to_all", sp_size=2, parallel_output=False)),
     (1, 1, sequence("ring_attn", sp_size=2, zero_stage=2)),
     (1, 2, sequence("ring_attn", sp_size=2)),
+    *((tp, 1, {"gemini": True}) for tp in (1, 2, 4)),
 ]
 
 
@@ -206,6 +213,15 @@ def test_num_items_in_batch_is_what_the_sum_is_divided_by(rank: int, world: int,
     check("causal", 1, pp, world, num_items=True, accumulate=accumulate, **options)
     parallel_state.destroy_model_parallel()
     check("masked", 1, pp, world, num_items=True, accumulate=accumulate, **options)
+
+
+@ranks(2)
+def test_one_plugin_takes_one_mean_in_every_layout(rank: int, world: int) -> None:
+    """GeminiPlugin's is over the labels of all ranks, for a user who sets tp_size."""
+    for tp in (1, 2):
+        check("causal", tp, 1, world, gemini=True)
+        parallel_state.destroy_model_parallel()
+    check("masked", 1, 1, world, gemini=True, num_items=True)
 
 
 @ranks(2)
