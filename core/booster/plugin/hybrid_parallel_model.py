@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.utils import _pytree as tree
 
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.hugging_face.parallel_loss import refuse_use_of_split_logits, with_whole_logits
+from core.hugging_face.plan import without_adapters
 from core.parallel_state import get_rank_watch
 from core.watch.waiting import is_peers
 
@@ -30,9 +33,17 @@ class HybridParallelModel(LowLevelZeroModel):
                 "them; call booster.execute_pipeline(data_iter, model, criterion, optimizer)"
             )
         self.expect_values()
+        trains = self.engine is not None and torch.is_grad_enabled()
+        if trains and self._takes_cache and "use_cache" not in self._positional[: len(args)]:
+            kwargs.setdefault("use_cache", False)  # caches are for generation, and not all layers can fill one
         with self.failures_reported():
             output = super().forward(*args, **kwargs)
         return (with_whole_logits if self.gathers_logits else refuse_use_of_split_logits)(self.unwrap(), output)
+
+    @cached_property
+    def _takes_cache(self) -> bool:
+        """True if the model's forward can be asked for a cache of keys and values."""
+        return "use_cache" in inspect.signature(type(without_adapters(self.unwrap())).forward).parameters
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own `generate` on this rank's slices; ranks of tp draw the same tokens.

@@ -22,8 +22,8 @@ from tests.unit_tests.ranks import ranks
 INPUTS = ["vit/ViTConfig", "whisper/WhisperConfig", "sam/SamConfig", "blip_2/Blip2Config"]
 
 
-def boosted_over_tp(model: Any, **options: Any) -> tuple[Booster, Any, Any]:
-    booster = Booster(plugin=HybridParallelPlugin(2, 1, precision="fp32", **options))
+def boosted_over_tp(model: Any, *, tp_size: int = 2, **options: Any) -> tuple[Booster, Any, Any]:
+    booster = Booster(plugin=HybridParallelPlugin(tp_size, 1, precision="fp32", **options))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return booster, boosted, optimizer
 
@@ -121,6 +121,21 @@ def test_heads_without_a_rule_and_layers_without_a_cache_are_boosted_by_default(
     _, boosted, _ = boosted_over_tp(model)
     batch = {**inputs, "labels": inputs["input_ids"]}
     assert float(boosted.eval()(**batch).loss) == pytest.approx(float(reference(**batch).loss), rel=1e-5)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("name", ["bamba/BambaConfig", "jamba/JambaConfig"])
+def test_layers_without_a_cache_train_as_a_user_calls_them(rank: int, world: int, name: str) -> None:
+    """transformers would make a cache, because the config says so, and find no layer of attention that fills it."""
+    model = tiny_model(tiny_config(all_families()[name])).eval()
+    reference = copy.deepcopy(model)
+    ids = tiny_inputs(model)["input_ids"]
+    booster, boosted, optimizer = boosted_over_tp(model, tp_size=world)
+    loss = boosted(input_ids=ids, labels=ids).loss
+    assert float(loss) == pytest.approx(float(reference(input_ids=ids, labels=ids, use_cache=False).loss), rel=1e-5)
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    assert float(boosted(input_ids=ids, labels=ids).loss) < float(loss)
 
 
 def with_loss_of_logits(model: Any) -> Any:

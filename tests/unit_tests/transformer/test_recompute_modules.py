@@ -71,7 +71,8 @@ def assert_same_bits(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("parts", EVERY)
 @pytest.mark.parametrize("variant", [{}, SWIGLU], ids=["gelu", "swiglu"])
 def test_gradients_are_those_without_recomputation_to_the_bit(parts: str, variant: dict[str, Any]) -> None:
-    shape = {**variant, **EXPERTS, "hidden_dropout": 0.2, "params_dtype": torch.bfloat16}
+    dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.1}
+    shape = {**variant, **EXPERTS, **dropout, "params_dtype": torch.bfloat16}
     expected = step(config_of(None, **shape), ProcessGroups())
     found = step(config_of(EVERY[parts], **shape), ProcessGroups())
     assert_same_bits(found, expected)
