@@ -222,9 +222,10 @@ class PipelineRunner:
                 chunk.zero_grad_buffer()
             return
         for chunk in wrapped:
-            chunk.reducer.spoilt_by = (
-                f"a step of its pipeline has failed ({in_short(error)}), so its gradients are no sum over all microbatches"
-            )
+            chunk.reducer.refusals = [
+                f"a step of its pipeline has failed ({in_short(error)}), so its gradients are no sum over all "
+                "microbatches. Call zero_grad_buffer() (or optimizer.zero_grad()) on all ranks, and continue"
+            ]
         if finish is not None:
             with suppress(RuntimeError):  # it raises the same on all data ranks
                 finish(torch.zeros((), dtype=torch.float64, device=self.device) if self.per_token else None)

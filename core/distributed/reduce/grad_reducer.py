@@ -123,13 +123,12 @@ class GradReducer:
         self.polled = 0  # index of the first launched bucket that was not seen done
         self.gradients = 0  # gradients of this step that have arrived on this rank
         self.microbatches = 0  # microbatches whose reduction has begun in this step
-        self.in_microbatch = False  # True while the end of a running backward is still to be reported
+        self.force_all_reduce = self.in_microbatch = False  # the latter while the end of a backward is due
         self.no_sync_depth = 0
         self.at_begin: Callable[[], object] = int  # called when a step begins
         self.at_end: Callable[[], None] | None = None  # after finalize_model_grads, on all ranks
-        self.force_all_reduce = False
         self.written = (False, False)  # see StepAnswer
-        self.spoilt_by = ""  # a reason why this step's gradients must not be used, until they are zeroed
+        self.refusals: list[str] = []  # why this step's gradients must not be used, until they are zeroed
         self.loads = self.steps = 0  # loads of weights since the last step; finalized steps, ever
         self.launches = 0  # since the wrap; equal on all ranks whenever they agree on a step
         self.report = StepReport()
@@ -284,8 +283,7 @@ class GradReducer:
         self.collectives.begin_step()
         self.next = self.polled = self.gradients = self.microbatches = 0
         self.in_microbatch = self.force_all_reduce = False
-        self.spoilt_by = ""
-        self.state = StepState.ACCUMULATING
+        self.refusals, self.state = [], StepState.ACCUMULATING
         self.count_other_models()  # a deleted model is not waited for from here on
 
     def _begin_by_gradient(self, bucket: Bucket, index: int) -> None:
@@ -402,7 +400,7 @@ class GradReducer:
                 Moment.FINISH,
                 self.microbatches,
                 self.launches,
-                problems=[*self._spoilt(), *self.problems()],
+                problems=[*self.refusals, *self._spoilt(), *self.problems()],
                 has_gradients=self.gradients > 0,
                 begun_by_forward=any(1 in bucket.accumulates for bucket in self.buckets),
                 wants_whole=self.force_all_reduce,
@@ -431,8 +429,6 @@ class GradReducer:
 
     def _spoilt(self) -> list[str]:
         """Return messages about gradients dropped or added to too late. Checked last, because a loop may zero both."""
-        if self.spoilt_by:
-            return [f"{self.spoilt_by}. Call zero_grad_buffer() (or optimizer.zero_grad()) on all ranks, and continue"]
         dropped = [bucket.attribute.note_dropped() for bucket in self.buckets]
         lost = next((bucket.lost for bucket in self.buckets if bucket.lost is not None), None)
         if lost is not None and self.gradients > 0:
