@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+REFUSALS = "refusals_of_arguments"  # the attribute of a model that has what refuses arguments of its forward
 HEADS = "they would be of this rank's heads; leave it out, or ask a model that is not split"
 LAYERS = "a stage has its own layers only; leave it out"
 # Arguments of a forward -> why they are refused, by what splits the model. Each may stand in the config too.
@@ -32,7 +33,9 @@ CUT_LAYERS: Mapping[str, str] = {
 
 def refuse_partial_outputs(model: nn.Module, family: str, where: str, refused: Mapping[str, str]) -> None:
     """Have a model refuse these arguments with a ValueError. where: what splits it, for the message."""
-    model.register_forward_pre_hook(partial(_refuse, family, where, refused), with_kwargs=True)
+    refuse = partial(_refuse, family, where, refused)
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    vars(model).setdefault(REFUSALS, []).append(refuse)
 
 
 def refuse_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
@@ -41,9 +44,8 @@ def refuse_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
     Raises:
         ValueError: If the model refuses one of them.
     """
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, partial) and hook.func is _refuse:
-            hook(model, (), dict(arguments))
+    for refuse in vars(model).get(REFUSALS, ()):
+        refuse(model, (), dict(arguments))
 
 
 def _refuse(
