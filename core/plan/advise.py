@@ -145,10 +145,11 @@ def advise(
         most: Number of layouts to return.
         fixed: Sizes to keep: axes by name (`tp`, `dp`, ...), `micro`, `zero`, and `recompute`, which must be 1.
         compare: Sizes of a layout, in the form of `fixed`. The advice reports the place of the best layout with them.
+        progress: Called with a line when planning begins, and for each layout that is the best so far.
 
     Returns:
         Layouts with the reason why each is worse than the first. If none fits, the fewest ranks are searched above
-        `ranks`.
+        `ranks`. After Ctrl-C, the best of the layouts planned so far.
 
     Raises:
         ConfigError: If no layout on so many ranks can have this model or batch. The text has the arithmetic.
@@ -201,7 +202,17 @@ def _compared(
 
 
 class Search:
-    """Search over the layouts of one model. `fixed` has the form of `advise`."""
+    """Search over the layouts of one model.
+
+    Args:
+        config: The model; see `advise`.
+        device: The device of each rank.
+        fixed: Sizes to keep; see `advise`.
+        progress: Called with a line about the progress; see `advise`.
+
+    Attributes:
+        is_interrupted: True after Ctrl-C, once a layout has been planned.
+    """
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ class LiveMemory(TorchDispatchMode):
         known: Existing tensors, whose memory is not counted.
 
     Attributes:
-        times: Multiplier for the number of runs of a recorded operator.
+        times: Multiplier of each recorded operator.
     """
 
     times: ClassVar[int] = 1

@@ -26,7 +26,10 @@ class FusedAdam(torch.optim.Adam):
     """Adam; by default AdamW, because `adamw_mode` decouples the weight decay.
 
     Args:
+        params: Parameters or param groups.
+        adamw_mode: Decouple the weight decay.
         set_grad_none: If True, as in torch, `zero_grad` sets gradients to None.
+        options: torch.optim.Adam's lr, betas, eps, weight_decay and amsgrad.
 
     Raises:
         ValueError: If bias correction is off.

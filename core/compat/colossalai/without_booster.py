@@ -32,13 +32,14 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         optimizer.zero_grad(); optimizer.backward(loss); optimizer.step()
 
     The parameters must already be on the device and in their final dtype. The model is used unchanged; its parameters
-    are set to rank 0's values. Other arguments are the same as in LowLevelZeroPlugin, which does the same for a
-    Booster.
+    are set to rank 0's values.
 
     Args:
         optimizer: A torch optimizer.
         reduce_bucket_size: Size of a bucket in elements.
         partition_grad: True for ZeRO stage 2, else stage 1.
+        dp_process_group: None or the world; other groups are refused.
+        given: Options of LowLevelZeroPlugin, which does the same for a Booster.
 
     Raises:
         ValueError: If the caller passes groups or contexts, or the parameters have several dtypes.

@@ -52,7 +52,17 @@ class RankGenerator:
     Either ep or cp is 1: dense parameters and experts each have their own grid.
 
     Args:
+        tp: Tensor-parallel size.
+        ep: Expert-parallel size.
+        dp: Data-parallel size.
+        pp: Pipeline-parallel size.
+        cp: Context-parallel size.
+        order: Axes from the smallest stride to the largest, such as 'tp-cp-ep-dp-pp'.
         rank_offset: Global rank of the first rank.
+        gtp_remat: Must be 1.
+
+    Raises:
+        ValueError: If ep and cp are both above 1, or gtp_remat is not 1.
     """
 
     def __init__(

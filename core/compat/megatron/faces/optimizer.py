@@ -145,12 +145,17 @@ DistributedOptimizer = FACES[ours.DistributedOptimizer]
 def get_megatron_optimizer(config: Any, model_chunks: Any, config_overrides: Any, **given: Any) -> Any:
     """Call core.optimizer.get_megatron_optimizer with Megatron's configuration or ours.
 
+    use_gloo_process_groups is ignored, because no state is gathered.
+
     Args:
         config: Megatron's OptimizerConfig, or ours.
         model_chunks: Wrapped model chunks of this rank.
-        config_overrides: Overrides, or, as in old versions, no_weight_decay_cond in their position. Overrides and
-            conditions are described in core.optimizer.get_megatron_optimizer. use_gloo_process_groups is ignored,
-            because no state is gathered.
+        config_overrides: Overrides, or, as in old versions, no_weight_decay_cond in their position. Both are described
+            in core.optimizer.get_megatron_optimizer.
+        given: Its other arguments.
+
+    Raises:
+        ValueError: If overlap_param_gather is True here and False in the wrapper.
     """
     if isinstance(config, configs.OptimizerConfig):
         chunks = wrapped_chunks(model_chunks, "get_megatron_optimizer(OptimizerConfig(...), [model])")

@@ -34,16 +34,14 @@ def get_forward_backward_func() -> Callable[..., list[Any]]:
 def forward_backward(
     *, forward_step_func: Any, model: Any, collect_non_loss_data: bool, force_all_reduce: bool | None, **given: Any
 ) -> list[Any]:
-    """Run forward and backward of every microbatch.
-
-    first_val_step is ignored. Other arguments are passed to core.pipeline_parallel.get_forward_backward_func's
-    function.
+    """Run forward and backward of every microbatch. first_val_step is ignored.
 
     Args:
         forward_step_func: Runs the forward of one microbatch; returns (output, loss function).
         model: A model chunk, or a list of them.
         collect_non_loss_data: With forward_only, report loss_func(output, non_loss_data=True) instead of the loss.
-        force_all_reduce: Passed on to that function; None is False.
+        force_all_reduce: Passed on; None is False.
+        given: Other arguments of core.pipeline_parallel.get_forward_backward_func's function.
 
     Returns:
         The report of each microbatch on the last stage, [] on other stages.
