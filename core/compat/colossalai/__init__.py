@@ -3,8 +3,8 @@
     import core.compat.colossalai as colossalai               instead of  import colossalai
     from core.compat.colossalai.booster import Booster        instead of  from colossalai.booster import Booster
 
-For code that cannot be edited: call `install()` before its first import, or run `python -m core.compat.colossalai
-script.py`.
+For code that cannot be edited, call `install()` before its first import. The other way is to run
+`python -m core.compat.colossalai script.py`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     import core.compat.megatron as mcore                      instead of  import megatron.core as mcore
     from core.compat.megatron import parallel_state           instead of  from megatron.core import parallel_state
 
-For code that cannot be edited: call `install()` before its first import, or run `python -m core.compat.megatron
-script.py`.
+For code that cannot be edited, call `install()` before its first import. The other way is to run
+`python -m core.compat.megatron script.py`.
 """
 
 from __future__ import annotations
