@@ -1,4 +1,4 @@
-"""DistributedDataParallelConfig: how gradients are kept and reduced. Frozen; the wrapper never writes to it."""
+"""DistributedDataParallelConfig: options for keeping and reducing gradients. Frozen; the wrapper never writes to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from core.number_ranges import COUNT, check_ranges, whole
 
 
 class Spread(NamedTuple):
-    """The number of ranks over which the memory of each kind is spread."""
+    """Number of ranks over which the memory of each kind is spread."""
 
     params: int
     grads: int
@@ -22,12 +22,14 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Parts of a model that a rank holds under a sharding strategy.
+    """Model state that a rank keeps under a sharding strategy.
 
-    sharded: True if each rank's optimizer updates its own shard, so that gradients are reduce-scattered. keeps_whole:
-    True if the memory of whole gradients stays; otherwise the shard stays, and whole gradients borrow memory from a
-    BucketPool while they fill and travel. keeps_params: the same of parameters; if False the shard stays, and a bucket
-    is gathered around its use.
+    Args:
+        sharded: True if each rank's optimizer updates its own shard, so that gradients are reduce-scattered.
+        keeps_whole: True if full gradients have permanent memory. Otherwise only the shard has, and full gradients
+            borrow memory from a BucketPool while they fill and are reduced.
+        keeps_params: True if full parameters have permanent memory. Otherwise only the shard has, and a bucket is
+            gathered around its use.
     """
 
     sharded: bool
@@ -35,7 +37,11 @@ class Residency:
     keeps_params: bool = True
 
     def spread(self, shards: int) -> Spread:
-        """Numbers of ranks that share the memory of each kind, of `shards` ranks that hold the model."""
+        """Return the number of ranks that share the memory of each kind.
+
+        Args:
+            shards: Size of the shard group.
+        """
         return Spread(
             1 if self.keeps_params else shards,
             1 if self.keeps_whole else shards,
@@ -70,69 +76,73 @@ RANGES = {
 class DistributedDataParallelConfig:
     """Options of the wrapper: reduction of gradients, and sharding. Names are Megatron Core's; the last block is ours.
 
-    grad_reduce_in_fp32: accumulate and reduce in fp32 for any dtype of the parameter.
-    overlap_grad_reduce: backward launches a bucket's collective as soon as its gradients are there.
+    grad_reduce_in_fp32: accumulate and reduce gradients in fp32, regardless of the parameter's dtype.
+    overlap_grad_reduce: launch a bucket's collective in backward, as soon as all its gradients have arrived.
     overlap_param_gather: the optimizer's step gathers a bucket's parameters while it updates the next bucket (needs a
-        sharded strategy). When `step()` returns all are complete; nothing is gathered under the next forward.
-    align_param_gather: refused, because nothing is gathered under the forward.
+        sharded strategy). All gathers end before `step()` returns; none runs during the next forward.
+    align_param_gather: refused, because no gather runs during the forward.
     use_distributed_optimizer: shard the optimizer's state over data parallelism; the same as strategy 'optim'.
-    num_distributed_optimizer_instances: shard inside data / instances ranks, replicate across.
-    check_for_nan_in_grad: find NaN and Inf before they are reduced; all ranks raise together, naming the first.
-    record_nan_in_grad: note where and in which microbatch a gradient first became NaN or Inf without raising, for an
-        optimizer that skips such steps and says why.
+    num_distributed_optimizer_instances: shard within groups of data ranks / instances ranks, replicate across them.
+    check_for_nan_in_grad: find NaN and Inf before gradients are reduced; all ranks raise together and name the first.
+    record_nan_in_grad: record where and in which microbatch a gradient first became NaN or Inf without raising, for an
+        optimizer that skips such steps and reports the cause.
     check_for_large_grads: refused, because the optimizer's step returns the norm of all gradients.
-    bucket_size: elements a bucket holds before it closes; None for max(40 000 000, 1 000 000 x data ranks). Only used
-        under overlap, and with 'optim_grads': there a bucket holds at most so many, or one parameter, and None is a
-        sixteenth of the buffer, but at least 1 000 000 and at most the number above. Two such buckets are in memory.
-    num_buckets: the number of buckets instead of their size; with 'optim_grads' there may be more, as none is larger.
+    bucket_size: elements after which a bucket is closed; None for max(40 000 000, 1 000 000 x data ranks). Used only
+        with overlap, and with 'optim_grads'. With 'optim_grads' it is an upper limit, except for a single larger
+        parameter; None is a sixteenth of the buffer, but at least 1 000 000 and at most the number above, because two
+        such buckets are in memory.
+    num_buckets: number of buckets, instead of their size; with 'optim_grads' there may be more, because none is larger.
     pad_buckets_for_high_nccl_busbw: pad bucket ends to multiples of 2**16 elements.
-    reduce_scatter_with_fp32_accumulation: 16-bit gradients on the wire, added in fp32. While buckets are in flight it
-        keeps a second copy of them, as deterministic_reduction does.
+    reduce_scatter_with_fp32_accumulation: send 16-bit gradients and add them in fp32. Needs memory for a second copy of
+        the buckets in flight, as deterministic_reduction does.
     average_in_collective: let the collective divide.
-    data_parallel_sharding_strategy: 'no_shard', 'optim' (the optimizer's state is sharded), 'optim_grads' (gradients
-        too: whole ones exist only while a bucket fills and travels, so backward reduces with or without overlap), or
-        'optim_grads_params' (parameters too: see docs/source/sharded_parameters.md).
-    reduce_microbatches: where gradients are sharded, under accumulation, keep whole ones until the 'last' microbatch
-        (they travel once a step), or reduce 'every' one into the shard, also inside no_sync (less memory, more traffic;
-        what was reduced can no longer be cleared through `.grad`). With 'every' a rank that has fewer backwards in a
-        step adds zeros to those of the others; where backward gathers parameters over all ranks, or experts have other
-        data ranks, all raise SyncError. `describe()` prints the bytes of both. None: 'every' where parameters are
-        sharded too, else 'last'.
+    data_parallel_sharding_strategy: 'no_shard'; 'optim' (shards the optimizer's state); 'optim_grads' (also gradients:
+        full ones exist only while a bucket fills and is reduced, so backward reduces with or without overlap); or
+        'optim_grads_params' (also parameters: see docs/source/sharded_parameters.md).
+    reduce_microbatches: with sharded gradients and accumulation, keep full gradients until the 'last' microbatch (one
+        reduction in each step), or reduce 'every' microbatch into the shard, also inside no_sync (less memory, more
+        traffic; reduced gradients can no longer be cleared through `.grad`). With 'every', a rank that has fewer
+        backwards in a step adds zeros to the other ranks' gradients. If backward gathers parameters over all ranks, or
+        experts have other data ranks, all ranks raise SyncError instead. `describe()` prints the bytes of both choices.
+        None: 'every' if parameters are sharded too, else 'last'.
 
-    initial_weights: 'check' that all ranks which hold copies of a weight start equal (data ranks, tensor-parallel ranks
-        of what is not split, stages), 'broadcast' the first rank's, or 'ignore'. Copies on several stages are checked
-        in the first finalize_model_grads and are not broadcast.
-    check_weights_interval: compare all of those copies in every so many finalize_model_grads, by checksums of their
-        memory, and name a drift; 0 for never, and never with initial_weights='ignore'. Megatron's
-        check_weight_hash_across_dp_replicas_interval, for all copies.
-    check_replicas: debug mode; after the last reduction of every step compare gradients of copies, and name a drift. It
-        does not see weights that drift: the reduction has just made the gradients of data ranks equal.
+    initial_weights: 'check' that all copies of a weight start equal (on data ranks, on tensor-parallel ranks if the
+        weight is not split, on stages), 'broadcast' the first rank's copy, or 'ignore'. Copies on several stages are
+        checked in the first finalize_model_grads and are not broadcast.
+    check_weights_interval: compare all of these copies once in so many finalize_model_grads, by checksums of their
+        memory, and raise an error that names a difference; 0 for never, and never with initial_weights='ignore'.
+        Megatron's check_weight_hash_across_dp_replicas_interval, for all copies.
+    check_replicas: debug mode; after the last reduction of every step compare the gradients of copies, and raise an
+    error
+        that names a difference. It does not detect weights that drift apart, because data ranks have just got equal
+        gradients from the reduction.
     deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit.
     scale_in_optimizer: leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which applies
-        it together with its own factors in one pass. Until then `main_grad` holds sums: the gradient is `main_grad`
+        it together with its own factors in one pass. Until then `main_grad` contains sums: the gradient is `main_grad`
         times its bucket's `pending_scale`. Other optimizers are refused.
-    keep_params_whole: where gradients are sharded, every matrix lies in one rank's shard, for optimizers that need it
-        whole (Muon); 'all': every parameter does. Embedding and output may be cut. Costs padding where a bucket holds
-        few parameters for its ranks.
-    grad_communication_dtype: buckets are cast to it for their reduction and back: fp32, bf16, fp16, or float8_e4m3fn
-        (in blocks with scales, see wire/fp8_communication.py, and without overlap). None: as they are kept.
-    share_host_memory: keep buffers in memory that the ranks of one host map from each other where they are on CPU with
-        gloo, and reduce there instead of through sockets. Groups that span hosts do not. A forked process shares them
-        as well: it has no snapshot of them, and its parent sees what it writes there.
-    sync_rules: further reductions of yours. Rules within a stage run before those across stages, and yours after the
+    keep_params_whole: with sharded gradients, place every matrix in one rank's shard, for optimizers that need
+        unsharded matrices (Muon); 'all' does so for every parameter. Embedding and output may still be split. Costs
+        padding if a bucket has few parameters for its number of ranks.
+    grad_communication_dtype: cast buckets to this dtype for their reduction, and back: fp32, bf16, fp16, or
+    float8_e4m3fn
+        (in blocks with scales, see wire/fp8_communication.py, and without overlap). None: the dtype of the buffer.
+    share_host_memory: on CPU with gloo, keep buffers in memory that the ranks of one host map from each other, and
+        reduce there instead of through sockets. Groups that span hosts use sockets. A forked process shares this memory
+        too: it gets no snapshot, and its parent sees its writes.
+    sync_rules: additional reductions. Rules within a stage run before rules across stages, and user rules after the
         built-in ones of their kind.
-    reshard_after_forward: with 'optim_grads_params', True gives a bucket of parameters up when two others have been
-        used, and backward gathers it again. False keeps all buckets that a forward has gathered until the end of the
-        next backward: fewer gathers, and memory for the whole model.
-    placement: which buckets stay whole, and which are offloaded. None: all is sharded,
-        as the strategy says, and lies on the device.
+    reshard_after_forward: with 'optim_grads_params', True frees a bucket of parameters when two others have been used,
+        and backward gathers it again. False keeps all buckets that a forward has gathered until the end of the next
+        backward: fewer gathers, but memory for the full model.
+    placement: choose buckets that stay unsharded, and buckets that are offloaded. None: everything is sharded
+        according to the strategy, and is stored on the device.
     first_steps: 'check' that copies of gradients and weights are equal in the first two steps (see
-        core/distributed/guard/first_steps.py), 'warn' in place of an error, or 'ignore' it.
-    broadcast_buffers: torch DDP's option of this name. True: a forward begins with the first data rank's buffers of
-        modules, such as a BatchNorm's statistics, if the forward before it recorded gradients outside no_sync; in one
-        broadcast, and in none where there are no buffers. Where gradients are sharded, once a step. All ranks then run
-        equally many forwards of the wrapper. False: each rank keeps its own. None: False, with a warning where there
-        are BatchNorms, but True in core.integrations, as with torch's DDP.
+        core/distributed/guard/first_steps.py), 'warn' instead of raising an error, or 'ignore'.
+    broadcast_buffers: torch DDP's option. True: begin a forward with the first data rank's module buffers, such as
+        BatchNorm statistics, if the forward before it recorded gradients outside no_sync. They need one broadcast, and
+        none without buffers. With sharded gradients, once in each step. All ranks must then run equally many forwards
+        of the wrapper. False: each rank keeps its own. None: False, with a warning if there are BatchNorms, but True in
+        core.integrations, as with torch's DDP.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -238,14 +248,14 @@ class DistributedDataParallelConfig:
 
     @property
     def strategy(self) -> Strategy:
-        """The sharding strategy, whichever option has asked for it."""
+        """Sharding strategy, whichever option selected it."""
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             return "optim"
         return self.data_parallel_sharding_strategy
 
     @property
     def residency(self) -> Residency:
-        """Parts that a rank holds under the strategy."""
+        """Model state that a rank keeps under the strategy."""
         return RESIDENCIES[self.strategy]
 
     @property
@@ -254,7 +264,11 @@ class DistributedDataParallelConfig:
         return self.residency.sharded
 
     def grad_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of a parameter's dtype are added up and reduced."""
+        """Return the dtype in which gradients of a parameter are accumulated and reduced.
+
+        Args:
+            dtype: Dtype of the parameter.
+        """
         return torch.promote_types(dtype, torch.float32) if self.grad_reduce_in_fp32 else dtype
 
     @property
