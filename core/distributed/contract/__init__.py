@@ -1,1 +1,1 @@
-"""Gradient contracts: tags on parameters in, one frozen contract out."""
+"""Gradient contracts: one frozen contract for each parameter, read from the parameter's tags."""

@@ -1,6 +1,6 @@
-"""Names in the whole model: what a parameter or buffer of a pipeline stage is called in all layouts.
+"""Global names: names of a pipeline stage's parameters and buffers in the full model, equal in all layouts.
 
-A module says what its children or parameters are called: module.global_names = {"layers.0": "layers.12"}.
+A module declares names for its children or parameters: module.global_names = {"layers.0": "layers.12"}.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ TRANSPARENT = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))  # modules 
 
 
 def global_name(module: nn.Module, local_name: str) -> str:
-    """A parameter's or buffer's name in the whole model, from the `global_names` of the modules on its path."""
+    """Return the name of a parameter or buffer in the full model, from the `global_names` of the modules on its path.
+
+    Args:
+        module: The stage's module.
+        local_name: Name within `module`.
+    """
     rest = local_name.split(".")
     path: list[str] = []
     current: object = module
@@ -31,18 +36,26 @@ def global_name(module: nn.Module, local_name: str) -> str:
 
 
 def namer(module: nn.Module) -> Callable[[str], str]:
-    """`global_name` of one module for many names: quick where no module says anything."""
+    """Return `global_name` of one module as a function of the local name. Fast if no module declares names.
+
+    Args:
+        module: The stage's module.
+    """
     if any(map(_names_said_by, module.modules())):
         return partial(global_name, module)
     return lambda local_name: without_transparent(local_name.split("."))
 
 
 def without_transparent(path: Iterable[str]) -> str:
-    """The parts of a name, joined, without those of modules that torch puts around others."""
+    """Join the parts of a name, without the modules that torch puts around others.
+
+    Args:
+        path: Parts of the name.
+    """
     return ".".join(part for part in path if part not in TRANSPARENT)
 
 
 def _names_said_by(part: Any) -> Mapping[str, str]:
-    """`part.global_names`, without the microseconds that a module takes to say that it has none."""
+    """Return `part.global_names`, without the slow failing attribute lookup of a module that has none."""
     said = "global_names" in getattr(part, "__dict__", ()) or hasattr(type(part), "global_names")
     return part.global_names or {} if said else {}

@@ -1,8 +1,9 @@
-"""GradientContract: what one parameter's gradient needs. Read once, when a model is wrapped; the only reader of tags.
+"""GradientContract: the reductions that one parameter's gradient needs, read once from its tags at the wrap.
 
-For a parameter each parallel axis is one of three things: its ranks hold different slices (`sharded_over`), they hold
-partial gradients that must be added or averaged (`partial_over`, `averaged_over`), or they hold equal gradients
-already. Data parallelism is partial for everybody; expert parameters have a data group of their own.
+No other file reads tags. For a parameter, each parallel axis is one of three things: its ranks hold different slices
+(`sharded_over`), they hold partial gradients that must be added or averaged (`partial_over`, `averaged_over`), or their
+gradients are already equal. Gradients of all parameters are partial over data parallelism. Expert parameters have a
+separate data group.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from core.groups.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING, axes_of
 
 # Groups across pipeline stages whose ranks may hold copies of a parameter, and the attribute that says so.
 STAGE_COPIES = {"pp": "pipeline_parallel", "embd": "shared_embedding", "pos_embd": "shared_position_embedding"}
-DECLARATION = "gradient_declaration"  # the attribute that `declare_gradient` leaves on a parameter
+DECLARATION = "gradient_declaration"  # the attribute that `declare_gradient` sets on a parameter
 
 
 class ContractError(ValueError):
-    """A parameter says two things that cannot both be true, or holds partial gradients that no rule makes whole."""
+    """A parameter's tags contradict each other, or no rule reduces its partial gradient."""
 
 
-# A tuple: there is one for each parameter of a model, and a frozen dataclass takes four times as long to make.
+# A tuple, because every parameter of a model has one, and a frozen dataclass takes four times as long to create.
 class GradientContract(NamedTuple):
-    """Rules for one parameter's gradient between backward and the optimizer."""
+    """Reductions of one parameter's gradient between backward and the optimizer."""
 
     name: str
     is_expert: bool
@@ -38,35 +39,40 @@ class GradientContract(NamedTuple):
     partial_over: tuple[str, ...] = ()
     averaged_over: tuple[str, ...] = ()
     replicated_over: tuple[str, ...] = ()  # ranks with equal weights and, in the end, gradients
-    rules: tuple[str, ...] = ()  # the sync rules that serve it, in order, in words
-    counts_in_norm: bool = True  # on one of all ranks that hold this gradient
-    crosses_stages: bool = False  # True if a copy lies on another pipeline stage
+    rules: tuple[str, ...] = ()  # descriptions of the sync rules that serve it, in order
+    counts_in_norm: bool = True  # True on exactly one of the ranks that hold this gradient
+    crosses_stages: bool = False  # True if another pipeline stage has a copy
 
     @property
     def reductions(self) -> tuple[str, ...]:
-        """Every reduction in order, in words."""
+        """Descriptions of all reductions in order."""
         data = f"sum over {self.data_group} / {self.divisor}"
         return (data, *self.rules)
 
 
 class Tags(NamedTuple):
-    """Attributes of a parameter. A contract is read from these and the name, and from nothing else."""
+    """Attributes of a parameter. Contracts depend only on these and on the name."""
 
     is_expert: bool
     sharded: bool  # True if tensor-parallel ranks hold different slices
     averaged: bool  # True if they hold gradients to be averaged
     uncounted: bool  # True if another copy counts in the norm
-    declaration: tuple[tuple[str, ...], tuple[str, ...]] | None  # by declare_gradient: partial over, averaged over
-    sequence_parallel: bool | None  # None where the parameter does not say
+    declaration: tuple[tuple[str, ...], tuple[str, ...]] | None  # set by declare_gradient: partial over, averaged over
+    sequence_parallel: bool | None  # None if the parameter does not have the tag
     copies: tuple[str, ...]  # groups across stages whose ranks hold copies
 
 
 @dataclass(frozen=True, slots=True)
 class GradSyncRule:
-    """A named reduction that is left after the data-parallel one.
+    """A named reduction that runs after the data-parallel one.
 
-    group: a field of ProcessGroups ('tp', 'embd', ...). serves: which contracts it reduces. The data-parallel reduction
-    has been done when a rule runs, so a rule only ever sees gradients that are already whole over the data group.
+    A rule only gets gradients that are already reduced over the data group.
+
+    Args:
+        name: Name for messages and `describe()`.
+        group: A field of ProcessGroups ('tp', 'embd', ...).
+        op: 'sum' or 'mean'.
+        serves: Returns True for the contracts that the rule reduces.
     """
 
     name: str
@@ -94,25 +100,43 @@ DEFAULT_RULES = (
 def declare_gradient(
     param: nn.Parameter, *, partial_over: Sequence[str] = (), averaged_over: Sequence[str] = ()
 ) -> nn.Parameter:
-    """Say over which axes a parameter's gradient is partial after backward; returns the parameter.
+    """Declare the axes over which a parameter's gradient is partial after backward.
 
-    Axes are fields of ProcessGroups. With both empty it says: the gradient is complete on every tensor-parallel rank.
-    Example: a q/k norm weight sees this rank's heads only, so `declare_gradient(weight, partial_over=("tp",))`.
+    A wrong declaration is a wrong gradient: ranks of a partial axis would train on their part only. With both arguments
+    empty, the gradient is declared complete on every tensor-parallel rank. For example, a q/k norm weight gets
+    gradients from this rank's heads only, so use `declare_gradient(weight, partial_over=("tp",))`.
+
+    Args:
+        param: The parameter.
+        partial_over: Fields of ProcessGroups whose ranks' gradients are added.
+        averaged_over: Fields of ProcessGroups whose ranks' gradients are averaged.
+
+    Returns:
+        The parameter.
     """
     setattr(param, DECLARATION, (tuple(partial_over), tuple(averaged_over)))
     return param
 
 
 def data_group_of(param: nn.Parameter) -> str:
-    """The data-parallel group of a parameter: experts carry `allreduce = False` and have a group of their own."""
+    """Return the data-parallel group of a parameter. Experts have `allreduce = False` and a separate group.
+
+    Args:
+        param: The parameter.
+    """
     return DATA_KINDS[0] if getattr(param, "allreduce", True) else DATA_KINDS[1]
 
 
 def divisor_of(groups: ProcessGroups, config: Any) -> int:
-    """The number that a gradient's sum over its data group is divided by: the size of 'dp_cp', for experts too.
+    """Return the divisor of a gradient's sum over its data group: the size of 'dp_cp', for experts too.
 
-    An expert's gradient is a sum over the tokens of all expert-parallel ranks, though fewer ranks hold a copy of it.
-    With `calculate_per_token_loss` the number is 1: finalize_model_grads divides by the number of tokens.
+    An expert's gradient is a sum over the tokens of all expert-parallel ranks, although fewer ranks hold a copy of the
+    expert. With `calculate_per_token_loss` the divisor is 1, because finalize_model_grads divides by the number of
+    tokens.
+
+    Args:
+        groups: Process groups of the model.
+        config: Config of the model, or None.
     """
     return 1 if getattr(config, "calculate_per_token_loss", False) else groups.size("dp_cp")
 
@@ -121,7 +145,14 @@ UNTAGGED = Tags(False, False, False, False, None, None, ())
 
 
 def embeddings_of(modules: Iterable[nn.Module]) -> dict[int, str]:
-    """id of a weight -> 'embd' or 'pos_embd', for embeddings that modules name as Megatron's models do."""
+    """Find embeddings that modules name as Megatron's models do.
+
+    Args:
+        modules: All modules of the model.
+
+    Returns:
+        id of a weight -> 'embd' or 'pos_embd'.
+    """
     found: dict[int, str] = {}
     for part in modules:
         position = getattr(getattr(part, "position_embeddings", None), "weight", None)
@@ -136,15 +167,25 @@ def embeddings_of(modules: Iterable[nn.Module]) -> dict[int, str]:
 
 
 def copies_across_stages(param: nn.Parameter, embeddings: Mapping[int, str]) -> tuple[str, ...]:
-    """The groups across pipeline stages whose ranks hold copies of a parameter; embeddings: of `embeddings_of`."""
+    """Return the groups across pipeline stages whose ranks hold copies of a parameter.
+
+    Args:
+        param: The parameter.
+        embeddings: Result of `embeddings_of`.
+    """
     named = embeddings.get(id(param))
     return tuple([group for group, tag in STAGE_COPIES.items() if group == named or getattr(param, tag, False)])
 
 
 def read_tags(param: nn.Parameter, embeddings: Mapping[int, str]) -> Tags:
-    """Megatron's parameter attributes, read in this one place; embeddings: of `embeddings_of`."""
+    """Read Megatron's attributes of a parameter. Only this function reads them.
+
+    Args:
+        param: The parameter.
+        embeddings: Result of `embeddings_of`.
+    """
     if type(param) is nn.Parameter and not vars(param) and id(param) not in embeddings:
-        return UNTAGGED  # most parameters of most models: half of the time of reading a contract
+        return UNTAGGED  # the usual case: saves half of the time of reading a contract
     sequence_parallel = getattr(param, "sequence_parallel", None)
     return Tags(
         data_group_of(param) == "expt_dp",
@@ -158,7 +199,7 @@ def read_tags(param: nn.Parameter, embeddings: Mapping[int, str]) -> Tags:
 
 
 def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) -> GradientContract:
-    """The contract but for the sync rules that serve it."""
+    """Return the contract without the sync rules that serve it."""
     tp = groups.size("tp")
     sharded, averaged, sequence_tag = tags.sharded, tags.averaged, tags.sequence_parallel
     says_nothing = tags.declaration is None and sequence_tag is None
@@ -202,7 +243,7 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
 
     for axis in (*partial, *averages):
         if axis not in ("embd", "pos_embd") or groups.size("pp") > 1:
-            groups.require(axis)  # a partial gradient whose group is unknown must not pass for a whole one
+            groups.require(axis)  # a partial gradient whose group is unknown must not pass as complete
     # An axis of one rank needs no reduction.
     partial_over = tuple(axis for axis in dict.fromkeys(partial) if groups.size(axis) > 1)
     averaged_over = tuple(axis for axis in dict.fromkeys(averages) if groups.size(axis) > 1)
@@ -236,7 +277,12 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
 
 
 def replicated_over(tags: Tags, groups: ProcessGroups) -> tuple[str, ...]:
-    """The groups, data groups apart, whose ranks hold copies of this parameter."""
+    """Return the groups, other than data groups, whose ranks hold copies of this parameter.
+
+    Args:
+        tags: Tags of the parameter.
+        groups: Process groups of the model.
+    """
     across_stages = {*tags.copies, *(axis for axes in tags.declaration or () for axis in axes)}
     copied = {
         **{axis.name: axis.name in COPY_AXES for axis in axes_of(tags.is_expert)},
@@ -252,7 +298,7 @@ def _is_qk_layernorm(name: str, config: Any) -> bool:
 
 
 def _with_rules(draft: GradientContract, rules: Sequence[GradSyncRule], groups: ProcessGroups) -> GradientContract:
-    """The contract with the rules that serve it. Raises ContractError where a partial gradient is left without one."""
+    """Add the rules that serve a contract. Raises ContractError if no rule reduces a partial gradient."""
     serving = [rule for rule in rules if rule.serves(draft) and groups.size(rule.group) > 1]
     serving.sort(key=lambda rule: rule.group in STAGE_CROSSING)  # as they run
     for axis in (*draft.partial_over, *draft.averaged_over):
@@ -275,10 +321,23 @@ def read_contracts(
     config: Any,
     rules: Sequence[GradSyncRule] = DEFAULT_RULES,
 ) -> dict[str, GradientContract]:
-    """The contract of every parameter, by name, in registration order; `modules` are all of the model.
+    """Read the contract of every parameter.
 
-    Parameters of which layers have said the same have the same contract, which is worked out once. Only a rule of the
-    user's may look at names, so those rules are asked for every parameter.
+    Parameters with the same tags get the same contract, which is computed once. Only a user's rule may depend on names,
+    so user rules are called for every parameter.
+
+    Args:
+        named_params: Names and parameters, in registration order.
+        modules: All modules of the model.
+        groups: Process groups of the model.
+        config: Config of the model, or None.
+        rules: Sync rules that may serve a parameter.
+
+    Returns:
+        Contracts by name, in registration order.
+
+    Raises:
+        ContractError: If a parameter's tags contradict each other, or no rule reduces its partial gradient.
     """
     embeddings = embeddings_of(modules)
     names_matter = any(rule not in DEFAULT_RULES for rule in rules)

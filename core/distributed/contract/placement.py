@@ -1,4 +1,4 @@
-"""Placement: which buckets are sharded, and which are offloaded. A user's options; pure arithmetic."""
+"""Placement: options that select the sharded and the offloaded buckets. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ RANGES = {
 class MemStats:
     """Statistics of the first step under a budget, the same on all ranks.
 
-    uses: numbers of buckets of parameters, in the order in which a step uses them. non_model_bytes: the most that
-    forwards keep for backward in addition to parameters.
+    Args:
+        uses: Numbers of parameter buckets, in the order in which a step uses them.
+        non_model_bytes: The most memory that forwards keep for backward, in addition to parameters.
     """
 
     uses: tuple[int, ...]
@@ -31,35 +32,39 @@ class MemStats:
 
 @dataclass(frozen=True)
 class Placement:
-    """Fractions of the bytes of buckets. A bucket counts once, and is taken or left as a whole.
+    """Options for keeping parameter buckets unsharded and for offloading shards, as fractions of bytes.
 
-    Buckets are ordered as a forward uses them (see memstats). What is taken is within half a bucket of what was asked.
+    A bucket is never divided, so each fraction is met within half a bucket. Buckets are ordered by their use in a
+    forward (see `memstats`).
 
-    shard_param_frac: of parameters, under 'optim_grads_params', what is given up after its use. The rest, which is used
-        first, stays whole from its first use to the next step.
-    offload_param_frac: of shards of parameters, the part that is offloaded. The buckets that are used last; a gather
-        brings them to the device. It may not be more than what is sharded.
-    offload_optim_frac: of masters and moments, the part that is offloaded, and stepped where it lies.
-    offload_grad_frac: of reduced gradients, where a rank keeps only its shard of them, the part that is
-        offloaded. With a GPU it may not be more than offload_optim_frac.
-    prefetch: buckets that are gathered before they are used, where a gather is a collective: 0, or 1 at most. None is
-        1, and 0 under a budget.
-    directory: on a CPU, where a rank's files of offloaded shards are made. They have no name, so that nothing is left
-        behind when the job ends, however it ends. With a GPU they lie in the host's memory: None.
-    pin_memory: with a GPU, pin that memory, which makes copies faster and takes it from the system.
-    memory_budget_bytes: in the place of fractions: all shards of parameters, masters and moments are offloaded, and as
-        many buckets are whole on the device as a rank's budget allows. The budget also holds gradients on the device,
-        and what forwards keep for backward, which is counted. The bucket whose next use is farthest is given up.
-    warmup_non_model_data_ratio: of the budget, what is left free in the first step. steady_cap_ratio: what may be used
-        later.
-    memstats: what the first step of an earlier run under a budget has found. Under a budget the first step is as the
-        others then. With fractions it is the order in which a forward uses buckets; None is that of registration.
+    Args:
+        shard_param_frac: Fraction of parameters that is freed after use, under 'optim_grads_params'. The rest, which is
+            used first, stays gathered from its first use to the next step.
+        offload_param_frac: Fraction of parameter shards that is offloaded, at most the sharded fraction. The buckets
+            that are used last are chosen. A gather brings them to the device.
+        offload_optim_frac: Fraction of master weights and moments that is offloaded, and updated in place.
+        offload_grad_frac: Fraction of reduced gradients that is offloaded, if a rank keeps only its shard of them. With
+            a GPU, at most offload_optim_frac.
+        prefetch: Number of buckets that are gathered before they are used, if a gather is a collective: 0 or 1. None is
+            1, and 0 under a budget.
+        directory: On a CPU, the directory for a rank's files of offloaded shards. The files have no name, so nothing is
+            left when the job ends or fails. None with a GPU, which offloads to host memory.
+        pin_memory: With a GPU, pin the host memory. Copies are faster, and the system cannot swap this memory.
+        memory_budget_bytes: Memory of a rank, instead of fractions. All shards of parameters, master weights and
+            moments are offloaded, and as many buckets are gathered on the device as the budget allows. The budget
+            includes gradients on the device and the measured memory that forwards keep for backward. The bucket whose
+            next use is farthest is freed first.
+        warmup_non_model_data_ratio: Fraction of the budget that is left free in the first step.
+        steady_cap_ratio: Fraction of the budget that may be used later.
+        memstats: Statistics of an earlier run's first step under a budget. Under a budget, the first step then runs
+            like later ones. With fractions, they give the order in which a forward uses buckets; None is registration
+            order.
     """
 
     shard_param_frac: float = 1.0
     offload_param_frac: float = 0.0
     offload_optim_frac: float = 0.0
-    # Ranks compare what repr shows.
+    # Ranks compare reprs.
     directory: str | os.PathLike[str] | None = field(default=None, repr=False)
     memory_budget_bytes: int | None = None
     warmup_non_model_data_ratio: float = 0.8
@@ -120,7 +125,14 @@ class Placement:
             )
 
     def check_for(self, device_type: str) -> None:
-        """ValueError for what ranks on this type of device cannot offload."""
+        """Check that ranks on a type of device can offload as requested.
+
+        Args:
+            device_type: 'cpu' or the type of an accelerator.
+
+        Raises:
+            ValueError: If they cannot.
+        """
         if not self.offloads:
             return
         if device_type == "cpu" and self.directory is None:
@@ -143,12 +155,17 @@ class Placement:
 
     @property
     def offloads(self) -> bool:
-        """True if something is offloaded."""
+        """True if any shards are offloaded."""
         return self.offload_param_frac > 0 or self.offload_optim_frac > 0 or self.offload_grad_frac > 0
 
 
 def first_of(nbytes: Sequence[int], fraction: float) -> set[int]:
-    """Indices of the first `fraction` of all bytes: those whose middle lies in it."""
+    """Return the indices of the first `fraction` of all bytes: items whose middle is inside it.
+
+    Args:
+        nbytes: Size of each item, in order.
+        fraction: Between 0 and 1.
+    """
     limit, reached, chosen = fraction * sum(nbytes), 0, set()
     for index, size in enumerate(nbytes):
         if reached + size / 2 < limit:

@@ -36,7 +36,7 @@ from core.groups.agree import control_device
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import ACTIVATION_KINDS, DATA_KINDS
 
-SHARDED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of frozen parameters
+SHARDED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # for frozen parameters
 
 
 @dataclass(frozen=True)
@@ -44,30 +44,41 @@ class ModelPlan:
     """Contracts, layout and launch order of one model chunk on this rank."""
 
     named: dict[str, nn.Parameter]  # all, in registration order
-    params: dict[str, nn.Parameter]  # those that were trainable when wrapped
+    params: dict[str, nn.Parameter]  # parameters that were trainable when wrapped
     frozen: dict[str, nn.Parameter]
     contracts: dict[str, GradientContract]
-    copies: dict[str, list[str]]  # group, data groups apart -> parameters of which all its ranks hold copies
+    copies: dict[str, list[str]]  # group (except data groups) -> parameters that all its ranks hold copies of
     rules: tuple[GradSyncRule, ...]
     layout: ParamLayout
-    frozen_layout: ParamLayout  # where parameters are sharded, those that are frozen are too
+    frozen_layout: ParamLayout  # with sharded parameters, frozen ones are sharded too
     buckets: tuple[tuple[int, int], ...]  # (buffer, bucket) in launch order
-    may_overlap: bool  # True if backward may launch buckets: no activations travel on the groups of gradients
+    may_overlap: bool  # True if backward may launch buckets: no group carries both gradients and activations
     device: torch.device
-    shared: dict[str, str]  # parameters whose memory another tensor of the model uses too, and that one in words
+    shared: dict[str, str]  # parameter -> description of another tensor of the model in the same memory
 
     def of_group(self, data_group: str) -> dict[str, nn.Parameter]:
-        """All parameters of a data group, frozen ones too."""
+        """Return all parameters of a data group, including frozen ones.
+
+        Args:
+            data_group: 'dp_cp' or 'expt_dp'.
+        """
         return {name: param for name, param in self.named.items() if data_group_of(param) == data_group}
 
     def copies_over(self, group: str) -> dict[str, nn.Parameter]:
-        """All parameters of which each rank of this group holds a copy; not for data groups."""
+        """Return all parameters that each rank of a group holds a copy of.
+
+        Args:
+            group: Field of ProcessGroups, other than a data group.
+        """
         return {name: self.named[name] for name in self.copies.get(group, ())}
 
     def fingerprint(self, group: str) -> list[str]:
-        """Facts that ranks of a data or tensor-parallel group must have in common, one line each.
+        """List the facts that all ranks of a data or tensor-parallel group must share, one line each.
 
-        Tensor-parallel ranks hold slices of different shapes: of what they split, only the reductions are listed.
+        Tensor-parallel ranks hold slices of different shapes. For split parameters only the reductions are listed.
+
+        Args:
+            group: Field of ProcessGroups.
         """
         of_data = group in DATA_KINDS
         held = self.of_group(group) if of_data else self.copies_over(group)
@@ -93,26 +104,39 @@ class ModelPlan:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """'float32' for torch.float32."""
+    """Return the name of a dtype, such as 'float32' for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def _stays_whole(param: nn.Parameter, wanted: bool | str) -> bool:
-    """True if a parameter lies in one shard under keep_params_whole: "all", or True, for matrices and stacks alone."""
+    """Return True if keep_params_whole places a parameter in one shard: True selects matrices and stacks, "all" any."""
     if getattr(param, "is_embedding_or_output_parameter", False):
         return False
     return wanted == "all" or param.dim() >= 2
 
 
 def option_table(config: Any, ddp_config: DistributedDataParallelConfig) -> list[str]:
-    """One line an option. Most of them change which collectives run or what they add, so all ranks have the same."""
+    """Return one line for each option, to compare between ranks. Most options change collectives or their sums.
+
+    Args:
+        config: Config of the model, or None.
+        ddp_config: Config of the wrapper.
+    """
     ours = {f.name: getattr(ddp_config, f.name) for f in fields(ddp_config) if f.name != "sync_rules"}
     theirs = {name: getattr(config, name, False) for name in ("calculate_per_token_loss", "deterministic_mode")}
     return [f"option {name} = {value!r}" for name, value in {**ours, **theirs}.items()]
 
 
 def shard_and_replica(data_group: str, config: DistributedDataParallelConfig) -> tuple[str, str | None]:
-    """Fields of ProcessGroups: over which a buffer is sharded, and the same shard in other optimizer instances."""
+    """Return the group that a buffer is sharded over, and the group of the same shard in other optimizer instances.
+
+    Args:
+        data_group: 'dp_cp' or 'expt_dp'.
+        config: Config of the wrapper.
+
+    Returns:
+        Names of two fields of ProcessGroups. The second is None with a single instance.
+    """
     if not config.sharded or config.num_distributed_optimizer_instances == 1:
         return data_group, None
     return f"intra_{data_group}", f"inter_{data_group}"
@@ -120,7 +144,7 @@ def shard_and_replica(data_group: str, config: DistributedDataParallelConfig) ->
 
 @dataclass(frozen=True, slots=True)
 class BucketGroups:
-    """The process groups of a bucket: shard x replica = data."""
+    """Process groups of a bucket: shard x replica = data."""
 
     data: dist.ProcessGroup  # all ranks whose gradients are added
     shard: dist.ProcessGroup  # the ranks that share one copy of the optimizer's state
@@ -132,7 +156,13 @@ class BucketGroups:
 
 
 def groups_of(data_group: str, config: DistributedDataParallelConfig, groups: ProcessGroups) -> BucketGroups:
-    """The groups of the buckets of one data group."""
+    """Return the process groups for the buckets of one data group.
+
+    Args:
+        data_group: 'dp_cp' or 'expt_dp'.
+        config: Config of the wrapper.
+        groups: Process groups of the model.
+    """
     shard, replica = shard_and_replica(data_group, config)
     return BucketGroups(
         groups.require(data_group), groups.require(shard), None if replica is None else groups.require(replica)
@@ -149,10 +179,21 @@ def plan_model(
     owned: Collection[int] = (),
     without_memory: bool = False,
 ) -> ModelPlan:
-    """Read contracts and lay out buffers. Local: raises ContractError or ValueError, touches nothing.
+    """Read contracts and lay out buffers. Local; changes nothing.
 
-    owned: ids of parameters that another wrapper reduces already. without_memory: True to plan a model on the meta
-    device that is never wrapped; what only memory can show, such as two parameters that share it, is not looked for.
+    Args:
+        module: The model chunk.
+        config: Config of the model, or None.
+        ddp_config: Config of the wrapper.
+        groups: Process groups of the model.
+        one_bucket: Use one bucket for each buffer.
+        owned: Ids of parameters that another wrapper already reduces.
+        without_memory: True to plan a model on the meta device that is never wrapped. Checks that need memory, such
+            as two parameters that share it, are skipped.
+
+    Raises:
+        ContractError: If a parameter's tags contradict each other, or no rule reduces its partial gradient.
+        ValueError: If the module cannot be wrapped, or options contradict each other.
     """
     _check_options(config, ddp_config)
     modules = dict(module.named_modules())
@@ -246,7 +287,13 @@ def param_specs(
     contracts: dict[str, GradientContract],
     ddp_config: DistributedDataParallelConfig,
 ) -> Iterator[ParamSpec]:
-    """Specs of the trainable parameters in registration order, which the layout is planned from."""
+    """Yield the layout's inputs for the trainable parameters, in registration order.
+
+    Args:
+        params: Trainable parameters by name.
+        contracts: Their contracts by name.
+        ddp_config: Config of the wrapper.
+    """
     keys: dict[tuple[torch.dtype, str], BufferKey] = {}
     wanted = ddp_config.keep_params_whole
     for name, param in params.items():
@@ -260,7 +307,10 @@ def param_specs(
 
 
 def _frozen_specs(frozen: dict[str, nn.Parameter]) -> Iterator[ParamSpec]:
-    """Of the frozen parameters that can be sharded; one of integers has no NaN to show a read of what is not there."""
+    """Yield the layout's inputs for frozen parameters that can be sharded.
+
+    Integer parameters are excluded: they have no NaN that would reveal a read of missing values.
+    """
     for name, param in frozen.items():
         if param.dtype in SHARDED_DTYPES:
             dtype = dtype_name(param.dtype)
@@ -268,7 +318,7 @@ def _frozen_specs(frozen: dict[str, nn.Parameter]) -> Iterator[ParamSpec]:
 
 
 def _count_shards(data_group: str, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups) -> int:
-    """The size of the shard group. Raises where the groups were made for another number of optimizer instances."""
+    """Return the size of the shard group. Raises ValueError if the groups were built for other optimizer instances."""
     name, _ = shard_and_replica(data_group, ddp_config)
     groups.require(data_group)
     groups.require(name)
@@ -289,7 +339,7 @@ def _copies(
     groups: ProcessGroups,
     rules: Sequence[GradSyncRule],
 ) -> dict[str, list[str]]:
-    """`ModelPlan.copies`: frozen parameters are weights too, and what a rule of the user's makes equal is a copy."""
+    """Compute `ModelPlan.copies`. Frozen parameters count as weights, and a user's rule makes copies too."""
     rules = [rule for rule in rules if groups.size(rule.group) > 1]
     embeddings = embeddings_of(modules.values()) if len(contracts) < len(named) else {}  # for frozen parameters
     copies: dict[str, list[str]] = {}
@@ -305,9 +355,10 @@ def _copies(
 
 
 def _may_overlap(layout: ParamLayout, config: DistributedDataParallelConfig, groups: ProcessGroups) -> bool:
-    """True if no group of gradients is one of activations too: Note [Gradient groups] in core/groups/process_groups.py.
+    """Return True if no group carries both gradients and activations.
 
-    The groups that parallel_state builds are apart; those that a user passes may not be, and then nothing overlaps.
+    See Note [Gradient groups] in core/groups/process_groups.py. parallel_state builds separate groups. A user's groups
+    may not be separate, and then nothing overlaps.
     """
     activations = [getattr(groups, name) for name in ACTIVATION_KINDS if groups.size(name) > 1]
     names = {
@@ -320,7 +371,7 @@ def _may_overlap(layout: ParamLayout, config: DistributedDataParallelConfig, gro
 
 
 def _check_rules(rules: Sequence[GradSyncRule], contracts: dict[str, GradientContract], groups: ProcessGroups) -> None:
-    """A rule must not reduce over ranks that the data-parallel reduction has covered, or that hold another slice."""
+    """Refuse a rule over ranks that the data-parallel reduction already covers, or that hold different slices."""
     data_ranks = {
         data_group: set(groups.ranks(data_group))
         for data_group in {contract.data_group for contract in contracts.values()}
@@ -329,7 +380,7 @@ def _check_rules(rules: Sequence[GradSyncRule], contracts: dict[str, GradientCon
         if groups.size(rule.group) < 2:
             continue
         members = set(groups.ranks(rule.group))
-        checked = set()  # what the check goes by; thousands of parameters share a few of these
+        checked = set()  # results depend on these values only; thousands of parameters share a few of them
         for name, contract in contracts.items():
             reach = contract.data_group, contract.sharded_over
             if not rule.serves(contract) or reach in checked:

@@ -1,15 +1,15 @@
-"""ParamLayout: where each parameter lies in which buffer and bucket. Pure arithmetic: no processes or memory.
+"""ParamLayout: positions of parameters in buffers and buckets. Pure arithmetic: no processes or memory.
 
-The rules are those of Megatron Core. Parameters lie in reverse registration order, which is roughly the order in which
-backward produces their gradients, so that bucket 0 can leave first. Where buffers are sharded, each parameter starts at
-a multiple of 64 elements, and each bucket ends at a multiple of lcm(shards, 128), so that all shards of a bucket have
-the same size. Where they are not, nothing is padded.
+The rules are Megatron Core's. Parameters are in reverse registration order, roughly the order in which backward
+produces their gradients, so that bucket 0 can be launched first. In sharded buffers each parameter starts at a multiple
+of 64 elements. Each bucket ends at a multiple of lcm(shards, 128), so that all shards of a bucket have the same size.
+Other buffers have no padding.
 
-A parameter may ask to lie whole in one rank's shard, for an optimizer that needs matrices. Such parameters have buckets
-of their own, in which they are spread over the shards by size.
+A parameter can be kept in one rank's shard, for an optimizer that needs unsplit matrices. Such parameters have separate
+buckets, in which they are spread over the shards by size.
 
-Where gradients are sharded, whole ones pass through memory for two buckets, so the largest bucket is what they cost.
-There a bucket closes before it would exceed its size, not after. Only one large parameter makes a larger one.
+If gradients are sharded, full ones use memory for two buckets, so the largest bucket determines the cost. A bucket is
+then closed before it would exceed its size, not after. Only a single large parameter makes a larger one.
 """
 
 from __future__ import annotations
@@ -25,19 +25,24 @@ if TYPE_CHECKING:
 
 PARAM_START_ALIGNMENT = 64  # elements: 128 bytes in bf16
 BUCKET_END_ALIGNMENT = 128  # elements: every shard starts on a 16-byte boundary in any dtype
-MOST_PADDING = 1.25  # a bucket of whole parameters waits for more of them while its shards would be more uneven
-SHARDED_PARTS = 16  # of a buffer whose gradients are sharded: two in memory at a time are an eighth of them
+MOST_PADDING = 1.25  # a bucket of unsplit parameters stays open for more while its shards would be more uneven
+SHARDED_PARTS = 16  # buckets in a buffer of sharded gradients: two in memory are an eighth of the gradients
 SHARDED_LEAST = 1_000_000  # elements; smaller buckets cost more time than they save memory
 HIGH_BUSBW_ALIGNMENT = 2**16  # elements: NCCL's rings reach full bus bandwidth only on such multiples
 
 
 def pad_to_multiple(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`.
+
+    Args:
+        value: Number to round up.
+        multiple: Positive factor.
+    """
     return -(-value // multiple) * multiple
 
 
 class BufferKey(NamedTuple):
-    """Parameters with equal keys share a buffer: one dtype of parameter, one of gradient, one data-parallel group."""
+    """Key of a buffer: parameters with equal dtype, gradient dtype and data-parallel group share one buffer."""
 
     param_dtype: str
     grad_dtype: str
@@ -45,22 +50,22 @@ class BufferKey(NamedTuple):
 
 
 class ParamSpec(NamedTuple):
-    """Properties of one parameter that the layout needs."""
+    """Properties of one parameter that the layout depends on."""
 
     name: str
     shape: tuple[int, ...]
     key: BufferKey
     own_bucket: bool = False  # its copies on other pipeline stages must be cut into the same shards
-    whole: bool = False  # where buffers are sharded, it lies in one shard
+    whole: bool = False  # in sharded buffers it is kept in one shard
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter; 1 for a 0-dim one, 0 for an empty one."""
+        """Number of elements; 1 for a 0-dim parameter, 0 for an empty one."""
         return math.prod(self.shape)
 
 
 class Slot(NamedTuple):
-    """One parameter's place: elements [start, end) of its buffer."""
+    """Position of one parameter: elements [start, end) of its buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,9 +78,9 @@ Placed = list[tuple[ParamSpec, int]]  # parameters of one bucket, each with its 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Elements [start, end) of a buffer that one collective carries, padding at the end included.
+    """Elements [start, end) of a buffer that one collective reduces, padding at the end included.
 
-    shards: the number of equal parts, one for each rank of the shard group; 1 where the buffer is not sharded.
+    `shards` is the number of equal parts, one for each rank of the shard group; 1 if the buffer is not sharded.
     """
 
     index: int
@@ -86,26 +91,34 @@ class BucketLayout:
 
     @property
     def numel(self) -> int:
-        """Elements that travel, padding included."""
+        """Number of elements sent, padding included."""
         return self.end - self.start
 
     def shard_of(self, rank: int) -> tuple[int, int]:
-        """[start, end) within the bucket of what a rank of the shard group updates. Only here it is known how."""
+        """Return the range [start, end) within the bucket that a rank updates. The only function that decides this.
+
+        Args:
+            rank: Rank in the shard group.
+        """
         size = self.numel // self.shards
         place = rank % self.shards
         return place * size, (place + 1) * size
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """[start, end) within the bucket of each parameter."""
+        """Range [start, end) within the bucket of each parameter."""
         return [(slot.start - self.start, slot.end - self.start) for slot in self.slots]
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's elements of a tensor that is laid out like the bucket, in the parameter's shape."""
+        """Return a view of each parameter's elements, in the parameter's shape.
+
+        Args:
+            flat: Tensor with the bucket's layout, [numel].
+        """
         return [flat[start:end].view(slot.shape) for slot, (start, end) in zip(self.slots, self.ranges, strict=True)]
 
     def describe(self) -> str:
-        """The bucket with the names of its first and last parameter, for messages."""
+        """Return the bucket's index with its first and last parameter, for messages."""
         if not self.slots:
             return f"bucket {self.index} (empty)"
         return f"bucket {self.index} ({self.slots[0].name} .. {self.slots[-1].name})"
@@ -113,7 +126,10 @@ class BucketLayout:
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """One contiguous buffer: its buckets, in launch order. shards: ranks of the shard group, cut into shards or not."""
+    """One contiguous buffer and its buckets in launch order.
+
+    `shards` is the number of ranks in the shard group, even if the buffer is not sharded.
+    """
 
     key: BufferKey
     numel: int
@@ -122,13 +138,13 @@ class BufferLayout:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """All places, in buffer order."""
+        """Positions of all parameters, in buffer order."""
         return tuple(slot for bucket in self.buckets for slot in bucket.slots)
 
 
 @dataclass(frozen=True, slots=True)
 class ParamLayout:
-    """Every buffer of a wrapped model, dense ones first."""
+    """All buffers of a wrapped model, dense ones first."""
 
     buffers: tuple[BufferLayout, ...]
 
@@ -143,10 +159,19 @@ def resolve_bucket_size(
     one_bucket: bool,
     shards_gradients: bool = False,
 ) -> int | None:
-    """Elements a bucket holds before it closes; None for one bucket however large.
+    """Return the number of elements after which a bucket is closed, or None for one bucket of any size.
 
-    Without overlap, or where gradients are not on the critical path (`one_bucket`), splitting only costs latency. Where
-    gradients are sharded, whole ones take as much memory as two buckets, so there buckets are always split.
+    Without overlap, or if gradients are not on the critical path (`one_bucket`), splitting only adds latency. If
+    gradients are sharded, full ones take as much memory as two buckets, so buckets are always split.
+
+    Args:
+        bucket_size: The config's option.
+        num_buckets: The config's option.
+        numel: Elements of the buffer.
+        data_ranks: Size of the data-parallel group.
+        overlap: True if backward launches buckets.
+        one_bucket: True if gradients are not on the critical path.
+        shards_gradients: True if a rank keeps only its shard of reduced gradients.
     """
     if not shards_gradients and (not overlap or one_bucket):
         return None
@@ -169,8 +194,13 @@ def plan_buffer(
 ) -> BufferLayout:
     """Lay out one buffer.
 
-    specs: in registration order, of one key. shards: the size of the shard group. strict_size: True if only one
-    parameter alone may exceed `bucket_size`.
+    Args:
+        specs: Parameters in registration order, with equal keys.
+        bucket_size: Elements after which a bucket is closed, or None for one bucket.
+        shards: Size of the shard group.
+        sharded: True to align parameters and buckets for equal shards.
+        high_busbw: Pad bucket ends to multiples of 2**16 elements.
+        strict_size: True if only a single parameter may exceed `bucket_size`.
     """
     parts = shards if sharded else 1
     limit = math.inf if bucket_size is None else bucket_size
@@ -185,9 +215,9 @@ def plan_buffer(
         buckets.append(BucketLayout(len(buckets), begin, begin + pad_to_multiple(numel, end_alignment), slots, parts))
 
     row: Placed = []
-    filled = 0  # elements of `row`
+    filled = 0  # number of elements in `row`
     whole: list[ParamSpec] = []
-    total = largest = 0  # elements of `whole`
+    total = largest = 0  # number of elements in `whole`
     for spec in reversed(specs):
         numel = spec.numel
         if sharded and spec.whole:
@@ -215,9 +245,15 @@ def plan_buffer(
 
 
 def spread_over_shards(specs: Sequence[ParamSpec], shards: int, end_alignment: int) -> tuple[Placed, int]:
-    """Place every parameter inside one of `shards` equal shards: the largest first, each into the emptiest shard.
+    """Place every parameter inside one of the equal shards: the largest first, each into the emptiest shard.
 
-    Returns ((parameter, offset) in order of offset, elements of all shards together).
+    Args:
+        specs: Parameters to place.
+        shards: Number of shards.
+        end_alignment: The sum of the shards is a multiple of this number of elements.
+
+    Returns:
+        ((parameter, offset) in order of offset, number of elements in all shards).
     """
     loads = [(0, shard) for shard in range(shards)]
     chosen: list[tuple[int, int, ParamSpec]] = []  # (shard, offset in it, parameter)
@@ -232,7 +268,11 @@ def spread_over_shards(specs: Sequence[ParamSpec], shards: int, end_alignment: i
 
 
 def group_by_key(specs: Sequence[ParamSpec]) -> dict[BufferKey, list[ParamSpec]]:
-    """The specs of each buffer, dense buffers first, else in the order of first registration."""
+    """Return the specs of each buffer, dense buffers first, then in order of first registration.
+
+    Args:
+        specs: Parameters in registration order.
+    """
     by_key: dict[BufferKey, list[ParamSpec]] = {}
     for spec in specs:
         by_key.setdefault(spec.key, []).append(spec)
@@ -240,11 +280,18 @@ def group_by_key(specs: Sequence[ParamSpec]) -> dict[BufferKey, list[ParamSpec]]
 
 
 def launch_order(layout: ParamLayout, registration: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """(buffer, bucket) pairs in the one order in which every rank of a stage launches them.
+    """Return the one order in which every rank of a stage launches buckets.
 
-    A bucket's turn comes with its earliest registered parameter, whose gradient backward is expected to produce last.
-    One order over all buffers keeps several communicators from being entered in different orders on different ranks.
-    Within a buffer the order is the bucket index; turns only interleave the buffers.
+    With one order over all buffers, ranks cannot enter several communicators in different orders. A bucket's turn
+    depends on its earliest registered parameter, whose gradient backward is expected to produce last. Within a buffer
+    the order is the bucket index; turns only interleave the buffers.
+
+    Args:
+        layout: All buffers of the model.
+        registration: Names of the parameters in registration order.
+
+    Returns:
+        (buffer, bucket) pairs.
     """
     position = {name: place for place, name in enumerate(registration)}
     turns = sorted(

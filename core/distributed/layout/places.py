@@ -1,4 +1,4 @@
-"""Places: which buckets stay whole, and which are offloaded. Pure: from a plan and its options."""
+"""Places: the buckets that stay unsharded, and the offloaded ones. Computed from a plan and its options only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from core.distributed.distributed_data_parallel_config import DistributedDataPar
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.layout.param_layout import BucketLayout
 
-# (buffer, index of the bucket in it); the buffers of frozen parameters come after those of trained ones.
+# (buffer, index of the bucket in it); buffers of frozen parameters come after buffers of trained ones.
 Where: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Places:
-    """params_stay: buckets of sharded parameters that stay whole until their values change. params, grads, states:
-    buckets whose shards of parameters, of gradients, and of masters and moments, are offloaded.
+    """Buckets with a special placement.
+
+    Args:
+        params_stay: Buckets of sharded parameters that stay gathered until their values change.
+        params: Buckets whose parameter shards are offloaded.
+        grads: Buckets whose gradient shards are offloaded.
+        states: Buckets whose shards of master weights and moments are offloaded.
     """
 
     params_stay: frozenset[Where] = frozenset()
@@ -31,9 +36,16 @@ class Places:
 
 
 def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Places:
-    """Places of a model's buckets by its placement. ValueError for the memstats of another model.
+    """Return the places of a model's buckets under its placement.
 
-    Buckets are ordered as an earlier run has used them, and then as their parameters are registered.
+    Buckets are ordered by their first use in an earlier run, and then by the registration of their parameters.
+
+    Args:
+        plan: The model's plan.
+        ddp_config: Config of the wrapper.
+
+    Raises:
+        ValueError: If memstats belong to another model.
     """
     placement = ddp_config.placement
     if placement is None:
@@ -65,7 +77,7 @@ def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Pla
 
 
 def _first_uses(stats: MemStats | None, buckets: Sequence[Where]) -> dict[Where, int]:
-    """Of each bucket that was used, its place in the order; buckets are in the order of their numbers."""
+    """Return the position of each used bucket in the order of first uses. `buckets` are ordered by their number."""
     uses = () if stats is None else stats.uses
     unknown = sorted(set(uses) - set(range(len(buckets))))
     if unknown:

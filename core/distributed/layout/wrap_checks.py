@@ -1,4 +1,4 @@
-"""Checks of what cannot be wrapped, by name, before any storage or collective exists."""
+"""Checks for modules and parameters that cannot be wrapped, before any storage or collective exists."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from torch import Tensor, nn
 
 
 def check_modules(root: nn.Module, modules: Mapping[str, nn.Module], *, reads_seen: bool) -> None:
-    """Raise ValueError for a ScriptModule, and for a wrapper of torch's inside; modules: all of `root`, by name.
+    """Refuse a ScriptModule, and a wrapper of torch's inside the model.
 
-    reads_seen: True if each read of a parameter must be seen by its class, as where parameters are sharded.
+    Args:
+        root: The module to wrap.
+        modules: All modules of `root`, by name.
+        reads_seen: True if a parameter's class must see each read of it, as with sharded parameters.
+
+    Raises:
+        ValueError: If a module cannot be wrapped.
     """
     if isinstance(root, torch.jit.ScriptModule):
         raise ValueError(
@@ -36,7 +42,17 @@ def check_modules(root: nn.Module, modules: Mapping[str, nn.Module], *, reads_se
 
 
 def check_param(name: str, param: nn.Parameter, first: tuple[str, nn.Parameter]) -> None:
-    """Raise ValueError for a parameter that cannot lie in a buffer with the first one of its model."""
+    """Refuse a parameter that cannot share a buffer with the first one of its model.
+
+    Args:
+        name: Name of the parameter.
+        param: The parameter.
+        first: Name and value of the model's first parameter.
+
+    Raises:
+        ValueError: If the parameter is lazy, a DTensor, complex, on the meta device, not dense, on another device, or
+            has no full storage.
+    """
     if nn.parameter.is_lazy(param):
         raise ValueError(
             f"parameter {name!r} is lazy and has no shape yet; run one forward of the model before wrapping"
@@ -79,11 +95,21 @@ def check_param(name: str, param: nn.Parameter, first: tuple[str, nn.Parameter])
 def shared_params(
     modules: Mapping[str, nn.Module], trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]
 ) -> dict[str, str]:
-    """Trained parameters whose memory another tensor of the model uses too -> that tensor, in words.
+    """Find trained parameters whose memory is also used by another tensor of the model.
 
-    It may be a frozen parameter, a buffer or a plain attribute of a module; it would keep the old values when the
-    parameter is moved. Parameters cut from one tensor without overlap share nothing. Raises ValueError for two trained
-    parameters, which would get two gradients and two updates.
+    The other tensor may be a frozen parameter, a buffer or a plain attribute of a module. It would keep the old values
+    when the parameter is moved. Parameters that are slices of one tensor without overlap are not reported.
+
+    Args:
+        modules: All modules by name.
+        trained: Trained parameters by name.
+        frozen: Frozen parameters by name.
+
+    Returns:
+        Name of a parameter -> description of the other tensor.
+
+    Raises:
+        ValueError: If two trained parameters share memory, because they would get two gradients and two updates.
     """
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, param in trained.items():
@@ -122,13 +148,13 @@ def _others(
 
 
 def _overlaps(tensors: Sequence[tuple[str, Tensor]], trained: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str]]:
-    """(trained parameter, the other) for tensors of one storage, trained ones first, that have bytes in common."""
+    """Yield (trained parameter, other tensor) for tensors of one storage with common bytes; trained ones come first."""
     spans = sorted(_span(tensor) for _, tensor in tensors)
     if all(before[1] <= after[0] for before, after in pairwise(spans)):
         return
     owner = torch.zeros(
         tensors[0][1].untyped_storage().nbytes(), dtype=torch.int32, device="cpu"
-    )  # of each byte, from 1
+    )  # number, from 1, of the owner of each byte
     for number, (name, tensor) in enumerate(tensors, 1):
         size = tensor.element_size()
         shape, strides = (*tensor.shape, size), (*(size * stride for stride in tensor.stride()), 1)
@@ -141,7 +167,7 @@ def _overlaps(tensors: Sequence[tuple[str, Tensor]], trained: Mapping[str, nn.Pa
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor within its storage, and the one after its last."""
+    """Return a tensor's byte range [first, end) within its storage."""
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     size = tensor.element_size()
     return size * tensor.storage_offset(), size * (tensor.storage_offset() + last + 1)
