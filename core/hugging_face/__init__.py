@@ -1,4 +1,4 @@
-"""Hugging Face models over tensor parallelism: their own plans, read, printed, checked and applied to plain tensors."""
+"""Tensor parallelism for Hugging Face models: read, print, check, and apply the models' own plans, on plain tensors."""
 
 from core.hugging_face.checkpoint import load_split, save_split
 from core.hugging_face.chunked_loss import use_chunked_loss

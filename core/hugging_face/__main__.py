@@ -21,7 +21,7 @@ from core.hugging_face.tiny import all_families
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, run; the exit status."""
+    """Parse the command line, run the command, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m core.hugging_face", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="one family")
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _chosen(text: str) -> tuple[dict[str, type], dict[str, Any]]:
-    """The configuration classes that are meant, and what a directory's configuration has that is no size."""
+    """Return the matching configuration classes, and the boolean values of a directory's configuration."""
     known = all_families()
     if os.path.isdir(text) or text.endswith(".json"):
         config = read_configuration(text)

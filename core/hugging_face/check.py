@@ -1,8 +1,8 @@
-"""check: a tiny random copy of a family, split over tp, against one process that splits nothing. All in fp64.
+"""Check a family: train a tiny random copy, split over ranks, against one unsplit process, in fp64.
 
-Both make three steps of SGD. Outputs and losses of each step, every gradient of the first and every weight after the
-last are compared, by DistributedDataParallel and finalize_model_grads, so the contracts are checked too. Families cast
-to fp32 inside; here such casts give fp64, so that equal means 1e-9.
+Both run three steps of SGD. Outputs and losses of each step, every gradient of the first step, and every weight after
+the last are compared. Gradients go through DistributedDataParallel and finalize_model_grads, so the gradient contracts
+are checked too. Families cast to fp32 inside; here such casts give fp64, so that equal means 1e-9.
 """
 
 from __future__ import annotations
@@ -37,16 +37,22 @@ from core.verify.in_double import InDouble
 from core.verify.rank_pool import RankFailure, RankPool
 
 TOLERANCE = 1e-9
-GROWTH = 100.0  # by which a step may multiply what rounding has left in outputs; weights have no such allowance
-STEPS, MOVES = 3, 0.02  # of SGD; the learning rate moves the weight with the largest gradient by so much in the first
+GROWTH = 100.0  # allowed growth of rounding errors in outputs per step; weights have no such allowance
+STEPS, MOVES = 3, 0.02  # SGD steps; in the first one, the weight with the largest gradient moves by MOVES
 Answer = Literal["equal", "refused", "wrong", "not built"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one family. off: the largest difference, relative to the largest value it is compared with.
+    """Result of checking one family.
 
-    summed: how many whole parameters had their gradients summed over tp, and of these without a rule in the plan.
+    Attributes:
+        name: Name of the family.
+        answer: The result.
+        why: Reason, if it is not "equal".
+        off: Largest difference, relative to the largest value that it is compared with.
+        summed: Number of unsplit parameters whose gradients were summed over tp, and how many of these have no rule in
+            the plan.
     """
 
     name: str
@@ -70,10 +76,21 @@ def check_on_rank(
     ep: int = 1,
     sp: str | None = None,
 ) -> Verdict:
-    """The verdict on a configuration class, on every rank alike. Collective over all ranks: `ranks_of(tp, pp, ep, sp)`.
+    """Check one configuration class; every rank returns the same verdict.
 
-    Ranks of `ep` have other tokens, unless there are stages, whose microbatches have. sp: a mode of sequence
-    parallelism.
+    Collective over all ranks; there must be `ranks_of(tp, pp, ep, sp)` of them.
+
+    Args:
+        name: Name of the family.
+        kind: Configuration class.
+        tp: Tensor-parallel size.
+        overrides: Values of the tiny configuration.
+        pp: Number of pipeline stages. Their microbatches have different tokens.
+        ep: Number of ranks that share the experts. Without stages they have different tokens.
+        sp: Mode of sequence parallelism.
+
+    Returns:
+        The verdict.
     """
     batches = pp if pp > 1 else ep
     transformers_package().logging.set_verbosity_error()
@@ -113,7 +130,7 @@ def check_on_rank(
             plan = getattr(model, REPORT).plan
             differences = [(0.0, "")]
             for step, wanted in enumerate(expected, start=1):
-                for batch, wanted_batch in zip(run(), wanted, strict=False):  # the first stages have no output
+                for batch, wanted_batch in zip(run(), wanted, strict=False):  # only the last stage has outputs
                     for found, value, what in zip(batch, wanted_batch, ("output", "loss"), strict=True):
                         off, place = _off(found, value, float(value.abs().max()), f"the {what} of step {step}")
                         differences.append((off / GROWTH ** (step - 1), place))
@@ -139,9 +156,17 @@ def check_on_rank(
 def check_families(
     kinds: Mapping[str, type], tp: int, report: Callable[[Verdict], object], overrides: Mapping[str, Any], **sizes: Any
 ) -> list[Verdict]:
-    """The verdicts on families (by `family/ConfigClass`), one after another on processes of this machine.
+    """Check families one after another on processes of this machine.
 
-    sizes: pp, ep and sp, as `check_on_rank` takes them.
+    Args:
+        kinds: Configuration classes, by `family/ConfigClass`.
+        tp: Tensor-parallel size.
+        report: Called with each verdict.
+        overrides: Values of the tiny configurations.
+        **sizes: pp, ep, and sp, as in `check_on_rank`.
+
+    Returns:
+        The verdicts.
     """
     verdicts, world = [], ranks_of(tp, **sizes)
     with RankPool(world) as pool:
@@ -157,7 +182,18 @@ def check_families(
 
 
 def table(verdicts: Iterable[Verdict], tp: int, pp: int = 1, ep: int = 1, sp: str | None = None) -> str:
-    """The verdicts as a table in Markdown, with counts: one row a family, reasons in words."""
+    """Format the verdicts as a Markdown table with counts; each family has one row.
+
+    Args:
+        verdicts: Results of `check_families`.
+        tp: Tensor-parallel size.
+        pp: Number of pipeline stages.
+        ep: Number of ranks that share the experts.
+        sp: Mode of sequence parallelism.
+
+    Returns:
+        The table.
+    """
     verdicts = list(verdicts)
     counts = ", ".join(f"{n} {answer}" for answer, n in Counter(verdict.answer for verdict in verdicts).most_common())
     layout = f"tp {tp}" + "".join(f", {name} {size}" for name, size in (("pp", pp), ("ep", ep)) if size > 1)
@@ -171,12 +207,12 @@ def table(verdicts: Iterable[Verdict], tp: int, pp: int = 1, ep: int = 1, sp: st
 
 
 def ranks_of(tp: int, pp: int = 1, ep: int = 1, sp: str | None = None) -> int:
-    """Number of ranks of a check: a mode over ranks of its own has two of them."""
+    """Return the number of ranks of a check. A mode over a separate group doubles it."""
     return tp * pp * ep * (2 if sp in OVER_CONTEXT else 1)
 
 
 def _microbatch(model: Any, inputs: dict[str, Any], number: int) -> dict[str, Any]:
-    """The inputs with other tokens for each microbatch, and labels."""
+    """Return the inputs with labels, and with different tokens for each microbatch."""
     ids = ("input_ids", "decoder_input_ids")
     return with_labels(
         model, {name: value.roll(number, -1) if name in ids else value for name, value in inputs.items()}
@@ -201,14 +237,14 @@ def _reference_steps(
 
 @torch.no_grad()
 def sgd_step(model: Any, rate: float) -> None:
-    """A step of SGD."""
+    """Take one step of SGD."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.sub_(rate * parameter.grad)
 
 
 def _data_parallel_step(wrapped: Any, batch: dict[str, Any], number: int) -> list[list[Tensor]]:
-    """Output and loss of a batch, whose gradients are finalized then."""
+    """Run one step on a batch, finalize its gradients, and return output and loss."""
     found = [_backward(wrapped, batch, number)]
     finalize_model_grads([wrapped])
     return found
@@ -217,7 +253,7 @@ def _data_parallel_step(wrapped: Any, batch: dict[str, Any], number: int) -> lis
 def _pipeline(
     model: Any, microbatches: list[dict[str, Any]], inputs: dict[str, Any], pp: int, sp: str | None
 ) -> tuple[Callable[[], list[list[Tensor]]], list[Any]]:
-    """A function that makes a step and gives output and loss of each microbatch, and this rank's stages."""
+    """Return a function that runs a step and returns output and loss of each microbatch, and this rank's stages."""
     layers = find_cut(model).count
     layout = PipelineLayout(tuple(layers // pp + (stage < layers % pp) for stage in range(pp)), pp)
     (stage,) = split_stages(model, layout, example=inputs, sequence_parallel=sp)
@@ -243,16 +279,16 @@ def _pipeline(
 
 
 def _backward(call: Any, inputs: dict[str, Any], number: int = 0, share: int = 1) -> list[Tensor]:
-    """Backward from the loss; the output and the loss."""
+    """Run forward and backward; return the output and the loss."""
     value, loss = projected(call(**inputs), number)
     (loss / share).backward()
     return [value.detach(), loss.detach()]
 
 
 def projected(output: Any, number: int) -> tuple[Tensor, Tensor]:
-    """The output, and a mean of it with random weights, others for each microbatch, added to the model's own loss.
+    """Return the output, and a loss that depends on every element of it.
 
-    So every element of the output counts.
+    The loss is a mean with random weights, different for each microbatch, plus the model's own loss.
     """
     named = [output.get(name) for name in ("logits", "last_hidden_state", "pred_masks")]
     own = output.get("loss")
@@ -264,7 +300,7 @@ def projected(output: Any, number: int) -> tuple[Tensor, Tensor]:
 
 
 def _off(found: Tensor, wanted: Tensor, scale: float, what: str) -> tuple[float, str]:
-    """(the largest difference relative to a scale, of what)"""
+    """Return the largest difference relative to `scale`, and the name of the compared value."""
     off = float((found - wanted).abs().max()) / scale
     return off if math.isfinite(off) else math.inf, what
 
@@ -272,9 +308,9 @@ def _off(found: Tensor, wanted: Tensor, scale: float, what: str) -> tuple[float,
 def _differences(
     what: str, found: dict[str, Tensor | None], wanted: Mapping[str, Tensor | None], plan: Plan
 ) -> Iterator[tuple[float, str]]:
-    """`_off` of each tensor of this rank, relative to the largest of the whole model's.
+    """Yield `_off` of each of this rank's tensors, relative to the largest value in the full model.
 
-    found: slices. Collective over the groups that they are cut over.
+    `found` are slices. Collective over the groups that cut them.
     """
     largest = max(float(value.abs().max()) for value in wanted.values() if value is not None)
     for name, piece in found.items():
@@ -286,6 +322,6 @@ def _differences(
 
 
 def whole_tensor(name: str, piece: Tensor | None, plan: Plan) -> Tensor | None:
-    """A slice in the shape of the whole model. Collective over the groups that it is cut over."""
+    """Gather a full tensor from its slices. Collective over the groups that cut it."""
     groups = parallel_state.get_process_groups()
     return None if piece is None else whole_of(piece, plan.splits.get(name), groups)

@@ -1,4 +1,4 @@
-"""The loss of a causal model of transformers over chunks of tokens, its logits never whole."""
+"""Chunked loss of causal transformers models, which never materializes the full logits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,26 @@ from core.hugging_face.plan import PlanError, family_of, without_adapters
 
 
 def use_chunked_loss(model: Any, logits_chunk: int | None = None) -> Any:
-    """Have a causal model compute its loss of labels over chunks of tokens; returns the model, changed in place.
+    """Let a causal model compute its loss of labels over chunks of tokens, in place, to save the memory of its logits.
 
-    model: of transformers, split or whole, with adapters or without, or a stage of one; before it is wrapped.
-    logits_chunk: so many tokens at a time. None: in chunks where a rank's logits have more than 2**28 elements. 0:
-    never. Logits that a program reads are computed then, all of them.
-    Raises PlanError where a number is given and the model computes its loss, or its logits, in another way. Local.
+    If a program reads the logits, all of them are computed then. Local.
 
         model = AutoModelForCausalLM.from_pretrained(directory)
         model = DistributedDataParallel(config, ddp_config, use_chunked_loss(model))
         model(input_ids=ids, labels=ids).loss.backward()
+
+    Args:
+        model: Transformers model, split or not, with or without adapters, or one stage of it. Call this before wrapping
+            it.
+        logits_chunk: Number of tokens per chunk. None uses chunks if a rank's logits have more than 2**28 elements; 0
+            never does.
+
+    Returns:
+        The model.
+
+    Raises:
+        PlanError: If a number is given and the model computes its loss or logits in another way.
+        ValueError: If `logits_chunk` is not a number of tokens, 0, or None.
     """
     if logits_chunk is not None and (isinstance(logits_chunk, bool) or not isinstance(logits_chunk, int)):
         raise ValueError(f"logits_chunk is {logits_chunk!r}; it is a number of tokens, 0 for never, or None")
@@ -47,14 +57,14 @@ def use_chunked_loss(model: Any, logits_chunk: int | None = None) -> Any:
         base.loss_function = ParallelCausalLoss(None, head.weight.shape[0], own=base.loss_function)
     head.forward = DeferringHead(head, logits_chunk, family_of(base))
     names = tuple(inspect.signature(type(base).forward).parameters)[1:]
-    for outer in {id(one): one for one in (model, base)}.values():  # peft calls the inner one's forward directly
+    for outer in {id(one): one for one in (model, base)}.values():  # peft calls the base model's forward directly
         outer.register_forward_pre_hook(partial(expect_loss, names=names), with_kwargs=True)
         outer.register_forward_hook(end_forward, always_call=True)
     return model
 
 
 def why_not_in_chunks(model: Any) -> str | None:
-    """Return why a model's loss cannot be computed over chunks of tokens; None if it can."""
+    """Explain why a model's loss cannot be computed over chunks of tokens; None if it can."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "loss_function"):
         return "it is no model of transformers with an output layer"
     _, head = output_layer(model)
@@ -77,7 +87,7 @@ def why_not_in_chunks(model: Any) -> str | None:
 
 
 def _lies_elsewhere(model: Any) -> bool:
-    """True for a stage of a pipeline whose output layer lies on another one."""
+    """True for a pipeline stage whose output layer is on another stage."""
     stage = vars(model).get("forward")
     part = getattr(stage, "part", None)
     return part is not None and not part.post_process

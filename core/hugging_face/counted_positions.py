@@ -1,7 +1,8 @@
-"""Layers that count the positions of their tokens themselves: of a part of the sequence they count from 0 on each rank.
+"""Detection of layers that count the positions of their tokens themselves.
 
-Such a number may matter beyond some length only (the floor of llama4's temperature), so outputs of a short example do
-not show it. The example's forward is watched in its place.
+Given a part of the sequence, such layers count from 0 on every rank. The error may show only beyond some length (the
+floor of llama4's temperature), so comparing outputs of a short example can miss it. The example's forward is watched
+instead.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as tree
 
-# What reads tokens or rows by their numbers: a number there says which of this rank's tokens is meant.
+# Indexing functions: an index selects one of this rank's tokens and is not a position.
 INDEXING = ("__getitem__", "__setitem__", "gather", "scatter", "index", "take", "sort", "embedding")
 
 
 class CountedPositions(TorchFunctionMode):
-    """Numbers that layers make by torch.arange in the forward that runs inside it, and what becomes of them.
+    """Mode that tracks integers which layers create by torch.arange, and how they are used.
 
-    counts: place in the code -> how many numbers were made there. used: places whose numbers were compared, or became
-    fractions. Numbers that are used as an index alone are not among them.
+    Integers that are only used as an index are ignored.
+
+    Attributes:
+        counts: Place in the code -> sizes of the ranges created there.
+        used: Places whose integers were compared or converted to floats.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, set[int]] = defaultdict(set)
         self.used: set[str] = set()
-        self._places: dict[int, tuple[Tensor, frozenset[str]]] = {}  # of numbers; the tensor, so that its id stays
+        self._places: dict[int, tuple[Tensor, frozenset[str]]] = {}  # id -> tensor (keeps the id alive), places
         self._depth = 0
 
     def __torch_function__(
@@ -62,7 +66,7 @@ class CountedPositions(TorchFunctionMode):
 
     @contextmanager
     def inside(self, layers: Collection[nn.Module]) -> Iterator[CountedPositions]:
-        """Watch the forwards of these layers."""
+        """Watch the forwards of these layers inside the context."""
         handles = []
         for layer in layers:
             handles.append(layer.register_forward_pre_hook(lambda *_: self._step(1)))
@@ -79,5 +83,5 @@ class CountedPositions(TorchFunctionMode):
         self._depth += by
 
     def of_parts(self, parts: CountedPositions) -> list[str]:
-        """Places that counted all tokens here, and a part of them in a forward of the cut sequence."""
+        """Return places that counted all tokens here, but fewer in `parts`, a forward of the cut sequence."""
         return sorted(place for place in self.used & parts.used if self.counts[place] != parts.counts[place])

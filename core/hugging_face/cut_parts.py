@@ -1,4 +1,4 @@
-"""Cut a model: this rank's slices of parameters, this rank's layers, and the tags and seams of both. Nothing runs."""
+"""Cut a model into this rank's parameter slices and layers, and add their tags and seams. Nothing runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from core.pipeline_parallel.gpt_stages import check_embedding_group
 from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-EXPERT_TAGS = {"allreduce": False, "expert_dim": 0}  # of experts that other ranks do not have
-INITIALIZED = "_is_hf_initialized"  # True on a module whose parameters loading must not draw
+EXPERT_TAGS = {"allreduce": False, "expert_dim": 0}  # tags of experts that are on this rank only
+INITIALIZED = "_is_hf_initialized"  # True on modules that loading must not initialize
 
 
 def cut_into_parts(model: Any, watched: Watched | None, plan: Plan, how: Splitting) -> list[Any]:
-    """This rank's stages with its slices: copies of the model, and the model itself as the last one."""
+    """Return this rank's stages with sliced parameters: copies of the model, and the model itself as the last stage."""
     layout, groups = how.layout, how.groups
     parts = [model]
     if layout is not None:
@@ -50,7 +50,12 @@ def cut_into_parts(model: Any, watched: Watched | None, plan: Plan, how: Splitti
 
 
 def check_cut(cut: ModelCut, layout: PipelineLayout, groups: ProcessGroups) -> None:
-    """Raise ValueError or PlanError unless a model can be cut as a layout says."""
+    """Check that a model can be cut into the stages of a layout.
+
+    Raises:
+        PlanError: If several stages of a rank would share a parameter outside the layers.
+        ValueError: If the layout does not fit the groups or the model.
+    """
     layout.check_ranks(groups)
     layout.check_model(cut.count)
     if cut.tied and layout.pp > 1:
@@ -63,7 +68,11 @@ def check_cut(cut: ModelCut, layout: PipelineLayout, groups: ProcessGroups) -> N
 
 
 def cut_parameters(model: nn.Module, plan: Plan, groups: ProcessGroups) -> None:
-    """Replace each parameter of the plan by this rank's slice, under all of its names."""
+    """Replace each cut parameter by this rank's slice, under all of its names.
+
+    Raises:
+        PlanError: If the plan cuts tied parameters differently.
+    """
     cut: dict[int, tuple[nn.Parameter, Split]] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         split = plan.splits.get(name)
@@ -71,7 +80,7 @@ def cut_parameters(model: nn.Module, plan: Plan, groups: ProcessGroups) -> None:
             continue
         if id(parameter) not in cut:
             piece = slice_of(parameter.detach(), split, groups)
-            # A slice along the first dimension is a view, which would keep the whole parameter in memory.
+            # A slice along the first dimension is a view and would keep the full parameter in memory.
             piece = piece.clone(memory_format=torch.contiguous_format) if not piece.is_meta else piece
             cut[id(parameter)] = nn.Parameter(piece, requires_grad=parameter.requires_grad), split
         replacement, first = cut[id(parameter)]
@@ -82,7 +91,7 @@ def cut_parameters(model: nn.Module, plan: Plan, groups: ProcessGroups) -> None:
 
 
 def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan, groups: ProcessGroups) -> None:
-    """Mark the parameters that are slices, for contracts and checkpoints."""
+    """Tag the parameters that are slices, for gradient contracts and checkpoints."""
     for name, parameter in parameters.items():
         split = plan.splits.get(name)
         if split is not None and "tp" in split.axes and groups.size("tp") > 1:
@@ -92,7 +101,7 @@ def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan, groups: Proce
 
 
 def place_seams(modules: Mapping[str, nn.Module], plan: Plan, groups: ProcessGroups) -> None:
-    """Give modules the forwards of their seams, in place of those of other seams that they have already."""
+    """Install the seams' forwards on modules, replacing forwards of earlier seams."""
     for seam in plan.seams.values():
         module, split = modules[seam.module], plan.splits.get(f"{seam.module}.weight")
         placed = getattr(vars(module).get("forward"), "seam", None)
@@ -106,16 +115,27 @@ def place_seams(modules: Mapping[str, nn.Module], plan: Plan, groups: ProcessGro
 
 
 def keep_stage(model: Any, cut: ModelCut, layout: PipelineLayout, index: int, streams: Streams | None = None) -> Any:
-    """Leave one stage's modules in a model, in place; parameters and children of all others go. Returns the model.
+    """Remove the modules of all other stages from a model, in place.
 
-    streams: what passes between its layers; None for a model of one list, which passes hidden states.
+    Args:
+        model: Full transformers model.
+        cut: Places where the model can be cut.
+        layout: Pipeline layout.
+        index: The stage to keep.
+        streams: Tensors that pass between layers; None for a model with one list of layers, which passes hidden states.
+
+    Returns:
+        The model, whose forward is now the stage's.
+
+    Raises:
+        PlanError: If the stage has no layer, or the model cannot be cut this way.
     """
     part = layout.stage(index)
     if not part.layer_numbers:
         raise PlanError(f"{cut.family}: stage {index} of {list(layout.layers_per_stage)} has no layer; give each one")
     if "forward" in vars(model):
         raise PlanError(f"{cut.family}: the model has a forward of its own on the instance; cut it into stages before")
-    modules = dict(model.named_modules())  # all of them, before children are taken out
+    modules = dict(model.named_modules())  # all modules, before any are removed
     if streams is None and len(lists_of_layers(model)) > 1:
         raise PlanError(
             f"{cut.family}: what passes between the stages of a model with several lists of layers is seen in a "
@@ -152,7 +172,7 @@ def keep_stage(model: Any, cut: ModelCut, layout: PipelineLayout, index: int, st
 
 
 def empty_module(module: nn.Module, forward: Any) -> None:
-    """Take parameters, buffers and children out of a module, and give it another forward."""
+    """Remove parameters, buffers, and children from a module, and replace its forward."""
     for name, _ in list(module.named_parameters(recurse=False)):
         setattr(module, name, None)
     for name, _ in [*module.named_buffers(recurse=False), *module.named_children()]:
@@ -161,19 +181,21 @@ def empty_module(module: nn.Module, forward: Any) -> None:
 
 
 def mark_absent(model: Any) -> None:
-    """Have transformers draw nothing for layers of other stages. Rotary tables are buffers, and are made."""
+    """Keep transformers from initializing layers of other stages. Rotary tables are buffers and are still computed."""
     for module in model.modules():
         setattr(module, INITIALIZED, not [*module.parameters(), *module.buffers()])
 
 
 @torch.no_grad()
 def draw(model: Any, device: torch.device) -> None:
-    """Give parameters and buffers memory, and the values by which the family begins. Equal slices are equal."""
+    """Allocate a meta-device model on `device` with the family's initial values. Ranks with equal slices get equal
+    values.
+    """
     mark_absent(model)
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if id(tensor) not in made:  # tied ones stay tied
+            if id(tensor) not in made:  # keeps ties
                 memory = torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
                 is_learned = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(memory, tensor.requires_grad) if is_learned else memory
@@ -184,12 +206,12 @@ def draw(model: Any, device: torch.device) -> None:
 
 
 def copied(model: Any) -> Any:
-    """A copy that has the same parameters, without memory of its own."""
+    """Return a copy of a model that shares its parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def of_stage(plan: Plan, chunk: nn.Module) -> Plan:
-    """The part of a plan about the parameters and modules of a stage."""
+    """Return the part of a plan that applies to a stage's parameters and modules."""
     names = {name for name, _ in chunk.named_parameters(remove_duplicate=False)}
     modules = {name for name, module in chunk.named_modules() if any(True for _ in module.parameters())}
     return dataclasses.replace(
@@ -203,7 +225,7 @@ def of_stage(plan: Plan, chunk: nn.Module) -> Plan:
 
 
 def tie_ends(chunks: Sequence[Any], layout: PipelineLayout) -> None:
-    """A tied parameter has a copy on two ranks, whose gradients are added; or is one parameter of two stages."""
+    """Mark the copies of a tied parameter on two ranks, so that their gradients are summed, or share it on one rank."""
     first, last = chunks[0], chunks[-1]
     cut = stage_of(first).cut
     if layout.num_stages == 1 or not cut.tied:
@@ -220,7 +242,7 @@ def tie_ends(chunks: Sequence[Any], layout: PipelineLayout) -> None:
     for name in cut.tied:
         owner, _, leaf = name.rpartition(".")
         module = last.get_submodule(owner)
-        if leaf in module._parameters:  # the module uses it, and the first stage holds it
+        if leaf in module._parameters:  # the module uses the first stage's parameter
             del module._parameters[leaf]
             vars(module)[leaf] = weight
             module.borrowed_weights = (weight,)

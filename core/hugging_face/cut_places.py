@@ -1,13 +1,13 @@
-"""Places at which a transformers model can be cut into pipeline stages, without tracing.
+"""Find the places where a transformers model can be cut into pipeline stages, without tracing.
 
-A stage runs the model's own forward, and holds its layers at their true index. The first layer that lies on a later
-stage ends the forward, and the first layer of this stage takes what was received. Every stage computes masks, positions
-and rotary tables, by the model's own code. What absent modules give is NaN, so that a model in which anything but its
-`Streams` goes from layer to layer is found and refused.
+A stage runs the model's own forward and keeps its layers at their original index. The first layer of a later stage ends
+the forward, and this stage's first layer takes the received tensors. Every stage computes masks, positions, and rotary
+tables by the model's own code. Absent modules return NaN. A model that passes anything besides its `Streams` from layer
+to layer is thus detected and refused.
 
-An encoder-decoder is cut as one list: the encoder's layers, then the decoder's. All embeddings lie on the first stage,
-whose forward goes through those of the decoder too; stages of the encoder pass that on, next to their own hidden
-states. Stages of the decoder have the encoder's output given (`encoder_outputs`), and pass it on.
+An encoder-decoder is cut as one list: the encoder's layers, then the decoder's. All embeddings are on the first stage,
+whose forward also runs the decoder's embeddings; encoder stages pass that result on with their own hidden states.
+Decoder stages receive the encoder's output (`encoder_outputs`) and pass it on.
 """
 
 from __future__ import annotations
@@ -32,10 +32,17 @@ SIDES: tuple[Side, ...] = ("entry", "between", "exit")
 def find_cut(model: Any, sides: Mapping[str, Side] | None = None) -> ModelCut:
     """Find where a transformers model can be cut. Local; the model may be on the meta device.
 
-    sides: of modules with parameters outside the layers, where a forward used them (`watch_order`). Without it the
-    order of registration says so.
-    Raises PlanError for a model without one list of layers, or one of its encoder and one of its decoder, and for
-    parameters that lie on several stages.
+    Args:
+        model: Transformers model.
+        sides: Sides on which a forward used the modules outside the layers (`watch_order`). Without it, the order of
+            registration decides.
+
+    Returns:
+        The places where the model can be cut.
+
+    Raises:
+        PlanError: If the model does not have exactly one list of layers (or one for its encoder and one for its
+            decoder), or if a parameter belongs to several stages.
     """
     family = family_of(model)
     lists = _lists_of(model, family)
@@ -46,9 +53,9 @@ def find_cut(model: Any, sides: Mapping[str, Side] | None = None) -> ModelCut:
                 f"{family}: {name}={getattr(model.config, name)} leaves layers out at random, and a stage begins at a "
                 f"certain layer; set {name}=0.0 in the config"
             )
-    places: dict[str, str] = {}  # parameter -> where it lies: a side, around, or the name of a layer
+    places: dict[str, str] = {}  # parameter -> a side, 'around', or the name of its layer
     side: Side = "entry"
-    for owner, module in model.named_modules():  # in the order of registration
+    for owner, module in model.named_modules():  # order of registration
         if any(name.startswith(owner + ".") for name in lists):
             side = "entry" if owner else side
         elif owner in lists:
@@ -71,7 +78,7 @@ def find_cut(model: Any, sides: Mapping[str, Side] | None = None) -> ModelCut:
 
 
 def _lists_of(model: Any, family: str) -> tuple[str, ...]:
-    """The lists of layers that stages are runs of. PlanError for a model that has others."""
+    """Return the lists of layers that stages divide; PlanError if the model has others."""
     found = lists_of_layers(model)
     if len(found) > 1 and _takes_images(model):
         text = next(name for name, module in model.named_modules() if module is model.get_decoder())
@@ -86,14 +93,19 @@ def _lists_of(model: Any, family: str) -> tuple[str, ...]:
 
 
 def _takes_images(model: Any) -> bool:
-    """True for a causal model of text that takes images or films too: their tower lies in front of its layers."""
+    """True for a causal text model that also takes images or videos, with a vision tower before its layers."""
     takes = inspect.signature(type(model).forward).parameters
     is_causal = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
     return is_causal and PIXELS in takes and head_of(model) is not None
 
 
 def list_of_layers(model: nn.Module, needs: str) -> str:
-    """The name of the one list of layers. PlanError, after what needs it, for a model that has none or several."""
+    """Return the name of the model's single list of layers.
+
+    Raises:
+        PlanError: If the model has no list or several. The message starts with `needs`, the feature that needs the
+            list.
+    """
     outer = lists_of_layers(model)
     if len(outer) != 1:
         found = f"{len(outer)} of them ({', '.join(outer)})" if outer else "none"
@@ -102,7 +114,7 @@ def list_of_layers(model: nn.Module, needs: str) -> str:
 
 
 def lists_of_layers(model: nn.Module) -> list[str]:
-    """The names of all lists with parameters that lie in no other list."""
+    """Return the names of all outermost nn.ModuleLists with parameters."""
     lists = [
         name
         for name, module in model.named_modules()
@@ -112,11 +124,11 @@ def lists_of_layers(model: nn.Module) -> list[str]:
 
 
 def _tied(family: str, model: nn.Module, places: Mapping[str, str], lists: Sequence[str]) -> Iterator[str]:
-    """Names of parameters that are used before the layers and after them. PlanError for ties of any other kind."""
+    """Yield the names of parameters that are shared before and after the layers; PlanError for any other tie."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(name)
-    # While a checkpoint is loaded, tied parameters are not one tensor yet.
+    # During loading, tied parameters are still separate tensors.
     pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
     for names in [*by_id.values(), *map(list, pairs)]:
         owners = {places.get(name) or _layer_of(name, lists) or "exit" for name in names}
@@ -130,22 +142,37 @@ def _tied(family: str, model: nn.Module, places: Mapping[str, str], lists: Seque
 
 
 def _layer_of(name: str, lists: Sequence[str]) -> str:
-    """The name of the layer that a module or parameter lies in; nothing for one outside the lists of layers."""
+    """Return the name of the layer that contains a module or parameter; '' outside the lists of layers."""
     held = next((held for held in lists if name.startswith(held + ".")), None)
     return "" if held is None else f"{held}.{name.removeprefix(held + '.').partition('.')[0]}"
 
 
 @dataclass(frozen=True)
 class Watched:
-    """Findings of a forward of the whole model. sides: where modules with parameters were used; streams: what passes
-    between layers."""
+    """Findings of a forward of the full model.
+
+    Attributes:
+        sides: Side on which each module with parameters was used.
+        streams: Tensors that pass between layers.
+    """
 
     sides: Mapping[str, Side]
     streams: Streams
 
 
 def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[Watched, Any]:
-    """Forwards of the whole model: in which order its modules came, what passes between its layers; and the output."""
+    """Run the full model on an example to learn the order of its modules and the tensors between its layers.
+
+    Args:
+        model: Full transformers model.
+        example: Keyword arguments of one small forward.
+
+    Returns:
+        The findings, and the model's output.
+
+    Raises:
+        PlanError: If the example does not reach a vision tower, or the layers pass more than a stage can send.
+    """
     cut = find_cut(model)
     outside, mode = sorted(cut.entry | cut.between | cut.exit), in_mode(model, training="labels" in example)
     if len(cut.lists) > 1:
@@ -179,7 +206,10 @@ def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[Watched, Any]:
 
 
 def _sides_of(model: Any, cut: ModelCut, seen: Seen) -> dict[str, Side]:
-    """Sides on which an encoder-decoder uses its modules; those behind the encoder's layers lie with its last one."""
+    """Return the sides on which an encoder-decoder uses its modules.
+
+    Modules after the encoder's layers are stored with the encoder's last layer.
+    """
     order = [name for name, _ in seen.called]
     decoder = order.index(cut.layers[cut.counts[0]])
     encoder = next(name for name, module in model.named_modules() if module is model.get_encoder())
@@ -194,7 +224,7 @@ def _sides_of(model: Any, cut: ModelCut, seen: Seen) -> dict[str, Side]:
 
 
 def hidden_streams(model: Any, cut: ModelCut) -> Streams:
-    """Streams of a model of one list of layers, which passes hidden states from layer to layer."""
+    """Return the streams of a model with one list of layers, which passes hidden states only."""
     modules = {name: model.get_submodule(name) for name in cut.entry}
     widths = {n: getattr(m, "embedding_dim", getattr(m, "out_features", None)) for n, m in modules.items()}
     return of_hidden_states(model, cut.count, widths)

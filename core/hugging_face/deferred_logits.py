@@ -1,8 +1,9 @@
-"""DeferredLogits: logits that an output layer has not computed yet, because the model's loss takes them in chunks.
+"""Logits that an output layer computes only when they are used, so that the loss can compute them in chunks.
 
-`DeferringHead` stands in the output layer's `forward`. In a forward with labels it gives DeferredLogits, which remember
-what the model does to its logits elementwise: a scale, a soft cap, another dtype. The loss computes them over chunks of
-tokens. Every other use computes all of them first, with the layer's own forward, so a user who reads logits has them.
+Full logits are often the largest tensor of a step. A `DeferringHead` replaces the output layer's `forward`; in a
+forward with labels it returns DeferredLogits. These record the elementwise functions that the model applies to its
+logits: a scale, a soft cap, a cast. The loss then computes them over chunks of tokens. Every other use computes all
+logits first, by the layer's own forward, so a user who reads logits gets them.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from core.hugging_face.seams import SeamForward
 from core.tensor_parallel.chunked_loss import chunk_of, chunked_cross_entropy
 from core.tensor_parallel.mappings import group_size
 
-Step = Callable[[Tensor], Tensor]  # what a model does to its logits, elementwise
+Step = Callable[[Tensor], Tensor]  # elementwise function that a model applies to its logits
 
-# What is answered without logits ...
+# Attributes and functions that need no values.
 ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "itemsize"})
 ABOUT = frozenset({"size", "dim", "numel", "__len__", "is_floating_point", "element_size"})
-# ... and what is remembered, where all other arguments are numbers or dtypes.
+# Functions that are recorded, provided that all other arguments are numbers, dtypes, or devices.
 ELEMENTWISE = frozenset(
     {
         *("mul", "multiply", "div", "divide", "true_divide", "tanh", "neg", "contiguous", "detach"),
@@ -38,20 +39,27 @@ ELEMENTWISE = frozenset(
 
 
 class DeferringHead:
-    """The forward of an output layer whose logits wait for their use. logits_chunk: the option of `use_chunked_loss`.
+    """Forward of an output layer that defers its logits until they are used.
 
-    expects_loss: True in a forward of the model with labels, or inside `loss_follows`. asked_by: the function that had
-    all logits computed in that forward, if any. loss_follows: True if a program computes the loss behind each forward.
+    Args:
+        module: Output layer.
+        logits_chunk: As in `use_chunked_loss`.
+        family: Name of the model in errors.
+
+    Attributes:
+        expects_loss: True in a forward of the model with labels, or inside `loss_follows`.
+        asked_by: Name of the function that first needed all logits in that forward, if any.
+        loss_follows: True if the caller computes the loss after each forward.
     """
 
     def __init__(self, module: nn.Linear, logits_chunk: int | None, family: str) -> None:
         self.module, self.logits_chunk, self.family = module, logits_chunk, family
-        self.inner: Any = vars(module).get("forward")  # of a seam
+        self.inner: Any = vars(module).get("forward")  # the seam's forward, if any
         self.expects_loss = self.loss_follows = False
         self.asked_by = ""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits [..., columns], deferred if a loss is expected and they are large."""
+        """Return logits [..., columns], deferred if a loss is expected and they are large."""
         if self.expects_loss and not torch.compiler.is_compiling():
             shape = self.shape_of(hidden)
             chunk = chunk_of(self.logits_chunk, shape[:-1].numel(), shape[-1])
@@ -60,17 +68,17 @@ class DeferringHead:
         return self.whole(hidden)
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """All logits, as the layer computes them."""
+        """Compute all logits by the layer's own forward."""
         forward = self.inner or type(self.module).forward.__get__(self.module)
         logits: Tensor = forward(hidden)
         return logits
 
     def prepared(self, hidden: Tensor) -> Tensor:
-        """The hidden states that meet the weight."""
+        """Return the hidden states that are multiplied by the weight."""
         return self.inner.prepared(hidden) if isinstance(self.inner, SeamForward) else hidden
 
     def shape_of(self, hidden: Tensor) -> torch.Size:
-        """The shape of the logits on this rank."""
+        """Return the shape of this rank's logits."""
         sizes = list(hidden.shape)
         if isinstance(self.inner, SeamForward) and self.inner.seam.before == "gather sequence":
             sizes[-2] *= group_size(self.inner.group)
@@ -84,23 +92,34 @@ class DeferringHead:
 
 
 class DeferredLogits(Tensor):
-    """Logits without values. refusal: what is raised if values are read, because they are a part of the vocabulary."""
+    """Logits without values.
+
+    Attributes:
+        head: Forward of the output layer.
+        hidden: Its input.
+        tokens_at_once: Number of tokens per chunk.
+        steps: Elementwise functions applied so far.
+        refusal: Creates the error to raise if values are read, because they are only a part of the vocabulary.
+        records: True if gradients were enabled in the forward.
+        value: All logits, once computed.
+        source: For `refusal`: the loss that knows how the logits are split.
+    """
 
     head: DeferringHead
     hidden: Tensor
     tokens_at_once: int
     steps: tuple[Step, ...]
     refusal: Callable[[str], Exception] | None
-    records: bool  # gradients, at the time of the forward
+    records: bool  # True if gradients were enabled in the forward
     value: Tensor | None
-    source: Any  # of the refusal: the loss that knows how logits are split
+    source: Any  # for the refusal: the loss that knows how logits are split
 
     @classmethod
     def of(cls, head: DeferringHead, hidden: Tensor, shape: torch.Size, chunk: int) -> DeferredLogits:
-        """Of an output layer's input."""
+        """Defer the logits of an output layer's input."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        # One NaN in all places: a function of C++ that does not ask would show it.
+        # NaN makes C++ functions that bypass __torch_function__ visible.
         empty = torch.full((), torch.nan, dtype=dtype, device=hidden.device).expand(shape)
         made = empty.as_subclass(cls)
         made.head, made.hidden, made.tokens_at_once, made.steps = head, hidden, chunk, ()
@@ -108,7 +127,7 @@ class DeferredLogits(Tensor):
         return made
 
     def after(self, step: Step) -> DeferredLogits:
-        """These logits with one more elementwise function applied."""
+        """Return these logits with one more elementwise function recorded."""
         with attributes_alone():
             changed: Any = step(self.as_subclass(Tensor)[(0,) * self.dim()]).expand(self.shape).as_subclass(type(self))
         vars(changed).update(vars(self))
@@ -116,7 +135,7 @@ class DeferredLogits(Tensor):
         return changed
 
     def computed(self, asked_by: str = "") -> Tensor:
-        """All logits [..., columns] of this rank; computed once. Collective where parameters are sharded."""
+        """Compute all logits [..., columns] of this rank, once. Collective if parameters are sharded."""
         if self.value is None:
             self.head.asked_by = self.head.asked_by or asked_by
             with torch.set_grad_enabled(self.records), self._reading():
@@ -128,7 +147,7 @@ class DeferredLogits(Tensor):
 
     @torch.no_grad()
     def chunks(self) -> Iterator[Tensor]:
-        """Yield this rank's logits [tokens, columns], so many tokens at once. Collective if parameters are sharded."""
+        """Yield this rank's logits [tokens, columns] in chunks of tokens. Collective if parameters are sharded."""
         module = self.head.module
         with self._reading():
             for part in self.head.prepared(self.hidden).flatten(0, -2).split(self.tokens_at_once):
@@ -138,7 +157,17 @@ class DeferredLogits(Tensor):
                 yield logits
 
     def losses(self, target: Tensor, vocab_size: int, multiple: int, groups: ProcessGroups) -> Tensor:
-        """The loss of each token, over chunks of tokens. target: [...], as for chunked_cross_entropy."""
+        """Compute the loss of each token over chunks of tokens.
+
+        Args:
+            target: Token ids [...], as in `chunked_cross_entropy`.
+            vocab_size: Rows of the unsplit output layer.
+            multiple: Each rank's columns are padded to a multiple of this.
+            groups: Process groups.
+
+        Returns:
+            One loss per token, [...].
+        """
         module, steps = self.head.module, self.steps
 
         def transform(logits: Tensor) -> Tensor:
@@ -157,7 +186,7 @@ class DeferredLogits(Tensor):
             )
 
     def _reading(self) -> AbstractContextManager[None]:
-        """Inside, the layer's parameters can be read after its model's forward too. Collective if they are sharded."""
+        """Make the layer's parameters readable after the model's forward. Collective if they are sharded."""
         owner = getattr(type(self.head.module.weight), "owner", lambda: None)()
         found: AbstractContextManager[None] = nullcontext() if owner is None else owner.reading()
         return found
@@ -184,7 +213,7 @@ class DeferredLogits(Tensor):
 
 
 def _computed(value: Any, asked_by: str) -> Any:
-    """The same with all logits in place of deferred ones, in nested lists, tuples and dictionaries."""
+    """Compute all deferred logits in nested lists, tuples, and dictionaries."""
     if isinstance(value, DeferredLogits):
         if value.refusal is not None:
             raise value.refusal(asked_by)
@@ -195,22 +224,31 @@ def _computed(value: Any, asked_by: str) -> Any:
 
 
 def head_of(model: Any) -> Any:
-    """The output layer; None for a model, or a stage of one, that has none."""
+    """Return the output layer; None for a model or stage without one."""
     try:
         return model.get_output_embeddings()
-    except AttributeError:  # families look for it inside of a head that lies on another stage
+    except AttributeError:  # the family looks inside a head that is on another stage
         return None
 
 
 def deferring_head(model: Any) -> DeferringHead | None:
-    """The deferring forward of a model's output layer, with adapters or without; None where there is none."""
+    """Return the deferring forward of a model's output layer, with or without adapters; None if there is no such
+    forward.
+    """
     head = head_of(without_adapters(model))
     forward = vars(head).get("forward") if isinstance(head, nn.Module) else None
     return forward if isinstance(forward, DeferringHead) else None
 
 
 def expect_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, names: tuple[str, ...]) -> None:
-    """Before a forward of the model, a hook: logits wait for the loss if there are labels. names: of arguments."""
+    """Defer logits in this forward if there are labels. A forward pre-hook of the model.
+
+    Args:
+        model: Model with a deferring output layer.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        names: Names of the positional arguments.
+    """
     head = deferring_head(model)
     if head is not None:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -220,7 +258,9 @@ def expect_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 @contextmanager
 def loss_follows(model: Any) -> Iterator[None]:
-    """Inside, a forward without labels defers its logits too: the caller gives them to the model's loss_function."""
+    """Defer logits in forwards without labels too, inside the context: the caller passes them to the model's
+    loss_function.
+    """
     head = deferring_head(model)
     if head is not None:
         head.loss_follows = True
@@ -232,7 +272,11 @@ def loss_follows(model: Any) -> Iterator[None]:
 
 
 def end_forward(model: nn.Module, *_: Any) -> None:
-    """After a forward of the model, a hook. PlanError if chunks were asked for and the model has read all logits."""
+    """Stop expecting a loss. A forward hook of the model.
+
+    Raises:
+        PlanError: If chunks were requested but the model has used all logits at once.
+    """
     head = deferring_head(model)
     if head is None or not head.expects_loss:
         return

@@ -1,4 +1,4 @@
-"""A Hugging Face model's directory, looked at before anything is built: kinds of files, code, sizes, weights."""
+"""Checks of a Hugging Face model directory before anything is built: kinds of files, code, sizes, and weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from core.checkpoint.weights.one_file import SAFE_SUFFIX, check, in_turn
 from core.hugging_face.transformers_plans import transformers_package
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-READ = (".json", ".safetensors", ".bin")  # what transformers opens on its own
+READ = (".json", ".safetensors", ".bin")  # suffixes that transformers opens
 MOST_LAYERS = 65_536
-# What families call a number of layers in their files.
+# Names of layer counts in the families' configs.
 LAYER_COUNTS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "layers", "depth"}
 LAYER_COUNTS |= {f"{side}_layers" for side in ("encoder", "decoder", "num_encoder", "num_decoder")}
 
 
 def read_configuration(place: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
-    """The configuration of a config.json, or of a directory with one. ValueError as `look_at` raises it.
+    """Read the configuration of a config.json, or of a directory with one.
 
-    What else is wrong with a file, transformers says in its own words.
+    Args:
+        place: The file or directory.
+        trust_remote_code: True to allow code from the directory.
+
+    Returns:
+        The transformers configuration.
+
+    Raises:
+        ValueError: As in `look_at`. For other faults of the file, transformers raises its own errors.
     """
     look_at(place, trust_remote_code=trust_remote_code)
     auto = transformers_package().AutoConfig
@@ -31,11 +39,18 @@ def read_configuration(place: str | os.PathLike[str], *, trust_remote_code: bool
 
 
 def look_at(place: str | os.PathLike[str], *, trust_remote_code: bool = False) -> None:
-    """ValueError for a directory, or a config.json, of which no model is built. Builds nothing, and reads no weights.
+    """Refuse a directory or config.json from which no model can be built. Builds nothing and reads no weights.
 
-    Refused are files that are no regular ones, a directory of adapters, a config.json that is no JSON object or names
-    its family by no text, one that needs code of its own, and more than MOST_LAYERS layers: transformers makes a list
-    of all layers when it reads a configuration, and a model of 100,000 layers takes a minute.
+    The number of layers is limited because transformers lists all layers when it reads a configuration; a model of
+    100,000 layers takes a minute.
+
+    Args:
+        place: The file or directory.
+        trust_remote_code: True to allow code from the directory.
+
+    Raises:
+        ValueError: For files that are not regular files, an adapter directory, a config.json that is not a JSON object
+            or whose family is not a string, one that needs its own code, and more than MOST_LAYERS layers.
     """
     path = Path(place)
     if path.is_dir():
@@ -67,10 +82,20 @@ def look_at(place: str | os.PathLike[str], *, trust_remote_code: bool = False) -
 
 
 def check_files(directory: str | os.PathLike[str], rank: int = 0, world: int = 1) -> set[Path]:
-    """The files that transformers would read a model from, checked. Local, and empty where there is none.
+    """Verify the files from which transformers would load a model. Local.
 
-    Each checksum that a file carries is compared by one of `world` ranks, of which this is `rank`. Raises as
-    `open_files` of core.checkpoint.weights does.
+    The checksums are divided among `world` ranks.
+
+    Args:
+        directory: Model directory.
+        rank: Index of this rank.
+        world: Number of ranks that check the directory together.
+
+    Returns:
+        The files; empty if there are none.
+
+    Raises:
+        ValueError: As in `open_files` of core.checkpoint.weights.
     """
     for name in (*model_names(use_safetensors=True), *model_names()):
         found = Path(directory) / name
@@ -98,7 +123,7 @@ def _object_in(path: Path) -> dict[str, Any]:
 
 
 def _counts(content: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """(name, number) of all layers that a configuration and the configurations inside it ask for."""
+    """Yield (name, number) of all layer counts in a configuration, including nested ones."""
     for name, value in content.items():
         if isinstance(value, dict):
             yield from _counts(value)

@@ -1,4 +1,4 @@
-"""The random streams by which split models drop: alike on ranks that compute the same, others on each of the rest."""
+"""Random streams of dropout in split models: equal on ranks that compute the same values, different on all others."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from core.tensor_parallel.random import (
     seed_of,
 )
 
-REGIONS = "dropout_regions"  # the attribute of a split model that holds those over tp
+REGIONS = "dropout_regions"  # attribute of a split model: its SplitRegions over tp
 
 
-CHANCE = ("drop", "jitter")  # in names of probabilities and of widths of noise
+CHANCE = ("drop", "jitter")  # occurs in the names of probabilities and noise widths
 
 
 @contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
-    """Inside, a model is in training mode, and no layer drops or adds noise. Modes and configurations come back.
+    """Put a model in training mode inside the context, without dropout, noise, or updates of running statistics.
 
-    Running statistics do not move.
+    Modes and configs are restored afterwards.
     """
     modules = list(model.modules())
     modes = [(module, module.training) for module in modules]
@@ -66,36 +66,37 @@ def _is_chance(name: str, value: Any) -> bool:
 
 
 def _chances(module: nn.Module) -> list[tuple[str, float]]:
-    """Attributes of a module that hold a probability above 0, or a width of noise."""
+    """Return the module's attributes that hold a probability above 0 or a width of noise."""
     drops = "Dropout" in type(module).__name__
     return [(n, value) for n, value in vars(module).items() if _is_chance("drop" if drops and n == "p" else n, value)]
 
 
 class ForwardStream:
-    """Hooks of a split model: a forward in training draws from the stream that ranks of tp and cp have alike.
+    """Hooks of a split model that let a training forward draw equal random numbers on all ranks of tp and cp.
 
-    The first one is collective over these ranks. Without `model_parallel_manual_seed` it begins the stream, by torch's
-    own seed on the lowest of them; RuntimeError on all where some have called it. Recomputation by torch's checkpoint
-    draws the same, because the stream stands in torch's default generators while the model runs.
+    The first forward is collective over these ranks. Without `model_parallel_manual_seed` it starts the stream from the
+    lowest rank's torch seed; if only some ranks have called that function, it raises RuntimeError on all. Recomputation
+    by torch's checkpoint draws the same numbers, because the stream is installed in torch's default generators while
+    the model runs.
     """
 
-    meets_ranks = True  # False while a step is planned, where there are no other ranks
+    meets_ranks = True  # False while a step is planned without other ranks
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self._has_begun = False
-        self._forks: list[ExitStack] = []  # of forwards that run: a wrapper's and the model's own are one
+        self._forks: list[ExitStack] = []  # one per running forward; only the outermost forks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardStream:
-        return ForwardStream(self.groups)  # groups cannot be copied
+        return ForwardStream(self.groups)  # process groups cannot be copied
 
     def attach(self, model: nn.Module) -> None:
-        """Put the hooks into a model, or into a wrapper around one that has them."""
+        """Register the hooks on a model, or on a wrapper around a model that has them."""
         model.register_forward_pre_hook(self.enter, prepend=True)
         model.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, model: nn.Module, *_: Any) -> None:
-        """Before a forward."""
+        """Start drawing from the stream. A forward pre-hook."""
         fork = ExitStack()
         if model.training and not self._forks:
             self._begin()
@@ -103,13 +104,13 @@ class ForwardStream:
         self._forks.append(fork)
 
     def leave(self, *_: Any) -> None:
-        """After a forward, or after its error."""
+        """Restore the caller's random state, also after an error. A forward hook."""
         if self._forks:
             self._forks.pop().close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, forwards do not begin or use the stream: what runs there draws nothing that counts."""
+        """Let forwards inside the context neither start nor use the stream."""
         self._forks.append(ExitStack())
         try:
             yield
@@ -118,7 +119,7 @@ class ForwardStream:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Inside, ranks of tp and cp draw what the lowest of them would draw alone. Collective over these ranks."""
+        """Let all ranks of tp and cp draw the lowest rank's numbers inside the context. Collective over these ranks."""
         own = current_state()
         states = agree.gather(own, self._groups_alike(), "the random numbers of generate")
         first = min(states)
@@ -151,33 +152,42 @@ class ForwardStream:
 
 
 class SplitRegions:
-    """Hooks of modules that drop of what each rank has another part of: inside, a rank draws numbers of its own.
+    """Hooks of modules that drop elements of tensors split over ranks: inside them, each rank draws different numbers.
 
-    They follow from one number drawn outside and from the rank's place, so that recomputation by torch's checkpoint,
-    which puts the stream outside back, draws the same ones.
+    The numbers follow from one number drawn outside and the rank's index. Recomputation by torch's checkpoint restores
+    the outer stream and therefore draws the same numbers.
+
+    Args:
+        axis: Name of the group that splits the tensors.
+        rank: This rank's index in that group.
     """
 
     def __init__(self, axis: str, rank: int) -> None:
         self.place = f"{axis} {rank}"
         self._handles: list[Any] = []
-        self._outside: RNGState | None = None  # None outside
+        self._outside: RNGState | None = None  # None outside these modules
         self._begun: list[bool] = []
         self._paused: list[RNGState | None] = []
 
     def attach(self, modules: Collection[nn.Module], inner: Collection[nn.Module] = ()) -> None:
-        """Put the hooks into modules. inner: modules among their children that drop of what ranks have copies of."""
+        """Register the hooks.
+
+        Args:
+            modules: Modules that drop elements of split tensors.
+            inner: Modules inside them that drop elements of replicated tensors.
+        """
         for around, before, after in ((modules, self.begin, self.end), (inner, self.pause, self.resume)):
             for module in around:
                 self._handles.append(module.register_forward_pre_hook(before))
                 self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def begin(self, module: nn.Module, *_: Any) -> None:
-        """Before a module."""
+        """Switch to this rank's stream. A forward pre-hook."""
         begins = module.training and self._outside is None
         self._begun.append(begins)
         if begins:
@@ -186,19 +196,19 @@ class SplitRegions:
             begin_state(seed_of(number, self.place))
 
     def end(self, *_: Any) -> None:
-        """After a module, or after its error."""
+        """Restore the outer stream, also after an error. A forward hook."""
         if self._begun and self._begun.pop() and self._outside is not None:
             install_state(self._outside)
             self._outside = None
 
     def pause(self, *_: Any) -> None:
-        """Before a module that drops of copies."""
+        """Restore the outer stream for a module that drops elements of replicated tensors. A forward pre-hook."""
         self._paused.append(None if self._outside is None else current_state())
         if self._outside is not None:
             install_state(self._outside)
 
     def resume(self, *_: Any) -> None:
-        """After a module that drops of copies."""
+        """Return to this rank's stream after such a module. A forward hook."""
         own = self._paused.pop() if self._paused else None
         if own is not None:
             self._outside = current_state()
@@ -206,7 +216,7 @@ class SplitRegions:
 
 
 def has_dropout(model: Any) -> bool:
-    """True if a module or the configuration names a probability above 0."""
+    """True if a module or the config has a dropout probability above 0."""
     config = model.config.get_text_config().to_dict()
     named = [value for name, value in config.items() if "drop" in name]
     held = [getattr(module, "p", 0.0) for module in model.modules() if isinstance(module, nn.Dropout)]
@@ -214,9 +224,15 @@ def has_dropout(model: Any) -> bool:
 
 
 def drop_parts_apart(model: Any, flow: Dataflow, groups: ProcessGroups) -> None:
-    """Have ranks of tp drop elements of their own where a watched forward has shown that each has another part."""
+    """Let tp ranks draw different dropout masks in modules whose tensors a watched forward has shown to be split.
+
+    Args:
+        model: Split model.
+        flow: Record of the watched forward.
+        groups: Process groups.
+    """
     before = getattr(model, REGIONS, None)
-    if before is not None:  # of the model that adapters were put around
+    if before is not None:  # left from the base model, before adapters were added
         before.remove()
     if not has_dropout(model):
         return

@@ -1,8 +1,8 @@
-"""The example that proves a split: arguments of one small forward, made from a model's own main input and config.
+"""Examples that prove a split: arguments of one small forward, created from a model's main input and config.
 
-It is longer than what a configuration counts in tokens (windows, chunks, floors), where a forward of that length costs
-little: at most PRODUCTS multiplications, and ELEMENTS logits. Otherwise it is as long as it may be of these lengths, or
-8 tokens, and `unreached` names what it does not show.
+An example is longer than every token count in the config (windows, chunks, floors) if a forward of that length is
+cheap: at most PRODUCTS multiplications, and ELEMENTS logits. Otherwise it exceeds as many of these counts as it can, or
+has 8 tokens, and `unreached` names the counts that it does not exceed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ IMAGE_FEATURES, GRIDS = "get_image_features", "image_grid_thw"
 ROWS, CHOICES, SAMPLES = 2, 2, 2000
 PRODUCTS = {"cpu": 2**30, "other": 2**45}  # about 0.1 s on a core, and on a GPU
 ELEMENTS = 2**28
-# Names in configurations of numbers of tokens beyond which a model computes something else.
+# Config names of token counts beyond which a model computes differently.
 REACHES = (
     *("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention"),
     *("attention_chunk_size", "chunk_size", "mamba_chunk_size", "max_window_size"),
     *("floor_scale", "log_scaling_n_floor", "index_topk", "index_block_size", "indexer_budget"),
 )
-# Endings of classes whose labels are token ids, or a number below `num_labels` for each token or row.
+# Class-name endings: labels are token ids, or one number below `num_labels` per token or row.
 OF_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 OF_CLASSES = {"ForTokenClassification": 2, "ForSequenceClassification": 1, "ForImageClassification": 1}
 PASS = "example=, the arguments of a small forward, equal on all ranks, to the plugin, split_model or load_split"
@@ -41,12 +41,22 @@ PASS = "example=, the arguments of a small forward, equal on all ranks, to the p
 def example_of(
     model: Any, groups: ProcessGroups, example: Mapping[str, Any] | None = None, *, with_images: bool = False
 ) -> dict[str, Any]:
-    """The example; without one, rows that differ of what the model's `main_input_name` says: tokens, pixels or sound.
+    """Return the example on the model's device, or create one from the model's main input: tokens, pixels, or audio.
 
-    Sequences have 8 tokens, or more where more ranks may cut them, and are longer than the model's windows where that
-    costs little. No cache of keys and values is asked for.
-    with_images: put an image in front of each row of tokens, for a model that can take both.
-    Raises PlanError for a model whose input is unknown here.
+    The rows of a created example differ. Its sequences have 8 tokens, or more if more ranks may cut them, and exceed
+    the model's windows if that is cheap. It turns off the cache of keys and values.
+
+    Args:
+        model: Transformers model.
+        groups: Process groups that may cut the sequence.
+        example: Keyword arguments given by the user.
+        with_images: True to put an image before each row of tokens, for models that take both.
+
+    Returns:
+        Keyword arguments of one forward.
+
+    Raises:
+        PlanError: If no example can be created for the model's input.
     """
     if example is not None:
         return tree.tree_map_only(Tensor, partial(_as_inputs, model), dict(example))
@@ -59,12 +69,15 @@ def example_of(
         made["decoder_input_ids"] = _ids(model, length)
     passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
     if "use_cache" in takes or (passes_on and hasattr(model.config.get_text_config(), "use_cache")):
-        made["use_cache"] = False  # layers of other kinds than attention have no such cache
+        made["use_cache"] = False  # layers other than attention have no such cache
     return made
 
 
 def with_labels(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, and labels where the model's class takes a loss of tokens or classes; some tokens do not count."""
+    """Add labels to the arguments if the model's class computes a loss of tokens or classes.
+
+    Some of the tokens are ignored (-100), so that masking is tested too.
+    """
     names = [kind.__name__ for kind in type(model).__mro__]
     tokens = arguments.get("decoder_input_ids", arguments.get("input_ids"))
     given = next((value for value in arguments.values() if isinstance(value, Tensor)), None)
@@ -81,23 +94,23 @@ def with_labels(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unreached(model: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Windows and other numbers of tokens in the configuration that an example's sequences do not exceed, by name."""
+    """Return the token counts in the config (such as windows) that the example's sequences do not exceed, by name."""
     ids = arguments.get("decoder_input_ids", arguments.get("input_ids"))
     return {} if ids is None else {name: number for name, number in _reaches(model).items() if ids.shape[-1] <= number}
 
 
 def _reaches(model: Any) -> dict[str, int]:
-    """Numbers of tokens in the configuration of a model of text, by their names there."""
+    """Return the token counts in the config of a text model, by name."""
     config, layers = model.config.get_text_config(), layer_configurations(model)
     values = {name: _highest([getattr(layer, name, None) for layer in layers]) for name in REACHES}
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond it the frequencies are others
+    if rope.get("rope_type") == "longrope":  # longer sequences use other frequencies
         values["original_max_position_embeddings"] = _highest([rope.get("original_max_position_embeddings")])
     return {name: value for name, value in values.items() if value > 0}
 
 
 def layer_configurations(model: Any) -> list[Any]:
-    """The configuration of each layer where they differ, else the one of all."""
+    """Return the config of each layer if they differ, else the model's config."""
     config = model.config.get_text_config()
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
@@ -107,9 +120,9 @@ def _highest(values: Sequence[Any]) -> int:
 
 
 def _length(model: Any, multiple: int) -> int:
-    """The number of tokens of an example: a multiple, beyond each reach of the model where that is cheap.
+    """Return the number of tokens of an example: a multiple of `multiple`, beyond each cheap token count of the config.
 
-    Only the configuration is asked, so the length is the same on ranks with other parts of the model.
+    It depends on the config only, so that ranks with different parts of the model agree.
     """
     config = model.config.get_text_config()
     found = [getattr(config, name, None) for name in ("hidden_size", "num_hidden_layers", "vocab_size")]
@@ -129,7 +142,7 @@ def _length(model: Any, multiple: int) -> int:
 
 
 def _as_inputs(model: Any, value: Tensor) -> Tensor:
-    """A tensor on the model's device; fractions in its dtype."""
+    """Move a tensor to the model's device; floating-point values also to its dtype."""
     return value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
 
 
@@ -152,10 +165,11 @@ def _main_input(model: Any, length: int) -> dict[str, Any]:
 
 
 def _ids(model: Any, length: int) -> Tensor:
-    """The numbers from 0, turned by one from row to row, so that each row has each special token as often."""
+    """Return rows of consecutive token ids, rotated by one per row so that all rows have equally many special tokens.
+   """
     text = model.config.get_text_config()
     ids = torch.arange(length, device=model.device) % getattr(text, "vocab_size", 8)
-    # A classifier of rows looks for the last token that is no padding, and refuses several rows without a token for it.
+    # A sequence classifier reads the last non-padding token, and refuses several rows without a padding token.
     alone = type(model).__name__.endswith("SequenceClassification") and getattr(text, "pad_token_id", None) is None
     return torch.stack([ids.roll(row) for row in range(1 if alone else ROWS)])
 
@@ -170,7 +184,8 @@ def _pixels(model: Any) -> Tensor:
 
 
 def _with_images(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Pixels of an image a row, and ids with its places; nothing for a model whose images are cut in another way."""
+    """Return one image per row, and ids with its placeholder tokens; empty if the model splits images in another way.
+   """
     mark = getattr(model.config, "image_token_id", getattr(model.config, "image_token_index", None))
     vision = getattr(model.config, "vision_config", None)
     takes = inspect.signature(type(model).forward).parameters
@@ -187,7 +202,7 @@ def _with_images(model: Any, ids: Tensor) -> dict[str, Tensor]:
 
 
 def _patches(model: Any, vision: Any) -> dict[str, Tensor]:
-    """An image a row, in patches that lie one after another, as qwen2_vl and its successors take them."""
+    """Return one image per row as a flat list of patches, the format of qwen2_vl and its successors."""
     side = 2 * vision.spatial_merge_size
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     grids = torch.tensor([[1, side, side]] * ROWS, device=model.device)
@@ -195,7 +210,7 @@ def _patches(model: Any, vision: Any) -> dict[str, Tensor]:
 
 
 def _after_images(model: Any, ids: Tensor) -> Tensor:
-    """Token ids behind the places that an image takes."""
+    """Prepend an image's placeholder tokens to the token ids."""
     mark = getattr(model.config, "image_token_index", getattr(model.config, "image_token_id", None))
     places = getattr(model.config, "num_query_tokens", None)
     if mark is None or places is None:
@@ -210,22 +225,28 @@ def _random(model: Any, *shape: int) -> Tensor:
 
 
 def run_quietly(model: Any, example: Mapping[str, Any], *, training: bool = False) -> Any:
-    """A forward's output, without gradients; random streams and modes stay as they were.
+    """Run a forward without gradients; random state and training modes are restored afterwards.
 
-    training: True for what training computes (`as_in_training`), False for evaluation mode.
+    Args:
+        model: Transformers model.
+        example: Keyword arguments.
+        training: True to compute as in training (`as_in_training`), False for evaluation mode.
+
+    Returns:
+        The model's output.
     """
     with torch.no_grad(), torch.random.fork_rng(), in_mode(model, training=training):
         return model(**example)
 
 
 def in_mode(model: nn.Module, *, training: bool) -> AbstractContextManager[None]:
-    """Inside, a model computes what it computes in training, without chance, or in evaluation."""
+    """Return a context that puts a model in training mode without randomness, or in evaluation mode."""
     return as_in_training(model) if training else in_evaluation(model)
 
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Inside, a model is in evaluation mode. Each module has its own mode back afterwards."""
+    """Put a model in evaluation mode inside the context, and restore each module's mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

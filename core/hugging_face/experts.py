@@ -1,7 +1,7 @@
-"""Experts of transformers models over expert parallelism: each rank holds some, and tokens travel to them and back.
+"""Expert parallelism for transformers models: each rank holds some experts, and tokens travel to them and back.
 
-The family's own experts run, on the tokens that have come to this rank; the router runs on every rank, on its own
-tokens. Over tensor parallelism the experts are split too, or are whole and each rank sends its part of the tokens.
+The family's own experts run on the tokens that arrive at this rank; the router runs on every rank, on its own tokens.
+Over tensor parallelism the experts are split too, or each rank holds unsplit experts and sends its part of the tokens.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from core.hugging_face.transformers_plans import read_experts
 from core.moe.token_dispatcher import AllToAllTokenDispatcher
 from core.number_ranges import divisors
 
-EXPERTS_SEAM = "experts over ep"  # the style of a seam at fused experts
+EXPERTS_SEAM = "experts over ep"  # style of seams at fused experts
 
 
 def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
-    """A plan in which experts are cut over expert parallelism, if there is any.
+    """Return a plan in which experts are cut over expert parallelism; unchanged if the expert-parallel size is 1.
 
-    Raises PlanError for a model without experts that can be cut, and where their number or the sizes do not fit.
+    Raises:
+        PlanError: If the model has no experts that can be cut, or the number of experts or the sizes do not fit.
     """
     ep, tp, expt_tp = groups.size("ep"), groups.size("tp"), groups.size("expt_tp")
     if ep == 1:
@@ -57,7 +58,18 @@ def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
 
 
 def check_experts(model: Any, ep: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """`read_experts` of a model, PlanError unless they can be cut over `ep` ranks. The model may have no memory."""
+    """Find the fused experts of a model and check that `ep` ranks can share them.
+
+    Args:
+        model: Transformers model; it may be on the meta device.
+        ep: Expert-parallel size.
+
+    Returns:
+        The experts, as in `read_experts`.
+
+    Raises:
+        PlanError: If there are none, or their number is not divisible by `ep`.
+    """
     family = family_of(model)
     experts = read_experts(model)
     if not experts:
@@ -76,11 +88,19 @@ def check_experts(model: Any, ep: int) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 class ExpertsForward(SeamForward):
-    """The forward of fused experts, called with (hidden states, chosen experts, their weights) of this rank's tokens.
+    """Forward of fused experts: sends this rank's tokens to their experts and returns the weighted results.
 
-    hidden states: [..., hidden]; chosen experts and weights: [tokens, top k]. The output is a part of a sum over tp: of
-    the experts' own parts, or of whole experts on this rank's part of the tokens.
-    Collective over the expert-parallel group, in forward and in backward, also for a rank without a token.
+    It is called with hidden states [..., hidden], chosen experts [tokens, top k], and their weights [tokens, top k].
+    The output is a partial sum over tp: of split experts, or of unsplit experts on this rank's part of the tokens.
+
+    Collective over the expert-parallel group, in forward and backward, even for a rank without tokens.
+
+    Args:
+        module: The fused experts.
+        seam: Actions on input and output.
+        groups: Process groups.
+        length: As in SeamForward.
+        multiple: As in SeamForward.
     """
 
     def __init__(
@@ -95,7 +115,7 @@ class ExpertsForward(SeamForward):
         self.share = (groups.rank("tp"), groups.size("tp")) if whole_experts else (0, 1)
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The weighted sum of each token's experts."""
+        """Return the weighted sum of each token's experts."""
         with contextlib.nullcontext() if self.watch is None else self.watch.paused():
             output = self._run(*args, **kwargs)
         if self.watch is not None:
@@ -123,9 +143,9 @@ class ExpertsForward(SeamForward):
         return F.pad(output, (0, 0, first, len(tokens) - last)).view_as(hidden)
 
     def _local(self, rows: Tensor, rows_per_expert: list[int]) -> Tensor:
-        """This rank's experts on rows [rows, hidden] that are sorted by expert."""
+        """Run this rank's experts on rows [rows, hidden] that are sorted by expert."""
         if not len(rows):
-            # Without a token backward still runs: the rows' exchange, and gradients of zero, not none.
+            # Without tokens, backward still has to run the exchange and produce zero gradients rather than None.
             return rows + sum(parameter.flatten()[0] for parameter in self.module.parameters()) * 0.0
         counts = torch.tensor(rows_per_expert, device=rows.device)
         expert = torch.arange(len(rows_per_expert), device=rows.device).repeat_interleave(counts, output_size=len(rows))

@@ -1,4 +1,4 @@
-"""Number of labels that a transformers head takes the mean over: the weight of its loss among batches."""
+"""Count the labels that a transformers head averages its loss over, to weight that loss among batches."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ from torch import Tensor
 from core.hugging_face.plan import without_adapters
 
 IGNORED = -100
-CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # transformers' names of losses of shifted labels
+CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # transformers' losses of shifted labels
 KINDS = (
     *CAUSAL,
     *("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification"),
     *("ForImageClassification", "ForVideoClassification", "ForAudioClassification"),
 )
-UNNAMED = ("LMHeadModel", "EncoderDecoderModel")  # endings of classes that name no loss
+UNNAMED = ("LMHeadModel", "EncoderDecoderModel")  # suffixes of classes without a loss type
 
 
 def count_labels(model: Any, inputs: Mapping[str, Any]) -> Tensor | None:
-    """The number of labels that count in the loss of a forward, 0-dim fp64; None where the loss is no mean over them.
+    """Count the labels that contribute to the loss of a forward, like Trainer's num_items_in_batch.
 
-    model: of transformers, with adapters or without. inputs: the forward's arguments. Labels of -100 do not count, nor
-    does the first of a row where the head predicts successors: what Trainer counts as num_items_in_batch.
+    Labels of -100 do not count. The first label of a row does not count if the head predicts the next token.
+
+    Args:
+        model: Transformers model, with or without adapters.
+        inputs: Keyword arguments of the forward.
+
+    Returns:
+        The count, 0-dim fp64; None if the loss is not a mean over labels.
     """
     labels = inputs.get("labels")
     head = without_adapters(model)
@@ -45,12 +51,12 @@ def _is_mean_over_labels(head: Any) -> bool:
 
 
 def _predicts_successors(head: Any) -> bool:
-    """True if labels are shifted: by the causal loss, where it is called; an encoder's decoder is given shifted ids."""
+    """True if the causal loss shifts the labels. The decoder of an encoder-decoder already gets shifted ids."""
     is_causal = getattr(head, "loss_type", None) in (None, *CAUSAL)
     return is_causal and not head.config.is_encoder_decoder and calls_loss_function(type(head).forward)
 
 
 @functools.cache
 def calls_loss_function(forward: Callable[..., Any]) -> bool:
-    """True if a class's forward takes its loss from `loss_function`; others compute one of the labels as given."""
+    """True if a class's forward takes its loss from `loss_function`; other classes compute it from unshifted labels."""
     return "loss_function" in getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ())

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of some layers: activations inside them are computed again in backward."""
+"""Gradient checkpointing of some layers: their activations are recomputed in backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from core.hugging_face.transformers_plans import checkpoint_each_layer
 
 @dataclass(frozen=True)
 class GradientCheckpointConfig:
-    """Choice of layers that keep no activations. ratio: of each stage's layers, the first ones, between 0 and 1."""
+    """Choice of the layers that recompute their activations.
+
+    Args:
+        gradient_checkpointing_ratio: Share of each stage's layers, from the first one, between 0 and 1.
+    """
 
     gradient_checkpointing_ratio: float = 1.0
 
@@ -23,18 +27,22 @@ class GradientCheckpointConfig:
             )
 
     def layers_of(self, stage: int, count: int) -> int:
-        """Number of a stage's layers that are checkpointed."""
+        """Return the number of a stage's layers that are checkpointed."""
         return int(self.gradient_checkpointing_ratio * count)
 
 
 @dataclass(frozen=True)
 class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
-    """num_ckpt_layers_per_stage: how many of each stage's layers keep no activations; None: as the ratio says."""
+    """Choice of the layers that recompute their activations, for each pipeline stage.
+
+    Args:
+        num_ckpt_layers_per_stage: Number of checkpointed layers of each stage; None uses the ratio.
+    """
 
     num_ckpt_layers_per_stage: Sequence[int] | None = None
 
     def layers_of(self, stage: int, count: int) -> int:
-        """Number of a stage's layers that are checkpointed."""
+        """Return the number of a stage's layers that are checkpointed."""
         if self.num_ckpt_layers_per_stage is None:
             return super().layers_of(stage, count)
         counts = self.num_ckpt_layers_per_stage
@@ -47,7 +55,13 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
 
 
 def checkpoint_layers(parts: Sequence[Any], config: GradientCheckpointConfig, lists: Sequence[str]) -> None:
-    """Switch on transformers' own checkpointing in the first layers of each part of a model. lists: of its layers."""
+    """Turn on transformers' own checkpointing in the first layers of each part of a model.
+
+    Args:
+        parts: This rank's parts of the model.
+        config: Choice of the layers.
+        lists: Names of the lists of layers.
+    """
     for part in parts:
         checkpoint_each_layer(part)
         held = [layer for name in lists for layer in part.get_submodule(name) if any(True for _ in layer.parameters())]

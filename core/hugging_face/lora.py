@@ -1,7 +1,8 @@
-"""LoRA on a split model: adapters by peft, each cut as its base layer is, and saved as a plain adapter directory.
+"""LoRA on a split model: each adapter is cut like its base layer, and saved as a plain peft adapter directory.
 
-A column layer keeps the first matrix whole and cuts the second along its outputs; a row layer cuts the first along its
-inputs and keeps the second whole. So the product of the two is split or whole as the base layer's output is.
+A column layer keeps the first LoRA matrix unsplit and cuts the second along its outputs. A row layer cuts the first
+along its inputs and keeps the second unsplit. Either way the adapter's output is split, or not, as the base layer's
+output is.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from core.hugging_face.stage_forward import StageForward
 from core.tensor_parallel.mappings import resolve_groups
 from core.watch.waiting import waiting
 
-MARK = "lora_"  # in the names of parameters of adapters
+MARK = "lora_"  # occurs in the names of adapter parameters
 NO_TARGETS = "dummy-target-modules"  # peft's word for an adapter of no layer
 NOTHING_NAMED = ("Target modules", "No modules were targeted", "All modules were excluded")  # how peft says it
-# Options of a LoraConfig that are right on a split model. Others touch base weights, or no split is known for them.
+# LoraConfig options supported on a split model. Others change base weights, or it is unknown how to split them.
 KNOWN = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out"),
@@ -51,13 +52,26 @@ def add_lora(
     pg_collection: ProcessGroups | None = None,
     adapter_name: str = "default",
 ) -> Any:
-    """A PeftModel around a split model: new adapters (`config`, a peft.LoraConfig) or those of a directory, trainable.
+    """Add LoRA adapters to a split model: new ones from a config, or saved ones from a directory.
 
-    model: split by `split_model` or `load_split`; or this rank's stages of a pipeline, for which a list comes back.
-    example: as there. adapter_name: as in peft. The ranks of a tensor-parallel group get equal adapters, from any
-    random state; those of a data group must be seeded alike. A stage on which no layer is named has none. Collective
-    over the tensor-parallel group, and for stages over the world. PlanError for an option or a layer whose adapter
-    cannot be split, and where no layer is named.
+    The ranks of a tensor-parallel group get equal adapters from any random state; the ranks of a data group must be
+    seeded alike. A stage without a named layer gets no adapter.
+
+    Collective over the tensor-parallel group; for stages, over the world.
+
+    Args:
+        model: Model split by `split_model` or `load_split`, or the list of this rank's pipeline stages.
+        config: A peft.LoraConfig for new adapters.
+        directory: Adapter directory to load instead. The loaded adapters are trainable.
+        example: As in `split_model`.
+        pg_collection: Process groups; defaults to those of `parallel_state`.
+        adapter_name: As in peft.
+
+    Returns:
+        The PeftModel around the model, or the list of PeftModels around the stages.
+
+    Raises:
+        PlanError: If an option or a layer's adapter cannot be split, or no layer is named.
     """
     if isinstance(model, (list, tuple)):
         with refusing_together("adding adapters to the stages", TypeError, OSError):
@@ -92,10 +106,17 @@ def add_lora(
 def finish_adapters(
     adapted: Any, report: SplitReport, groups: ProcessGroups, example: Mapping[str, Any] | None
 ) -> None:
-    """Slices, tags, seams and contracts of whole adapters. report: of the base model. example: that of `add_lora`."""
+    """Cut and tag the unsplit adapters of a PeftModel, and add their seams and gradient contracts.
+
+    Args:
+        adapted: PeftModel around a split model.
+        report: Report of the base model.
+        groups: Process groups.
+        example: As in `add_lora`.
+    """
     model, tp = adapted.get_base_model(), groups.size("tp")
     stream = getattr(model, "forward_stream", None)
-    if stream is not None:  # peft calls the model's forward, without its hooks
+    if stream is not None:  # peft calls forward directly and skips the model's hooks
         stream.attach(adapted)
     if tp == 1:
         setattr(adapted, REPORT, replace(report, plan=replace(report.plan, family=f"LoRA on {report.plan.family}")))
@@ -103,7 +124,7 @@ def finish_adapters(
     plan = cut_adapters(adapted, report.plan, groups)
     place_seams(dict(adapted.named_modules()), plan, groups)
     arguments = example_of(model, groups, example)
-    if "forward" in vars(model):  # of a stage
+    if "forward" in vars(model):  # a stage
         arguments.update(received_example(model, arguments))
     split_ones = [p for p in adapted.parameters() if getattr(p, "tensor_model_parallel", False)]
     setattr(adapted, REPORT, declare_whole(adapted, plan, groups, arguments, split_ones))
@@ -119,9 +140,18 @@ def with_adapters(
     adapter_name: str = "default",
     without_memory: bool = False,
 ) -> Any:
-    """A PeftModel around a model whose parameters are cut by a plan; its adapters are not. Local.
+    """Wrap a model whose parameters are cut by a plan in a PeftModel with unsplit adapters. Local.
 
-    without_memory: True for new adapters on the meta device.
+    Args:
+        model: Model with cut parameters.
+        plan: Plan of the model.
+        config: A peft.LoraConfig for new adapters.
+        directory: Adapter directory to load instead.
+        adapter_name: As in peft.
+        without_memory: True to create new adapters on the meta device.
+
+    Returns:
+        The PeftModel.
     """
     import peft
     from transformers.pytorch_utils import Conv1D
@@ -131,7 +161,7 @@ def with_adapters(
     transposed = {f"{name}.weight": each.weight for name, each in model.named_modules() if isinstance(each, Conv1D)}
     cut = transposed.keys() & plan.splits.keys()
     for name in cut:
-        transposed[name].ds_shape = torch.Size(plan.splits[name].shape)  # peft asks by this name for a whole width
+        transposed[name].ds_shape = torch.Size(plan.splits[name].shape)  # peft reads the full width from this attribute
     config, targets, excluded = copy.deepcopy(config), config.target_modules, config.exclude_modules
     stage = vars(model).get("forward")
     if isinstance(stage, StageForward) and not isinstance(excluded, str):
@@ -147,7 +177,7 @@ def with_adapters(
     except ValueError as error:
         if not isinstance(stage, StageForward) or not str(error).startswith(NOTHING_NAMED):
             raise
-        config.target_modules = NO_TARGETS  # the layers that are named lie on other stages
+        config.target_modules = NO_TARGETS  # all named layers are on other stages
         adapted = adapt()
         config.target_modules = targets
     finally:
@@ -158,7 +188,7 @@ def with_adapters(
 
 
 def cut_adapters(adapted: Any, base: Plan, groups: ProcessGroups) -> Plan:
-    """Cut and tag whole adapters like their layers, by the seams of these. Local. Returns their plan."""
+    """Cut and tag adapters by the seams of their base layers, and return the adapters' plan. Local."""
     plan = _plan_of_adapters(adapted, base)
     cut_parameters(adapted, plan, groups)
     tag_slices({name: p for name, p in adapted.named_parameters() if p.requires_grad}, plan, groups)
@@ -182,7 +212,7 @@ def _check_options(config: Any, kind: type) -> None:
 
 
 def _plan_of_adapters(adapted: Any, base: Plan) -> Plan:
-    """Plan of the adapters, by the seams of their layers."""
+    """Derive the adapters' plan from the seams of their base layers."""
     from peft.tuners.lora import LoraLayer
     from transformers.pytorch_utils import Conv1D
 
@@ -205,13 +235,14 @@ def _plan_of_adapters(adapted: Any, base: Plan) -> Plan:
             if not isinstance(forward, SeamForward):
                 continue
             seam, split = forward.seam, base.splits.get(f"{forward.seam.module}.weight")
-            if split is None:  # whole, and only a part of its output is this rank's
+            if split is None:  # unsplit weight; this rank uses a part of its output
                 before: Before = "copy" if seam.after == "select" else ""
                 seams[second] = replace(seam, module=second, style="LoRA", before=before)
                 continue
-            # A column layer is cut along its outputs, which Conv1D has in the last dimension: so is its second adapter.
+            # A column layer is cut along its outputs (last dimension in Conv1D), so its second adapter matrix is cut as
+            # well.
             cut, dim = (second, 0) if (split.dim == 1) == isinstance(layer.base_layer, Conv1D) else (first, 1)
-            seams[cut] = Seam(cut, "LoRA", seam.before, seam.after)  # no copy behind a joined sequence
+            seams[cut] = Seam(cut, "LoRA", seam.before, seam.after)  # no copy after a gathered sequence
             weight = f"{cut}.weight"
             splits[weight] = Split(weight, whole.pop(weight), dim, split.blocks, split.padded, multiple=split.multiple)
     if not splits and not whole and "forward" not in vars(adapted.get_base_model()):  # a stage may have none
@@ -223,9 +254,18 @@ def _plan_of_adapters(adapted: Any, base: Plan) -> Plan:
 
 
 def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
-    """(the model without its adapter, the adapter's parameters by their names); a model without one is returned
-    unchanged. ValueError for several adapters, for another method than LoRA, for an adapter that is merged into the
-    weights, and for one of experts' fused weights.
+    """Remove the LoRA adapter from a model, so that the base model can be split first.
+
+    Args:
+        model: Model with or without peft adapters.
+
+    Returns:
+        The model without its adapter, and the adapter's parameters by name. A model without adapters is returned
+        unchanged, with None.
+
+    Raises:
+        ValueError: If the model has several adapters, adapters of another method than LoRA, an adapter merged into the
+            weights, or an adapter of fused expert weights.
     """
     if not hasattr(model, "peft_config"):
         return model, None
@@ -243,7 +283,7 @@ def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
         )
     (config,) = model.peft_config.values()
     fused = getattr(config, "target_parameters", None)
-    if fused:  # peft turns names of linear layers into these where a family's experts are fused
+    if fused:  # peft converts layer names to these if a family fuses its experts
         raise ValueError(
             f"the adapters are for the fused weights {', '.join(sorted(fused))} of experts, which are not split with "
             "adapters; name linear layers outside of the experts in target_modules, such as q_proj and v_proj"
@@ -265,14 +305,21 @@ def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
 def put_on(
     parts: Sequence[Any], values: Mapping[str, nn.Parameter], shell: Any, groups: ProcessGroups, *, staged: bool
 ) -> list[Any]:
-    """The parts of the model with an adapter cut as its layers are. Collective, as `add_lora` is.
+    """Add an adapter to the cut parts of a model, cut like its base layers. Collective, as `add_lora`.
 
-    values: the adapter's whole parameters. One on the meta device begins as peft draws it. shell: the whole model,
-    whose parameters say which of them train, and in which dtype.
+    Args:
+        parts: This rank's parts of the base model.
+        values: Unsplit parameters of the adapter. Parameters on the meta device start from peft's initialization.
+        shell: Full model with the adapter; its parameters define requires_grad and dtype.
+        groups: Process groups.
+        staged: True if the parts are pipeline stages.
+
+    Returns:
+        The parts with their adapter.
     """
     ((adapter_name, config),) = copy.deepcopy(shell.peft_config).items()
     with torch.enable_grad():
-        if getattr(parts[0], REPORT, None) is None:  # one rank has the model whole
+        if getattr(parts[0], REPORT, None) is None:  # one rank holds the full model
             import peft
 
             adapted = [peft.get_peft_model(parts[0], config, adapter_name)]
@@ -294,16 +341,16 @@ def put_on(
 
 
 def _set_like(adapted: Any, shell: Any, adapter: str) -> None:
-    """Carry over to new adapters what was set on the modules of the old ones, and is not in their configuration.
+    """Copy settings that are not in the config from the old adapter modules to the new ones.
 
-    These are a layer's scale, its dropout, whether it is switched off, and whether modules are in training.
+    These are a layer's scale, its dropout, whether it is disabled, and the training mode.
     """
     from peft.tuners.lora import LoraLayer
 
     for name, like in shell.named_modules():
         try:
             layer = adapted.get_submodule(name)
-        except AttributeError:  # of another stage
+        except AttributeError:  # on another stage
             continue
         layer.training = like.training
         if not isinstance(like, LoraLayer) or not isinstance(layer, LoraLayer) or adapter not in layer.scaling:
@@ -321,15 +368,15 @@ def _method_of(config: Any) -> str:
 
 
 def splits_of(part: Any) -> Mapping[str, Split]:
-    """Splits of a part's parameters over tensor and expert parallelism, with adapters or without."""
+    """Return the splits of a part's parameters over tensor and expert parallelism, with or without adapters."""
     report = getattr(part, REPORT, None)
     if report is None or not hasattr(part, "peft_config"):
         return {} if report is None else report.plan.splits
-    below = part.get_base_model().split_report.plan.splits  # of the layers that adapters belong to
+    below = part.get_base_model().split_report.plan.splits  # splits of the base layers
     names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
     return {**report.plan.splits, **{n: below[name_in_base(n)] for n in names if name_in_base(n) in below}}
 
 
 def name_in_base(name: str) -> str:
-    """The name that a parameter of a model with adapters has in the model without them."""
+    """Return the name that a parameter of a PeftModel has in the base model."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -1,4 +1,4 @@
-"""The causal loss of logits that stay split: `model.loss_function`, from each rank's part of the vocabulary."""
+"""Causal loss of split logits: a `model.loss_function` that computes from each rank's part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ from core.tensor_parallel.mappings import gather_from_tensor_model_parallel_regi
 
 
 class ParallelCausalLoss:
-    """Transformers' ForCausalLMLoss of split logits: tokens predict their successors, -100 and num_items_in_batch.
+    """Transformers' ForCausalLMLoss for split logits.
 
-    Deferred logits are computed in chunks of tokens. sequence: that of the model, if it has one; labels are of the
-    whole sequence in any case. own: the model's own loss, for logits that are whole. multiple: a rank's columns are
-    padded to a multiple of that.
+    As there, each token predicts its successor, labels of -100 are ignored, and `num_items_in_batch` is supported.
+    Deferred logits are computed in chunks of tokens.
+
+    Args:
+        group: Tensor-parallel group.
+        vocab_size: Number of rows of the unsplit output layer.
+        sequence: Sequence parallelism of the model, if any. Labels cover the complete sequence in any case.
+        own: The model's own loss, for logits that are not deferred.
+        multiple: Each rank's columns are padded to a multiple of this.
     """
 
     def __init__(
@@ -52,7 +58,25 @@ class ParallelCausalLoss:
         shift_labels: Tensor | None = None,
         **unused: Any,
     ) -> Tensor:
-        """The mean over tokens that count, or their sum / num_items_in_batch. logits: [..., ceil(vocabulary / tp)]."""
+        """Compute the mean over counted tokens, or their sum divided by `num_items_in_batch`.
+
+        Collective over the groups that split the logits.
+
+        Args:
+            logits: This rank's logits [..., ceil(vocabulary / tp)].
+            labels: Token ids [..., tokens] of the complete sequence.
+            vocab_size: Must be the output layer's number of rows, or None.
+            num_items_in_batch: Divisor in place of the number of counted tokens.
+            ignore_index: Label that does not count.
+            shift_labels: Labels already shifted by one, in place of `labels`.
+            **unused: Accepted for compatibility with transformers.
+
+        Returns:
+            The loss, a scalar.
+
+        Raises:
+            ValueError: If there are no labels, or `vocab_size` differs from the output layer's.
+        """
         deferred = logits if isinstance(logits, DeferredLogits) and logits.value is None else None
         if self.own is not None and deferred is None:
             given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **unused}
@@ -70,9 +94,15 @@ class ParallelCausalLoss:
         return total / torch.as_tensor(count).to(total)
 
     def token_losses(self, logits: Tensor, shift_labels: Tensor, ignore_index: int = -100) -> Tensor:
-        """The loss of each token of this rank's part of the sequence, 0 for one that does not count.
+        """Compute the loss of each token of this rank's part of the sequence; ignored tokens give 0.
 
-        shift_labels: [..., tokens of the whole sequence], the token after each.
+        Args:
+            logits: This rank's logits.
+            shift_labels: The next token of each position of the complete sequence, [..., tokens].
+            ignore_index: Label that does not count.
+
+        Returns:
+            One loss per token.
         """
         if self.cut_sequence is not None:
             shift_labels = self.cut_sequence.part(shift_labels, -1)
@@ -88,25 +118,35 @@ class ParallelCausalLoss:
 
     @property
     def cut_sequence(self) -> SequenceParallel | None:
-        """Cut of the logits' sequence; None if it is whole."""
+        """Cut of the logits' sequence; None if every rank has the complete sequence."""
         return self.sequence if self.sequence is not None and self.sequence.local_logits else None
 
     @property
     def is_split(self) -> bool:
-        """True if a rank's logits are a part of the vocabulary, or of the sequence."""
+        """True if a rank's logits are a part of the vocabulary or of the sequence."""
         return group_size(self.group) > 1 or self.cut_sequence is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelCausalLoss:
-        return self  # it never changes, and its group cannot be copied
+        return self  # immutable, and process groups cannot be copied
 
 
 def why_logits_stay_whole(
     model: Any, plan: Plan, arguments: Mapping[str, Any], tp: int, *, cuts_sequence: bool
 ) -> str | None:
-    """Return why split logits cannot give the loss; None if they can. Collective over what cuts the model.
+    """Explain why the loss cannot be computed from split logits; None if it can.
 
-    model: its logits are still gathered. A forward with labels shows it: the logits go to `model.loss_function`, and
-    the loss comes from there. cuts_sequence: True if hidden states stay cut over a sequence that tp does not cut.
+    A forward with labels shows it: the logits must go to `model.loss_function`, and the loss must come from there.
+    Collective over the groups that cut the model.
+
+    Args:
+        model: Split model whose logits are still gathered.
+        plan: Plan of the split.
+        arguments: Keyword arguments of the example.
+        tp: Tensor-parallel size.
+        cuts_sequence: True if hidden states stay cut over a sequence that another group than tp cuts.
+
+    Returns:
+        The reason, for an error or a warning.
     """
     name, head = output_layer(model)
     seam = plan.seams.get(name)
@@ -126,7 +166,7 @@ def why_logits_stay_whole(
 
     own = model.loss_function
     model.loss_function = record
-    # Logits that are NaN make NaN of all that is computed of them elsewhere.
+    # NaN logits turn everything else that is computed from them into NaN.
     poison = head.register_forward_hook(lambda module, args, output: output * math.nan)
     try:
         labels = arguments.get("decoder_input_ids", arguments["input_ids"])
@@ -138,13 +178,13 @@ def why_logits_stay_whole(
     if [shape[-1] for shape in given] != [rows]:
         return "a forward with labels computes its loss elsewhere than in model.loss_function, of logits that are whole"
     loss_of_labels = output.get("loss")
-    if loss_of_labels is not None and bool(loss_of_labels.isnan()):  # False of tensors without values
+    if loss_of_labels is not None and bool(loss_of_labels.isnan()):  # False for tensors on the meta device
         return "a forward with labels adds something to its loss that it computes of the logits, which are to be whole"
     return None
 
 
 def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: SequenceParallel | None) -> Plan:
-    """Keep the logits split and give the model the loss of the parts; the plan without the gather of the logits."""
+    """Keep the logits split and install the parallel loss; return the plan without the gather of the logits."""
     name, head = output_layer(model)
     seam = plan.seams.get(name)
     split = seam is not None and seam.after == "gather"
@@ -158,10 +198,10 @@ def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: Seq
 
 @contextmanager
 def gathering_logits(model: Any) -> Iterator[None]:
-    """Inside, logits that stay split over tensor parallelism are gathered by the output layer."""
+    """Let the output layer gather logits that are split over tensor parallelism, inside the context."""
     head: Any = output_layer(model)[1] if isinstance(model.loss_function, ParallelCausalLoss) else None
     forward = getattr(head, "forward", None)
-    seamed: Any = getattr(forward, "inner", forward)  # of a DeferringHead
+    seamed: Any = getattr(forward, "inner", forward)  # unwraps a DeferringHead
     seam = getattr(seamed, "seam", None)
     if seam is None:
         yield
@@ -174,15 +214,15 @@ def gathering_logits(model: Any) -> Iterator[None]:
 
 
 def output_layer(model: Any) -> tuple[str, Any]:
-    """The name of the output layer, and the layer; nothing for a model that has none."""
+    """Return the output layer's name and the layer; '' and None if the model has none."""
     head = head_of(model)
     return next((name for name, module in model.named_modules() if module is head), ""), head
 
 
 class SplitLogits(Tensor):
-    """Logits of this rank's part of the vocabulary, as a model gives them to its user: computing with them is refused.
+    """Logits of this rank's part of the vocabulary, as returned to the user; computing with them raises PlanError.
 
-    A criterion of the user's would take them for whole, and its loss would be of a part of the vocabulary.
+    A user's criterion would otherwise treat them as the full logits and silently compute a wrong loss.
     """
 
     source: ParallelCausalLoss
@@ -201,7 +241,7 @@ class SplitLogits(Tensor):
 
 
 def use_of_a_part(name: str) -> PlanError:
-    """The refusal of a function of logits that are split."""
+    """Create the error for a function called on split logits."""
     return PlanError(
         f"{name} of logits that hold this tensor-parallel rank's part of the vocabulary: use the model's own loss "
         "(labels=), or core.hugging_face.gather_logits(logits), or split the model with parallel_output=False"
@@ -209,7 +249,7 @@ def use_of_a_part(name: str) -> PlanError:
 
 
 def refuse_use_of_split_logits(model: Any, output: Any) -> Any:
-    """Return a model's output, with its logits as `SplitLogits` if they are split."""
+    """Return a model's output with split logits replaced by `SplitLogits`."""
     source = getattr(model, "loss_function", None)
     if not isinstance(source, ParallelCausalLoss) or not source.is_split:
         return output
@@ -225,11 +265,17 @@ def refuse_use_of_split_logits(model: Any, output: Any) -> Any:
 
 
 def gather_logits(logits: Tensor) -> Tensor:
-    """Whole logits [..., vocabulary] of split ones, on every rank that shares them; whole ones come back as they are.
+    """Gather split logits on every rank that shares them; full logits are returned unchanged.
 
-    Logits of a part of the sequence come back with the whole sequence. Collective over the tensor-parallel group, and
-    over the context-parallel group then. In backward each rank takes its part of the gradient, so a loss must be
-    computed alike on all of these ranks.
+    Logits of a part of the sequence are gathered over the sequence too. In backward each rank takes its part of the
+    gradient, so compute the loss in the same way on all of these ranks. Collective over the tensor-parallel group, and
+    over the context-parallel group if it cuts the sequence.
+
+    Args:
+        logits: Logits from the output of a split model.
+
+    Returns:
+        Full logits [..., vocabulary].
     """
     if isinstance(logits, DeferredLogits):
         whole = logits.computed()
@@ -247,7 +293,7 @@ def gather_logits(logits: Tensor) -> Tensor:
 
 
 def with_whole_logits(model: Any, output: Any) -> Any:
-    """Return a model's output, with its logits gathered if they are split. Collective then, as `gather_logits`."""
+    """Return a model's output with split logits gathered. Collective if they are split, as `gather_logits`."""
     marked = refuse_use_of_split_logits(model, output)
     if hasattr(marked, "keys") and isinstance(marked.get("logits"), (SplitLogits, DeferredLogits)):
         marked["logits"] = gather_logits(marked["logits"])

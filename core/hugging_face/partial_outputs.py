@@ -1,4 +1,4 @@
-"""Outputs of which a rank of a split model has a part: asked for, they are refused by name before any layer runs."""
+"""Refuse outputs of which a rank has only a part. A request for one raises before any layer runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-REFUSALS = "refusals_of_arguments"  # the attribute of a model that has what refuses arguments of its forward
+REFUSALS = "refusals_of_arguments"  # attribute of a model: functions that refuse arguments of its forward
 HEADS = "they would be of this rank's heads; leave it out, or ask a model that is not split"
 LAYERS = "a stage has its own layers only; leave it out"
-# Arguments of a forward -> why they are refused, by what splits the model. Each may stand in the config too.
+# Arguments of a forward -> reason for refusing them, for each kind of split. The config can set them too.
 SPLIT_HEADS: Mapping[str, str] = {"output_attentions": HEADS}
 IN_STAGES: Mapping[str, str] = {
     "output_attentions": LAYERS,
@@ -32,14 +32,25 @@ CUT_LAYERS: Mapping[str, str] = {
 
 
 def refuse_partial_outputs(model: nn.Module, family: str, where: str, refused: Mapping[str, str]) -> None:
-    """Have a model refuse these arguments with a ValueError. where: what splits it, for the message."""
+    """Make a model raise ValueError if one of these arguments is requested.
+
+    Args:
+        model: Split model.
+        family: Name of the model in errors.
+        where: Description of the split, for the message.
+        refused: Argument -> reason.
+    """
     refuse = partial(_refuse, family, where, refused)
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     vars(model).setdefault(REFUSALS, []).append(refuse)
 
 
 def refuse_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of a forward before it runs, so that every stage of a pipeline does, and none is sent anything.
+    """Refuse arguments of a forward before it runs, so that every pipeline stage refuses and no stage waits.
+
+    Args:
+        model: Split model.
+        arguments: Keyword arguments of the forward.
 
     Raises:
         ValueError: If the model refuses one of them.
@@ -53,7 +64,7 @@ def _refuse(
 ) -> None:
     for name, why in refused.items():
         asked = kwargs.get(name)
-        if asked is None and name != "use_cache":  # which models take from the config only to generate
+        if asked is None and name != "use_cache":  # models read use_cache from the config only to generate
             configs = (model.config, model.config.get_text_config())
             asked = any(getattr(config, name, None) for config in configs)
         if asked:

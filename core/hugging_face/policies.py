@@ -1,6 +1,6 @@
-"""Policies: how families are split that ship no plan, as data. A plugin's `custom_policy` is one of these.
+"""Policies: rules, as data, that split families without their own plan. A plugin's `custom_policy` is one of these.
 
-A name is the end of a module's or parameter's path; `*` stands for a number. The longest name that fits wins.
+A name in a rule is the end of a module's or parameter's path; `*` matches a number. The longest matching name wins.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from core.hugging_face.plan import Style
 class Policy:
     """Rules of one family.
 
-    rules: module or parameter -> a style's name or a Style. divided: module -> attributes of the module that hold a
-    number of heads or features in the whole model; a rank's number is that over tp. The first one counts heads.
-    per_head: module -> arguments of its forward (given by keyword) that hold a value for each head.
+    Args:
+        rules: Module or parameter -> name of a style, or a Style.
+        divided: Module -> its attributes that count heads or features in the full model; each rank's value is divided
+            by tp. The first attribute counts heads.
+        per_head: Module -> keyword arguments of its forward that hold one value per head.
     """
 
     rules: Mapping[str, str | Style]
@@ -28,13 +30,13 @@ class Policy:
 
 
 def longest_fit(name: str, ends: Iterable[str]) -> str | None:
-    """The longest of some ends of names that a full name ends in, part by part; None where there is none."""
+    """Return the longest of `ends` that a full name ends in, compared part by part; None if no end matches."""
     parts = re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")
     return max((end for end in ends if parts.endswith(f".{end}")), key=len, default=None)
 
 
 def _rules(**modules: str) -> dict[str, str | Style]:
-    """Rules from the modules of each style."""
+    """Build rules from a string of module names for each style."""
     return {name: style for style, names in modules.items() for name in names.split()}
 
 
@@ -49,7 +51,7 @@ _GPT2 = Policy(
     ),
     {
         **dict.fromkeys(("attn", "crossattention"), ("num_heads", "split_size")),
-        **dict.fromkeys(("c_attn", "q_attn", "c_fc"), ("nf",)),  # of Conv1D: the width of its output
+        **dict.fromkeys(("c_attn", "q_attn", "c_fc"), ("nf",)),  # output width of Conv1D
     },
 )
 _GPTJ = Policy(
@@ -111,11 +113,11 @@ _BLOOM = Policy(
     {"self_attention": ("num_heads", "hidden_size", "split_size")},
     {"self_attention": ("alibi",)},
 )
-# With ALiBi the mask of falcon holds it, for each head.
+# With ALiBi, falcon adds the biases to its mask, one per head.
 _FALCON = Policy(
     _BLOOM.rules, {"self_attention": ("num_heads", "num_kv_heads")}, {"self_attention": ("alibi", "attention_mask")}
 )
-# One key and one value head for all: every rank computes them, and its own queries.
+# All queries share one key and one value head: every rank computes both, and its own queries.
 _FALCON_MULTI_QUERY = Policy(
     {**_BLOOM.rules, "self_attention.query_key_value": Style(before="copy", after="select", partial=True, shared=2)},
     {"self_attention": ("num_heads",)},
@@ -127,8 +129,8 @@ _ENCODER_DECODER = _rules(
     colwise="encoder_attn.q_proj encoder_attn.k_proj encoder_attn.v_proj",
     rowwise="encoder_attn.out_proj",
 )
-# The state space of a feature needs that feature alone; what all of them choose together (x_proj) is summed. The
-# convolution and the time step's projection are not called: the family reads their weights.
+# The state space of a feature depends on that feature only; x_proj combines all features, so its output is summed. The
+# convolution and the time step's projection are never called: the family reads their weights directly.
 _MAMBA = Policy(
     {
         **_rules(
@@ -152,8 +154,8 @@ _SAM = Policy(
         ("num_attention_heads",),
     ),
 )
-# The attention of the vision tower takes the size of a head from the width of its input, so each rank computes all of
-# its heads; its weights are split.
+# The vision tower's attention derives the head size from its input's width, so each rank computes all heads; only the
+# weights are split.
 _QUERIES_AND_IMAGE = _rules(
     colwise_gather_output="self_attn.qkv",
     rowwise_split_input="self_attn.projection",
@@ -186,7 +188,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def policy_of(config: Any) -> Policy | None:
-    """The policy for a configuration, if its family has one."""
+    """Return the policy for a configuration, or None if its family has no policy."""
     if config.model_type == "falcon" and config.multi_query and not config.new_decoder_architecture:
         return POLICIES["falcon, multi-query"]
     return POLICIES.get(config.model_type)

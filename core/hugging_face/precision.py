@@ -1,4 +1,4 @@
-"""Cast a model to 16 bits as transformers loads it: what it keeps in fp32 stays, such as rotary frequencies."""
+"""Cast a model to 16 bits as transformers loads it: tensors that it keeps in fp32, such as rotary frequencies, stay."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from typing import Any
 import torch
 from torch import nn
 
-ADAPTED = ".base_layer."  # in names of parameters that peft has added an adapter to
-KEPT = "_get_dtype_plan"  # transformers' method: patterns of names -> the dtype that they keep in a precision
+ADAPTED = ".base_layer."  # occurs in names of parameters with a peft adapter
+KEPT = "_get_dtype_plan"  # method of transformers models: name patterns -> dtype that they keep
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast floating parameters and buffers to fp16 or bf16, in place. Returns the model. Local.
+    """Cast floating-point parameters and buffers to fp16 or bf16, in place. Local.
 
-    Complex tensors and floats of 8 bits stay. Transformers models, also inside of others and without memory, get the
-    dtypes that `from_pretrained(dtype=...)` gives: buffers that are made in fp32 (rotary frequencies) are not rounded,
-    and the modules that a family keeps in fp32 are in fp32. A buffer in no file is unchanged if its family makes it in
-    fp32. Other modules are cast whole.
+    Complex tensors and 8-bit floats stay. Transformers models, also nested ones and ones on the meta device, get the
+    dtypes of `from_pretrained(dtype=...)`: buffers that are computed in fp32 (rotary frequencies) are not rounded, and
+    modules that a family keeps in fp32 are in fp32. A buffer that no file stores stays unchanged if its family computes
+    it in fp32. All other modules are cast completely.
+
+    Args:
+        model: Any module.
+        dtype: torch.float16 or torch.bfloat16.
+
+    Returns:
+        The model.
     """
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     in_8_bits = {name: t.dtype for name, t in tensors.items() if t.is_floating_point() and t.dtype.itemsize == 1}
     kept = kept_dtypes(model, dtype) | in_8_bits
     before = {name: tensors[name].data for name in kept}
-    model = model.half() if dtype is torch.float16 else model.bfloat16()  # complex buffers stay, unlike by `to`
+    model = model.half() if dtype is torch.float16 else model.bfloat16()  # unlike `to`, this keeps complex buffers
     for name, wanted in kept.items():
         values = before[name].to(wanted)
         if isinstance(tensors[name], nn.Parameter):
@@ -40,9 +47,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def rounded_otherwise(model: nn.Module) -> Iterator[None]:
-    """Inside, outputs of layers with a matrix are off by their rounding in 16 bits, equally on all ranks.
+    """Perturb the outputs of matrix layers by their 16-bit rounding inside the context, equally on all ranks.
 
-    So far another order of sums may move a model's output; where routers choose, that is far.
+    This estimates how far a different order of summation may move the model's output; with routers, that can be far.
     """
     generator = torch.Generator("cpu").manual_seed(3)
 
@@ -60,7 +67,15 @@ def rounded_otherwise(model: nn.Module) -> Iterator[None]:
 
 
 def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Names of floating tensors that transformers has in another dtype when it loads a model in `dtype` -> that one."""
+    """Return the floating-point tensors that transformers keeps in another dtype when it loads a model in `dtype`.
+
+    Args:
+        model: Any module; transformers models inside it are considered.
+        dtype: Dtype of the cast.
+
+    Returns:
+        Name -> dtype that is kept.
+    """
     kept = {}
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     for place, inner in _outermost(model, ""):
@@ -73,8 +88,8 @@ def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def _outermost(model: nn.Module, place: str) -> Iterator[tuple[str, Any]]:
-    """(how its names begin, it) of each transformers model in a module that lies in no other one."""
-    if hasattr(type(model), KEPT):  # peft's wrapper passes on the attributes of its model
+    """Yield (prefix of its names, model) of each outermost transformers model in a module."""
+    if hasattr(type(model), KEPT):  # peft's wrapper forwards attributes to its model
         yield place, model
         return
     for name, child in model.named_children():
@@ -82,14 +97,15 @@ def _outermost(model: nn.Module, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def dtypes_of(model: Any, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
-    """The dtype of each floating tensor of a transformers model that is loaded in `dtype`, by its name.
+    """Return the dtype of each floating-point tensor of a transformers model loaded in `dtype`, by name.
 
-    A model is made on the meta device to see what the family makes in fp32. Tensors of adapters are not among them.
+    A copy is built on the meta device to find the tensors that the family creates in fp32. Tensors of adapters are not
+    included.
     """
     config = copy.deepcopy(model.config)
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
-            part.dtype = dtype  # some families make models inside of them, or activations, in what it says
+            part.dtype = dtype  # some families create nested models or activations in this dtype
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

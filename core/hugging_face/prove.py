@@ -1,4 +1,4 @@
-"""Prove a cut: the example's output before and after it, and refusals that name what differs."""
+"""Prove a split: compare the example's output before and after, and refuse with a message that names the difference."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from core.watch.waiting import is_peers
 AGAIN = "The model has been cut; make it again"
 OTHER_TOKENS = "its layers use other tokens elsewhere than in attention, or in a way that is unknown here"
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}  # fp64 models compute norms and routers in fp32
-IN_16_BITS, TIMES = 0.1, 3.0  # what rounding may do in any case, and of what it does to the whole model
+IN_16_BITS, TIMES = 0.1, 3.0  # lower bound of the tolerance, and factor on the measured rounding
 CUT = "cutting the model into stages"
-# What a model's forward raises where it is given too little, or what it cannot use.
+# Errors that a model's forward raises for missing or unusable inputs.
 OF_MODELS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, NotImplementedError)
 ORDER = "its plan is wrong, or its layers do not run once each, one after another"
 
 
 class Shown(NamedTuple):
-    """Values of a forward that are compared: logits or the last hidden state, and the loss if there are labels."""
+    """Compared values of a forward: logits or last hidden state, and the loss if there are labels."""
 
     output: Tensor
     loss: Tensor | None = None
 
     @classmethod
     def of(cls, output: Any) -> Shown:
-        """Of what a model gives."""
+        """Extract the compared values from a model's output."""
         if isinstance(output, Tensor):
             return cls(output)
         named = output.items() if hasattr(output, "keys") else enumerate(output)
@@ -52,16 +52,29 @@ class Shown(NamedTuple):
 
 
 def shown_by(model: Any, arguments: Mapping[str, Any], *, whole: bool = False) -> Shown:
-    """Values of a forward without gradients: as in training where there are labels, else in evaluation mode.
+    """Run a forward without gradients and return the compared values.
 
-    whole: True to gather split logits.
+    Args:
+        model: Transformers model.
+        arguments: Keyword arguments. With labels the model computes as in training, otherwise in evaluation mode.
+        whole: True to gather split logits.
+
+    Returns:
+        The output, and the loss if there are labels.
     """
     output = run_quietly(model, arguments, training="labels" in arguments)
     return Shown.of(with_whole_logits(model, output) if whole else output)
 
 
 class WholeRun(NamedTuple):
-    """A forward of the whole model. failure: of an attempt with labels; `arguments` are then without."""
+    """A forward of the full model.
+
+    Attributes:
+        arguments: The arguments that worked; without labels if the attempt with labels failed.
+        order: Order of the modules, for stages.
+        shown: Compared values.
+        failure: Error of the attempt with labels, if any.
+    """
 
     arguments: dict[str, Any]
     order: Watched | None
@@ -70,9 +83,18 @@ class WholeRun(NamedTuple):
 
 
 def shown_whole(model: Any, arguments: dict[str, Any], layout: PipelineLayout | None) -> WholeRun:
-    """A forward of the example, with labels where a model's forward takes them. With a layout, its modules in order.
+    """Run the full model on the example, with labels if its forward takes them.
 
-    A model that fails with labels as in training (some need more of their inputs then) is proven without.
+    Some models need more inputs for training than the example has; if the attempt with labels fails, they are proven
+    without labels.
+
+    Args:
+        model: Full transformers model.
+        arguments: Keyword arguments of the example.
+        layout: Pipeline layout. If given, the order of the modules is recorded.
+
+    Returns:
+        The run that succeeded.
     """
     attempts = [with_labels(model, arguments), arguments]
     failure: Exception | None = None
@@ -91,7 +113,10 @@ def shown_whole(model: Any, arguments: dict[str, Any], layout: PipelineLayout | 
 
 
 def refuse_failure_of_some(failure: Exception | None, ranks: agree.Groups) -> None:
-    """Raise on all ranks if the example with labels has failed on some of them alone, which would prove without it."""
+    """Raise on all ranks if the example with labels failed on only some ranks, which would then prove less.
+
+    Collective over `ranks`.
+    """
     what = "the forward of the example with labels"
     least, most = agree.bounds([failure is not None], ranks, what)
     if least != most:
@@ -99,9 +124,11 @@ def refuse_failure_of_some(failure: Exception | None, ranks: agree.Groups) -> No
 
 
 def shown_over_sequence(model: Any, arguments: dict[str, Any], sequence: SequenceParallel, shape: torch.Size) -> Shown:
-    """The output of the example over a cut sequence, joined. Collective over the ranks that cut it.
+    """Run the example over a cut sequence and return the joined output.
 
-    Behind its layers gpt2 gives hidden states the shape of its input: the sequence is joined there for such a model.
+    Collective over the ranks that cut the sequence. Some models (gpt2) reshape their hidden states to the input's shape
+    after the layers. For these, `sequence.local_logits` is set to False and the sequence is joined right after the
+    layers.
     """
     if sequence.local_logits:
         try:
@@ -115,9 +142,18 @@ def shown_over_sequence(model: Any, arguments: dict[str, Any], sequence: Sequenc
 
 
 def rounding_of(model: Any, arguments: Mapping[str, Any], before: Shown) -> float:
-    """Largest relative change of the example's output `before` by rounding.
+    """Estimate the largest relative change of the example's output that rounding can cause.
 
-    In 16 bits a router may choose another expert after it. So the example runs once more there, rounded otherwise.
+    In 16 bits, rounding can make a router choose another expert. The example therefore runs once more with other
+    rounding.
+
+    Args:
+        model: Transformers model.
+        arguments: Keyword arguments of the example.
+        before: Output to compare with.
+
+    Returns:
+        The tolerance, relative to the output's norm.
     """
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
     if eps <= torch.finfo(torch.float32).eps:
@@ -127,7 +163,7 @@ def rounding_of(model: Any, arguments: Mapping[str, Any], before: Shown) -> floa
 
 
 def distance_of(after: Tensor, before: Tensor) -> float:
-    """The norm of a difference, relative to that of `before`."""
+    """Return the norm of the difference, relative to the norm of `before`."""
     return float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-30))
 
 
@@ -139,7 +175,16 @@ def refuse_other_output(
     how: str = "split over tp",
     why: str = "its plan is wrong",
 ) -> None:
-    """The split model computes what the whole one did, up to rounding (`limit`), or its plan is wrong."""
+    """Raise PlanError if the split model's output or loss differs from the full model's by more than rounding.
+
+    Args:
+        plan: Plan of the split.
+        before: Values of the full model.
+        after: Values of the split model.
+        limit: Tolerance relative to the norm.
+        how: Description of the split, for the message.
+        why: Likely cause, for the message.
+    """
     for what, value, expected in zip(("output", "loss"), after, before, strict=True):
         if value is None or expected is None:
             continue
@@ -157,7 +202,10 @@ def refuse_other_output(
 
 
 def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Received tensors of a stage that is run alone: random numbers, the same on all ranks."""
+    """Create the received tensors of a stage that runs alone: random numbers, equal on all ranks.
+
+    The first stage receives nothing and gets an empty dict.
+    """
     stage = stage_of(chunk)
     if stage.part.pre_process:
         return {}
@@ -176,9 +224,19 @@ def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tens
 def compare_output(
     parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], whole: tuple[Shown, float], how: Splitting
 ) -> None:
-    """The parts give what the whole model gave, or the model is refused. Collective, of a pipeline over the world.
+    """Compare the parts' output with the full model's, and refuse the split if they differ.
 
-    whole: what the whole model shows, and how far rounding may move it.
+    Collective over the groups of the split; over the world for a pipeline.
+
+    Args:
+        parts: This rank's parts.
+        plan: Plan of the split.
+        arguments: Keyword arguments of the example.
+        whole: Values of the full model, and the tolerance for rounding.
+        how: Groups, layout, and options of the split.
+
+    Raises:
+        PlanError: If the outputs differ.
     """
     layout, (before, limit) = how.layout, whole
     if layout is None:
@@ -204,13 +262,20 @@ def compare_output(
 
 @contextmanager
 def refusing_failures(plan: Plan, when: str, advice: str = "", again: str = AGAIN) -> Iterator[None]:
-    """A PlanError that names the module, for an error of a model's own code. again: what has become of the model."""
+    """Convert errors of the model's own code inside the context into PlanErrors that name the module.
+
+    Args:
+        plan: Plan of the split.
+        when: When the forward ran, for the message.
+        advice: Next step, for the message.
+        again: State of the model afterwards, for the message.
+    """
     try:
         yield
     except PlanError:
         raise
     except OF_MODELS as error:
-        if is_peers(error):  # another rank has ended, and the model's code is not to blame
+        if is_peers(error):  # another rank failed; this model's code is not the cause
             raise
         text = str(error).strip().splitlines() or [""]
         owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -223,9 +288,14 @@ def refusing_failures(plan: Plan, when: str, advice: str = "", again: str = AGAI
 
 @contextmanager
 def refusing_together(what: str, *kinds: type[Exception], groups: agree.Groups = None) -> Iterator[None]:
-    """Raise on all ranks what one of them raises inside: a PlanError, or an error of other kinds.
+    """Raise on all ranks if one of them raises inside the context.
 
-    Collective over `groups`, or else the world.
+    Otherwise the remaining ranks would wait in their next collective. Collective over `groups`, or the world if None.
+
+    Args:
+        what: Name of the operation, for the message.
+        *kinds: Exception types to share, in addition to PlanError.
+        groups: Groups whose ranks raise together.
     """
     failure: Exception | None = None
     kinds = (PlanError, *kinds)

@@ -1,6 +1,7 @@
-"""SeamForward: a module's own forward between what its plan says of input and output. The module itself is not copied.
+"""Forwards that change the inputs and outputs of a module as its plan says, without copying the module.
 
-It stands in the module's attribute `forward`, so hooks, recomputation and adapters around the module work as before.
+A SeamForward is set as the module's `forward` attribute, so hooks, recomputation, and adapters around the module work
+as before.
 """
 
 from __future__ import annotations
@@ -40,14 +41,27 @@ OVER_SEQUENCE: dict[str, Callable[..., Tensor]] = {
 
 
 def is_hidden(value: Any) -> bool:
-    """True for what can be hidden states."""
+    """True for tensors that can be hidden states."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
 
 
 def on_first(
     change: Callable[[Tensor], Tensor], module: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the first tensor of hidden states changed, which may be given by keyword."""
+    """Apply a function to the first hidden-states tensor of the arguments, positional or keyword.
+
+    Args:
+        change: Function to apply.
+        module: Name of the module, for the error.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The changed arguments.
+
+    Raises:
+        PlanError: If no argument can be hidden states.
+    """
     place = next((number for number, value in enumerate(args) if is_hidden(value)), None)
     if place is not None:
         return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
@@ -58,7 +72,11 @@ def on_first(
 
 
 def on_output(change: Callable[[Tensor], Tensor], module: str, output: Any) -> Any:
-    """A module's output, a tensor or a tuple that begins with one, with the hidden states changed."""
+    """Apply a function to the hidden states of a module's output, a tensor or a tuple that begins with one.
+
+    Raises:
+        PlanError: If the output does not begin with hidden states.
+    """
     if is_hidden(output):
         return change(output)
     if isinstance(output, tuple) and output and is_hidden(output[0]):
@@ -67,9 +85,15 @@ def on_output(change: Callable[[Tensor], Tensor], module: str, output: Any) -> A
 
 
 def change_by_rows(change: Callable[[Tensor], Tensor], rows: tuple[int, ...], value: Tensor) -> Tensor:
-    """A change of [batch, s, h], made to an output [batch x s, h] too: experts of llama4 give one.
+    """Apply a function of [batch, s, h] also to a flattened output [batch x s, h], which llama4's experts return.
 
-    rows: (batch, s) of the module's input.
+    Args:
+        change: Function to apply.
+        rows: (batch, s) of the module's input.
+        value: The module's output.
+
+    Returns:
+        The changed output.
     """
     if value.dim() != 2 or len(rows) < 2 or len(value) != math.prod(rows):
         return change(value)
@@ -77,10 +101,21 @@ def change_by_rows(change: Callable[[Tensor], Tensor], rows: tuple[int, ...], va
 
 
 class SeamForward:
-    """The forward of a module at a seam.
+    """Forward of a module at a seam.
 
-    length: of the last dimension of a gathered output in the whole model, without padding; or the rows of a whole
-    vocabulary, of which a rank has a multiple of `multiple`. watch: the dataflow that is being recorded, if any.
+    Args:
+        module: Module at the seam.
+        seam: Actions on its input and output.
+        groups: Process groups.
+        length: Size of the last dimension of a gathered output in the full model, without padding; for an embedding,
+            the rows of the full vocabulary.
+        multiple: Each rank's rows of a vocabulary are a multiple of this.
+
+    Attributes:
+        watch: The dataflow that is being recorded, if any.
+
+    Raises:
+        PlanError: If the module already has its own `forward` attribute, or is an embedding with max_norm.
     """
 
     def __init__(self, module: nn.Module, seam: Seam, groups: ProcessGroups, length: int, multiple: int = 1) -> None:
@@ -91,18 +126,18 @@ class SeamForward:
             )
         self.module, self.seam, self.group, self.length = module, seam, groups.tp, length
         self.watch: Dataflow | None = None
-        self.rows = rows_on_rank(length, group_size(self.group), multiple)  # of the vocabulary, on a rank
+        self.rows = rows_on_rank(length, group_size(self.group), multiple)  # vocabulary rows per rank
         if seam.before != "vocabulary":
             return
         if getattr(module, "max_norm", None) is not None:
             raise PlanError(f"embedding {seam.module!r} has max_norm, which changes rows that are split")
         padding: Any = getattr(module, "padding_idx", None)
-        if padding is not None:  # torch leaves out the gradient of this row: on the rank that holds it, and no other
+        if padding is not None:  # torch skips this row's gradient; only its rank may do so
             local = padding - group_rank(self.group) * self.rows
             module.padding_idx = local if 0 <= local < self.rows else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, as the model around it expects it."""
+        """Run the module and return the output that the surrounding model expects."""
         seam, elsewhere = self.seam, None
         if seam.before == "copy":
             args = tuple(self._copied(value) for value in args)
@@ -131,17 +166,17 @@ class SeamForward:
         return output if bias is None else output + bias.to(output.dtype)
 
     def prepared(self, value: Tensor) -> Tensor:
-        """A linear layer's input, as it meets the weight."""
+        """Return a linear layer's input after the seam's action, which the weight multiplies."""
         action = self.seam.before
         return self._copied(value) if action == "copy" else self._changed(action, value) if action else value
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Run the module's own forward."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _changed(self, action: str, value: Tensor) -> Tensor:
-        """Apply an action of the seam to an input or output, and report it to `watch`."""
-        if action in OVER_SEQUENCE:  # of [..., s, h]
+        """Apply one of the seam's actions to an input or output, and report it to `watch`."""
+        if action in OVER_SEQUENCE:  # value: [..., s, h]
             over_first = OVER_SEQUENCE[action]
             changed = over_first(value.transpose(0, -2), group=self.group).transpose(0, -2).contiguous()
         elif action == "divide":
@@ -176,7 +211,7 @@ class SeamForward:
         return changed
 
     def _selected(self, output: Tensor) -> Tensor:
-        """Of [..., heads + shared ones], what this rank's queries use: its heads, or the one that it shares."""
+        """Select the heads of this rank's queries from [..., heads + shared ones]."""
         own, shared = output.split([output.shape[-1] - self.seam.tail, self.seam.tail], dim=-1)
         own = own.unflatten(-1, (self.seam.heads, -1))
         if self.seam.copies:
@@ -188,12 +223,12 @@ class SeamForward:
         return torch.cat([own.flatten(-2), shared], dim=-1)
 
     def _rank_heads(self) -> tuple[int, int]:
-        """(first, number) of this rank's heads; of fewer heads than ranks, the one that it shares with others."""
+        """Return (first, number) of this rank's heads; with fewer heads than ranks, the head that it shares."""
         tp, heads = group_size(self.group), self.seam.heads
         return group_rank(self.group) * heads // tp, max(1, heads // tp)
 
     def _own_heads(self, value: Any) -> Any:
-        """This rank's heads of [batch, heads, ...] or of [batch x heads, ...]; other shapes are for all heads."""
+        """Return this rank's heads of [batch, heads, ...] or [batch x heads, ...]; other shapes apply to all heads."""
         heads = self.seam.heads
         if isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] == heads:
             return value.narrow(1, *self._rank_heads())
@@ -202,7 +237,8 @@ class SeamForward:
         return value
 
     def _copied(self, value: Any) -> Any:
-        """Floating-point tensors are used by each rank in its own way, so their gradients are added."""
+        """Copy a floating-point tensor to the tp region: each rank uses it differently, so backward sums the gradients.
+       """
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         copied = copy_to_tensor_model_parallel_region(value, self.group)
@@ -212,12 +248,12 @@ class SeamForward:
 
     @contextmanager
     def _without_bias(self) -> Iterator[Tensor | None]:
-        """A bias that is whole next to a split weight is hidden from the forward, and added once, after the sum."""
+        """Hide an unsplit bias of a split weight from the forward; the caller adds it once, after the sum."""
         bias = self.module._parameters.get("bias") if self.seam.after.startswith("reduce") else None
         if bias is None or getattr(bias, "tensor_model_parallel", False):
             yield None
             return
-        # Linear has a forward without a bias; Conv1D has none, and adds zeros.
+        # Linear can run without a bias; Conv1D cannot, so it adds zeros.
         hidden = None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias, requires_grad=False)
         self.module._parameters["bias"] = hidden
         try:
@@ -226,7 +262,8 @@ class SeamForward:
             self.module._parameters["bias"] = bias
 
     def _local_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Row numbers in this rank's part of the vocabulary, and which ids lie in another rank's."""
+        """Return ids as row numbers of this rank's part of the vocabulary, and a mask of the ids of other ranks' parts.
+       """
         outside = (ids < 0) | (ids >= self.length)
         if ids.device.type == "cpu" and bool(outside.any()):
             raise ValueError(
@@ -238,7 +275,7 @@ class SeamForward:
         return local.masked_fill(elsewhere, 0).masked_fill(outside, -1), elsewhere
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SeamForward:
-        # The copied module's own seam; the group is this rank's and cannot be copied.
+        # The copy belongs to the copied module. Process groups cannot be copied.
         copied = memo[id(self)] = copy.copy(self)
         copied.module = memo.get(id(self.module), self.module)
         return copied

@@ -1,12 +1,12 @@
-"""Sequence parallelism of transformers models: between the first and the last layer a rank holds a part of the tokens.
+"""Sequence parallelism of transformers models: between the first and the last layer, a rank holds a part of the tokens.
 
-A model's own forward is given the whole sequence on every rank, and makes embeddings, masks, positions and rotary
-tables of it.
+The model's own forward receives the complete sequence on every rank, and computes embeddings, masks, positions, and
+rotary tables from it.
 
-'split_gather' and 'ring' cut over the tensor-parallel ranks, and are seams of the plan: norms and residual sums compute
-on a rank's part, a module with anything else in it gets the whole sequence. 'all_to_all' and 'ring_attn' cut over the
-context-parallel ranks: each layer gets what goes with this rank's tokens, and attention alone sees those of others.
-Gradients: Note [Gradients of a part of the sequence] in core/context_parallel/cut_sequence.py.
+'split_gather' and 'ring' cut over the tensor-parallel ranks and are seams of the plan: norms and residual sums compute
+on a rank's part, and a module that contains anything else gets the complete sequence. 'all_to_all' and 'ring_attn' cut
+over the context-parallel ranks: each layer gets the inputs for this rank's tokens, and only attention sees other
+tokens. Gradients: Note [Gradients of a part of the sequence] in core/context_parallel/cut_sequence.py.
 """
 
 from __future__ import annotations
@@ -30,18 +30,25 @@ from core.hugging_face.seams import on_first, on_output
 from core.hugging_face.sequence_attention import register_attention
 from core.tensor_parallel.mappings import group_rank
 
-OVER_TENSOR = ("split_gather", "ring")  # the same here: the ring of products in place of the gather is not
+OVER_TENSOR = ("split_gather", "ring")  # equal here: there is no ring of partial matrix products
 OVER_CONTEXT = ("all_to_all", "ring_attn")
-STYLE = "sequence"  # of the seams that this file makes
+STYLE = "sequence"  # style of the seams created in this file
 MODES = (*OVER_TENSOR, *OVER_CONTEXT)
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class SequenceParallel(CutSequence):
-    """Cut of one model's sequence: the hooks of the model and of its layers.
+    """Cut of one model's sequence, with hooks on the model and its layers.
 
-    local_logits: True if the sequence stays cut behind the last layer, up to the loss, where the mode can do that.
-    Raises PlanError for a mode that is unknown, and for one whose group has one rank.
+    Args:
+        mode: One of `MODES`.
+        groups: Process groups.
+        family: Name of the model in errors.
+        local_logits: True if the sequence stays cut after the last layer, up to the loss. Only modes over the
+            context-parallel group support it; the others ignore it.
+
+    Raises:
+        PlanError: If the mode is unknown, or its group has only one rank.
     """
 
     def __init__(self, mode: str, groups: ProcessGroups, family: str, *, local_logits: bool = False) -> None:
@@ -59,17 +66,22 @@ class SequenceParallel(CutSequence):
         self.takes_cache = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
-        return self  # it does not change with the copy, and its group cannot be copied
+        return self  # shared with the copy; process groups cannot be copied
 
     def attach(self, model: Any, layers: str) -> None:
-        """Put the hooks into a model, or a stage."""
+        """Register the hooks on a model or stage.
+
+        Args:
+            model: Transformers model, or one stage of it.
+            layers: Name of its list of layers.
+        """
         self.takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
         refused = partial_outputs.CUT_LAYERS if self.mode in OVER_CONTEXT else partial_outputs.CUT_SEQUENCE
         partial_outputs.refuse_partial_outputs(model, self.family, f"under {self.mode!r}", refused)
         model.register_forward_pre_hook(self.enter_model, with_kwargs=True)
         if self.mode in OVER_TENSOR:
             return
-        # A model that has attention of its own only logs a warning here; its output is other than before then.
+        # A model with custom attention only logs a warning here; the comparison of outputs then refuses it.
         model.set_attn_implementation(register_attention(self.mode, self.group))
         present = [model.get_submodule(place) for place in present_layers(model, layers)]
         for layer in present:
@@ -79,7 +91,8 @@ class SequenceParallel(CutSequence):
             SplitRegions("cp", group_rank(self.group)).attach(present)
 
     def enter_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Refuse a length that cannot be cut; documents of `cu_seq_lens_q` become position ids."""
+        """Refuse a length that cannot be cut, and convert the documents of `cu_seq_lens_q` to position ids. A pre-hook.
+       """
         given = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")] + [*args[:1]]
         ids = next((value for value in given if isinstance(value, Tensor) and value.dim() >= 2), None)
         kwargs = dict(kwargs)
@@ -91,7 +104,11 @@ class SequenceParallel(CutSequence):
         return args, kwargs
 
     def check_length(self, length: int) -> None:
-        """ValueError, with the lengths that fit, for a sequence that cannot be cut."""
+        """Check that a sequence of this length can be cut.
+
+        Raises:
+            ValueError: If it cannot. The message lists lengths that fit.
+        """
         if length % self.multiple:
             below = length // self.multiple * self.multiple
             raise ValueError(
@@ -101,7 +118,7 @@ class SequenceParallel(CutSequence):
             )
 
     def _name_positions(self, ids: Tensor, kwargs: dict[str, Any]) -> None:
-        """Name the positions of packed documents: they begin again in each document."""
+        """Set position ids of packed documents, which restart in each document."""
         ends = kwargs.get(PACKED[0])
         for name in PACKED:
             kwargs.pop(name, None)
@@ -118,7 +135,7 @@ class SequenceParallel(CutSequence):
             raise ValueError(f"{self.family}: position_ids and cu_seq_lens_q name other documents; give one of the two")
 
     def enter_layer(self, is_first: bool, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """This rank's part of everything that has a value for each token; masks stay whole."""
+        """Cut every per-token input of a layer to this rank's part; masks stay complete. A forward pre-hook."""
         lengths: list[int] = []
 
         def hidden(value: Tensor) -> Tensor:
@@ -134,14 +151,16 @@ class SequenceParallel(CutSequence):
         return tree.tree_map(part, args), rest
 
     def _part_of(self, value: Any, length: int) -> Any:
-        """This rank's part of tables [..., s, d] and numbers of tokens [..., s]."""
-        if not isinstance(value, Tensor) or value.dim() == 4:  # a mask may be given by place
+        """Return this rank's part of tables [..., s, d] and of integers [..., s]."""
+        if not isinstance(value, Tensor) or value.dim() == 4:  # a mask may be a positional argument
             return value
         dim = -2 if value.is_floating_point() or value.is_complex() else -1
         return self.part(value, dim) if value.dim() >= -dim and value.shape[dim] == length else value
 
     def leave_layers(self, layer: nn.Module, args: Any, output: Any) -> Any:
-        """The whole sequence again, unless the loss is computed from the parts."""
+        """Gather the complete sequence after the last layer, unless the loss is computed from the parts. A forward
+        hook.
+        """
         return output if self.local_logits else on_output(self.whole, "layers", output)
 
 
@@ -149,15 +168,24 @@ class SequenceParallel(CutSequence):
 
 
 def present_layers(model: nn.Module, layers: str) -> list[str]:
-    """The names of a list's layers that lie on this stage."""
+    """Return the names of a list's layers that are on this stage."""
     found = model.get_submodule(layers).named_children()
     return [f"{layers}.{name}" for name, layer in found if any(True for _ in layer.parameters())]
 
 
 def over_sequence(model: nn.Module, plan: Plan, layers: str) -> Plan:
-    """The plan of a model, or of a stage, with hidden states split over the sequence inside a list of layers.
+    """Add seams to a plan that split hidden states over the sequence inside a list of layers.
 
-    PlanError where a layer has a seam of its own.
+    Args:
+        model: Transformers model, or one stage of it.
+        plan: Plan of the model.
+        layers: Name of the list of layers.
+
+    Returns:
+        The plan with the new seams.
+
+    Raises:
+        PlanError: If a layer already has a seam.
     """
     seams = dict(plan.seams)
     present = present_layers(model, layers)
@@ -173,7 +201,7 @@ def over_sequence(model: nn.Module, plan: Plan, layers: str) -> Plan:
 
 
 def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a layer calls; a list of modules is not called itself."""
+    """Yield the modules that a layer calls; lists of modules are expanded, since they are not called themselves."""
     for leaf, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _parts(f"{name}.{leaf}", child)
@@ -182,7 +210,7 @@ def _parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _seams_of(name: str, module: nn.Module, plan: Plan) -> dict[str, Seam]:
-    """Seams of one module of a layer, and inside it."""
+    """Return the seams of one module of a layer, and of the modules inside it."""
     parameters = dict(module.named_parameters(prefix=name))
     inside = {place: seam for place, seam in plan.seams.items() if f"{place}.".startswith(f"{name}.")}
     if not inside and all(parameter.dim() <= 1 for parameter in parameters.values()):

@@ -1,11 +1,13 @@
-"""Attention of a sequence that is split over ranks, by transformers' registries of attentions and of masks.
+"""Attention over a sequence that is split over ranks, added to transformers' registries of attentions and masks.
 
-'all_to_all' exchanges positions for heads, and lets torch's attention see the whole sequence with the model's own mask.
-'ring_attn' passes keys and values around, and knows one kind of mask: causal inside each document, with a window or
-without. The function that makes the model's mask is asked at the first and the last token of each document, and where a
-window begins to move. Attention refuses another mask; one that no layer uses is not refused.
+'all_to_all' exchanges positions for heads, so that torch's attention sees the complete sequence with the model's own
+mask. 'ring_attn' passes keys and values between ranks and supports one kind of mask: causal inside each document, with
+or without a window. To recognize it, the model's mask function is evaluated at the first and last token of each
+document, and at tokens where a window starts to move. Attention refuses any other mask; a mask that no layer uses is
+not refused.
 
-Both know caps of scores and a sink for each head. Torch's attention has neither, so such scores are computed in blocks.
+Both support soft caps of scores and one sink per head. Torch's attention has neither, so such scores are computed in
+blocks.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from core.context_parallel.blocks import Block, Sight, block_attention
 from core.context_parallel.ring import Scores, ring_attention
 from core.tensor_parallel.mappings import group_rank, group_size
 
-UNKNOWN = ("position_bias",)  # arguments that change the scores, and that no exchange here knows
-_NAMES: dict[tuple[str, int], tuple[str, Any]] = {}  # (mode, id of a group) -> its name, and the group, to keep the id
+UNKNOWN = ("position_bias",)  # arguments that change the scores and are unsupported here
+_NAMES: dict[tuple[str, int], tuple[str, Any]] = {}  # (mode, id of group) -> name, and the group to keep its id alive
 
 
 def register_attention(mode: str, group: dist.ProcessGroup) -> str:
-    """The name under which transformers finds a mode's attention over a group."""
+    """Register a mode's attention over a group with transformers, and return its name there."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -56,10 +58,28 @@ def all_to_all_attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[b, heads or groups, s / sp, d] -> [b, s / sp, heads, d]. Collective over the group, forward and backward.
+    """Attend over a split sequence by exchanging positions for heads.
 
-    attention_mask: of the whole sequence [b, 1 or heads, s, s]. Key and value heads that do not divide are repeated.
-    softcap, s_aux: the cap of scores, and the sinks [heads].
+    Key and value heads are repeated if their number is not divisible. Collective over the group, in forward and
+    backward.
+
+    Args:
+        group: Group that splits the sequence.
+        module: Attention module.
+        query: [b, heads, s / sp, d].
+        key: [b, groups, s / sp, d].
+        value: [b, groups, s / sp, d].
+        attention_mask: Mask of the complete sequence [b, 1 or heads, s, s], or None.
+        is_causal: Overrides the module's attribute.
+        softcap: Soft cap of scores.
+        s_aux: Sinks [heads].
+        **options: Further options of transformers' attention.
+
+    Returns:
+        The output [b, s / sp, heads, d], and None for the attention weights.
+
+    Raises:
+        ValueError: If the heads are not divisible by the group's size, or an option is not supported.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -78,7 +98,7 @@ def all_to_all_attention(
     mine = group_rank(group) * heads // size, heads // size  # (first, number) of this rank's heads
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[1] == heads > 1:
         attention_mask = attention_mask.narrow(1, *mine)
-    # What torch's attention asks of the module; a rank's heads are fewer than the module has.
+    # Attributes that torch's attention reads from the module; a rank has fewer heads than the module.
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     shape = SimpleNamespace(is_causal=causal, num_key_value_groups=query.shape[1] // key.shape[1])
     if softcap is None and s_aux is None:
@@ -102,7 +122,7 @@ def _in_blocks(
     dropout: float = 0.0,
     **unused: Any,
 ) -> Tensor:
-    """[b, heads or groups, s, d] -> [b, s, heads, d]: attention with caps or sinks of scores."""
+    """Attend with capped scores or sinks: [b, heads or groups, s, d] -> [b, s, heads, d]."""
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise ValueError(
             f"attention with a cap or sinks over a split sequence reads masks of bools, and this one has "
@@ -118,7 +138,9 @@ def _in_blocks(
 
 
 def _of_one_width(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [..., d], padded to the widest, for attention that divides scores by its square root."""
+    """Pad queries, keys, and values [..., d] to the widest, for attention that divides scores by the width's square
+    root.
+    """
     wide = max(query.shape[-1], value.shape[-1])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (F.pad(p, (0, wide - p.shape[-1])) for p in (query * (scale * wide**0.5), key, value))
@@ -144,9 +166,29 @@ def ring_of_documents(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[b, heads or groups, s / sp, d] -> [b, s / sp, heads, d]. Collective over the group, forward and backward.
+    """Attend over a split sequence by passing keys and values around a ring.
 
-    attention_mask: what `documents_of` has made. softcap, s_aux: the cap of scores, and the sinks [heads].
+    Causal inside each document. Collective over the group, in forward and backward.
+
+    Args:
+        group: Group that splits the sequence.
+        module: Attention module.
+        query: [b, heads, s / sp, d].
+        key: [b, groups, s / sp, d].
+        value: [b, groups, s / sp, d].
+        attention_mask: Result of `documents_of`.
+        scaling: Factor of the scores; None for 1 / sqrt(d).
+        dropout: Must be 0.
+        is_causal: Overrides the module's attribute.
+        softcap: Soft cap of scores.
+        s_aux: Sinks [heads].
+        **options: Further options of transformers' attention.
+
+    Returns:
+        The output [b, s / sp, heads, d], and None for the attention weights.
+
+    Raises:
+        ValueError: If the mask, dropout, or an option is not supported.
     """
     _refuse_unknown("ring_attn", options)
     _refuse_dropout("attention under 'ring_attn'", dropout)
@@ -182,14 +224,28 @@ def documents_of(
     local_size: int | None = None,
     **unused: Any,
 ) -> Tensor | None:
-    """The number of each token's document [b, 1, 1 + window, s], -1 for padding; None where nothing is masked.
+    """Describe a model's mask by documents, in the format that `ring_of_documents` expects.
 
-    The third dimension is a view that says how many keys a query sees, itself among them: 1 without a window. So no
-    layer needs to read a number from memory.
+    The window is encoded in the shape (a view), so that no layer needs to read a number from device memory.
 
-    mask_function: whether a query sees a key, by numbers of batch, head, query and key. local_size: of its window, or
-    of its chunks, which are documents here. Where what it says is not causal attention inside each document, the
-    result is empty [b, 1, 1, 0]: some models make masks that no layer uses.
+    Args:
+        batch_size: Number of rows.
+        q_length: Number of queries.
+        kv_length: Number of keys; must equal `q_length`.
+        mask_function: True if a query sees a key, by the indices of batch, head, query, and key.
+        attention_mask: [b, s], False for padding; or None.
+        device: Device of the result.
+        local_size: Size of a window, or of chunks, which are treated as documents.
+        **unused: Accepted for compatibility with transformers.
+
+    Returns:
+        The number of each token's document [b, 1, 1 + window, s], -1 for padding. The third dimension is a view; its
+        size minus 1 is the number of keys that a query sees, including itself; size 1 means no window. None if nothing
+        is masked. Empty [b, 1, 1, 0] if the mask is not causal inside each document: this is not an error yet, because
+        some models create masks that no layer uses.
+
+    Raises:
+        ValueError: If the numbers of queries and keys differ.
     """
     if q_length != kv_length:
         raise ValueError(f"'ring_attn' needs as many keys as queries, and got {q_length} queries and {kv_length} keys")
@@ -197,7 +253,7 @@ def documents_of(
     rows = torch.arange(batch_size, device=device)
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
-        """[b, queries, keys]"""
+        """Evaluate the mask function, [b, queries, keys]."""
         shape = batch_size, query.shape[0], key.shape[1]
         seen = mask_function(rows.view(-1, 1, 1), torch.zeros_like(rows).view(-1, 1, 1), query, key)
         return seen.expand(shape)

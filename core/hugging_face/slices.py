@@ -1,4 +1,4 @@
-"""This rank's slice of a whole tensor, and whole tensors from slices: over tensor parallelism, and over experts."""
+"""Convert between full tensors and this rank's slices, over tensor and expert parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from core.watch.waiting import waiting
 
 
 def slice_of(whole: Tensor, split: Split | None, groups: ProcessGroups) -> Tensor:
-    """This rank's slice of a whole parameter, or of what has its shape. A view where it can be one."""
+    """Return this rank's slice of a full tensor; a view if possible.
+
+    Args:
+        whole: Tensor of a full parameter's shape.
+        split: How the parameter is cut; None if it is not.
+        groups: Process groups.
+
+    Returns:
+        The slice.
+    """
     for axis, dim, blocks, multiple in () if split is None else split.cuts:
         if groups.size(axis) > 1:
             whole = tensor_parallel_slice(whole, dim, groups.size(axis), groups.rank(axis), blocks, multiple)
@@ -21,9 +30,17 @@ def slice_of(whole: Tensor, split: Split | None, groups: ProcessGroups) -> Tenso
 
 
 def whole_of(part: Tensor, split: Split | None, groups: ProcessGroups, *, on_first: bool = False) -> Tensor:
-    """A whole parameter, or what has its shape, from all slices. Collective over the groups that it is cut over.
+    """Gather a full tensor from all slices. Collective over the groups that cut it.
 
-    on_first: True if only the first rank of the groups needs it; others get something else, and need no memory for it.
+    Args:
+        part: This rank's slice.
+        split: How the parameter is cut; None if it is not.
+        groups: Process groups.
+        on_first: True if only the first rank of the groups needs the result. Other ranks then allocate no memory for
+            it, and their result is undefined.
+
+    Returns:
+        The full tensor.
     """
     for axis, dim, blocks, _ in () if split is None else split.cuts:
         if groups.size(axis) == 1:
@@ -40,5 +57,5 @@ def whole_of(part: Tensor, split: Split | None, groups: ProcessGroups, *, on_fir
             return part
         assert split is not None, "what is not cut is not joined"
         part = tensor_parallel_join(parts, dim, blocks)
-        part = part.narrow(dim, 0, split.shape[dim]).contiguous()  # without the padding at the end of a vocabulary
+        part = part.narrow(dim, 0, split.shape[dim]).contiguous()  # drops a vocabulary's padding
     return part

@@ -12,15 +12,20 @@ from core.hugging_face.plan import Plan
 from core.hugging_face.sequence import OVER_CONTEXT
 from core.pipeline_parallel.layout import PipelineLayout
 
-REPORT = "split_report"  # the attribute of a split model that says how it was split
+REPORT = "split_report"  # attribute of a split model that holds its SplitReport
 
 
 @dataclass(frozen=True)
 class SplitReport:
-    """Report of a split. partial: whole parameters whose gradients are summed over tp, by what the forward showed.
+    """Report of a split.
 
-    unseen: parameters that learn and that the example did not reach; they are taken to be whole with whole gradients.
-    unreached: what the configuration counts in tokens (windows, chunks, floors) and the example was too short to show.
+    Attributes:
+        plan: Plan of the split.
+        tp: Tensor-parallel size.
+        partial: Unsplit parameters whose gradients are summed over tp, as the example's forward showed.
+        unseen: Trainable parameters that the example did not reach. They are assumed to be unsplit with complete
+            gradients.
+        unreached: Token counts in the config (windows, chunks, floors) that the example does not exceed.
     """
 
     plan: Plan
@@ -38,7 +43,15 @@ class SplitReport:
 
 @dataclass(frozen=True)
 class Splitting:
-    """Options of splitting on this rank: groups, stages, and outputs (`split_model`)."""
+    """Options of a split on this rank.
+
+    Attributes:
+        groups: Process groups.
+        layout: Pipeline layout; None without stages.
+        parallel_output: As in `split_model`.
+        sequence_parallel: As in `split_model`.
+        vocabulary_multiple: Each rank's rows of a split vocabulary are padded to a multiple of this.
+    """
 
     groups: ProcessGroups
     layout: PipelineLayout | None = None
@@ -48,7 +61,7 @@ class Splitting:
 
     @property
     def ranks(self) -> agree.Groups:
-        """The groups over which a call is collective. With stages these are all ranks."""
+        """Groups over which a split is collective; None (all ranks) with stages."""
         if self.layout is not None:
             return None
         axes = ["tp", "ep", *(["cp"] if self.sequence_parallel in OVER_CONTEXT else [])]

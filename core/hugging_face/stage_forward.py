@@ -1,7 +1,8 @@
-"""The forward of one stage of a transformers model: the model's own, which begins and ends in the middle.
+"""Forward of one pipeline stage of a transformers model.
 
-All arguments of the model are given to every stage. Where a layer is called that lies on a later stage, the forward is
-left by an exception, with what that layer takes; this stage's first layer takes what was received instead.
+The model's own forward runs on every stage with all of the model's arguments, but starts and ends in the middle. When
+it calls a layer of a later stage, an exception leaves the forward with that layer's inputs. The first layer of this
+stage takes the received tensors instead of its own inputs.
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ from core.hugging_face.plan import PlanError
 from core.hugging_face.streams import HIDDEN, Slot, Streams
 from core.pipeline_parallel.layout import PipelineLayout, StageSpec
 
-GIVEN = "encoder_outputs"  # the argument by which a forward is given what the encoder has made
-PIXELS = "pixel_values"  # the beginning of names of arguments that hold images or films
+GIVEN = "encoder_outputs"  # the argument that passes the encoder's output to a forward
+PIXELS = "pixel_values"  # prefix of arguments that hold images or videos
 NOT_RECEIVED = "a stage takes what the stage before it sent as received="
 
 
 @dataclass(frozen=True)
 class ModelCut:
-    """Places at which a model can be cut into stages.
+    """Places where a model can be cut into stages.
 
-    lists: the names of its lists of layers, the encoder's first where it has one. counts: their lengths. entry, exit:
-    modules with parameters that are used before the layers of a list, and after the last layer of all. between: those
-    behind the encoder's layers. around: parameters of modules that hold a list itself; every stage has a copy. tied:
-    the names of parameters that are one and lie on the first stage and on the last.
+    Attributes:
+        family: Name of the model in errors.
+        lists: Names of the lists of layers; the encoder's comes first, if any.
+        counts: Lengths of these lists.
+        entry: Modules with parameters that are used before the layers of a list.
+        between: Modules with parameters that are used after the encoder's layers.
+        exit: Modules with parameters that are used after the last layer.
+        around: Parameters of modules that contain a list themselves; every stage has a copy.
+        tied: Names of the parameters that the first and the last stage share.
     """
 
     family: str
@@ -45,17 +51,23 @@ class ModelCut:
 
     @property
     def count(self) -> int:
-        """The number of layers."""
+        """Number of layers."""
         return sum(self.counts)
 
     @property
     def layers(self) -> list[str]:
-        """The names of the layers, in order."""
+        """Names of the layers, in order."""
         return [f"{name}.{i}" for name, n in zip(self.lists, self.counts, strict=True) for i in range(n)]
 
 
 def refuse_router_loss(family: str, model: Any, asked: bool | None = None) -> None:
-    """PlanError where the routers' loss is asked for: by an argument of a forward, or else by the config."""
+    """Raise PlanError if the routers' loss is requested, because a stage has only its own layers' routers.
+
+    Args:
+        family: Name of the model in errors.
+        model: Transformers model.
+        asked: The forward's argument `output_router_logits`; None reads the config.
+    """
     if getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked:
         raise PlanError(
             f"{family}: output_router_logits adds a loss of all layers' routers, and a stage has its own layers only; "
@@ -64,14 +76,26 @@ def refuse_router_loss(family: str, model: Any, asked: bool | None = None) -> No
 
 
 class _Leave(Exception):
-    """A layer that lies on a later stage was called: the forward of this stage ends, with what that layer takes."""
+    """Exception that ends a stage's forward at the first layer of a later stage; it carries that layer's inputs."""
 
 
 class StageForward:
-    """A model's own forward on one stage: takes `received=`, and gives what the next one receives, or the output.
+    """The forward of one stage: takes `received=`, and returns the tensors for the next stage or the model's output.
 
-    It stands in the model's attribute `forward`. part: which layers lie here; absent: modules that lie on other stages.
-    All other arguments are the model's, the same on every stage: token ids give the shape, masks and positions.
+    It is set as the model's `forward` attribute. All other arguments are the model's own and equal on every stage:
+    token ids give the shapes, masks, and positions.
+
+    Args:
+        model: Model that holds this stage's modules.
+        cut: Places where the model can be cut.
+        layout: Pipeline layout.
+        part: Layers of this stage.
+        streams: Tensors that the stages send.
+
+    Attributes:
+        absent: Names of the modules that are on other stages.
+        received: Tensors from the previous stage, during a forward.
+        entered: Number of lists of which a layer has run.
     """
 
     def __init__(self, model: Any, cut: ModelCut, layout: PipelineLayout, part: StageSpec, streams: Streams) -> None:
@@ -79,18 +103,32 @@ class StageForward:
         self.first, self.behind = part.layer_numbers[0], part.layer_numbers[-1] + 1
         self.takes_cache = "use_cache" in inspect.signature(type(model).forward).parameters
         self.received: tuple[Tensor, ...] = ()
-        self.entered = 0  # the number of lists of which a layer has run
+        self.entered = 0  # number of lists of layers that have started to run
         self.absent: list[str] = []
 
     def __call__(self, *args: Any, received: Tensor | tuple[Tensor, ...] | None = None, **kwargs: Any) -> Any:
-        """Hidden states [batch, sequence, hidden], or what `streams` says; on the last stage what the model gives."""
+        """Run the stage.
+
+        Args:
+            *args: Arguments of the model's forward.
+            received: Tensors that the previous stage sent; None on the first stage only.
+            **kwargs: Keyword arguments of the model's forward.
+
+        Returns:
+            The tensors to send: hidden states [batch, sequence, hidden], or a tuple as `streams` describes. The last
+            stage returns the model's output.
+
+        Raises:
+            ValueError: If `received` is missing, or given on the first stage.
+            PlanError: If the forward ends without reaching the next stage's layer, or router logits are requested.
+        """
         if (received is None) != self.part.pre_process:
             what = "and got none" if received is None else "and this is the first stage, which has none before it"
             raise ValueError(f"{self.cut.family}, stage {self.part.index}: {NOT_RECEIVED}, {what}")
         refuse_router_loss(self.cut.family, self.model, kwargs.get("output_router_logits"))
         if self.takes_cache:
             kwargs.setdefault("use_cache", False)  # caches of keys and values are for generation
-        if not self.part.pre_process:  # what has become of images is in the hidden states
+        if not self.part.pre_process:  # the hidden states already contain the image features
             kwargs = {name: value for name, value in kwargs.items() if not name.startswith(PIXELS)}
         self.received = () if received is None else (received,) if isinstance(received, Tensor) else tuple(received)
         self.entered = int(0 < self.streams.decoder <= self.first)
@@ -105,7 +143,7 @@ class StageForward:
         finally:
             self.received = ()
         if sent:
-            # A tensor that is only passed on needs a graph of its own, and what is sent lies in one piece.
+            # A tensor that is only passed on needs its own autograd node, and sent tensors must be contiguous.
             sent = tuple((value.view_as(value) if value.is_leaf else value).contiguous() for value in sent)
             return sent[0] if len(sent) == 1 else sent
         if not self.part.post_process:
@@ -113,14 +151,14 @@ class StageForward:
         return output
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Tensor, ...], Any]:
-        """The model's own forward: what it leaves with, or nothing and what it gives."""
+        """Run the model's own forward; return the tensors to send and no output, or nothing to send and the output."""
         try:
             return (), type(self.model).forward(self.model, *args, **kwargs)
         except _Leave as leave:
             return leave.args[0], None
 
     def _of_decoder(self, like: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Arguments of the decoder's first layer, on a stage that ends in the encoder: made on the first stage."""
+        """Return the inputs of the decoder's first layer on an encoder stage; the first stage computes them."""
         if not self.part.pre_process:
             return self.received[len(self.streams.calls[self.first].slots) :]
         self.entered = 1
@@ -128,17 +166,17 @@ class StageForward:
         return sent[1:]
 
     def _as_given(self, memory: Tensor) -> Any:
-        """The encoder's output, as a forward takes it."""
+        """Wrap the encoder's output in the type that the model's forward expects."""
         from transformers.modeling_outputs import BaseModelOutput
 
         return BaseModelOutput(last_hidden_state=memory)
 
     def enter(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before this stage's first layer of a list: what was received takes the place of its arguments."""
+        """Replace the inputs of this stage's first layer of a list by the received tensors. A forward pre-hook."""
         self.entered = 1 + int(0 < self.streams.decoder <= number)
         if not self.received:
             return None
-        values = self.received[len(self.streams.calls[self.first].slots) :]  # of a decoder that begins here
+        values = self.received[len(self.streams.calls[self.first].slots) :]  # for a decoder that starts on this stage
         if number == self.first:
             values = self.received[int(self.entered > 1) :]
         for slot, value in zip(self._slots_of(number, args), values, strict=False):
@@ -152,11 +190,11 @@ class StageForward:
         return self.streams.calls[number].slots or ((0,) if args else (HIDDEN,))
 
     def absent_layer(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a layer that lies on another stage."""
+        """Forward of a layer on another stage: earlier layers do nothing, and a later one ends the stage's forward."""
         call = self.streams.calls[number]
         slots: dict[Slot, Any] = {**dict(enumerate(args)), **kwargs}  # type: ignore[dict-item]
         if number < self.first:
-            # Some models take the first of what a layer gives; it is not read.
+            # Some models index a layer's result; the value is not used.
             hidden = slots.get(self._slots_of(number, args)[0])
             return hidden if call.results == 0 else (hidden, *[None] * ((call.results or 1) - 1))
         names = list(self._slots_of(number, args))
@@ -170,7 +208,7 @@ class StageForward:
         raise _Leave(values)
 
     def absent_entry(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
-        """The forward of a module of the first stage, on another one: nothing that a layer of this stage may use."""
+        """Forward of a first-stage module on another stage: returns NaN, so that any use of the result is detected."""
         form = self.streams.absent.get((name, self.entered))
         if not self.received or form is None:
             raise PlanError(
@@ -181,7 +219,7 @@ class StageForward:
         return self.received[0].new_full(shape, torch.nan)
 
     def absent_exit(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a module of the last stage, on another one: nothing should call it."""
+        """Forward of a last-stage module on another stage. Nothing should call it, so it raises PlanError."""
         raise PlanError(
             f"{self.cut.family}: {name!r} is used before the last layer, and was taken to belong to the last stage; "
             "load the whole model by from_pretrained, whose forward shows where it belongs"

@@ -1,4 +1,5 @@
-"""Run pipeline stages of transformers models: what a stage is, sends and computes, for a PipelineRunner."""
+"""Run pipeline stages of transformers models in a PipelineRunner: find a stage, step it, and describe its activations.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from core.pipeline_parallel.runner import MicrobatchLoss
 
 
 def stage_of(chunk: nn.Module) -> StageForward:
-    """The stage's forward of a model, in wrappers or not. PlanError where there is none."""
+    """Return the stage forward inside a model, wrapped or not.
+
+    Raises:
+        PlanError: If the model is not a stage.
+    """
     for module in chunk.modules():
         forward = vars(module).get("forward")
         if isinstance(forward, StageForward):
@@ -25,9 +30,20 @@ def stage_of(chunk: nn.Module) -> StageForward:
 
 
 def stage_forward_step(chunk: nn.Module, microbatch: Mapping[str, Any], hidden: Tensor | None) -> Any:
-    """One microbatch through one stage; on the last stage the model's own loss. For a PipelineRunner.
+    """Run one microbatch through one stage: the forward step for a PipelineRunner.
 
-    microbatch: the model's arguments with its labels, on every stage. The step's loss is the mean over microbatches.
+    The step's loss is the mean over microbatches.
+
+    Args:
+        chunk: This rank's stage, wrapped or not.
+        microbatch: The model's arguments with labels, equal on every stage.
+        hidden: Tensors received from the previous stage; None on the first.
+
+    Returns:
+        The tensors to send; on the last stage, the model's own loss.
+
+    Raises:
+        ValueError: If the last stage computed no loss.
     """
     stage = stage_of(chunk)
     output = chunk(received=hidden, **microbatch)
@@ -41,11 +57,19 @@ def stage_forward_step(chunk: nn.Module, microbatch: Mapping[str, Any], hidden: 
 def stage_activations(
     chunk: nn.Module, microbatch_size: int, sequence_length: int, target_length: int = 0
 ) -> Callable[[int], list[Tensor]]:
-    """Activations that a stage sends, on the meta device, by the number of the stage. For a PipelineRunner.
+    """Describe the activations that each stage sends, for a PipelineRunner.
 
-    These are hidden states [microbatch, sequence, hidden]; from stages of an encoder-decoder also what the decoder's
-    first layer takes, the encoder's output, and T5's position biases. sequence_length: of the encoder's tokens, or of
-    all; target_length: of the decoder's.
+    These are hidden states [microbatch, sequence, hidden]. Stages of an encoder-decoder also send the inputs of the
+    decoder's first layer, the encoder's output, and T5's position biases.
+
+    Args:
+        chunk: A stage of the model.
+        microbatch_size: Number of rows.
+        sequence_length: Length of the encoder's tokens, or of a causal model's.
+        target_length: Length of the decoder's tokens.
+
+    Returns:
+        A function from the number of a stage to the tensors that it sends, on the meta device.
     """
     stage = stage_of(chunk)
     sizes = Sizes(microbatch_size, sequence_length, target_length)
@@ -54,7 +78,12 @@ def stage_activations(
 
 
 def activations_of(chunk: nn.Module, microbatch: Mapping[str, Any]) -> Callable[[int], list[Tensor]]:
-    """`stage_activations` of the sizes of a microbatch. ValueError for one without the model's main input."""
+    """Describe the activations that each stage sends for one microbatch, as `stage_activations`.
+
+    Raises:
+        PlanError: If the model does not take token ids and is not an encoder-decoder.
+        ValueError: If the microbatch lacks the model's main input.
+    """
     stage = stage_of(chunk)
     main = stage.model.main_input_name
     if main != "input_ids" and not stage.streams.decoder:
@@ -68,7 +97,7 @@ def activations_of(chunk: nn.Module, microbatch: Mapping[str, Any]) -> Callable[
 
 
 def stages_config(layout: PipelineLayout, tp: int = 1) -> ModelParallelConfig:
-    """The config for `wrap_stages`: it says which chunks of a rank are one model."""
+    """Create the config for `wrap_stages`; it defines which chunks of a rank form one model."""
     virtual = layout.chunks if layout.chunks > 1 else None
     return ModelParallelConfig(
         tensor_model_parallel_size=tp,

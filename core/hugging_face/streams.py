@@ -1,9 +1,9 @@
-"""Streams: the tensors that pass between the stages of a transformers model, and their shapes.
+"""Tensors that pass between the stages of a transformers model, and their shapes.
 
-A causal model sends hidden states. An encoder-decoder has two lists of layers, and sends more: the encoder's output,
-which every layer of the decoder takes, and what the first layer of a list computes for those after it (T5's position
-biases). A forward of the whole model on a small example shows which arguments of a layer come from learned values; four
-of them, with other sizes, show how shapes follow from the sizes of a batch.
+A causal model sends hidden states. An encoder-decoder has two lists of layers and sends more: the encoder's output,
+which every decoder layer takes, and tensors that the first layer of a list computes for the later ones (T5's position
+biases). One forward of the full model on a small example shows which layer arguments depend on learned values. Further
+forwards with other sizes show how their shapes depend on the sizes of the batch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from torch import Tensor, nn
 
 from core.hugging_face.plan import PlanError
 
-Slot = int | str  # where an argument of a call is: its position, or its name
+Slot = int | str  # position or name of an argument
 HIDDEN = "hidden_states"
-OF_DECODER = ("decoder_", "labels")  # beginnings of names of arguments that are as long as the decoder's tokens
+OF_DECODER = ("decoder_", "labels")  # prefixes of arguments as long as the decoder's tokens
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a microbatch. source: length of the encoder's tokens, or of a causal model's; target: the decoder's."""
+    """Sizes of a microbatch.
+
+    Attributes:
+        rows: Number of rows.
+        source: Length of the encoder's tokens, or of a causal model's.
+        target: Length of the decoder's tokens.
+    """
 
     rows: int
     source: int
@@ -34,9 +40,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Form:
-    """The shape of a tensor, by the sizes of a batch: for each dimension a number and what it is added to, if anything.
+    """Shape of a tensor as a function of the batch's sizes.
 
-    is_split: True if a dimension holds this tensor-parallel rank's heads.
+    Attributes:
+        dims: For each dimension, a number and the size that is added to it ('' for none).
+        dtype: The tensor's dtype.
+        is_split: True if a dimension counts this tensor-parallel rank's heads.
     """
 
     dims: tuple[tuple[int, str], ...]
@@ -44,17 +53,22 @@ class Form:
     is_split: bool = False
 
     def shape(self, sizes: Sizes) -> list[int]:
-        """The shape for these sizes."""
+        """Return the shape for these sizes."""
         return [number + (getattr(sizes, name) if name else 0) for number, name in self.dims]
 
     def meta(self, sizes: Sizes) -> Tensor:
-        """A tensor of this shape on the meta device."""
+        """Return a tensor of this shape on the meta device."""
         return torch.empty(self.shape(sizes), dtype=self.dtype, device="meta")
 
     def over(self, heads: Collection[int], tp: int) -> Form:
-        """On one of tp ranks: the second of four dimensions, if it counts heads, counts this rank's.
+        """Return the form on one of `tp` ranks: a head count in the second of four dimensions is divided by `tp`.
 
-        heads: of the layers, which may have different numbers.
+        Args:
+            heads: Numbers of heads of the layers, which may differ.
+            tp: Tensor-parallel size.
+
+        Returns:
+            The form of the local tensor; unchanged if no dimension counts heads.
         """
         if tp == 1 or len(self.dims) != 4 or self.dims[1] not in {(number, "") for number in heads}:
             return self
@@ -64,9 +78,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Call:
-    """The call of a layer. slots: arguments that come from learned values, hidden states first; forms: theirs.
+    """One call of a layer.
 
-    results: the length of the tuple that the layer gives; 0 for a tensor; None where that is unknown.
+    Attributes:
+        slots: Arguments that depend on learned values, hidden states first.
+        forms: Forms of these arguments.
+        results: Length of the tuple that the layer returns; 0 for a tensor; None if unknown.
     """
 
     slots: tuple[Slot, ...]
@@ -76,11 +93,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Streams:
-    """Tensors that stages send, and forms of what absent modules give.
+    """Tensors that stages send, and forms of the outputs of absent modules.
 
-    calls: of the layers, over all lists. memory: the form of the encoder's output, and memory_slot where a layer of the
-    decoder takes it. absent: (module used before a list, number of the list) -> the form of what it gives.
-    decoder: the number of the decoder's first layer; 0 for a model of one list.
+    Attributes:
+        calls: Calls of the layers, over all lists.
+        memory: Form of the encoder's output; None without an encoder.
+        memory_slot: Argument by which decoder layers take the encoder's output.
+        absent: (module used before a list, number of the list) -> form of its output.
+        decoder: Number of the decoder's first layer; 0 for a model with one list.
     """
 
     calls: tuple[Call, ...]
@@ -90,29 +110,35 @@ class Streams:
     decoder: int = 0
 
     def sent_to(self, layer: int) -> list[Form]:
-        """Forms that the stage that begins with a layer receives."""
+        """Return the forms that a stage receives if it starts with this layer."""
         own = [*self.calls[layer].forms]
         if layer < self.decoder:
             return [*own, *self.calls[self.decoder].forms]
         return own if self.memory is None else [self.memory, *own]
 
     def sizes_at(self, layer: int, received: Sequence[Tensor]) -> Sizes:
-        """The sizes of a batch, by what the stage that begins with a layer has received."""
+        """Return the batch's sizes from the tensors received by the stage that starts with this layer."""
         rows, source = received[0].shape[:2]
         if self.memory is None:
             return Sizes(rows, source)
         return Sizes(rows, source, received[len(self.calls[layer].slots) if layer < self.decoder else 1].shape[1])
 
     def over(self, heads: Collection[int], tp: int) -> Streams:
-        """On one of tp ranks."""
+        """Return the streams on one of `tp` ranks."""
         calls = [replace(call, forms=tuple(form.over(heads, tp) for form in call.forms)) for call in self.calls]
         return replace(self, calls=tuple(calls))
 
 
 def of_hidden_states(model: Any, count: int, widths: Mapping[str, int | None]) -> Streams:
-    """Of a model of one list, whose layers take hidden states [batch, sequence, hidden].
+    """Return the streams of a model with one list, whose layers take hidden states [batch, sequence, hidden].
 
-    widths: module that is used before the layers -> the width of its output; None: that of hidden states.
+    Args:
+        model: Transformers model.
+        count: Number of layers.
+        widths: Module used before the layers -> width of its output; None for the width of hidden states.
+
+    Returns:
+        The streams.
     """
     hidden = model.config.get_text_config().hidden_size
     forms = {
@@ -125,10 +151,12 @@ def of_hidden_states(model: Any, count: int, widths: Mapping[str, int | None]) -
 
 @dataclass
 class Seen:
-    """One forward: layers and modules in the order of their calls; arguments and results of layers; results of modules.
+    """Record of one forward.
 
-    called: (name, arguments by slot that come from learned values). given: name -> what it gave. memory: the encoder's
-    output.
+    Attributes:
+        called: Layers and modules in call order: (name, arguments by slot that depend on learned values).
+        given: (name, number of the call) -> result.
+        memory: Output of the encoder, if any.
     """
 
     called: list[tuple[str, dict[Slot, Tensor]]]
@@ -138,7 +166,16 @@ class Seen:
 
 @contextmanager
 def watched(model: Any, layers: Sequence[str], others: Sequence[str]) -> Iterator[Seen]:
-    """Inside, a forward of the model is written down."""
+    """Record a forward of the model that runs inside the context.
+
+    Args:
+        model: Transformers model.
+        layers: Names of layers; their arguments are recorded.
+        others: Names of further modules; their calls and results are recorded.
+
+    Yields:
+        The record.
+    """
     seen = Seen([], {})
     known = {*layers}
 
@@ -173,7 +210,7 @@ def watched(model: Any, layers: Sequence[str], others: Sequence[str]) -> Iterato
 
 @contextmanager
 def all_learning(model: nn.Module) -> Iterator[None]:
-    """Inside, gradients are recorded for all parameters."""
+    """Record gradients for all parameters inside the context, frozen ones too."""
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     try:
         for parameter in frozen:
@@ -188,11 +225,21 @@ def all_learning(model: nn.Module) -> Iterator[None]:
 def streams_of(
     model: Any, family: str, lists: Sequence[Sequence[str]], others: Sequence[str], example: Mapping[str, Any]
 ) -> tuple[Streams, Seen, Any]:
-    """The streams of an encoder-decoder, one forward of an example, and what it gave.
+    """Find the streams of an encoder-decoder by running the example at several sizes.
 
-    lists: the names of the encoder's layers and of the decoder's. others: modules with parameters outside of them.
-    Raises PlanError where layers of a list do not run one after another, or the decoder does not take the encoder's
-    output unchanged.
+    Args:
+        model: Full encoder-decoder.
+        family: Name of the model in errors.
+        lists: Names of the encoder's layers and of the decoder's.
+        others: Modules with parameters outside the layers.
+        example: Keyword arguments of one small forward.
+
+    Returns:
+        The streams, the record of the example's forward, and its output.
+
+    Raises:
+        PlanError: If the layers of a list do not run one after another, or the decoder does not take the encoder's
+            output unchanged.
     """
     layers = [name for names in lists for name in names]
     runs: list[tuple[Sizes, Seen]] = []
@@ -250,9 +297,16 @@ def streams_of(
 
 
 def sizes_of(arguments: Mapping[str, Any], main: str) -> Sizes:
-    """The sizes of the arguments of a forward. main: the name of the model's main input.
+    """Return the sizes of a forward's arguments.
 
-    Sound and pixels have one length, which a model's configuration says: their source is 0.
+    Audio and pixels have one fixed length from the model's config, so their source is 0.
+
+    Args:
+        arguments: Keyword arguments of the forward.
+        main: Name of the model's main input.
+
+    Returns:
+        The sizes of the microbatch.
     """
     ids = arguments[main]
     given = (arguments.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds", "labels"))
@@ -262,7 +316,9 @@ def sizes_of(arguments: Mapping[str, Any], main: str) -> Sizes:
 
 
 def _with_fewer(example: Mapping[str, Any], what: str) -> dict[str, Any] | None:
-    """An example with a row more, or with one token less for the encoder or the decoder; None if it has none."""
+    """Return the example with one more row, or with one token less for encoder or decoder; None if it has no such
+    tokens.
+    """
     tensors = {name: value for name, value in example.items() if isinstance(value, Tensor)}
     if not what:
         return dict(example)
@@ -273,7 +329,7 @@ def _with_fewer(example: Mapping[str, Any], what: str) -> dict[str, Any] | None:
 
 
 def _forms_of(runs: Sequence[tuple[Sizes, Mapping[Any, Any]]], family: str) -> dict[Any, Form]:
-    """The form of each tensor, by runs of which each has one size other than the first."""
+    """Derive each tensor's form from runs that each change one size of the first run."""
     sizes, tensors = runs[0]
     forms: dict[Any, Form] = {}
     for key, tensor in tensors.items():

@@ -1,6 +1,6 @@
-"""Ties that a config.json asks for and a checkpoint's files contradict: undone, as transformers does when it loads.
+"""Undo ties that a config.json requests but the checkpoint's files contradict, as transformers does at loading.
 
-A merged adapter leaves such files: the output layer has values of its own, and the config still calls it tied.
+Merging an adapter leaves such files: the output layer has its own values, but the config still ties it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ Stored = dict[tuple[str, str | None], dict[str, Any]]
 
 
 def stored_tensors(model: Any, files: Mapping[str, bool], mapping: Sequence[Any]) -> Stored:
-    """The tensors of safetensors files by the parameter that they become, or a part of: {key: open file}.
+    """Group the tensors of safetensors files by the parameter that each becomes, or becomes a part of.
 
-    files: with True the checksum of a file is compared. mapping: transformers' conversions of the model. The pattern of
-    a conversion is a part of the key here; None where a tensor becomes a parameter alone.
+    Args:
+        model: Transformers model; it may be on the meta device.
+        files: File -> True to verify its checksum.
+        mapping: Transformers' weight conversions of the model.
+
+    Returns:
+        (parameter, pattern of the conversion) -> {key in the file: open file}. The pattern is None if a single tensor
+        becomes the parameter.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -39,23 +45,36 @@ def stored_tensors(model: Any, files: Mapping[str, bool], mapping: Sequence[Any]
 
 
 def untie_by_files(model: Any, directory: Path, files: Sequence[Path]) -> list[str]:
-    """Untie what the safetensors files of a directory hold with different values. Returns the names. Local.
+    """Untie parameters for which the safetensors files of a directory hold different values. Local.
 
-    model: of the directory's config, in the dtype of training; it may be on the meta device. Files of other kinds are
-    left to the load itself, which refuses them.
+    Args:
+        model: Model of the directory's config, in the training dtype; it may be on the meta device.
+        directory: Checkpoint directory.
+        files: Its weight files. Files of other formats are left to the loader, which refuses them.
+
+    Returns:
+        The untied names.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     if not ties_of(model) or any(file.suffix != SAFE_SUFFIX for file in files):
         return []
-    unread = {str(file): False for file in files}  # the load compares checksums
+    unread = {str(file): False for file in files}  # loading verifies the checksums
     return untie_as_stored(model, stored_tensors(model, unread, get_model_conversion_mapping(model)), directory)
 
 
 def untie_as_stored(model: Any, stored: Stored, where: object) -> list[str]:
-    """Give each name of a tied parameter a parameter of its own if the files hold another value for it; with a warning.
+    """Give a tied name its own parameter, with a warning, if the files hold a different value for it.
 
-    Returns the names. Every rank of a job that reads the same files gets the same names.
+    All ranks that read the same files get the same names.
+
+    Args:
+        model: Transformers model.
+        stored: Result of `stored_tensors`.
+        where: Source of the files, for the warning.
+
+    Returns:
+        The untied names.
     """
     names = {name: key for (name, pattern), keys in stored.items() if pattern is None for key in keys}
     in_ties = {name for pair in ties_of(model).items() for name in pair}
@@ -73,15 +92,15 @@ def untie_as_stored(model: Any, stored: Stored, where: object) -> list[str]:
 
 
 def untie(model: Any, names: Iterable[str]) -> None:
-    """Make each of these names a parameter of its own, with the values that it has."""
+    """Replace each of these tied names by a separate parameter with the same values."""
     for name in names:
         source = model.all_tied_weights_keys.pop(name)
         param = model.get_parameter(name)
-        if param is model.get_parameter(source):  # not so while transformers loads a model
+        if param is model.get_parameter(source):  # not yet tied while transformers loads a model
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(param.detach().clone(), param.requires_grad))
 
 
 def ties_of(model: Any) -> Mapping[str, str]:
-    """Name of a tied parameter -> the name that it is tied to, by transformers' account."""
+    """Return tied parameter -> the name that it is tied to, as transformers lists them."""
     return getattr(model, "all_tied_weights_keys", None) or {}

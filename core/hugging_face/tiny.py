@@ -1,7 +1,7 @@
-"""Tiny random copies of families, made offline: what `check` splits and compares.
+"""Tiny random copies of families, created offline for `check`.
 
-A table of names that configurations share makes a class small. What is no size (norms of queries, sinks, kinds of
-layers) stays as the family has it.
+A table of names that configurations share makes a class small. Options other than sizes (query norms, sinks, kinds of
+layers) keep the family's defaults.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from core.hugging_face.transformers_plans import transformers_package
 
 LAYERS, HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 4, 64, 8, 4, 8, 96
 BATCH, TOKENS = 3, 12
-BYTE_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # tokens 0 to 2 of the tokenizer of bytes
-# Value -> names in configurations that get it. A name that a class does not have is left out.
+BYTE_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # tokens 0 to 2 of the byte tokenizer
+# Value -> config names that get it. Names that a class does not have are skipped.
 SMALL: dict[str, Any] = {
     name: value
     for value, names in (
@@ -47,7 +47,7 @@ SMALL: dict[str, Any] = {
         (HEADS, "linear_num_value_heads linear_num_heads mamba_num_heads mamba_n_heads"),
         (HEAD, "linear_key_head_dim linear_value_head_dim linear_head_dim ssm_state_size mamba_d_state mamba_head_dim"),
         (4, "chunk_size mamba_chunk_size n_groups o_groups index_topk"),
-        (5, "sliding_window sliding_window_size attention_chunk_size"),  # less than TOKENS, so that each is met
+        (5, "sliding_window sliding_window_size attention_chunk_size"),  # below TOKENS, so that each takes effect
         (3, "floor_scale log_scaling_n_floor index_block_size"),
         (0, "num_kv_shared_layers pad_token_id zero_expert_num"),
     )
@@ -55,7 +55,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-# Sizes that a family may leave open, to be worked out from others; a small copy needs them.
+# Sizes that a family may derive from others (None); a small copy has to set them.
 NEEDED = {
     *("head_dim", "num_key_value_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("n_routed_experts", "top_k_experts", "n_group", "topk_group"),
@@ -64,7 +64,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def families() -> dict[str, type]:
-    """Each configuration class of transformers with a tensor-parallel plan, by `family/ClassName`."""
+    """Return each configuration class of transformers with a tensor-parallel plan, by `family/ClassName`."""
     transformers_package()
     import transformers.models as models
 
@@ -73,43 +73,56 @@ def families() -> dict[str, type]:
         if "base_model_tp_plan" in path.read_text(encoding="utf-8"):
             own = _classes(f"transformers.models.{path.parent.name}.{path.stem}")
             for name, kind in own.items():
-                is_old_name = any(base in own.values() for base in kind.__bases__)  # a deprecated subclass
+                is_old_name = any(base in own.values() for base in kind.__bases__)  # deprecated alias
                 if getattr(kind, "base_model_tp_plan", None) and not is_old_name:
                     found[f"{path.parent.name}/{name}"] = kind
     return found
 
 
 def _classes(module: str) -> dict[str, type]:
-    """The classes that a module defines, by name."""
+    """Return the classes that a module defines, by name."""
     members = inspect.getmembers(importlib.import_module(module), inspect.isclass)
     return {name: kind for name, kind in members if kind.__module__ == module}
 
 
 def families_with_policy() -> dict[str, type]:
-    """The configuration class of each family that is split by a policy of this package, by `family/ClassName`."""
+    """Return the configuration class of each family that a policy of this package splits, by `family/ClassName`."""
     kinds = [transformers_package().CONFIG_MAPPING[name.partition(",")[0]] for name in POLICIES]
     return {f"{kind.__module__.split('.')[2]}/{kind.__name__}": kind for kind in kinds}
 
 
 def all_families() -> dict[str, type]:
-    """Those with a plan and those with a policy."""
+    """Return all families with a plan or a policy."""
     return {**families(), **families_with_policy()}
 
 
 def tiny_config(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
-    """A small configuration of a class, or of what holds it where it is no model alone.
+    """Create a small configuration of a class, or of the class that contains it if it is only a part of a model.
 
-    overrides: values that replace the table's. Configurations inside are small.
+    Args:
+        kind: Configuration class.
+        overrides: Values that replace the table's.
+
+    Returns:
+        The configuration; nested configurations are small too.
     """
     return _shrunk(kind if _class_or_none(kind) is not None else _container_of(kind), overrides)
 
 
 def tiny_of_bytes(family: str, length: int) -> Any:
-    """A small configuration of a family's model of bytes and three marks, for sequences of `length` tokens.
+    """Create a small configuration of a family's model for bytes and three marks.
 
-    family: a model type, or a name of `families`. LookupError for one without a plan or a policy.
+    Args:
+        family: A model type, or a name of `families`.
+        length: Number of tokens of a sequence.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        LookupError: If no such family has a plan or a policy.
     """
-    types = (family, f"{family}_text")  # a family of several towers has its text model's type in addition to its own
+    types = (family, f"{family}_text")  # multimodal families have a separate type for their text model
     kinds = all_families().items()
     found = next((kind for name, kind in kinds if name == family or getattr(kind, "model_type", "") in types), None)
     if found is None:
@@ -125,10 +138,10 @@ def _shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
     default: Any = kind()
     values = {name: value for name, value in SMALL.items() if _is_size(default, name)}
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
-        values["num_key_value_heads"] = HEADS  # each head has its own keys, made from the compressed ones
+        values["num_key_value_heads"] = HEADS  # each head derives its own keys from the compressed ones
     for name in dir(default):
         if ("drop" in name or "jitter" in name) and isinstance(_value(default, name), float):
-            values[name] = 0.0  # two runs would draw different numbers
+            values[name] = 0.0  # two runs would differ
     if "mrope_section" in (getattr(kind, "ignore_keys_at_rope_validation", None) or ()):
         rope = {**ROPE, **(_value(default, "rope_parameters") or {})}
         pairs = int(HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
@@ -141,7 +154,7 @@ def _shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
     values.update(SPECIAL.get(kind.__name__, {}))
     values.update(overrides or {})
     config: Any = kind(**values)
-    config.update({"_experts_implementation": "eager"})  # the grouped product of experts wants 16 or 32 bits
+    config.update({"_experts_implementation": "eager"})  # grouped matrix products of experts need 16 or 32 bits
     return config
 
 
@@ -152,7 +165,7 @@ def _is_size(default: Any, name: str) -> bool:
 
 
 def _value(config: Any, name: str) -> Any:
-    """An attribute; False where it differs between layers, which some configurations refuse to read."""
+    """Return an attribute; False if it differs between layers, which some configurations refuse to read."""
     try:
         return getattr(config, name, None)
     except Exception:
@@ -160,7 +173,7 @@ def _value(config: Any, name: str) -> Any:
 
 
 def _container_of(kind: type) -> type:
-    """The configuration class that a model is made of: this one, or one of its module that holds it as a part."""
+    """Return the configuration class of a complete model: this class, or the class of its module that contains it."""
     for other in _classes(kind.__module__).values():
         if kind in (getattr(other, "sub_configs", None) or {}).values():
             return _container_of(other)
@@ -168,7 +181,11 @@ def _container_of(kind: type) -> type:
 
 
 def model_class(kind: type) -> type:
-    """The class of models for a configuration class: one with a head for text where there is one."""
+    """Return the model class of a configuration class, preferably with a text head.
+
+    Raises:
+        LookupError: If transformers has no model class for it.
+    """
     found = _class_or_none(kind)
     if found is None:
         raise LookupError(f"transformers ships no class of models for the configuration {kind.__name__}")
@@ -179,7 +196,7 @@ def _class_or_none(kind: type) -> type | None:
     family = kind.__module__.split(".")[2]
     try:
         models = _classes(f"transformers.models.{family}.modeling_{family}")
-    except ModuleNotFoundError:  # a family with another one's model, which the auto classes know
+    except ModuleNotFoundError:  # the family reuses another one's model; auto classes map it
         own: type | None = transformers_package().MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
         return own
     fitting = [name for name, found in models.items() if getattr(found, "config_class", None) is kind]
@@ -189,7 +206,9 @@ def _class_or_none(kind: type) -> type | None:
 
 
 def tiny_model(config: Any) -> Any:
-    """A model with random weights, biases and norms in fp64, the same in every process. Nothing is at its init."""
+    """Create a model with random fp64 weights, biases, and norms, equal in every process; no tensor keeps its initial
+    value.
+    """
     torch.manual_seed(1234)
     model: Any = model_class(type(config))(config)
     model = model.double().train()
@@ -198,14 +217,18 @@ def tiny_model(config: Any) -> Any:
             module.p = 0.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Some families leave memory uninitialized, so every value is drawn here.
+            # Some families leave memory uninitialized, so every value is set here.
             centre = 1.0 if "norm" in name and parameter.dim() == 1 else 0.0
             parameter.copy_(centre + 0.1 * torch.randn(parameter.shape, dtype=torch.float64))
     return model
 
 
 def tiny_inputs(model: Any) -> dict[str, Any]:
-    """Arguments of a forward: random token ids, or what `INPUTS` has for the class of the configuration."""
+    """Create arguments of a forward: random token ids, or the entry of `INPUTS` for the configuration's class.
+
+    Raises:
+        LookupError: If the model's main input is neither token ids nor in `INPUTS`.
+    """
     generator, config = torch.Generator().manual_seed(7), model.config
     if type(config).__name__ in INPUTS:
         return INPUTS[type(config).__name__](generator)
@@ -224,7 +247,7 @@ def _ids(generator: torch.Generator, vocabulary: int = VOCABULARY) -> torch.Tens
     return torch.randint(3, vocabulary, (BATCH, TOKENS), generator=generator)
 
 
-# Families whose forward takes more than token ids; patches are those of one image of 4 by 4.
+# Families whose forward takes more than token ids. Patches are from one image of 4 by 4.
 GRID = torch.tensor([[1, 4, 4]])
 INPUTS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
     "Dots3NoteVisionConfig": lambda g: {"pixel_values": _random(g, 16, 3 * 14 * 14), "grid_thw": GRID},
@@ -255,11 +278,11 @@ INPUTS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
     "VoxtralRealtimeTextConfig": lambda g: {"input_ids": _ids(g), "t_cond": _random(g, 1, HIDDEN), "use_cache": False},
 }
 ENDINGS = ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "TextModel", "VisionModel", "Model"]
-# Of these the causal model is a part, the decoder.
+# The causal model of these classes is only their decoder.
 FIRST = dict.fromkeys(("WhisperConfig", "BartConfig", "MBartConfig", "PegasusConfig"), ("ForConditionalGeneration",))
-# Of these the causal model is a decoder, which masks nothing unless its config says so.
+# The causal model of these classes is a decoder without a causal mask, unless the config sets is_decoder.
 FIRST |= dict.fromkeys(("RobertaConfig", "XLMRobertaConfig", "CamembertConfig"), ("ForMaskedLM",))
-# What the table cannot say for a class: sizes that hang together, and lists of kinds of layers.
+# Values that the table cannot express: sizes that depend on each other, and lists of layer types.
 SPECIAL: dict[str, dict[str, Any]] = {
     "Blip2Config": {"num_query_tokens": 4, "image_token_index": 2},
     "Blip2VisionConfig": {"image_size": 8, "patch_size": 4},

@@ -1,7 +1,7 @@
-"""The one file that reads how Transformers says what is parallel: rules of modules, for a stated range of versions.
+"""Read Transformers' tensor- and expert-parallel rules. Supports a stated range of versions; no other file reads them.
 
-A model carries `tp_plan`: name of a module or parameter, with `*` for a number, -> style. Rules of its config and of
-its children are merged in it.
+A model has `tp_plan`: name of a module or parameter (with `*` for a number) -> style. It already merges the rules of
+the model's config and of its children.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 from core.hugging_face.plan import PADDED, Plan, PlanError, Seam, Split, Style, cut_of, family_of, style_of
 from core.hugging_face.policies import Policy, longest_fit, policy_of
 
-VERSIONS = ((5, 23), (5, 25))  # from, up to but not including: names and meanings of styles are read at these
-# Names of attributes, of attention modules and configs, that hold how many heads a projection makes.
+VERSIONS = ((5, 23), (5, 25))  # first supported, first unsupported; styles may change between versions
+# Attributes of attention modules and configs that count the heads of a projection's output.
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads")
 QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads")
 PROJECTIONS = {
@@ -25,11 +25,10 @@ PROJECTIONS = {
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "query_key_value"), QUERY_HEADS),
     **dict.fromkeys(("query", "key", "value", "q", "k", "v"), QUERY_HEADS),
 }
-EXPERTS, EXPERT_WEIGHT = "ep_dispatch_experts", "grouped_gemm"  # styles of expert parallelism: of modules, parameters
-TIED_STYLES = ("embedding_rowwise", "colwise_gather_output")  # of the input and the output embedding, if they are one
+EXPERTS, EXPERT_WEIGHT = "ep_dispatch_experts", "grouped_gemm"  # expert-parallel styles of modules and of parameters
+TIED_STYLES = ("embedding_rowwise", "colwise_gather_output")  # styles of tied input and output embeddings
 # Rules that are wrong or missing in these versions, found by `check`: model type -> end of a module's or parameter's
-# name -> style. Gate and up lie one after the other in the experts' fused weight of inkling, and are chunked: each is
-# cut for itself.
+# name -> style. Inkling's fused expert weight holds gate and up one after the other, so each block is cut separately.
 CORRECTIONS: dict[str, dict[str, str]] = {
     **dict.fromkeys(
         ("inkling_text", "inkling2_text", "inkling2_loop_text"), {"mlp.experts.gate_up_proj": "packed_colwise"}
@@ -38,7 +37,12 @@ CORRECTIONS: dict[str, dict[str, str]] = {
 
 
 def transformers_package() -> ModuleType:
-    """transformers, or an error that names the extra or the versions."""
+    """Import and return transformers.
+
+    Raises:
+        ImportError: If it is not installed. The message names the extra.
+        PlanError: If the version is not supported.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -50,13 +54,21 @@ def transformers_package() -> ModuleType:
 
 
 def checkpoint_each_layer(model: Any) -> None:
-    """Have each layer keep its input alone, and run again in backward. ValueError where the family does not have it."""
-    newer = getattr(model, "activation_checkpointing_enable", None)  # the older name warns where both are
+    """Turn on transformers' gradient checkpointing in every layer.
+
+    Raises:
+        ValueError: If the family does not support it.
+    """
+    newer = getattr(model, "activation_checkpointing_enable", None)  # if both exist, the older name warns
     (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def check_version(version: str) -> None:
-    """PlanError for a version of transformers whose plans were never read."""
+    """Check that this version's plans are supported.
+
+    Raises:
+        PlanError: If the version is outside `VERSIONS`.
+    """
     first, after = VERSIONS
     if not first <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < after:
         raise PlanError(
@@ -67,17 +79,25 @@ def check_version(version: str) -> None:
 
 
 def read_plan(model: Any, policy: Policy | None = None) -> Plan:
-    """The tensor-parallel plan of a transformers model. Its weights may be on the meta device.
+    """Read the tensor-parallel plan of a transformers model. The model may be on the meta device.
 
-    policy: rules to use in place of the model's own; by default its own, or those of `policies` for a family that ships
-    none. Raises PlanError where there are none, a style is unknown, or tied parameters would be cut differently.
+    Args:
+        model: Transformers model.
+        policy: Rules that replace the model's own. By default the model's own rules are used, or the ones in `policies`
+            for a family without rules.
+
+    Returns:
+        The plan, for any number of ranks.
+
+    Raises:
+        PlanError: If the family has no rules, a style is unknown, or tied parameters would be cut differently.
     """
     transformers_package()
     return _Reader(model, policy).plan()
 
 
 class _Reader:
-    """A model's rules, and what its modules say of heads."""
+    """Reader of a model's rules and its modules' head counts."""
 
     def __init__(self, model: Any, policy: Policy | None) -> None:
         self.model, self.family, self.modules = model, family_of(model), dict(model.named_modules())
@@ -99,7 +119,7 @@ class _Reader:
         self.whole_weights = set(self._by_token_id())
 
     def plan(self) -> Plan:
-        """The plan that the rules make."""
+        """Build the plan from the rules."""
         splits: dict[str, Split] = {}
         seams: dict[str, Seam] = {}
         partial: set[str] = set()
@@ -133,9 +153,9 @@ class _Reader:
         return Plan(self.family, splits, seams, frozenset(partial), whole, numbers)
 
     def _by_token_id(self) -> Iterator[int]:
-        """Embeddings with a second parameter, which they place by token id: they stay whole, with ties.
+        """Yield embeddings with a second parameter that is indexed by token id; they and their ties stay unsplit.
 
-        A rank's part of the vocabulary has row numbers of its own.
+        In a rank's part of the vocabulary such an index would point to the wrong row.
         """
         for name, module in self.modules.items():
             word = _rule_for(name, self.rules)
@@ -155,7 +175,9 @@ class _Reader:
         return Seam(name, word if isinstance(word, str) else "policy", how.before, how.after, tail, heads)
 
     def _cut(self, owner: str, name: str, parameter: nn.Parameter) -> tuple[Split | None, bool]:
-        """Cut of a parameter, by its own rule or its module's; and True if it is whole with a partial gradient."""
+        """Return the cut of a parameter, by its own rule or its module's, and True if it is unsplit with a partial
+        gradient.
+        """
         own = _rule_for(name, self.rules)
         word = own or _rule_for(owner, self.rules)
         if word is None or id(getattr(self.modules[owner], "weight", None)) in self.whole_weights:
@@ -182,7 +204,7 @@ class _Reader:
         return Split(name, shape, dim, blocks, padded, heads, f"{parent}.num_key_value_groups", heads * sharing), False
 
     def _heads(self, owner: str, length: int) -> int:
-        """Number of heads in the outputs of an attention's projection; 0 if it is none, or not known."""
+        """Return the number of heads in the output of an attention projection; 0 if unknown or not a projection."""
         above, _, leaf = owner.rpartition(".")
         parent = self.modules.get(above)
         if leaf not in PROJECTIONS or parent is None:
@@ -205,14 +227,14 @@ class _Reader:
         return value
 
     def _count_of_heads(self, name: str) -> int:
-        """Number of heads of an attention in a policy: the first number that it divides there."""
+        """Return the number of heads of an attention module: the first number that the policy divides there."""
         numbers = self._of_policy(name, "divided")
         if not numbers:
             raise PlanError(f"the policy cuts heads of module {name!r} and does not say which number counts them")
         return self._number(name, numbers[0])
 
     def _rope_features(self, name: str) -> int:
-        """Number of last features of a compressed projection that are rotated keys, which all heads share."""
+        """Return the number of last features of a compressed projection that are rotary keys shared by all heads."""
         for holder in (self.modules.get(name.rpartition(".")[0]), self.model.config.get_text_config()):
             width = getattr(holder, "qk_rope_head_dim", None)
             if isinstance(width, int):
@@ -222,7 +244,7 @@ class _Reader:
         )
 
     def _rules_of_ties(self, rules: Mapping[str, str | Style]) -> dict[str, str | Style]:
-        """Rules for the input or output embedding that is tied to one with a rule, and has none itself."""
+        """Return rules for an input or output embedding without a rule that is tied to one with a rule."""
         ends = (self.input, self.output)
         if None in ends or getattr(ends[0], "weight", 0) is not getattr(ends[1], "weight", None):
             return {}
@@ -235,7 +257,7 @@ class _Reader:
 
 
 def _embedding(model: Any, end: str) -> nn.Module | None:
-    """The input or the output embedding; None where the model does not have it."""
+    """Return the input or output embedding; None if the model has none."""
     try:
         return getattr(model, f"get_{end}_embeddings")()
     except (AttributeError, NotImplementedError):
@@ -243,20 +265,27 @@ def _embedding(model: Any, end: str) -> nn.Module | None:
 
 
 def _rule_for(name: str, rules: Mapping[str, str | Style]) -> str | Style | None:
-    """The style of the rule that names a module or parameter; a number between dots matches `*`."""
+    """Return the style that the rules give a module or parameter; `*` matches a number between dots."""
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     return rules.get(name, rules.get(generic))
 
 
 def read_experts(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Modules of fused experts, by the model's `ep_plan`: name -> its parameters and their shapes, all [experts, ...].
+    """Find modules of fused experts by the model's `ep_plan`.
 
-    Raises PlanError for a style that is unknown, and for experts that hold something which is not one an expert.
+    Args:
+        model: Transformers model; it may be on the meta device.
+
+    Returns:
+        Module name -> its parameters and buffers with their shapes, all [experts, ...].
+
+    Raises:
+        PlanError: If a style is unknown, or an experts' tensor does not have one entry per expert.
     """
     rules: dict[str, str] = dict(getattr(model, "ep_plan", None) or {})
     family = family_of(model)
     for name, style in rules.items():
-        if style not in (EXPERTS, EXPERT_WEIGHT):  # tensor parallelism in addition to experts, which `tp_plan` has too
+        if style not in (EXPERTS, EXPERT_WEIGHT):  # tensor-parallel rules, which `tp_plan` contains too
             style_of(family, name, style)
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, module in model.named_modules():
