@@ -1,4 +1,4 @@
-"""The Booster: one loop for every way of training on several ranks; a plugin says which way. Names are ColossalAI's."""
+"""Booster: one training loop for every way of training on several ranks, chosen by a plugin. Names are ColossalAI's."""
 
 from core.booster.accelerator import Accelerator
 from core.booster.booster import Booster

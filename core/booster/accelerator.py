@@ -1,4 +1,4 @@
-"""Devices by name: which one this process trains on."""
+"""Devices by name, and the device that this process trains on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from torch import nn
 
 
 class Accelerator:
-    """A device by the name that torch has for it: 'cpu', 'cuda', 'cuda:1', 'mps', ...
+    """Device by torch's name: 'cpu', 'cuda', 'cuda:1', 'mps', ...
 
-    Raises ValueError when this machine does not have it.
+    Args:
+        device: Name of the device, or a torch.device.
+
+    Raises:
+        ValueError: If this machine does not have the device.
     """
 
     def __init__(self, device: str | torch.device) -> None:
@@ -20,26 +24,36 @@ class Accelerator:
             raise ValueError(f"device {str(device)!r} is not on this machine, which has {here}; pass one of these")
 
     def configure_model(self, model: nn.Module) -> nn.Module:
-        """The model, moved to the device."""
+        """Move a model to the device.
+
+        Args:
+            model: The model.
+
+        Returns:
+            The model.
+        """
         return model.to(self.device)
 
 
 def devices_here() -> list[str]:
-    """Device types that this process can use."""
+    """Return the device types that this process can use."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ["cpu"] if found is None else ["cpu", found.type]
 
 
 def default_device() -> torch.device:
-    """The accelerator where there is one, else the CPU."""
+    """Return the current accelerator, or the CPU if there is no accelerator."""
     kind = devices_here()[-1]
     return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
 
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Device of the tensors of a group's collectives: the accelerator if the group has a backend for it, else the CPU.
+    """Return the device of a group's collectives: the accelerator if the group has a backend for it, else the CPU.
 
-    So a gloo group trains on the CPU of a machine with GPUs, and an NCCL group on its current GPU.
+    A gloo group therefore trains on the CPU of a machine with GPUs, and an NCCL group on its current GPU.
+
+    Args:
+        group: Process group; None for the default group.
     """
     kind = devices_here()[-1]
     backends = dist.get_backend_config(group)

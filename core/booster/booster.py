@@ -1,4 +1,4 @@
-"""The Booster: makes a plain model, optimizer and loss train the way that a plugin and a precision say."""
+"""Booster: plain model, optimizer and loss in, wrapped for the chosen plugin and precision out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ StrPath = str | os.PathLike[str]
 
 
 class Booster:
-    """One loop for every plugin.
+    """One training loop for every plugin.
+
+    A loop written once runs on one process, under data parallelism, ZeRO or a pipeline. Only the plugin changes.
 
         booster = Booster(plugin=TorchDDPPlugin(), mixed_precision="bf16")
         model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(
@@ -36,9 +38,19 @@ class Booster:
             optimizer.clip_grad_by_norm(1.0)
             optimizer.step()
 
-    device: where the model goes, unless the plugin decides that; default the accelerator, else the CPU.
-    mixed_precision: 'fp32', 'fp16', 'fp16_apex', 'bf16', 'fp8' or a MixedPrecision, unless the plugin decides that.
-    plugin: None trains on this process alone. Every rank makes its own Booster, with the same arguments.
+    Every rank creates its own Booster, with the same arguments.
+
+    Args:
+        device: Device of the model; None for the accelerator, or the CPU if there is none. Ignored with a warning if
+            the plugin decides the device.
+        mixed_precision: 'fp32', 'fp16', 'fp16_apex', 'bf16', 'fp8' or a MixedPrecision. Ignored with a warning if the
+            plugin decides the precision.
+        plugin: The way of training; None for training on this process alone.
+
+    Raises:
+        TypeError: If `plugin` or `mixed_precision` has a wrong type.
+        ValueError: If this machine does not have the device, or the plugin does not support the device or the
+            precision.
     """
 
     def __init__(
@@ -91,10 +103,24 @@ class Booster:
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """Wrap what a loop trains with. Every rank calls it.
+        """Wrap the objects of a training loop for the plugin and the precision.
 
-        Returns (model, optimizer, criterion, dataloader, lr_scheduler); what was None stays None. The optimizer is
-        made of the model's parameters before; a scheduler made before follows it.
+        Collective: every rank must call it.
+
+        Args:
+            model: The plain model.
+            optimizer: A torch optimizer, created with the model's parameters before this call.
+            criterion: The loss function.
+            dataloader: The loop's dataloader.
+            lr_scheduler: A scheduler of `optimizer`. A scheduler created before this call follows the wrapped
+                optimizer.
+
+        Returns:
+            (model, optimizer, criterion, dataloader, lr_scheduler), wrapped; None stays None.
+
+        Raises:
+            TypeError: If arguments are in another order.
+            RuntimeError: If the model or the optimizer is boosted already.
         """
         error: Exception | None = None
         try:
@@ -121,7 +147,12 @@ class Booster:
         return model, optimizer, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
-        """Accumulate the gradient of `loss` as the optimizer needs it (a loss scale, say)."""
+        """Accumulate the gradient of a loss, with the loss scale or reduction that the optimizer needs.
+
+        Args:
+            loss: The loss, a scalar.
+            optimizer: The boosted optimizer.
+        """
         if self.plugin is None:
             optimizer.backward(loss)
         else:
@@ -136,7 +167,24 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Forward and backward of one batch through a pipeline. Returns {'loss': ..., 'outputs': ...}."""
+        """Run forward and backward of one batch through a pipeline.
+
+        Collective: every rank must call it.
+
+        Args:
+            data_iter: Iterator over batches.
+            model: The boosted model.
+            criterion: Function of (outputs, batch) that returns a microbatch's loss.
+            optimizer: The boosted optimizer; None for a forward pass alone.
+            return_loss: True to return the loss.
+            return_outputs: True to return the outputs.
+
+        Returns:
+            {'loss': ..., 'outputs': ...}
+
+        Raises:
+            RuntimeError: If the plugin has no pipeline.
+        """
         if not isinstance(self.plugin, PipelinePluginBase):
             raise RuntimeError(
                 f"The plugin {self._plugin_name()} does not support pipeline. Call the model and booster.backward, or "
@@ -147,7 +195,17 @@ class Booster:
     def no_sync(
         self, model: nn.Module | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
-        """Inside, backward adds to gradients without reducing them; the first backward outside reduces the sum."""
+        """Return a context in which backward adds to gradients without reducing them.
+
+        The first backward outside of it reduces the sum.
+
+        Args:
+            model: The boosted model.
+            optimizer: The boosted optimizer.
+
+        Raises:
+            RuntimeError: If the plugin does not support it.
+        """
         if self.plugin is None or not self.plugin.support_no_sync():
             raise RuntimeError(
                 f"The plugin {self._plugin_name()} does not support no_sync. Call backward for every microbatch; the "
@@ -163,9 +221,23 @@ class Booster:
         bnb_quantization_config: Any = None,
         quantize: bool = False,
     ) -> nn.Module:
-        """Add LoRA adapters by peft, before `boost`. An optimizer of the model may exist: `boost` adds them to it.
+        """Add LoRA adapters with peft. Call it before `boost`.
 
-        pretrained_dir: of adapters saved before. lora_config: a peft.LoraConfig, needed without pretrained_dir.
+        An optimizer of the model may already exist: `boost` adds the adapters to it.
+
+        Args:
+            model: The plain model.
+            pretrained_dir: Directory of saved adapters; None for new ones.
+            lora_config: A peft.LoraConfig; required without `pretrained_dir`.
+            bnb_quantization_config: Not supported; must be None.
+            quantize: Not supported; must be False.
+
+        Returns:
+            The model with adapters.
+
+        Raises:
+            NotImplementedError: If quantized base weights are requested.
+            RuntimeError: If the plugin does not support LoRA, or the model is boosted.
         """
         refuse_quantized(quantize or bnb_quantization_config is not None)
         if self.plugin is None or not self.plugin.support_lora():
@@ -186,7 +258,20 @@ class Booster:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Read a model's weights: see CheckpointIO.load_model. Every rank calls it."""
+        """Load a model's weights from a file or a directory.
+
+        Collective: every rank must call it.
+
+        Args:
+            model: The boosted model.
+            checkpoint: Path of a file, or of a directory with shards; torch's format or safetensors.
+            strict: True if the checkpoint and the model must have the same names.
+            low_cpu_mem_mode: True to read one file at a time.
+            num_threads: Threads that read files if `low_cpu_mem_mode` is False.
+
+        Raises:
+            ValueError: On every rank, if names or shapes do not fit.
+        """
         self.checkpoint_io.load_model(model, checkpoint, strict, low_cpu_mem_mode, num_threads)
 
     def save_model(
@@ -200,7 +285,22 @@ class Booster:
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        """Write a model's weights: see CheckpointIO.save_model. Every rank calls it."""
+        """Save a model's weights under the plain module's names.
+
+        Collective: every rank must call it.
+
+        Args:
+            model: The boosted model.
+            checkpoint: Path of a file, or of a directory if `shard` is True.
+            shard: True to write a directory with several files, an index, and the config of a Hugging Face model. For a
+                model with adapters, the directory gets the adapters alone, as peft's `save_pretrained` writes them.
+            gather_dtensor: True to write full tensors. Plugins that shard parameters refuse False.
+            prefix: Text before the names of the directory's files.
+            size_per_shard: Size of a file, in MiB.
+            use_safetensors: True for safetensors, False for torch.save.
+            use_async: True to return after the weights are copied, and to write files in the background. They are
+                complete after `checkpoint_io.synchronize`, the next save or the next load.
+        """
         self.checkpoint_io.save_model(
             model,
             checkpoint,
@@ -215,7 +315,19 @@ class Booster:
     def load_optimizer(
         self, optimizer: Any, checkpoint: StrPath, low_cpu_mem_mode: bool = True, num_threads: int = 1
     ) -> None:
-        """Read an optimizer's state: see CheckpointIO.load_optimizer. Every rank calls it."""
+        """Load an optimizer's state from a file or a directory.
+
+        Collective: every rank must call it.
+
+        Args:
+            optimizer: The boosted optimizer.
+            checkpoint: Path of a file, or of a directory with shards. Also the state_dict of a torch optimizer.
+            low_cpu_mem_mode: True to read one file at a time.
+            num_threads: Threads that read files if `low_cpu_mem_mode` is False.
+
+        Raises:
+            ValueError: On every rank, if parameters or groups do not fit.
+        """
         self.checkpoint_io.load_optimizer(
             optimizer, checkpoint, low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads
         )
@@ -230,7 +342,19 @@ class Booster:
         size_per_shard: float = 1024,
         use_async: bool = False,
     ) -> None:
-        """Write an optimizer's state: see CheckpointIO.save_optimizer. Every rank calls it."""
+        """Save an optimizer's state, parameter groups and loss scale.
+
+        Collective: every rank must call it.
+
+        Args:
+            optimizer: The boosted optimizer.
+            checkpoint: Path of a file, or of a directory if `shard` is True.
+            shard: True to write a directory with several files and an index.
+            gather_dtensor: True to write full tensors. Plugins that shard parameters refuse False.
+            prefix: Text before the names of the directory's files.
+            size_per_shard: Size of a file, in MiB.
+            use_async: True to return after the state is copied, and to write files in the background.
+        """
         self.checkpoint_io.save_optimizer(
             optimizer,
             checkpoint,
@@ -242,15 +366,31 @@ class Booster:
         )
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
-        """Write a scheduler's state. Every rank calls it."""
+        """Save a scheduler's state to a file. Collective: every rank must call it.
+
+        Args:
+            lr_scheduler: The scheduler.
+            checkpoint: Path of the file.
+        """
         self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
-        """Read a scheduler's state. Every rank calls it."""
+        """Load a scheduler's state from a file. Collective: every rank must call it.
+
+        Args:
+            lr_scheduler: The scheduler.
+            checkpoint: Path of the file.
+        """
         self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
-        """Write the adapters of a model that `enable_lora` made, for peft to load. Every rank calls it."""
+        """Save the adapters of a model to a directory that peft can load. Collective: every rank must call it.
+
+        Args:
+            model: A boosted model with adapters of `enable_lora`.
+            checkpoint: Path of the directory.
+            use_safetensors: True for safetensors, False for torch.save.
+        """
         self.checkpoint_io.save_lora_as_pretrained(model, checkpoint, use_safetensors)
 
     def _plugin_name(self) -> str:
@@ -258,7 +398,7 @@ class Booster:
 
 
 def _check_boosted(model: Any, optimizer: Any, criterion: Any, dataloader: Any) -> None:
-    """Refuse a wrong order of arguments, as on some of ColossalAI's pages, and a second boost."""
+    """Raise for arguments in another order, as on some of ColossalAI's pages, and for boosted objects."""
     order = "boost(model, optimizer, criterion, dataloader, lr_scheduler) returns five values in this order"
     if not isinstance(model, nn.Module):
         raise TypeError(f"boost got a {type(model).__name__} for the model; {order}")

@@ -1,4 +1,4 @@
-"""DistCoordinator: who prints, who goes first."""
+"""DistCoordinator: printing, waiting and running first on chosen ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ Group: TypeAlias = "dist.ProcessGroup | None"
 
 
 class DistCoordinator:
-    """This process's place among the ranks. A group of None is the world. Make it after the ranks are started."""
+    """Position of this process among the ranks. A group of None is the world.
+
+    Raises:
+        RuntimeError: If torch.distributed is not started.
+    """
 
     def __init__(self) -> None:
         if not dist.is_initialized():
@@ -26,36 +30,57 @@ class DistCoordinator:
                 "torch.distributed.init_process_group(), first"
             )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # On this machine, as the launcher says; without a launcher all ranks are on one machine.
+        # The launcher sets the rank on this machine; without a launcher all ranks are on one machine.
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
 
     def is_master(self, process_group: Group = None) -> bool:
-        """True on the first rank of the group."""
+        """Return True on the first rank of a group.
+
+        Args:
+            process_group: The group.
+        """
         return dist.get_rank(process_group) == 0
 
     def is_node_master(self) -> bool:
-        """True on the first rank of each machine."""
+        """Return True on the first rank of each machine."""
         return self.local_rank == 0
 
     def is_last_process(self, process_group: Group = None) -> bool:
-        """True on the last rank of the group."""
+        """Return True on the last rank of a group.
+
+        Args:
+            process_group: The group.
+        """
         return dist.get_rank(process_group) == dist.get_world_size(process_group) - 1
 
     def print_on_master(self, msg: str, process_group: Group = None) -> None:
-        """Print on the first rank of the group."""
+        """Print a message on the first rank of a group.
+
+        Args:
+            msg: The message.
+            process_group: The group.
+        """
         if self.is_master(process_group):
             print(msg, flush=True)
 
     def print_on_node_master(self, msg: str) -> None:
-        """Print on the first rank of each machine."""
+        """Print a message on the first rank of each machine.
+
+        Args:
+            msg: The message.
+        """
         if self.is_node_master():
             print(msg, flush=True)
 
     @contextmanager
     def priority_execution(self, executor_rank: int = 0, process_group: Group = None) -> Iterator[None]:
-        """The body runs on one rank of the group first, then on the others. Collective.
+        """Run the body on one rank of a group first, then on the others. Collective over the group.
 
-        An error of the first rank is raised on every rank; in ColossalAI the others would wait.
+        An error of the first rank is raised on every rank; in ColossalAI the others would wait forever.
+
+        Args:
+            executor_rank: Rank within the group that runs the body first.
+            process_group: The group.
         """
         what = f"priority_execution of rank {executor_rank}"
         if dist.get_rank(process_group) != executor_rank:
@@ -66,16 +91,28 @@ class DistCoordinator:
             yield
 
     def destroy(self, process_group: Group = None) -> None:
-        """Destroy a group; None destroys all."""
+        """Destroy a group.
+
+        Args:
+            process_group: The group; None for all groups.
+        """
         dist.destroy_process_group(process_group)
 
     def block_all(self, process_group: Group = None) -> None:
-        """Return when every rank of the group has called. Collective."""
+        """Wait until every rank of a group has called this. Collective over the group.
+
+        Args:
+            process_group: The group.
+        """
         with waiting("block_all", process_group or dist.group.WORLD):
             dist.barrier(process_group)
 
     def on_master_only(self, process_group: Group = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: the function runs on the group's first rank, and is None on the others."""
+        """Return a decorator for functions that run only on a group's first rank and return None on the others.
+
+        Args:
+            process_group: The group.
+        """
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""launch and its kin: start torch.distributed on the device there is, under torchrun, SLURM's srun or Open MPI."""
+"""launch and its variants: start torch.distributed under torchrun, SLURM's srun or Open MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.booster.rank_logger import DistributedLogger
 from core.watch.rank_watch import announce_process
 from core.watch.waiting import PeerLost, in_short, starting
 
-# Launcher -> what it sets for each process: rank, local rank, number of ranks, host, port.
+# Launcher -> environment variables of each process: rank, local rank, number of ranks, host, port.
 PLACES = {
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "srun": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NPROCS"),
@@ -32,10 +32,24 @@ def launch(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """Start the default group, choose this rank's device, and seed Python, NumPy and torch alike on every rank.
+    """Start the default process group, choose this rank's device, and seed all random number generators.
 
-    backend: None for the device's own, which is 'nccl' on GPUs and 'gloo' on CPUs. A group that is started already is
-    kept. Collective. Raises RuntimeError for a place that is not the one in such a group.
+    A group that is already started is kept. Collective: every rank of the job must call it.
+
+    Args:
+        rank: This process's rank.
+        world_size: Number of ranks.
+        host: Host of rank 0.
+        port: A free port of that host.
+        backend: 'gloo' to train on the CPU. Otherwise the device's own backend is used ('nccl' on GPUs, 'gloo' on
+            CPUs), with a warning if another one is named.
+        local_rank: Index of this rank's device on this machine; None for `rank` modulo the number of devices.
+        seed: Seed of Python, NumPy and torch, the same on every rank.
+        verbose: True to log how the group was started.
+
+    Raises:
+        RuntimeError: If a group is started already, with this process at another rank or of another size.
+        PeerLost: If ranks cannot be reached.
     """
     logger = DistributedLogger()
     if dist.is_initialized():
@@ -48,7 +62,7 @@ def launch(
         how = f"was started before, with {dist.get_backend()}"
     else:
         devices = torch.accelerator.device_count()
-        # All ranks of a machine decide alike: an accelerator for each of them, or none.
+        # All ranks of a machine make the same choice: an accelerator for each of them, or for none.
         enough = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= devices
         kind = devices_here()[-1] if enough and backend != "gloo" else "cpu"
         own = dist.get_default_backend_for_device(kind)
@@ -66,7 +80,9 @@ def launch(
 
 
 def _store(host: str, port: int, rank: int, world_size: int) -> dist.Store:
-    """The job's store: torchrun's, or one that rank 0 holds. It waits for no rank, so that `starting` can name them."""
+    """Return the job's store: torchrun's, or one on rank 0. It does not wait for ranks, so that `starting` can name
+    them.
+    """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store: dist.Store = next(dist.rendezvous(f"tcp://{address}", rank, world_size))[0]
@@ -79,7 +95,16 @@ def _store(host: str, port: int, rank: int, world_size: int) -> dist.Store:
 
 
 def launch_from_torch(backend: str | None = None, seed: int = 1024, verbose: bool = True) -> None:
-    """`launch` with the place that torchrun gave this process. Collective."""
+    """Call `launch` with the rank, size and address that torchrun set for this process. Collective.
+
+    Args:
+        backend: As in `launch`.
+        seed: Seed of Python, NumPy and torch.
+        verbose: True to log how the group was started.
+
+    Raises:
+        RuntimeError: If torchrun's variables are not set.
+    """
     if dist.is_initialized() and "RANK" not in os.environ:
         launch(dist.get_rank(), dist.get_world_size(), "", 0, backend, None, seed, verbose)
         return
@@ -89,19 +114,45 @@ def launch_from_torch(backend: str | None = None, seed: int = 1024, verbose: boo
 
 
 def launch_from_slurm(host: str, port: int, backend: str | None = None, seed: int = 1024, verbose: bool = True) -> None:
-    """`launch` with the place that SLURM's srun gave this process. host, port: of rank 0. Collective."""
+    """Call `launch` with the rank and size that SLURM's srun set for this process. Collective.
+
+    Args:
+        host: Host of rank 0.
+        port: A free port of that host.
+        backend: As in `launch`.
+        seed: Seed of Python, NumPy and torch.
+        verbose: True to log how the group was started.
+
+    Raises:
+        RuntimeError: If srun's variables are not set.
+    """
     launch(**_place("srun"), host=host, port=port, backend=backend, seed=seed, verbose=verbose)
 
 
 def launch_from_openmpi(
     host: str, port: int, backend: str | None = None, seed: int = 1024, verbose: bool = True
 ) -> None:
-    """`launch` with the place that Open MPI's mpirun gave this process. host, port: of rank 0. Collective."""
+    """Call `launch` with the rank and size that Open MPI's mpirun set for this process. Collective.
+
+    Args:
+        host: Host of rank 0.
+        port: A free port of that host.
+        backend: As in `launch`.
+        seed: Seed of Python, NumPy and torch.
+        verbose: True to log how the group was started.
+
+    Raises:
+        RuntimeError: If mpirun's variables are not set.
+    """
     launch(**_place("mpirun"), host=host, port=port, backend=backend, seed=seed, verbose=verbose)
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's random numbers."""
+    """Seed the random number generators of Python, NumPy and torch.
+
+    Args:
+        seed: The seed.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""LoRA adapters by peft, for plugins that train them."""
+"""LoRA adapters with peft, for plugins that can train them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ from torch import nn
 def add_lora(
     model: nn.Module, pretrained_dir: str | None, lora_config: Any, bnb_quantization_config: Any = None
 ) -> nn.Module:
-    """A model with new adapters (`lora_config`, a peft.LoraConfig) or with those of a directory, trainable."""
+    """Add trainable LoRA adapters to a model, new ones or those of a directory.
+
+    Args:
+        model: The base model.
+        pretrained_dir: Directory of saved adapters; None for new ones.
+        lora_config: A peft.LoraConfig; required without `pretrained_dir`.
+        bnb_quantization_config: Not supported; must be None.
+
+    Returns:
+        The peft model.
+
+    Raises:
+        NotImplementedError: If a quantization config is given.
+        TypeError: If `lora_config` is not a peft.LoraConfig.
+    """
     refuse_quantized(bnb_quantization_config is not None)
     peft = peft_package()
     if pretrained_dir is None:
@@ -20,14 +34,24 @@ def add_lora(
 
 
 def check_config(lora_config: Any) -> Any:
-    """A peft.LoraConfig, or an error that says so."""
+    """Return `lora_config`, or raise TypeError if it is not a peft.LoraConfig.
+
+    Args:
+        lora_config: The object to check.
+    """
     if not isinstance(lora_config, peft_package().LoraConfig):
         raise TypeError(f"lora_config must be a peft.LoraConfig, and is {lora_config!r}")
     return lora_config
 
 
 def refuse_quantized(quantize: bool) -> None:
-    """Base weights in 4 or 8 bits are bitsandbytes', which is CUDA only and whose weights no plugin here can shard."""
+    """Raise NotImplementedError for base weights in 4 or 8 bits.
+
+    They need bitsandbytes, which runs on CUDA only and whose weights no plugin here can shard.
+
+    Args:
+        quantize: True if quantized base weights were requested.
+    """
     if quantize:
         raise NotImplementedError(
             "enable_lora with quantize or bnb_quantization_config is not here: quantized base weights (bitsandbytes) "
@@ -37,7 +61,7 @@ def refuse_quantized(quantize: bool) -> None:
 
 
 def peft_package() -> Any:
-    """peft, or an error that names the extra."""
+    """Import peft, or raise an ImportError that names the extra to install."""
     try:
         import peft
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""Learning rate schedules with a warm-up, each a formula of the step and the group's own rate. ColossalAI's names.
+"""Learning rate schedules with a warm-up, each a formula of the step and the group's base rate. Names are ColossalAI's.
 
-Step t is the number of calls of `step()` so far; the rate of step 0 is set when the schedule is made. An optimizer
-that `boost` returned may be given as well as the torch optimizer in it.
+Step t is the number of calls of `step()` so far. The rate of step 0 is set when the schedule is created. The optimizer
+may be a torch optimizer, or an optimizer that `boost` returned.
 """
 
 from __future__ import annotations
@@ -17,14 +17,29 @@ from core.interface import OptimizerWrapper
 
 
 def plain(optimizer: Any) -> Any:
-    """The torch optimizer in what `boost` returned."""
+    """Return the torch optimizer inside an optimizer that `boost` returned.
+
+    Args:
+        optimizer: A boosted optimizer, or a torch optimizer, which is returned unchanged.
+    """
     return optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
 
 
 class FormulaLR(lr_scheduler.LRScheduler):
-    """A schedule whose `formula` follows a linear warm-up from base / warmup_steps. ValueError for a bad option."""
+    """Base class of schedules that follow `formula` after a linear warm-up from base / warmup_steps.
 
-    late = 0  # how many steps later than the last one of the warm-up the base rate is reached
+    Args:
+        optimizer: A torch optimizer, or a boosted one.
+        total_steps: Number of steps of training.
+        warmup_steps: Number of steps of the warm-up.
+        last_epoch: As in torch's schedulers.
+        **o: Options of the formula.
+
+    Raises:
+        ValueError: If an option is out of its range.
+    """
+
+    late = 0  # steps between the end of the warm-up and the base rate
 
     def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1, **o: Any) -> None:
         self.options, self.total_steps, self.warmup_steps = o, total_steps, warmup_steps
@@ -41,11 +56,16 @@ class FormulaLR(lr_scheduler.LRScheduler):
         super().__init__(plain(optimizer), last_epoch)
 
     def formula(self, step: int, base: float) -> float:
-        """The rate of a step, counted from the end of the warm-up."""
+        """Return the rate of a step.
+
+        Args:
+            step: Steps since the end of the warm-up.
+            base: The group's base rate.
+        """
         raise NotImplementedError
 
     def get_lr(self) -> list[float]:
-        """The rate of each group at this step."""
+        """Return the rate of each group at this step."""
         step, warm = self.last_epoch - self.warmup_steps, (self.last_epoch + 1) / (self.warmup_steps + self.late or 1)
         return [float(self.formula(step, base)) if step >= 0 else base * warm for base in self.base_lrs]
 
@@ -82,7 +102,7 @@ class CosineAnnealingWarmupLR(FormulaLR):
 
 
 class FlatAnnealingWarmupLR(FormulaLR):
-    """Flat for the share pct_start of the steps after the warm-up, then half a cosine to eta_min."""
+    """Base rate for the fraction pct_start of the steps after the warm-up, then half a cosine to eta_min."""
 
     formula = _cosine
 
@@ -99,7 +119,7 @@ class FlatAnnealingWarmupLR(FormulaLR):
 
 
 class LinearWarmupLR(FormulaLR):
-    """Linear to 0 at total_steps, where it stays; the warm-up reaches the base rate one step later."""
+    """Linear decay to 0 at total_steps, then 0. The base rate is reached one step after the warm-up."""
 
     formula, late = _linear, 1
 
@@ -108,7 +128,7 @@ class LinearWarmupLR(FormulaLR):
 
 
 class MultiStepWarmupLR(FormulaLR):
-    """The base rate times gamma for each milestone that is reached. Milestones count all steps."""
+    """Base rate, multiplied by gamma at each milestone. Milestones count all steps, including the warm-up."""
 
     formula = _multistep
 
@@ -125,7 +145,7 @@ class MultiStepWarmupLR(FormulaLR):
 
 
 class PolynomialWarmupLR(FormulaLR):
-    """end_lr + (base - end_lr) * (share of steps that are left) ** power."""
+    """Polynomial decay: end_lr + (base - end_lr) * (fraction of remaining steps) ** power."""
 
     formula = _polynomial
 

@@ -1,4 +1,4 @@
-"""ProcessGroupMesh: the world as a grid of ranks, with groups along its axes; the last axis varies fastest."""
+"""ProcessGroupMesh: the world as a grid of ranks, with process groups along its axes. The last axis varies fastest."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ Coordinate = tuple[int, ...]
 
 
 class ProcessGroupMesh:
-    """`ProcessGroupMesh(2, 2)` arranges four ranks: rank r is at (r // 2, r % 2).
+    """Grid of all ranks: `ProcessGroupMesh(2, 2)` arranges four ranks, with rank r at (r // 2, r % 2).
 
-    Groups are made at the first call for an axis, which is collective over the world, and kept. groups: this rank's
-    groups along single axes that exist already; the mesh hands them out and never destroys them.
-    Raises ValueError where the sizes do not give the world's size.
+    The groups along an axis are created by the first call for that axis, which is collective over the world, and are
+    cached.
+
+    Args:
+        *size: Length of each axis.
+        groups: This rank's existing groups by axis. The mesh returns them and never destroys them.
+
+    Raises:
+        ValueError: If the product of the sizes is not the world's size.
     """
 
     def __init__(self, *size: int, groups: Mapping[int, Any] | None = None) -> None:
@@ -34,7 +40,11 @@ class ProcessGroupMesh:
         return self.shape if dim is None else self.shape[dim]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
-        """This rank's place along an axis, or along all."""
+        """Return this rank's coordinate along an axis, or along all axes.
+
+        Args:
+            dim: The axis; None for all.
+        """
         here = self.unravel(self.rank, self.shape)
         return here if dim is None else here[dim]
 
@@ -44,23 +54,41 @@ class ProcessGroupMesh:
 
     @staticmethod
     def ravel(coord: Coordinate, shape: Coordinate, mode: str = "raise") -> int:
-        """The rank at coordinates; mode 'wrap' or 'clip' for those outside, as NumPy's ravel_multi_index."""
+        """Return the rank at a coordinate.
+
+        Args:
+            coord: The coordinate.
+            shape: Lengths of the axes.
+            mode: 'raise', 'wrap' or 'clip' for coordinates outside, as in NumPy's ravel_multi_index.
+        """
         return int(np.ravel_multi_index(coord, shape, mode=mode))
 
     get_ranks_in_group = staticmethod(dist.get_process_group_ranks)
 
     @staticmethod
     def get_coords_along_axis(base_coord: Coordinate, axis: Any, indices_at_axis: Any) -> list[Coordinate]:
-        """The coordinates that differ from `base_coord` along the axes only, at the places given for each axis."""
+        """Return the coordinates that differ from a base coordinate only along given axes.
+
+        Args:
+            base_coord: The base coordinate.
+            axis: One axis, or several.
+            indices_at_axis: Indices along the axis, or along each of several axes.
+        """
         places = dict(_rows(axis, indices_at_axis, base_coord))
         return list(itertools.product(*(places.get(dim, (here,)) for dim, here in enumerate(base_coord))))
 
     def create_group_along_axis(
         self, axis: int | Sequence[int], indices_at_axis: Any = None, backend: str | None = None
     ) -> Any:
-        """Make the groups of ranks that differ along the axes only; returns this rank's. Collective over the world.
+        """Create the groups of ranks that differ only along given axes. Collective over the world.
 
-        indices_at_axis: the places that belong to the groups; None for all. A rank at no such place gets None.
+        Args:
+            axis: One axis, or several.
+            indices_at_axis: Indices along the axis (each axis) that belong to the groups; None for all.
+            backend: Backend of the groups.
+
+        Returns:
+            This rank's group; None if its index is not among `indices_at_axis`.
         """
         rows = _rows(axis, indices_at_axis, self.shape)
         axes, places = [dim for dim, _ in rows], [list(row) for _, row in rows]
@@ -76,12 +104,18 @@ class ProcessGroupMesh:
     def get_group_along_axis(
         self, axis: int | Sequence[int], indices_at_axis: Any = None, backend: str | None = None
     ) -> Any:
-        """`create_group_along_axis`, or the group that it made before."""
+        """Return this rank's group along given axes. The first call creates it, collectively over the world.
+
+        Args:
+            axis: One axis, or several.
+            indices_at_axis: Indices along the axis (each axis) that belong to the groups; None for all.
+            backend: Backend of the groups.
+        """
         made = self._groups.get(_rows(axis, indices_at_axis, self.shape), self)  # a rank that is in no group has None
         return self.create_group_along_axis(axis, indices_at_axis, backend) if made is self else made
 
     def destroy_mesh_process_groups(self) -> None:
-        """Destroy this rank's groups that the mesh has made."""
+        """Destroy this rank's groups that the mesh has created."""
         for rows, group in self._groups.items():
             if group is not None and group is not self._given.get(rows):
                 dist.destroy_process_group(group)
@@ -89,7 +123,7 @@ class ProcessGroupMesh:
 
 
 def _rows(axis: Any, places: Any, shape: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The axes, ascending, and the places along each."""
+    """Return the axes in ascending order, each with its indices."""
     axes = [axis] if isinstance(axis, int) else axis
     rows = [range(shape[dim]) for dim in axes] if places is None else [places] if isinstance(axis, int) else places
     return tuple(sorted((dim, tuple(row)) for dim, row in zip(axes, rows, strict=True)))

@@ -1,4 +1,4 @@
-"""DistributedLogger: Python's logging with a choice of ranks."""
+"""DistributedLogger: Python's logging on chosen ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ OWN = ("core", "colossalai")
 
 
 class DistributedLogger:
-    """The logger of a name, at first from level INFO on. `info`, `warning`, `debug`, `error`: (message, ranks=None)."""
+    """Logger that can log on some ranks only: `info`, `warning`, `debug` and `error` take (message, ranks=None).
+
+    Args:
+        name: Name of the Python logger. Its level is INFO if it has no handlers yet.
+    """
 
     def __init__(self, name: str = "core") -> None:
         self._logger = logging.getLogger(name)
@@ -28,20 +32,35 @@ class DistributedLogger:
 
     @classmethod
     def get_instance(cls, name: str) -> DistributedLogger:
-        """The logger of a name; several objects of one name are one logger."""
+        """Return the logger of a name. All objects of one name share one Python logger.
+
+        Args:
+            name: Name of the Python logger.
+        """
         return cls(name)
 
     @property
     def rank(self) -> int:
-        """This process's rank, 0 before torch.distributed is started."""
+        """This process's rank; 0 before torch.distributed is started."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     def set_level(self, level: str) -> None:
-        """Log from this level on: 'DEBUG', 'INFO', 'WARNING' or 'ERROR'."""
+        """Set the lowest level that is logged.
+
+        Args:
+            level: 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.
+        """
         self._logger.setLevel(level)
 
     def log_to_file(self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
-        """Write messages also to rank_<rank>.log, or rank_<rank>_<suffix>.log, in the directory `path`."""
+        """Also write messages to rank_<rank>.log, or rank_<rank>_<suffix>.log.
+
+        Args:
+            path: Directory of the file, created if needed.
+            mode: Mode of `open`.
+            level: Lowest level that is written.
+            suffix: Text at the end of the file's name.
+        """
         directory = Path(path)
         directory.mkdir(parents=True, exist_ok=True)
         name = f"rank_{self.rank}.log" if suffix is None else f"rank_{self.rank}_{suffix}.log"
@@ -62,7 +81,12 @@ class DistributedLogger:
 
 
 def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequence[str] = OWN) -> None:
-    """Log only warnings and errors of those loggers that there are: the ones in `include`, or all but `exclude`."""
+    """Limit existing loggers to warnings and errors.
+
+    Args:
+        include: Names of the loggers; None for all.
+        exclude: Names of loggers to leave unchanged.
+    """
     for name in list(logging.root.manager.loggerDict) if include is None else include:
         if name not in exclude:
             logging.getLogger(name).setLevel(logging.WARNING)

@@ -86,7 +86,7 @@ class DynamicLossScaler(LossScaler):
         growth_factor: Multiplier of a growth; above 1.
         backoff_factor: Multiplier of a reduction; between 0 and 1.
         growth_interval: Good steps in a row before a growth.
-        hysteresis: Overflows before the first reduction since the last growth.
+        hysteresis: Number of overflows since the last growth at which the scale is first reduced.
         max_scale: Upper limit of the factor; None for the largest fp32 number.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Directories of adapters, as peft's `save_pretrained` writes them, of every method that peft has."""
+"""Directories of adapters in the format of peft's `save_pretrained`, for every method that peft has."""
 
 from __future__ import annotations
 
@@ -15,17 +15,30 @@ CONFIG, DEFAULT = "adapter_config.json", "default"
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """True for a model of peft."""
+    """Return True if a module is a peft model.
+
+    Args:
+        module: The plain module.
+    """
     return hasattr(module, "peft_config") and hasattr(module, "active_peft_config")
 
 
 def folders_of(module: Any, directory: Path) -> dict[str, Path]:
-    """Return where each adapter of a model is written: the one named "default" in the directory, others below it."""
+    """Return the directory of each adapter: the checkpoint's for "default", a subdirectory of it for others.
+
+    Args:
+        module: A peft model.
+        directory: The checkpoint's directory.
+    """
     return {name: directory if name == DEFAULT else directory / name for name in module.peft_config}
 
 
 def names_to_save(module: Any) -> set[str]:
-    """Return the names of the tensors that a directory of adapters is made of, and perhaps some more."""
+    """Return the names of the tensors that a directory of adapters contains, and perhaps some more.
+
+    Args:
+        module: A peft model.
+    """
     own = _placeholders(module)
     prefixes = {getattr(getattr(module, "base_model", None), "prefix", "") or "lora_", "prompt_encoder."}
     trained = {name for name, param in module.named_parameters() if param.requires_grad}
@@ -40,13 +53,13 @@ def write_adapters(module: Any, content: dict[str, Any], directory: str, *, use_
     """Write the directories of all adapters.
 
     Args:
-        module: The model of peft. Its parameters may be on the meta device, or shards.
+        module: A peft model. Its parameters may be on the meta device, or shards.
         content: The tensors of `names_to_save`, by name.
-        directory: Where the adapter "default" is written.
+        directory: Directory of the adapter "default".
         use_safetensors: True for safetensors, False for torch.save.
     """
     shadow = module
-    if any(_is_prompt(module, adapter) for adapter in module.peft_config):  # peft calls the encoder of the prompt
+    if any(_is_prompt(module, adapter) for adapter in module.peft_config):  # peft runs the prompt's encoder
         shadow = copy.copy(module)
         encoder = copy.deepcopy(module.prompt_encoder).to_empty(device="cpu")
         prefix = "prompt_encoder."
@@ -56,7 +69,14 @@ def write_adapters(module: Any, content: dict[str, Any], directory: str, *, use_
 
 
 def read_adapters(module: Any, directory: Path) -> dict[str, torch.Tensor]:
-    """Read the directories of all adapters that a model has: name in the model -> whole tensor.
+    """Read the directories of all adapters of a model.
+
+    Args:
+        module: A peft model.
+        directory: Directory of the adapter "default".
+
+    Returns:
+        Full tensors by their names in the model.
 
     Raises:
         ValueError: If an adapter is missing, has other tensors than the model's, or cannot be trained further.
@@ -103,11 +123,11 @@ def _placeholders(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _names_in_file(module: Any, adapter: str, own: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return for each key of an adapter's file the name of the tensor in the model. peft's own function is asked."""
+    """Return the name in the model of each key in an adapter's file, as peft's own function maps them."""
     from peft import get_peft_model_state_dict
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft says it again when the file is written
+        warnings.simplefilter("ignore")  # peft repeats the warning when the file is written
         stored = get_peft_model_state_dict(module, dict(own), adapter)
     names = {id(value): name for name, value in own.items()}
     return {key: names[id(value)] for key, value in stored.items() if id(value) in names}

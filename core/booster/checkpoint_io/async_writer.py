@@ -1,4 +1,4 @@
-"""One thread that writes files in the background, in order; its errors are raised at the next wait."""
+"""AsyncWriter: one thread that writes files in the background, in order. Errors are raised at the next wait."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from collections.abc import Callable
 
 
 class AsyncWriter:
-    """At most one job at a time. The interpreter does not end before a job has."""
+    """Background thread with at most one job at a time. The interpreter does not exit before the job ends."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run a job in the background, after the one before it."""
+        """Run a job in the background, after the previous one has ended.
+
+        Args:
+            job: Function that writes files.
+
+        Raises:
+            Exception: The error of the previous job.
+        """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-writer")
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written. Raises what went wrong, once."""
+        """Wait until nothing is being written. Raises the job's error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

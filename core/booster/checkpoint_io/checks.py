@@ -1,4 +1,4 @@
-"""Checks of saves and loads: of their arguments, and of the names, shapes and groups of a file against those here."""
+"""Checks of checkpoints: arguments of saves and loads, and names, shapes and groups of a file against the model's."""
 
 from __future__ import annotations
 
@@ -18,19 +18,42 @@ StrPath = str | os.PathLike[str]
 
 
 def expect_model(model: Any, caller: str) -> None:
-    """TypeError where it is none."""
+    """Check that an argument is a module.
+
+    Args:
+        model: The argument.
+        caller: Name of the calling method, for the message.
+
+    Raises:
+        TypeError: If it is not.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller} got a {type(model).__name__}; pass boost's model")
 
 
 def expect_optimizer(optimizer: Any, caller: str) -> None:
-    """TypeError where it is none."""
+    """Check that an argument is an optimizer.
+
+    Args:
+        optimizer: The argument.
+        caller: Name of the calling method, for the message.
+
+    Raises:
+        TypeError: If it is not.
+    """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"{caller} got a {type(optimizer).__name__}; pass boost's optimizer")
 
 
 def refuse_safetensors(path: Path) -> None:
-    """ValueError for an optimizer's file of a kind that holds tensors only."""
+    """Check that an optimizer's file is not a safetensors file, which can store tensors only.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        ValueError: If it is.
+    """
     if path.suffix == SAFE_SUFFIX:
         raise ValueError(
             f"{path.name} is a safetensors file by its name, which holds tensors only, and an optimizer's state has "
@@ -41,9 +64,21 @@ def refuse_safetensors(path: Path) -> None:
 def save_target(
     checkpoint: StrPath, *, shard: bool, prefix: str | None, size_per_shard: float, suffix: str | None
 ) -> Path:
-    """A path that can be written: a file whose suffix fits, or with `shard` a directory. ValueError otherwise.
+    """Check the arguments of a save.
 
-    suffix: what a model's file may end in, '.safetensors' or '.bin'; None for an optimizer's.
+    Args:
+        checkpoint: Path to write.
+        shard: True for a directory, False for a file.
+        prefix: Text before the names of files, or None.
+        size_per_shard: Size of a file, in MiB.
+        suffix: Suffix of a model's file, '.safetensors' or '.bin'; None for an optimizer's.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: If `prefix` is not text.
+        ValueError: If the size is not positive, the path is of the other kind, or its suffix contradicts the format.
     """
     if prefix is not None and not isinstance(prefix, str):
         raise TypeError(f"prefix is {prefix!r}; it is text before the names of files, or None")
@@ -67,7 +102,16 @@ def save_target(
 
 
 def check_names(own: Mapping[str, Any], found: set[str], strict: bool) -> None:
-    """Refuse names that are on one side only, if strict. A tied weight may be there under any of its names."""
+    """Check that a checkpoint and a model have the same names. A tied weight may be stored under any of its names.
+
+    Args:
+        own: The model's state dict.
+        found: Names in the checkpoint.
+        strict: False to accept differences.
+
+    Raises:
+        ValueError: If a name is on one side only and `strict` is True.
+    """
     if not strict:
         return
     loaded = {id(own[name]) for name in found & own.keys() if isinstance(own[name], torch.Tensor)}
@@ -81,14 +125,26 @@ def check_names(own: Mapping[str, Any], found: set[str], strict: bool) -> None:
 
 
 def second_names(model: nn.Module) -> set[str]:
-    """Names of tied weights but for the first of each, as Hugging Face's files leave them out."""
+    """Return all names of tied weights except the first of each, as Hugging Face's files leave them out.
+
+    Args:
+        model: The model.
+    """
     first: dict[int, str] = {}
     own = model.state_dict(keep_vars=True)
     return {name for name, value in own.items() if first.setdefault(id(value), name) != name}
 
 
 def check_shapes(own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Refuse tensors of another shape, before anything is changed."""
+    """Check that tensors have the model's shapes, before anything is changed.
+
+    Args:
+        own: The model's state dict.
+        found: Tensors of the checkpoint by name.
+
+    Raises:
+        ValueError: If a shape differs.
+    """
     for name, value in found.items():
         mine, shape = own.get(name), getattr(value, "shape", None)
         if shape is not None and isinstance(mine, torch.Tensor) and shape != mine.shape:
@@ -96,9 +152,11 @@ def check_shapes(own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def packed_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[Sequence[str | None]]) -> list[dict[str, Any]]:
-    """Groups as torch's state_dict has them: numbers for parameters, and here their names, if all of a group have one.
+    """Return groups in the format of torch's state_dict: numbers replace parameters, next to the names of parameters.
 
-    names: of each group's parameters.
+    Args:
+        groups: torch param groups.
+        names: Names of each group's parameters; a group with a None has no names in the result.
     """
     number = itertools.count()
     packed = [{key: v for key, v in group.items() if key not in ("params", "param_names")} for group in groups]
@@ -110,7 +168,18 @@ def packed_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[Sequence[
 
 
 def match_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[int, int]:
-    """The number here of each saved parameter: by name where both sides have names, else by place."""
+    """Map each saved parameter to this optimizer's: by name if both sides have names, else by position.
+
+    Args:
+        saved: Saved groups, in the format of `packed_groups`.
+        own: This optimizer's groups, in the same format.
+
+    Returns:
+        This optimizer's number by saved number.
+
+    Raises:
+        ValueError: If the groups' sizes or names differ.
+    """
     sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
     if sizes[0] != sizes[1]:
         raise ValueError(

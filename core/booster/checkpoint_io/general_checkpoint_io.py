@@ -1,10 +1,9 @@
-"""CheckpointIO: what the Booster asks of saving and loading, here of one process. Plugins with several ranks change who
-writes, and what a tensor is.
+"""CheckpointIO: saving and loading for the Booster, on one process here. Plugins with several ranks derive from it.
 
-A derived class says in five methods what is special; how files look is written here once:
+A subclass overrides the following methods. The format of files is defined here alone:
 
-    writes, agree                           which rank writes, and how ranks hear of an error
-    model_tensors, place_tensor             whole tensors out of a model; a whole tensor as this rank holds it
+    writes, agree                           which rank writes, and how errors reach all ranks
+    model_tensors, place_tensor             full tensors out of a model; this rank's part of a full tensor
     optimizer_groups, optimizer_states, load_optimizer_states
 """
 
@@ -43,60 +42,60 @@ States = dict[int, dict[str, Any]]
 
 
 class CheckpointIO:
-    """Saves and loads models, optimizers and schedulers.
+    """Saving and loading of models, optimizers and schedulers.
 
-    Every rank calls each method, with the same arguments; files lie where all ranks can read them. Of this class itself
-    every process writes and reads alone: for training without a plugin, on one process.
+    Every rank calls each method, with the same arguments, and files must be readable by all ranks. This class itself is
+    for training without a plugin: every process writes and reads alone.
     """
 
     def __init__(self) -> None:
         self._writer = AsyncWriter()
-        self._copies: dict[tuple[str, Any], torch.Tensor] = {}  # memory of asynchronous saves, kept for the next one
+        self._copies: dict[tuple[str, Any], torch.Tensor] = {}  # memory of asynchronous saves, reused by the next one
 
-    # -- what a plugin says otherwise -----------------------------------------------------------------------------
+    # -- methods that plugins override -----------------------------------------------------------------------------
 
     def writes(self) -> bool:
-        """True if this rank writes."""
+        """Return True if this rank writes files."""
         return True
 
     def agree(self, error: Exception | None, what: str) -> None:
-        """Raise on every rank if any has an error. Collective: no rank continues before all have come here."""
+        """Raise on every rank if any has an error. Collective: no rank continues before all have called it."""
         if error is not None:
             raise error
 
     def check_gather(self, gather_dtensor: bool) -> None:
-        """Refuse to write parts of tensors where tensors have parts."""
+        """Refuse to write parts of tensors if tensors are sharded."""
 
     def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
-        """A model's whole tensors under the plain module's names, one after another. Collective."""
+        """Yield a model's full tensors under the plain module's names, one after another. Collective."""
         yield from plain(model).state_dict().items()
 
     def whole_module(self, model: nn.Module) -> nn.Module:
-        """A module with the whole model's names, ties and config."""
+        """Return a module with the full model's names, ties and config."""
         return plain(model)
 
     def place_tensor(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """A whole tensor as this rank holds the one it is for."""
+        """Return this rank's part of a full tensor, sharded as `like`."""
         return whole
 
     def optimizer_groups(self, optimizer: Any) -> list[dict[str, Any]]:
-        """Groups as torch's state_dict has them: numbers for parameters, and here their names too."""
+        """Return groups in the format of torch's state_dict, with numbers and also names of parameters."""
         names, groups = getattr(optimizer, "param_names", {}), _torch_optimizer(optimizer).param_groups
         return packed_groups(groups, [[names.get(param) for param in group["params"]] for group in groups])
 
     def optimizer_states(self, optimizer: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The whole state of each parameter by its number, one after another. Collective."""
+        """Yield the full state of each parameter by its number, one after another. Collective."""
         inner = _torch_optimizer(optimizer)
         for number, param in enumerate(param for group in inner.param_groups for param in group["params"]):
             if param in inner.state:
                 yield number, inner.state[param]
 
     def place_state(self, optimizer: Any, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's whole state as this rank holds it."""
+        """Return this rank's part of a parameter's full state."""
         return state
 
     def load_optimizer_states(self, optimizer: Any, groups: list[dict[str, Any]], states: States) -> None:
-        """Take over groups, and states that `place_state` has given; both by this optimizer's numbers."""
+        """Load groups, and states from `place_state`, both by this optimizer's numbers."""
         bare = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
         _torch_optimizer(optimizer).load_state_dict({"state": states, "param_groups": bare})
 
@@ -113,13 +112,9 @@ class CheckpointIO:
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        """Write a model's weights under the names of the plain module.
+        """Save a model's weights. See Booster.save_model for the arguments.
 
-        checkpoint: a file; with `shard` a directory, which gets files of about `size_per_shard` MiB, an index, and the
-        config of a Hugging Face model. Of a model with adapters the directory gets what peft's `save_pretrained`
-        writes: the adapters, without the base model. prefix: before the names of these files. use_async: return as
-        soon as the weights are copied; files are complete after `synchronize`, the next save or the next load. Without
-        it one shard is in memory at a time.
+        Without `use_async` only one shard is in memory at a time.
         """
 
         def begin() -> Path:
@@ -160,10 +155,9 @@ class CheckpointIO:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> nn.Module:
-        """Read a model's weights, whole or sharded, torch's or safetensors; `checkpoint` is a file or a directory.
+        """Load a model's weights and return the model. See Booster.load_model for the arguments.
 
-        strict: names must be the same on both sides. low_cpu_mem_mode: one file at a time; otherwise files are read
-        by `num_threads` threads. A directory of adapters goes into a model with these adapters. Returns the model.
+        A directory of adapters loads into a model with these adapters.
         """
         if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
             return self._load_adapters(model, Path(checkpoint))
@@ -187,17 +181,17 @@ class CheckpointIO:
         return model
 
     def read_file(self, path: Path) -> Mapping[str, Any]:
-        """The tensors of one file of a model, by name."""
+        """Return the tensors of one file of a model, by name."""
         content: Mapping[str, Any] = one_file.load(path)
         return content
 
     def _refuse_apart(self, model: nn.Module, content: Mapping[str, Any], where: Path) -> None:
-        """ValueError where a file holds a tied tensor under several names with different values."""
+        """Raise ValueError if a file has different values under several names of a tied tensor."""
         expect_model(model, "load_model")
         refuse_apart(names_apart(self.tied_names(model), content), where)
 
     def tied_names(self, model: nn.Module) -> dict[tuple[str, ...], torch.dtype]:
-        """The names that files may have for each tied parameter -> its dtype."""
+        """Return the dtype of each tied parameter, keyed by the names that files may use for it."""
         return tied_names(self.whole_module(model))
 
     def _load(
@@ -235,9 +229,9 @@ class CheckpointIO:
         size_per_shard: float = 1024,
         use_async: bool = False,
     ) -> None:
-        """Write an optimizer's state, parameter groups and loss scale. Arguments as for `save_model`.
+        """Save an optimizer's state, parameter groups and loss scale. See Booster.save_optimizer for the arguments.
 
-        One file is also what torch's optimizer.load_state_dict takes.
+        torch's optimizer.load_state_dict also accepts the content of a single file.
         """
 
         def begin() -> Path:
@@ -274,9 +268,10 @@ class CheckpointIO:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Read an optimizer's state, also one that torch.save wrote of a torch optimizer's state_dict.
+        """Load an optimizer's state. See Booster.load_optimizer for the arguments; `prefix` is the save's.
 
-        Options of the groups (lr, ...) become those that were saved.
+        The file may also be torch.save of a torch optimizer's state_dict. Saved options of the groups (lr, ...) replace
+        the current ones.
         """
         path = self._find(checkpoint, optimizer=True, prefix=prefix)
 
@@ -323,21 +318,21 @@ class CheckpointIO:
     # -- schedulers and adapters ----------------------------------------------------------------------------------
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
-        """Write a scheduler's state to a file."""
+        """Save a scheduler's state to a file."""
         self._write(lambda: sharded.write(Path(checkpoint), lr_scheduler.state_dict()), False, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
-        """Read a scheduler's state."""
+        """Load a scheduler's state from a file."""
         self.synchronize()
         self._checked(lambda: lr_scheduler.load_state_dict(one_file.load(Path(checkpoint))), checkpoint)
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
-        """Write the adapters of a peft model, and their configuration, into a directory."""
+        """Save the adapters of a peft model, and their configuration, to a directory."""
         self._checked(lambda: _adapted(self.whole_module(model)), checkpoint)
         self._save_adapters(model, Path(checkpoint), use_safetensors, use_async=False)
 
     def _save_adapters(self, model: nn.Module, path: Path, use_safetensors: bool, use_async: bool) -> None:
-        """Write what peft's `save_pretrained` writes. Collective."""
+        """Write the files of peft's `save_pretrained`. Collective."""
         module: Any = self.whole_module(model)
         names = self._checked(lambda: names_to_save(module), path)
         adapters = (item for item in self.model_tensors(model) if item[0] in names)
@@ -346,7 +341,7 @@ class CheckpointIO:
         self._write(write, use_async, path)
 
     def _load_adapters(self, model: nn.Module, directory: Path) -> nn.Module:
-        """Read a directory of adapters. Collective."""
+        """Load a directory of adapters. Collective."""
         self.synchronize()
 
         def load() -> None:
@@ -366,13 +361,13 @@ class CheckpointIO:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def _ready_for(self, path: Path, gather_dtensor: bool) -> Path:
-        """The path of a save, when the one before has ended."""
+        """Return the path of a save, after the previous save has ended."""
         self.check_gather(gather_dtensor)
         self._writer.wait()
         return path
 
     def _find(self, checkpoint: StrPath, *, optimizer: bool, prefix: str | None) -> Path:
-        """The file or the index that a load means; an error on every rank where one has not got it."""
+        """Return the file or the index of a load. An error of one rank is raised on every rank."""
         self.synchronize()
         found: Path = self._checked(
             lambda: index.find_checkpoint(checkpoint, optimizer=optimizer, prefix=prefix), checkpoint
@@ -380,11 +375,11 @@ class CheckpointIO:
         return found
 
     def synchronize(self) -> None:
-        """Return when all files are complete, on every rank. Raises on every rank if one could not be written."""
+        """Wait until all files are complete, on every rank. Raise on every rank if one could not be written."""
         self._checked(self._writer.wait, Path("an asynchronous save"))
 
     def _collect(self, what: str, items: Iterator[tuple[Any, Any]], use_async: bool) -> dict[Any, Any]:
-        """All items in host memory on the rank that writes; nothing elsewhere, though every rank goes through them."""
+        """Return all items in host memory on the writing rank; nothing on others, which iterate all the same."""
         content = {}
         for name, value in self._to_host(items):
             content[name] = self._kept_copy((what, name), value) if use_async else value
@@ -396,7 +391,7 @@ class CheckpointIO:
                 yield name, _on_host(value)
 
     def _kept_copy(self, key: tuple[str, Any], value: Any) -> Any:
-        """A copy that training cannot change, in memory that the save before has used."""
+        """Copy a value so that training cannot change it, reusing the memory of the previous save."""
         if isinstance(value, dict):
             return {name: self._kept_copy((key[0], (key[1], name)), inner) for name, inner in value.items()}
         if not isinstance(value, torch.Tensor):
@@ -407,7 +402,7 @@ class CheckpointIO:
         return copy.copy_(value)
 
     def _write(self, job: Callable[[], None], use_async: bool, where: StrPath) -> None:
-        """Run a job on the rank that writes, now or in the background, and let every rank know how it went."""
+        """Run a job on the writing rank, now or in the background, and report its error to all ranks."""
         self._checked(lambda: self._in_turn(job, use_async) if self.writes() else None, where)
 
     def _in_turn(self, job: Callable[[], None], use_async: bool) -> None:
@@ -426,7 +421,7 @@ class CheckpointIO:
             self._checked(lambda: write(shards) if self.writes() else _exhaust(shards), where, shards)
 
     def _checked(self, act: Callable[[], Any], where: StrPath, rest: Iterator[Any] | None = None) -> Any:
-        """Act, and answer; but raise on every rank if it failed on one. `rest`: collectives that the others are in."""
+        """Return the result of `act`; raise on every rank if it failed on one, after the collectives of `rest`."""
         error = answer = None
         try:
             answer = act()
@@ -438,16 +433,25 @@ class CheckpointIO:
         return answer
 
 
-GeneralCheckpointIO = CheckpointIO  # ColossalAI's name of the one that plugins derive from
+GeneralCheckpointIO = CheckpointIO  # ColossalAI's name of the base class of plugins' checkpoint IO
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The user's own module."""
+    """Return the user's own module.
+
+    Args:
+        model: The module, or a ModelWrapper.
+    """
     return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 
 def save_config(model: nn.Module, directory: Path) -> None:
-    """Save what from_pretrained needs to build a Hugging Face model, as its `save_pretrained` does."""
+    """Write the config files that from_pretrained needs to build a Hugging Face model, as `save_pretrained` does.
+
+    Args:
+        model: The model. Nothing is written for a model of another kind.
+        directory: Directory of the checkpoint.
+    """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
@@ -456,7 +460,7 @@ def save_config(model: nn.Module, directory: Path) -> None:
         config = copy.deepcopy(config)
         config.dtype = str(whole.dtype).removeprefix("torch.")
         config.architectures = [type(whole).__name__]
-        if getattr(whole, "is_remote_code", bool)():  # a class of a directory's own files
+        if getattr(whole, "is_remote_code", bool)():  # its class is defined in the model's directory
             from transformers.dynamic_module_utils import custom_object_save
 
             custom_object_save(whole, str(directory), config=config)
@@ -482,7 +486,7 @@ def _on_host(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     host = value.detach().cpu()
-    # torch.save writes the whole memory that a tensor is a part of: a bucket, say.
+    # torch.save writes a view's entire storage, such as a bucket.
     is_part = host.untyped_storage().nbytes() != host.numel() * host.element_size()
     return host.clone() if is_part else host
 

@@ -1,4 +1,4 @@
-"""HybridParallelCheckpointIO: files hold the whole model in any layout; each rank takes its slices of them."""
+"""HybridParallelCheckpointIO: files with the full model for any layout, of which each rank reads its slices."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ if TYPE_CHECKING:
 
 
 class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
-    """Tensors are put together one at a time, over tensor-parallel ranks and then over stages; rank 0 writes.
+    """Checkpoints of models that are split over tensor-parallel ranks and pipeline stages.
 
-    A file that was written in one layout loads in any other, in the other plugins, and in transformers. Of safetensors
-    files a rank reads its own slices; of others it has one file at a time.
+    Tensors are gathered one at a time, over tensor-parallel ranks and then over stages, and rank 0 writes. A file
+    written in one layout loads in any other, under the other plugins, and in transformers. A rank reads only its own
+    slices of safetensors files; it reads other formats one file at a time.
     """
 
     def whole_module(self, model: HybridParallelModel) -> nn.Module:
-        """The whole model without memory."""
+        """Return the full model on the meta device."""
         return model.cut.shell
 
     def tied_names(self, model: nn.Module) -> dict[tuple[str, ...], torch.dtype]:
-        """As they are, and as the model without adapters has them."""
+        """Return the dtypes of tied parameters, keyed by their names with adapters and without."""
         own = super().tied_names(model)
         return own | {tuple(name_in_base(name) for name in names): dtype for names, dtype in own.items()}
 
     def model_tensors(self, model: HybridParallelModel) -> Iterator[tuple[str, Any]]:
-        """Each tensor of the whole model; a tied one is one tensor under all of its names."""
+        """Yield each tensor of the full model. A tied tensor is the same object under all of its names."""
         model.expect_values()
         cut = model.cut
         seen: set[str] = set()
@@ -60,14 +61,14 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
                 yield same, value
 
     def read_file(self, path: Path) -> Mapping[str, Any]:
-        """The tensors of a file: of a safetensors file those that are asked for."""
+        """Return the tensors of a file. Those of a safetensors file are read on access."""
         if path.suffix != SAFE_SUFFIX:
             return super().read_file(path)
         return SlicedFile(path, verify=in_turn(path, dist.get_rank(), dist.get_world_size()))
 
     def _load(self, model: Any, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool) -> None:
         expect_model(model, "load_model")
-        with model.loading():  # all ranks come here, and learn of an error of one when they leave
+        with model.loading():  # all ranks enter, and an error of one is raised on all at exit
             self._read(model, readers, names, strict)
         model.update_master_params()
 
@@ -75,7 +76,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
     def _read(
         self, model: HybridParallelModel, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool
     ) -> None:
-        """Copy what files hold of this rank's slices, one file or one tensor at a time."""
+        """Copy this rank's slices from files, one file or one tensor at a time."""
         cut = model.cut
         whole = cut.shell.state_dict(keep_vars=True)
         read: list[int] = []
@@ -83,7 +84,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
         for reader in readers:
             content: Mapping[str, Any] = reader()
             names = set(content) if names is None else names
-            if cut.adapters is not None and not names & whole.keys():  # of the model without adapters
+            if cut.adapters is not None and not names & whole.keys():  # the file has the model without adapters
                 whole = {name_in_base(name): value for name, value in whole.items() if MARK not in name}
                 named = name_in_base
             if isinstance(content, SlicedFile) and (content.path.parent / "config.json").is_file():
@@ -100,7 +101,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
                     found = next((content[each] for each in same if each in content), None)
                     if found is not None:
                         own.copy_(_part_of(found, name, cut, read))
-        # Other stages have what is not here, and all ranks have read the same names.
+        # Names that are not here belong to other stages, and all ranks have read the same names.
         found_in = names or set()
         cut.unread.difference_update(
             [name for name in cut.unread if any(named(each) in found_in for each in cut.names_of(name))]
@@ -108,22 +109,29 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
         model.bytes_read = sum(read)
 
     def _read_converted(self, model: HybridParallelModel, directory: Path, strict: bool, read: list[int]) -> set[str]:
-        """Read a directory that names or stacks its tensors in another way than the model does.
+        """Read a directory whose tensors are named or stacked differently from the model's.
 
-        Returns the names of the model that it has values for, also those of other stages. read: gets the bytes.
+        Args:
+            model: The boosted model.
+            directory: Directory of the checkpoint.
+            strict: True if the names must fit.
+            read: List to which the number of bytes read is appended.
+
+        Returns:
+            Names in the model that have values, including other stages' names.
         """
         cut = model.cut
         base = without_adapters(cut.shell)
         stages = [None] if cut.layout is None else cut.layout.stages_of(cut.groups.rank("pp"))
         names: set[str] = set()
         tied = self.tied_names(model)
-        multiple = max((split.multiple for split in cut.splits.values()), default=1)  # of a vocabulary
+        multiple = max((split.multiple for split in cut.splits.values()), default=1)  # a vocabulary's padding
         for part, stage in zip(cut.parts, stages, strict=True):
             found, stored, count = read_slices(
                 *(directory, type(base), cut.policy, cut.layout, stage, cut.groups, tied),
                 vocabulary_multiple=multiple,
                 strict=strict,
-                config=base.config,  # the directory's own may be of a larger or smaller model
+                config=base.config,  # the directory's config may describe a larger or smaller model
                 dtype=base.dtype,
             )
             for name, own in part.state_dict(keep_vars=True).items():
@@ -136,7 +144,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
 
 
 def _part_of(found: Any, name: str, cut: CutModel, read: list[int]) -> torch.Tensor:
-    """This rank's slice of a tensor that is in memory, or in a file. read: gets the bytes that were read."""
+    """Return this rank's slice of a tensor in memory or in a file, and append the number of bytes read to `read`."""
     if isinstance(found, FileTensor):
         split = cut.split_of(name)
         return found.part(() if split is None else split.cuts, cut.groups, read)

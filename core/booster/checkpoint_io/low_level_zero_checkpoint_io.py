@@ -1,4 +1,4 @@
-"""LowLevelZeroCheckpointIO: models are whole on every rank; optimizer state is gathered, one parameter at a time."""
+"""LowLevelZeroCheckpointIO: checkpoints of a sharded optimizer, gathered one parameter at a time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
-    """Files of the other plugins' form, with the fp32 masters of 16-bit training in the optimizer's.
+    """Checkpoints in the other plugins' format, with the fp32 masters of 16-bit training in the optimizer's file.
 
-    Load the model too, before or after its optimizer: a master that does not round to the weight gives way to it.
+    Load the model too, before or after its optimizer: a master that does not round to the weight is replaced by it.
     """
 
     def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
-        """Each tensor, in memory of its own where it is tied, so that files show that it is one."""
+        """Yield each tensor. A tied tensor is copied once to separate memory, so that files show the tie."""
         wrapped = getattr(model, "module", None)
         _refuse_split_experts(wrapped, getattr(model, "cut", None))
         tensors = plain(model).state_dict(keep_vars=True)
@@ -43,32 +43,37 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
     def _load(
         self, model: nn.Module, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool
     ) -> None:
-        with getattr(model, "loading", nullcontext)():  # not of a wrong argument, which is refused inside
+        with getattr(model, "loading", nullcontext)():  # a wrong argument lacks the method, and is refused inside
             super()._load(model, readers, names, strict)
 
     def optimizer_groups(self, optimizer: LowLevelZeroOptimizer) -> list[dict[str, Any]]:
-        """The user's groups, with the whole model's numbers and names."""
+        """Return the user's groups, with the full model's numbers and names."""
         return optimizer.packed_groups()
 
     def optimizer_states(self, optimizer: LowLevelZeroOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each parameter's state, gathered."""
+        """Yield each parameter's state, gathered. Collective."""
         _refuse_split_experts(optimizer.model, optimizer.cut)
         yield from optimizer.whole_states()
 
     def place_state(self, optimizer: LowLevelZeroOptimizer, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of a parameter's state."""
+        """Return this rank's part of a parameter's state."""
         return optimizer.place(number, state)
 
     def load_optimizer_states(
         self, optimizer: LowLevelZeroOptimizer, groups: list[dict[str, Any]], states: States
     ) -> None:
-        """Take over groups, and parts that `place_state` has given."""
+        """Load groups, and parts from `place_state`."""
         _refuse_split_experts(optimizer.model, optimizer.cut)
         optimizer.load_states(groups, states)
 
 
 def values_of(wrapped: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor of a wrapped model; a copy where parameters are sharded. Collective then."""
+    """Return the values of a tensor of a wrapped model, copied if parameters are sharded. Collective in that case.
+
+    Args:
+        wrapped: The engine's wrapper, or a plain module.
+        tensor: A tensor of the module.
+    """
     if not (isinstance(wrapped, DistributedDataParallel) and wrapped.ddp_config.shards_parameters):
         return tensor.detach()
     with wrapped.reading():
@@ -76,7 +81,10 @@ def values_of(wrapped: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_split_experts(wrapped: Any, cut: CutModel | None) -> None:
-    """Before any collective: rank 0 has its own experts only, and would write them for all. A cut has put them so."""
+    """Raise ValueError, before any collective, if experts are on several ranks without a cut that can gather them.
+
+    Rank 0 would otherwise write its own experts for all ranks.
+    """
     if isinstance(wrapped, DistributedDataParallel) and (cut is None or not cut.splits):
         size = wrapped.groups.size("ep")
         if wrapped.expert_parallel_buffers and size > 1:

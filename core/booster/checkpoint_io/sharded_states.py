@@ -1,8 +1,8 @@
-"""The state of a sharded optimizer as torch has it: whole, by the number of a parameter; and back to shards.
+"""Conversion of a sharded optimizer's state to torch's format, with full tensors by parameter number, and back.
 
-Whole states come one parameter at a time: each rank that owns elements of it sends them to the others of its shard
-group, so that gathering needs room for one parameter. `master` is next to the moments where masters are apart from the
-parameters (16-bit training); torch's optimizers keep such a key and do not use it.
+Full states are gathered one parameter at a time: each rank that owns elements of the parameter sends them to the others
+of its shard group, so gathering needs memory for one parameter. The key `master` is next to the moments if masters are
+separate from the parameters (16-bit training). torch's optimizers keep that key and do not use it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ALL_RANKS = (
     "The state of a sharded optimizer is in shards on all ranks, and its state_dict() is collective: call it on all of "
     "them, and write the file on rank 0"
 )
-OWN_OPTIONS = ("params", "param_names", "fused", "foreach")  # of a group, which saved ones do not replace
+OWN_OPTIONS = ("params", "param_names", "fused", "foreach")  # group options that a load does not replace
 
 
 class StatePiece(NamedTuple):
-    """One rank's piece of one parameter's state: elements [start, end) of some keys, and other values unchanged."""
+    """Piece of one parameter's state on one rank: elements [start, end) of some keys, and other values unchanged."""
 
-    rank: int  # in the shard group
+    rank: int  # within the shard group
     start: int
     end: int
     dtypes: dict[str, torch.dtype]
@@ -47,8 +47,11 @@ class StatePiece(NamedTuple):
 def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number, full state) of each parameter that has been updated, in order.
 
-    Collective if the optimizer is sharded: every rank exhausts it. Tensors have the parameter's shape, and are on the
-    device of the gradients.
+    Collective if the optimizer is sharded: every rank must exhaust the iterator. Tensors have the parameter's shape,
+    and are on the device of the gradients.
+
+    Args:
+        engine: The sharded optimizer.
 
     Raises:
         PeerLost: Within seconds, if other ranks do not come.
@@ -61,7 +64,7 @@ def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]
     group_of = {name: group for group, names in _names_by_group(engine) for name in names}
     for number, param in enumerate(itertools.chain.from_iterable(engine.user_params)):
         name = engine.names.get(id(param), "")
-        # torch's optimizers set up the state of a parameter where they find none at all.
+        # torch's optimizers create the state of a parameter only if it is empty.
         found = pieces.get(name, [])
         if not found or not (found[0].values or set(found[0].dtypes) - {MASTER}):
             continue
@@ -78,13 +81,22 @@ def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]
 
 
 def on_host(value: Any) -> Any:
-    """A tree of values, with its tensors in host memory."""
+    """Return a tree of values with its tensors copied to host memory.
+
+    Args:
+        value: The tree.
+    """
     return tree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
 
 
 def of_all_stages(items: Iterator[Any], group: dist.ProcessGroup | None) -> Iterator[Any]:
-    """The items of all stages on each of them, one of each stage at a time, in host memory. Collective over the
-    pipeline. Without one they are returned unchanged.
+    """Yield the items of all pipeline stages on each of them, in host memory, one item per stage at a time.
+
+    Collective over the pipeline. Without a pipeline the items are unchanged.
+
+    Args:
+        items: This stage's items.
+        group: The pipeline's group, or None.
     """
     if group is None or dist.get_world_size(group) == 1:
         yield from items
@@ -98,7 +110,7 @@ def of_all_stages(items: Iterator[Any], group: dist.ProcessGroup | None) -> Iter
 
 
 def _names_by_group(engine: AdoptedOptimizer) -> list[tuple[dist.ProcessGroup, list[str]]]:
-    """Return shard groups and the names of what is sharded over them, in one order on all ranks."""
+    """Return shard groups with the names of the parameters sharded over them, in the same order on all ranks."""
     found: dict[dist.ProcessGroup, list[str]] = {}
     for masters in engine.masters:
         if masters.bucket.shard_range == (0, masters.bucket.layout.numel):  # the full state is here
@@ -121,7 +133,7 @@ def _pieces_of_all_ranks(engine: AdoptedOptimizer, mine: Mapping[str, Sequence[E
 
 def _piece(rank: int, entry: Entry) -> StatePiece:
     dtypes = {key: entry[key].dtype for key in sorted(elements_of(entry))}
-    values = {  # counts of steps, and what is kept for rows and columns
+    values = {  # step counts, and factors of rows and columns
         key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
         for key, value in entry.items()
         if key not in dtypes and key not in PLACE
@@ -133,7 +145,16 @@ def _piece(rank: int, entry: Entry) -> StatePiece:
 
 
 def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) -> Entry:
-    """This rank's elements of a whole state, copied. Not collective."""
+    """Return this rank's elements of a full state, copied. Local.
+
+    Args:
+        engine: The sharded optimizer.
+        number: Number of the parameter.
+        state: Its full state in torch's format.
+
+    Raises:
+        ValueError: If a tensor's shape does not fit the parameter, for an elementwise algorithm.
+    """
     param = list(itertools.chain.from_iterable(engine.user_params))[number]
     name = engine.names.get(id(param), f"number {number}")
     shards = (piece for masters in engine.masters for piece in masters.shards if piece.param is param)
@@ -152,7 +173,12 @@ def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) ->
 
 
 def load_parts(engine: AdoptedOptimizer, parts: Mapping[int, Entry]) -> None:
-    """Take over parts by number, from `own_part`; parameters without one start fresh."""
+    """Load parts of `own_part`. The state of a parameter without a part starts fresh.
+
+    Args:
+        engine: The sharded optimizer.
+        parts: Parts by parameter number.
+    """
     entries: dict[str, Entry] = {}
     for number, param in enumerate(itertools.chain.from_iterable(engine.user_params)):
         name = engine.names.get(id(param))
@@ -162,7 +188,12 @@ def load_parts(engine: AdoptedOptimizer, parts: Mapping[int, Entry]) -> None:
 
 
 def update_groups(engine: AdoptedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give the groups the options that were saved, in place: schedulers hold them."""
+    """Copy saved options into the groups in place, because schedulers keep references to them.
+
+    Args:
+        engine: The sharded optimizer.
+        saved: Saved groups, in the order of the optimizer's.
+    """
     for group, other in zip(engine.param_groups, saved, strict=True):
         group.update({key: value for key, value in other.items() if key not in OWN_OPTIONS})
 
@@ -171,7 +202,12 @@ def update_groups(engine: AdoptedOptimizer, saved: Sequence[Mapping[str, Any]]) 
 
 
 def whole_state_dict(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """The whole state in torch's format, on every rank, in memory of its own. Collective."""
+    """Return the full state in torch's format, on every rank, in separate memory. Collective.
+
+    Args:
+        engine: The sharded optimizer.
+        names: Names of parameters.
+    """
     state = {
         number: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
         for number, found in whole_states(engine)
@@ -186,7 +222,16 @@ def _groups(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -> list
 def load_whole_state_dict(
     engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str], state_dict: Mapping[str, Any]
 ) -> None:
-    """Continue from a whole state, of `whole_state_dict` or a torch optimizer's over the same parameters."""
+    """Load a full state, of `whole_state_dict` or of a torch optimizer over the same parameters.
+
+    Args:
+        engine: The sharded optimizer.
+        names: Names of parameters.
+        state_dict: The state.
+
+    Raises:
+        ValueError: If groups, names or shapes do not fit.
+    """
     numbers = match_groups(state_dict["param_groups"], _groups(engine, names))
     found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}
     load_parts(engine, {number: own_part(engine, number, state) for number, state in found.items()})

@@ -1,4 +1,4 @@
-"""TorchDDPCheckpointIO: one rank writes, all read; an error on one rank is raised on all."""
+"""TorchDDPCheckpointIO: one rank writes, all ranks read, and an error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from core.watch.waiting import expect, waiting
 
 
 class TorchDDPCheckpointIO(GeneralCheckpointIO):
-    """For models that every rank of a group holds whole. group: default the world.
+    """Checkpoints of models that are complete on every rank of a group.
 
-    ALONE_LIMIT_S: how long the rank that writes waits for the others. It is the one that a program lets call alone by
-    mistake, and then the others are on their way to another collective: both would wait for ever.
+    `ALONE_LIMIT_S` limits how long, in seconds, the writing rank waits for the others. Programs call saves on that rank
+    alone by mistake, while the others are on their way to another collective: both would wait forever.
+
+    Args:
+        group: The ranks that hold the model; None for the world.
     """
 
     ALONE_LIMIT_S = 20.0
@@ -26,16 +29,16 @@ class TorchDDPCheckpointIO(GeneralCheckpointIO):
         self.group = group
 
     def writes(self) -> bool:
-        """The group's first rank does."""
+        """Return True on the group's first rank."""
         return dist.get_rank(self.group) == 0
 
     def agree(self, error: Exception | None, what: str) -> None:
-        """Raise on every rank if any has an error; so a rank that returns knows that all have come this far."""
+        """Raise on every rank if any has an error. A rank that returns knows that all have come this far."""
         self._expect_others(what)
         agree.refuse(error, self.group, "a save or load")  # ranks may write the path differently
 
     def _expect_others(self, what: str) -> None:
-        """CheckpointError on the rank that writes if the others do not come, and PeerLost at once if one has ended.
+        """Raise CheckpointError on the writing rank if others do not call, and PeerLost at once if one has ended.
 
         Each rank counts its calls in the store.
         """

@@ -1,4 +1,4 @@
-"""TorchFSDPCheckpointIO: shards in memory, whole tensors in files."""
+"""TorchFSDPCheckpointIO: full tensors in files, from shards in memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpoin
 
 
 class TorchFSDPCheckpointIO(TorchDDPCheckpointIO):
-    """Gathers one tensor at a time, so a sharded save needs room for one tensor and one file."""
+    """Checkpoints that gather one tensor at a time, so a sharded save needs memory for one tensor and one file."""
 
     def check_gather(self, gather_dtensor: bool) -> None:
-        """Files hold whole tensors."""
+        """Raise ValueError for `gather_dtensor=False`, because files have full tensors."""
         if not gather_dtensor:
             raise ValueError(
                 "gather_dtensor=False would write one rank's shards, which load in no other layout; leave it at True "
@@ -26,7 +26,7 @@ class TorchFSDPCheckpointIO(TorchDDPCheckpointIO):
             )
 
     def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
-        """Each tensor, gathered. Tied weights are gathered once."""
+        """Yield each tensor, gathered. Tied weights are gathered once."""
         gathered: dict[int, Any] = {}
         tensors = plain(model).state_dict(keep_vars=True)
         uses = Counter(id(value) for value in tensors.values())
@@ -40,31 +40,43 @@ class TorchFSDPCheckpointIO(TorchDDPCheckpointIO):
             yield name, whole
 
     def place_tensor(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of a whole tensor."""
+        """Return this rank's shard of a full tensor."""
         placed: torch.Tensor = shard_like(whole, like)
         return placed
 
     def optimizer_states(self, optimizer: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each parameter's state, gathered."""
+        """Yield each parameter's state, gathered. Collective."""
         for number, state in super().optimizer_states(optimizer):
             yield number, {key: gather(value) for key, value in state.items()}
 
     def place_state(self, optimizer: Any, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's shards of a parameter's state."""
+        """Return this rank's shards of a parameter's state."""
         param = optimizer.parameters[number]
         return {key: shard_like(value, param) for key, value in state.items()}
 
 
 def gather(value: Any) -> Any:
-    """A sharded tensor, whole; anything else is returned unchanged. Collective for sharded ones."""
+    """Gather a sharded tensor. Collective for a DTensor; other values are returned unchanged.
+
+    Args:
+        value: The value.
+    """
     if not isinstance(value, DTensor):
         return value
-    # Offloaded shards lie on the host, and the group's collectives may be of the device.
+    # Offloaded shards are on the host, and the group's collectives may need the device.
     return value.detach().to(value.device_mesh.device_type).full_tensor()
 
 
 def shard_like(value: Any, param: Any) -> Any:
-    """This rank's shard of a whole tensor of `param`'s shape; anything else unchanged. Not collective."""
+    """Return this rank's shard of a full tensor. Local.
+
+    Args:
+        value: A tensor of the parameter's full shape. Other values are returned unchanged.
+        param: The sharded parameter.
+
+    Raises:
+        ValueError: If the tensor has another shape and more than one element.
+    """
     if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != param.shape:

@@ -1,4 +1,4 @@
-"""Precisions by name, for plugins that do not decide the precision themselves."""
+"""Mixed precisions by name, for plugins that do not decide the precision themselves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ PRECISIONS: dict[str, type[MixedPrecision]] = {
 
 
 def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
-    """The precision of a name, with its defaults. ValueError for an unknown name."""
+    """Create a mixed precision by name, with its defaults.
+
+    Args:
+        mixed_precision_type: A key of PRECISIONS.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
     if mixed_precision_type == "fp16_naive":
         raise ValueError("mixed precision 'fp16_naive' never trained in ColossalAI and is not here; use 'fp16'")
     if mixed_precision_type not in PRECISIONS:

@@ -1,4 +1,4 @@
-"""Models and criteria that compute under autocast: parameters stay fp32, matrix products run in 16 bits."""
+"""Models and criteria under autocast: parameters stay in fp32, and matrix products run in 16 bits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from core.interface import ModelWrapper
 
 
 class AutocastModel(ModelWrapper):
-    """A model, or a criterion that is a module, whose forward runs under autocast.
+    """Model, or criterion module, whose forward runs under autocast.
 
-    device_type: of the autocast; None for that of the module's parameters, wherever they lie.
+    Args:
+        module: The wrapped module.
+        dtype: Dtype of the autocast.
+        device_type: Device type of the autocast; None for the device of the module's parameters at each call.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device_type: str | None = None) -> None:
@@ -29,13 +32,19 @@ class AutocastModel(ModelWrapper):
         self._device_type = device_type
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward under autocast."""
+        """Run the module's forward under autocast."""
         with torch.autocast(self._device_type or _device_type(self), self.dtype):
             return self.module(*args, **kwargs)
 
 
 def under_autocast(criterion: Callable[..., Any], model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
-    """A criterion, module or function, that runs under the model's autocast."""
+    """Return a criterion that runs under autocast on the model's device.
+
+    Args:
+        criterion: A module or a function.
+        model: The model.
+        dtype: Dtype of the autocast.
+    """
     if isinstance(criterion, nn.Module):
         return AutocastModel(criterion, dtype, _device_type(model))
 
@@ -48,12 +57,21 @@ def under_autocast(criterion: Callable[..., Any], model: nn.Module, dtype: torch
 
 
 class BF16MixedPrecision(MixedPrecision):
-    """bf16 by autocast. bf16 has fp32's range, so the loss needs no scale."""
+    """bf16 through autocast. bf16 has the range of fp32, so the loss needs no scale."""
 
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Autocast around the model and the criterion; the optimizer is only wrapped."""
+        """Wrap the model and the criterion in autocast. The optimizer is wrapped without change.
+
+        Args:
+            model: The model, or a plugin's wrapper of it.
+            optimizer: The optimizer, or None.
+            criterion: The loss function, or None.
+
+        Returns:
+            (model, optimizer, criterion)
+        """
         boosted = AutocastModel(model, torch.bfloat16)
         if criterion is not None:
             criterion = under_autocast(criterion, boosted, torch.bfloat16)

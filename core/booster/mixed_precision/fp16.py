@@ -1,4 +1,4 @@
-"""fp16: autocast and a dynamic loss scale, or NVIDIA's apex."""
+"""fp16: autocast with a dynamic loss scale, or NVIDIA's apex."""
 
 from __future__ import annotations
 
@@ -16,12 +16,22 @@ from core.optimizer.loss_scaler import DynamicLossScaler
 
 
 class FP16TorchMixedPrecision(MixedPrecision):
-    """fp16 by autocast, with a dynamic loss scale.
+    """fp16 through autocast, with a dynamic loss scale.
 
-    init_scale: what the loss is multiplied by at first. growth_factor: what the scale is multiplied by after
-    growth_interval steps without overflow, up to max_scale (None: what fp32 holds). backoff_factor: after an overflow,
-    down to min_scale; hysteresis: how many overflows are forgiven between two growths, plus one.
-    The first four are torch's and ColossalAI's, with their defaults; the others' defaults are what those two do.
+    The first four arguments and their defaults are torch's and ColossalAI's. The defaults of the others give the
+    behavior of those two.
+
+    Args:
+        init_scale: First factor of the loss.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after an overflow.
+        growth_interval: Steps without overflow before the scale grows.
+        min_scale: Lower limit of the scale.
+        max_scale: Upper limit of the scale; None for the largest fp32 number.
+        hysteresis: Number of overflows since the last growth at which the scale is first reduced.
+
+    Raises:
+        ValueError: If a number is out of its range.
     """
 
     def __init__(
@@ -44,16 +54,25 @@ class FP16TorchMixedPrecision(MixedPrecision):
             "hysteresis": hysteresis,
             "max_scale": max_scale,
         }
-        self.new_scaler()  # refuses numbers that make no scaler
+        self.new_scaler()  # raises for numbers out of range
 
     def new_scaler(self) -> DynamicLossScaler:
-        """A scaler of these options at its beginning."""
+        """Create a loss scaler with these options."""
         return DynamicLossScaler(**self.scaler_options)
 
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Autocast around the model and the criterion, the loss scale around the optimizer."""
+        """Wrap the model and the criterion in autocast, and the optimizer with the loss scale.
+
+        Args:
+            model: The model, or a plugin's wrapper of it.
+            optimizer: The optimizer, or None.
+            criterion: The loss function, or None.
+
+        Returns:
+            (model, optimizer, criterion)
+        """
         boosted = AutocastModel(model, torch.float16)
         if optimizer is not None:
             optimizer = TorchAMPOptimizer(optimizer, self.new_scaler())
@@ -63,7 +82,11 @@ class FP16TorchMixedPrecision(MixedPrecision):
 
 
 class FP16ApexMixedPrecision(MixedPrecision):
-    """fp16 by NVIDIA's apex, with its options under its names. Needs apex built from its source, and a GPU."""
+    """fp16 through NVIDIA's apex, with the options of `apex.amp.initialize`. Needs apex built from source, and a GPU.
+
+    Raises:
+        ImportError: If apex is not installed.
+    """
 
     def __init__(
         self,
@@ -92,7 +115,16 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Let apex configure the model and the optimizer."""
+        """Let apex configure the model and the optimizer, in place.
+
+        Args:
+            model: The model, or a plugin's wrapper of it.
+            optimizer: The optimizer, or None.
+            criterion: The loss function, or None; returned unchanged.
+
+        Returns:
+            (model, optimizer, criterion)
+        """
         inner = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
         plain = model.unwrap() if hasattr(model, "unwrap") else model
         self.amp.initialize(plain, inner, **self.options)  # changes both in place
@@ -100,19 +132,31 @@ class FP16ApexMixedPrecision(MixedPrecision):
 
 
 class ApexOptimizer(OptimizerWrapper):
-    """An optimizer that apex has taken over."""
+    """Wrapper of an optimizer that apex has configured."""
 
     def __init__(self, optim: Any, amp: Any) -> None:
         super().__init__(optim)
         self.amp = amp
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
-        """Accumulate the gradient of the loss as apex scales it; it unscales at the end."""
+        """Accumulate the gradient of the loss with apex's loss scale, which apex divides out at the end.
+
+        Args:
+            loss: The loss.
+            inputs: As in torch.Tensor.backward.
+            retain_graph: As in torch.Tensor.backward.
+            **kwargs: As in torch.Tensor.backward.
+        """
         with self.amp.scale_loss(loss, self.optim) as scaled:
             scaled.backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the parameters. After an overflow apex has put a step that does nothing in place of the next one."""
+        """Update the parameters. After an overflow apex has replaced the next step by one that does nothing.
+
+        Args:
+            *args: Passed to the optimizer.
+            **kwargs: Passed to the optimizer.
+        """
         skipped = bool(getattr(getattr(self.optim, "_amp_stash", None), "already_patched", False))
         result = self.optim.step(*args, **kwargs)
         self.note_step(skipped=skipped)

@@ -1,4 +1,6 @@
-"""fp8: linear layers multiply in 8-bit floats, everything else is bf16 by autocast. Parameters stay as they are."""
+"""fp8: linear layers multiply in 8-bit floats, all other operations run in bf16 under autocast. Parameters are
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,19 @@ from core.booster.mixed_precision.autocast import BF16MixedPrecision
 from core.booster.mixed_precision.mixed_precision_base import Configured, MixedPrecision
 from core.interface import ModelWrapper
 
-MULTIPLE = 16  # what the sizes of an 8-bit product must be multiples of
+MULTIPLE = 16  # sizes of an 8-bit product must be multiples of this
 FIRST_CAPABILITY = (8, 9)  # the first CUDA generation that multiplies 8-bit floats
 
 
 class FP8MixedPrecision(MixedPrecision):
-    """8-bit products in every nn.Linear whose sizes are multiples of 16; one scale a tensor, computed each time.
+    """8-bit products in every nn.Linear whose sizes are multiples of 16, with one scale per tensor, computed at each
+    call.
 
-    Activations and weights as e4m3, gradients of outputs as e5m2, sums in the hardware's accumulator, results in bf16.
-    Raises RuntimeError where this machine has no such product.
+    Activations and weights are e4m3, gradients of outputs e5m2. Sums use the hardware's accumulator, and results are
+    bf16.
+
+    Raises:
+        RuntimeError: If this machine cannot multiply 8-bit floats.
     """
 
     def __init__(self) -> None:
@@ -33,7 +39,19 @@ class FP8MixedPrecision(MixedPrecision):
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Autocast in bf16, with the linear layers in 8 bits."""
+        """Wrap the model and the criterion in bf16 autocast, with linear layers in 8 bits.
+
+        Args:
+            model: The model, or a plugin's wrapper of it.
+            optimizer: The optimizer, or None.
+            criterion: The loss function, or None.
+
+        Returns:
+            (model, optimizer, criterion)
+
+        Raises:
+            ValueError: If no linear layer has suitable sizes.
+        """
         plain = model.unwrap() if isinstance(model, ModelWrapper) else model
         if not use_fp8_linears(plain):
             raise ValueError(
@@ -44,7 +62,14 @@ class FP8MixedPrecision(MixedPrecision):
 
 
 def why_not(device: torch.device) -> str | None:
-    """Return why a device cannot multiply 8-bit floats; None if it can."""
+    """Return the reason why a device cannot multiply 8-bit floats.
+
+    Args:
+        device: The device.
+
+    Returns:
+        The reason; None if it can.
+    """
     if device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)
         if capability < FIRST_CAPABILITY:
@@ -59,9 +84,16 @@ def why_not(device: torch.device) -> str | None:
 
 
 def use_fp8_linears(model: nn.Module) -> list[str]:
-    """Let the linear layers of a model multiply in 8 bits; the names of those that can. Names and parameters stay.
+    """Make the linear layers of a model multiply in 8 bits. Names and parameters do not change.
 
-    ValueError for a layer that is split over tensor parallelism, or has another forward of its own.
+    Args:
+        model: The model, changed in place.
+
+    Returns:
+        Names of the changed layers: those whose sizes are multiples of 16.
+
+    Raises:
+        ValueError: If a layer is split over tensor parallelism, or its instance has another forward.
     """
     changed = []
     for name, module in model.named_modules():
@@ -72,13 +104,17 @@ def use_fp8_linears(model: nn.Module) -> list[str]:
                     f"module {name!r} has a forward of its own, as layers that are split over tensor parallelism have, "
                     "and 8-bit products are for whole layers; use 'bf16'"
                 )
-            module.forward = MethodType(_forward, module)  # an instance's own, which deepcopy and FSDP respect
+            module.forward = MethodType(_forward, module)  # set on the instance, which deepcopy and FSDP respect
             changed.append(name)
     return changed
 
 
 def fits(*sizes: int) -> bool:
-    """True if a product of these sizes can run in 8 bits."""
+    """Return True if a product of these sizes can run in 8 bits.
+
+    Args:
+        *sizes: Sizes of the product.
+    """
     return all(size % MULTIPLE == 0 for size in sizes)
 
 
@@ -88,7 +124,7 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class FP8Linear(torch.autograd.Function):
-    """x [..., in] times weight [out, in], both rounded to e4m3; gradients [..., out] rounded to e5m2."""
+    """Linear layer in 8 bits: x [..., in] times weight [out, in] in e4m3; gradients [..., out] in e5m2."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -117,7 +153,10 @@ class FP8Linear(torch.autograd.Function):
 def _product(
     left: torch.Tensor, left_dtype: torch.dtype, right: torch.Tensor, right_dtype: torch.dtype
 ) -> torch.Tensor:
-    """left [m, k] times right [k, n] in 8 bits, as bf16. The product wants rows on the left, columns on the right."""
+    """Multiply left [m, k] and right [k, n] in 8 bits, with a bf16 result.
+
+    The kernel needs a row-major left and a column-major right matrix.
+    """
     left, left_scale = _rounded(left.contiguous(), left_dtype)
     right, right_scale = _rounded(right.t().contiguous(), right_dtype)
     whole = nn.functional.ScalingType.TensorWise
@@ -125,7 +164,7 @@ def _product(
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor in 8 bits and the scale that gives it back. inf and NaN make the whole result NaN."""
+    """Return a tensor in 8 bits and its scale. An inf or NaN makes the entire result NaN."""
     largest = tensor.abs().amax().float() if tensor.numel() else tensor.new_zeros((), dtype=torch.float32)
     scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
     scale = torch.where(largest.isfinite(), scale, torch.nan)

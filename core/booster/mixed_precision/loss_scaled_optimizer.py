@@ -1,4 +1,4 @@
-"""An optimizer whose loss is scaled for fp16, and whose step is skipped on all ranks when a gradient overflowed."""
+"""TorchAMPOptimizer: an optimizer with a loss scale for fp16 that skips a step on all ranks if a gradient overflows."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from core.optimizer.step.scaled_backward import lacks_scale, scaled_backward, un
 
 
 class TorchAMPOptimizer(OptimizerWrapper):
-    """Scales the loss in `backward`; unscales once, before the first clipping or the step; skips an overflowing step.
+    """Optimizer wrapper that scales the loss, unscales gradients once, and skips steps whose gradients overflow.
 
-    optim: a torch optimizer, or a plugin's wrapper. The scale changes only in `step`, so all microbatches of an
-    accumulated gradient have the same one. Its state is part of `state_dict`, and so of checkpoints.
+    Gradients are unscaled before the first clipping or the step. The scale changes only in `step`, so all microbatches
+    of an accumulated gradient have the same scale. The scale's state is part of `state_dict`, and therefore of
+    checkpoints.
+
+    Args:
+        optim: A torch optimizer, or a plugin's wrapper.
+        scaler: The loss scale.
     """
 
     def __init__(self, optim: Any, scaler: DynamicLossScaler) -> None:
         super().__init__(optim)
         self.scaler: DynamicLossScaler = scaler
-        self.found_inf = False  # in the gradients that were unscaled last
+        self.found_inf = False  # True if the last unscaled gradients overflowed
         self._unscaled = False
-        self._without_scale: nn.Parameter | None = None  # the first one whose gradient lacks the scale, in this step
+        self._without_scale: nn.Parameter | None = None  # first parameter in this step whose gradient lacks the scale
         if isinstance(optim, OptimizerWrapper):
             self.param_names = optim.param_names
         for param in self.parameters:
@@ -37,7 +42,17 @@ class TorchAMPOptimizer(OptimizerWrapper):
             self._without_scale = param
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
-        """Accumulate the gradient of the scaled loss."""
+        """Accumulate the gradient of the scaled loss.
+
+        Args:
+            loss: The loss, without the scale.
+            inputs: As in torch.Tensor.backward.
+            retain_graph: As in torch.Tensor.backward.
+            **kwargs: As in torch.Tensor.backward.
+
+        Raises:
+            RuntimeError: If this step's gradients are unscaled already.
+        """
         if self._unscaled:
             raise RuntimeError(
                 "backward() came after this step's gradients were unscaled (by clipping or unscale_grad), so it would "
@@ -48,13 +63,17 @@ class TorchAMPOptimizer(OptimizerWrapper):
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
-        """As OptimizerWrapper's: the gradient carries the scale already."""
+        """Continue a backward from a gradient that already has the scale. See OptimizerWrapper.backward_by_grad."""
         self._scaled = True
         with scaled_backward(self.scaler):
             super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def unscale_grad(self) -> None:
-        """Divide the gradients by the scale, once a step. Collective where ranks hold parts of a gradient."""
+        """Divide the gradients by the scale, once per step. Collective if ranks hold parts of a gradient.
+
+        Raises:
+            RuntimeError: If a gradient comes from a loss without the scale.
+        """
         if self._unscaled:
             return
         grads = [_local(param.grad) for param in self.parameters if param.grad is not None]
@@ -73,17 +92,21 @@ class TorchAMPOptimizer(OptimizerWrapper):
         self._unscaled = True
 
     def clip_grad_by_norm(self, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As OptimizerWrapper's, of the unscaled gradient."""
+        """Clip the norm of the unscaled gradient. See OptimizerWrapper.clip_grad_by_norm."""
         self.unscale_grad()
         return super().clip_grad_by_norm(max_norm, *args, **kwargs)
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """As OptimizerWrapper's, of the unscaled gradient."""
+        """Clip the elements of the unscaled gradient. See OptimizerWrapper.clip_grad_by_value."""
         self.unscale_grad()
         super().clip_grad_by_value(clip_value, *args, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the parameters unless a gradient overflowed; then let the scaler know."""
+        """Update the parameters unless a gradient overflowed, and update the scale.
+
+        Raises:
+            TypeError: If there is an argument, such as a closure.
+        """
         if args or kwargs:
             raise TypeError("step() takes no closure with fp16: a closure's backward would not scale the loss")
         self.unscale_grad()
@@ -94,7 +117,12 @@ class TorchAMPOptimizer(OptimizerWrapper):
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients; a new step begins."""
+        """Clear the gradients and begin a new step.
+
+        Args:
+            *args: Passed to the optimizer.
+            **kwargs: Passed to the optimizer.
+        """
         self._begin()
         self.optim.zero_grad(*args, **kwargs)
 
@@ -104,6 +132,6 @@ class TorchAMPOptimizer(OptimizerWrapper):
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a sharded tensor, or the tensor."""
+    """Return this rank's part of a sharded tensor, or the tensor itself."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local

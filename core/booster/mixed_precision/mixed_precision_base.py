@@ -1,4 +1,4 @@
-"""MixedPrecision: in which precision a model computes, where its plugin does not decide that."""
+"""MixedPrecision: the precision in which a model computes, if its plugin does not decide it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,56 @@ Configured = tuple[nn.Module, Any, Callable[..., Any] | None]
 
 
 class MixedPrecision(ABC):
-    """Turns a model, optimizer and criterion into ones that compute in another precision."""
+    """Base class of precisions, which wrap a model, an optimizer and a criterion."""
 
     @abstractmethod
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """The same three, wrapped; what was None stays None. `model` may already be a plugin's wrapper."""
+        """Wrap a model, an optimizer and a criterion. None stays None.
+
+        Args:
+            model: The model, or a plugin's wrapper of it.
+            optimizer: The optimizer, or None.
+            criterion: The loss function, or None.
+
+        Returns:
+            (model, optimizer, criterion)
+        """
 
 
 class FP32MixedPrecision(MixedPrecision):
-    """No mixed precision: everything computes in the dtype of the parameters."""
+    """No mixed precision: all operations run in the dtype of the parameters."""
 
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Wraps, and changes nothing."""
+        """Wrap the model and the optimizer without changing them.
+
+        Args:
+            model: The model, or a plugin's wrapper of it.
+            optimizer: The optimizer, or None.
+            criterion: The loss function, or None; returned unchanged.
+
+        Returns:
+            (model, optimizer, criterion)
+        """
         return as_wrapped(model), as_wrapped_optimizer(optimizer), criterion
 
 
 def as_wrapped(model: nn.Module) -> ModelWrapper:
-    """The model in a ModelWrapper, once."""
+    """Wrap a model in a ModelWrapper, unless it is one.
+
+    Args:
+        model: The model.
+    """
     return model if isinstance(model, ModelWrapper) else ModelWrapper(model)
 
 
 def as_wrapped_optimizer(optimizer: Any) -> OptimizerWrapper | None:
-    """The optimizer in an OptimizerWrapper, once; None stays None."""
+    """Wrap an optimizer in an OptimizerWrapper, unless it is one. None stays None.
+
+    Args:
+        optimizer: The optimizer, or None.
+    """
     return optimizer if optimizer is None or isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)
