@@ -1,4 +1,4 @@
-"""The oracle: every gradient of a layout against one process that splits nothing."""
+"""Compare every gradient of a parallel layout with the gradients of one process that splits nothing."""
 
 from core.interface.whole import note
 from core.verify.check import check_gradients

@@ -9,7 +9,7 @@ from core.verify.program import asked_by, run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and check it; the exit status."""
+    """Run the program, check it, and return the exit status."""
     return run_program(asked_by(sys.argv[1:] if arguments is None else arguments))
 
 

@@ -1,6 +1,6 @@
-"""Also seen: findings about a program's steps that are right in some programs and mistakes in others.
+"""Findings about a program's steps that are right in some programs and mistakes in others.
 
-They never make a report wrong. A report lists them, next to what one process shows.
+They never make a report wrong; a report lists them after its verdict.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from core.optimizer.optimizer import MegatronOptimizer
 from core.verify.outputs import Outputs
 from core.verify.ran_jobs import RanJob
 
-MOST_NAMES = 5  # in a line
-MANY_ADDENDS = 64  # gradients added up in 16 bits
+MOST_NAMES = 5  # per line
+MANY_ADDENDS = 64  # number of gradients summed in 16 bits
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class AlsoSeen:
-    """Notes on the compared steps of one job. Every rank has one; `lines` puts them together."""
+    """Notes on the compared steps of one job. Every rank has one; `lines` combines them."""
 
     def __init__(self, job: RanJob) -> None:
         self.job = job
@@ -35,15 +35,20 @@ class AlsoSeen:
         self.until_over = ExitStack()
         if len(self.modules) == 1 and job.groups.size("pp") == 1:
             self.until_over.callback(self.modules[0].register_forward_hook(self.outputs.note).remove)
-        self.forwards_in_eval = 0  # with gradients
-        self.used: set[tuple[int, str]] = set()  # parameters that had a gradient in some step
-        self.had: set[tuple[int, str]] = set()  # in the last one
+        self.forwards_in_eval = 0  # forwards with gradients in eval mode
+        self.used: set[tuple[int, str]] = set()  # parameters with a gradient in some step
+        self.had: set[tuple[int, str]] = set()  # parameters with a gradient in the last step
         self.before: dict[tuple[int, str], Tensor] = {}  # weights when the first step's gradients were reduced
-        self.still: list[tuple[int, str]] = []  # had a gradient then, and have not moved
+        self.still: list[tuple[int, str]] = []  # had a gradient then, but have not moved
         self.addends = 0
 
     def end_step(self, gradients: dict[tuple[int, str], Tensor], microbatches: int) -> None:
-        """A step has been compared. gradients: the reduced ones of this rank. Collective."""
+        """Record a step that was compared. Collective.
+
+        Args:
+            gradients: This rank's reduced gradients, by `Held.key`.
+            microbatches: Number of microbatches.
+        """
         self.outputs.end_step()
         had = {key for key, grad in gradients.items() if bool(grad.any())}
         self.used |= had
@@ -58,12 +63,12 @@ class AlsoSeen:
         self.had = had
 
     def stop(self) -> None:
-        """Keep nothing."""
+        """Remove the hooks and drop all copies."""
         self.until_over.close()
         self.before = {}
 
     def lines(self) -> list[str]:
-        """Describe everything that was seen on any rank. Collective over the world."""
+        """Describe the findings of all ranks. Collective over the world."""
         trained = [held.key for held in self.job.model.trained]
         unused = [key for key in trained if key not in self.used]
         held_by, elsewhere = self._optimizers()
@@ -89,7 +94,7 @@ class AlsoSeen:
         return next(held.name for held in self.job.model.held if held.key == key)
 
     def in_eval(self) -> str:
-        """Say that forwards with gradients ran in eval mode, or nothing."""
+        """Report forwards with gradients in eval mode; '' if there were none."""
         if not self.forwards_in_eval:
             return ""
         return (
@@ -106,7 +111,7 @@ class AlsoSeen:
         )
 
     def _only_vectors(self) -> str:
-        """Vectors alone are trained, though the model has matrices: a filter by names may have gone wrong."""
+        """Report a model with matrices that trains only vectors: a filter by names may be wrong."""
         params = [param for of_chunk in self.params for param in of_chunk.values()]
         trained = [param.dim() > 1 for param in params if param.requires_grad]
         matrices = sum(param.dim() > 1 for param in params)
@@ -118,7 +123,7 @@ class AlsoSeen:
         )
 
     def _optimizers(self) -> tuple[Counter[int], str]:
-        """Count the optimizers that hold each parameter; name one that holds others of the same shapes."""
+        """Count the optimizers of each parameter, and name an optimizer that holds others of the same shapes."""
         ours = {id(param): param for of_chunk in self.params for param in of_chunk.values()}
         shapes = Counter(tuple(param.shape) for param in ours.values())
         held: Counter[int] = Counter()
@@ -133,7 +138,7 @@ class AlsoSeen:
 
 
 def dropped_by(module: nn.Module) -> str:
-    """Say which elements a forward of a module in training mode drops, or nothing."""
+    """Report a forward in training mode that drops elements; '' if nothing is dropped."""
     for name, part in module.named_modules():
         if isinstance(part, DROPOUTS) and part.training and part.p > 0:
             return (
@@ -144,14 +149,15 @@ def dropped_by(module: nn.Module) -> str:
 
 
 def optimizers_alive() -> list[Any]:
-    """The optimizers of this process: torch's and ours, without those inside of ours."""
+    """Return this process's optimizers, torch's and ours, without those inside ours."""
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     inner = {id(vars(each).get("optimizer")) for each in found if isinstance(each, MegatronOptimizer)}
     return [each for each in found if id(each) not in inner]
 
 
 def params_of(optimizer: Any) -> Iterable[Tensor]:
-    """Parameters that an optimizer holds; of ours those of its models, which it updates through master weights."""
+    """Return the parameters of an optimizer; for ours the models' parameters, which it updates through master weights.
+   """
     if isinstance(optimizer, MegatronOptimizer):
         return [param for chunk in optimizer.model_chunks for param in chunk.parameters()]
     return [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
@@ -160,7 +166,7 @@ def params_of(optimizer: Any) -> Iterable[Tensor]:
 def _in_words(
     names: Sequence[str], used: set[str], ranks: Sequence[dict[str, list[str]]], texts: Sequence[str]
 ) -> list[str]:
-    """texts: of rank 0, the last of them an optimizer's class. Pure."""
+    """Describe the findings. `texts` are rank 0's, the last one an optimizer's class. Pure."""
     found = {kind: [name for name in names if any(name in mine[kind] for mine in ranks)] for kind in ranks[0]}
     unused = [name for name in found["unused"] if name not in used]
     *own, elsewhere = texts

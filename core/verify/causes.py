@@ -1,4 +1,4 @@
-"""From a wrong parameter to what the diagnosis needs: each rank's own gradient and the reduced one. Collective."""
+"""Collect each rank's own and reduced gradient of a wrong parameter for the diagnosis. Collective."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from core.verify.gathered import Held
 from core.verify.job import Job
 from core.verify.reference import Expected, Reference
 
-SAMPLE = 65536  # elements of a wrong gradient that the diagnosis looks at
-# Words of the diagnosis -> fields of ProcessGroups. Experts have a data group and a tensor group of their own.
+SAMPLE = 65536  # number of elements of a wrong gradient that the diagnosis uses
+# Axis names of the diagnosis -> fields of ProcessGroups. Experts have separate data and tensor groups.
 DENSE_AXES, EXPERT_AXES = ({axis.label: axis.name for axis in axes_of(expert)} for expert in (False, True))
 DENSE_INSTANCES = {"optimizer instances": "inter_dp_cp", "dp inside an instance": "intra_dp_cp"}
 EXPERT_INSTANCES = {"optimizer instances": "inter_expt_dp", "expert dp inside an instance": "intra_expt_dp"}
@@ -34,7 +34,19 @@ def cause_of_gradient(
     got: dict[tuple[int, str], Tensor],
     wrong: Sequence[str],
 ) -> Explanation:
-    """The likely cause of the first wrong gradient. One more backward, without any reduction."""
+    """Find the likely cause of the first wrong gradient, by one more backward without any reduction. Collective.
+
+    Args:
+        job: Model and steps of the layout.
+        reference: The unsplit model.
+        expected: Values of the reference.
+        batch: The complete global batch.
+        got: This rank's reduced gradients, by `Held.key`.
+        wrong: Wrong parameters, in order.
+
+    Returns:
+        The likely cause, equal on all ranks.
+    """
     plain = reference.again(batch, auxiliary=0.0) if reference.has_auxiliary else None
     job.backward(batch)
     mine = [held for held in job.model.trained if held.name == wrong[0]]
@@ -43,7 +55,7 @@ def cause_of_gradient(
     answers = agree.gather((part, _reductions(job)), None, "the cause").values()
     parts, tables = [part for part, _ in answers], [table for _, table in answers]
     answer: Explanation | None = None
-    if dist.get_rank() == 0:  # one rank's round-off decides, so that all report the same
+    if dist.get_rank() == 0:  # only rank 0 decides, so that round-off cannot make reports differ
         present = [part for part in parts if part is not None]
         reductions: dict[str, Reductions] = {}
         for table in tables:
@@ -64,7 +76,7 @@ def cause_of_gradient(
             also = f"; the wrong ones, and no right one, have {' and '.join(map(repr, blamed))}"
         elif blamed:
             also = f"; all parameters are wrong, and all have {' and '.join(map(repr, blamed))}"
-        # A sum over tp that is missing is a reduction's fault only where the parameter has one over tp.
+        # A missing sum over tp is a fault of a reduction only if the parameter has a reduction over tp.
         named = {axis for axis in sizes if re.search(rf"\b{axis}\b", answer.cause)}
         explains = answer.of_reduction and bool(named & set(suspects) if named else suspects)
         answer = Explanation(answer.cause + also, answer.details, explains)
@@ -74,7 +86,17 @@ def cause_of_gradient(
 
 
 def cause_of_bias(job: Job, batch: Any, name: str, moved: dict[tuple[int, str], Tensor]) -> Explanation:
-    """Explain a router's wrong bias, from the counts of one more backward. moved: by how much, by `Held.key`."""
+    """Explain a router's wrong bias from the counts of one more backward. Collective.
+
+    Args:
+        job: Model and steps of the layout.
+        batch: The complete global batch.
+        name: Name of the bias.
+        moved: Change of each bias, by `Held.key`.
+
+    Returns:
+        The cause.
+    """
     routers = [
         (held, job.model.chunks[held.chunk].module.get_submodule(held.place.local_name.rpartition(".")[0]))
         for held in job.model.biases
@@ -101,7 +123,7 @@ def _part(
     plain: Expected | None,
     got: dict[tuple[int, str], Tensor],
 ) -> RankPart:
-    """This rank's part; of copies in several chunks the sum, and the first one's result."""
+    """Return this rank's part; replicas in several chunks are summed, with the first one's result."""
     held = mine[0]
     own = [job.model.own_gradient(held).detach().cpu().double().reshape(-1) for held in mine]
     local = torch.stack(own).sum(dim=0) / job.scale
@@ -132,14 +154,19 @@ def _axes(groups: ProcessGroups, held: Held) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Reductions:
-    """Reductions of one parameter's gradient. axes: each reduction, in the contract's words -> its axes, in ours."""
+    """Reductions of one parameter's gradient.
+
+    Attributes:
+        axes: Each reduction, in the contract's words -> its axes, in the diagnosis's words.
+        sizes: Number of ranks along each axis.
+    """
 
     axes: dict[str, frozenset[str]]
     sizes: dict[str, int]
 
 
 def _reductions(job: Job) -> dict[str, Reductions]:
-    """Of every trained parameter of this rank, by its whole name."""
+    """Return the reductions of this rank's trained parameters, by name in the full model."""
     table: dict[str, Reductions] = {}
     labels = {axis.name: axis.label for axis in AXES}
     for held in job.model.trained:
@@ -157,7 +184,7 @@ def _reductions(job: Job) -> dict[str, Reductions]:
 
 
 def _suspects(table: dict[str, Reductions], wrong: Sequence[str], blamed: Sequence[str]) -> list[str]:
-    """The axes of the blamed reductions; without any, those over which all wrong parameters are reduced."""
+    """Return the axes of the blamed reductions; without any, the axes over which all wrong parameters are reduced."""
     known = [table[name] for name in wrong if name in table]  # a router's bias has no gradient
     if blamed:
         return sorted({axis for entry in known for text in blamed for axis in entry.axes[text]})
@@ -165,7 +192,7 @@ def _suspects(table: dict[str, Reductions], wrong: Sequence[str], blamed: Sequen
 
 
 def _blamed(table: dict[str, Reductions], wrong: Sequence[str]) -> list[str]:
-    """The reductions that all wrong parameters have and no right one."""
+    """Return the reductions that all wrong parameters and no right ones have."""
     shared = set.intersection(*(set(table[name].axes) for name in wrong if name in table))
     cleared = {text for name, entry in table.items() if name not in wrong for text in entry.axes}
     return sorted(shared - cleared)

@@ -1,4 +1,4 @@
-"""check_gradients: one model, one batch, computed twice - in the layout of the running ranks and on one process."""
+"""check_gradients: compute one batch in the layout of the running ranks and on one process, and compare."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from core.verify.report import Comparison, GradientReport
 from core.verify.structure import builder_of
 from core.verify.where import locate, random_module, shared_faults
 
-BIAS_BOUND = 1e-5  # of the routers' biases, which move by equal steps
-BOUND = 1e-10  # relative, in fp64; in other dtypes errors are compared with those of the reference in that dtype
-# A parameter whose gradient is this much smaller than the whole gradient is all round-off; its error is measured
-# against this share of the whole instead.
+BIAS_BOUND = 1e-5  # for the routers' biases, which move by equal steps
+BOUND = 1e-10  # relative, in fp64; in other dtypes the reference's own rounding error sets the bound
+# A gradient this much smaller than the norm over all parameters is pure round-off. Its error is measured relative to
+# this share of that norm instead.
 NOISE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 NAMES_SHOWN = 4
 DEFAULT_WRAPPER = DistributedDataParallelConfig(initial_weights="broadcast")
@@ -59,33 +59,49 @@ def check_gradients(
     sizes: Mapping[str, Any] | None = None,
     optimizer_fn: Callable[[Any], Any] | None = None,
 ) -> GradientReport:
-    """Compare every gradient of a model in the running layout with those of one process that splits nothing.
+    """Compare every gradient of a model in the running layout with a single process that splits nothing.
 
-    model_fn: builds this rank's model, plain or wrapped in DistributedDataParallel already; or a PipelineRunner over
-    its wrapped stages. loss_fn(model, part): the mean loss over a part of the batch; with
-    `config.calculate_per_token_loss` (sum of losses, number of tokens). A pipeline's forward step computes its loss
-    itself, and loss_fn serves the reference alone. batch: the whole global batch, equal on all ranks: a tensor, or
-    nested tuples, lists, dicts of tensors whose first dimension counts samples. Data-parallel ranks take equal parts in
-    rank order, cut once more into `microbatches`. split_fn: a microbatch -> what this context-parallel rank holds of it
-    (get_batch_on_this_cp_rank).
-    reference_fn: builds the model without any splitting; by default `model_fn` where that does not split, and for our
-    GPT the model of transformers that core.convert would write, where there is one. It gets the layout's
-    weights; what it calls a stage's parameters, modules say (`global_names`, see core.distributed.contract).
-    config, ddp_config: what the model is wrapped with; by default rank 0's weights are broadcast. dtype: model
-    and batch are cast to it; None leaves them, and a model that came wrapped keeps its own. steps: gradients are
-    compared after each of so many steps without an update. bound: on the relative error; by default 1e-10 in fp64. In
-    other dtypes the reference runs in fp64 and in that dtype, and a gradient may be off by 8 times what that costs it.
-    ranks: outside of a process group, start so many processes on gloo; everything passed must then be importable and
-    picklable. sizes: arguments of initialize_model_parallel, where no groups are up yet. optimizer_fn: (the wrapped
-    model or the PipelineRunner) -> its optimizer. One step then follows right gradients, and parameters that have a
-    gradient and do not move are a fault.
-
-    Returns the same report on every rank. Collective over the default process group. The model must be
-    deterministic (no dropout, no batch statistics): a random one is reported as such. If something is wrong that no
-    reduction explains, the report says in which module it begins.
+    A wrong reduction trains without an error message, only worse; this check finds it and names the likely cause. If no
+    reduction explains the error, the report names the module where it begins. The model must be deterministic (no
+    dropout, no batch statistics); a random one is reported as such. Collective over the default process group.
 
         report = check_gradients(build_model, mean_loss, (inputs, labels), ranks=4)
         report.raise_if_wrong()
+
+    Args:
+        model_fn: Builds this rank's model, plain or already wrapped in DistributedDataParallel, or a PipelineRunner
+            over its wrapped stages.
+        loss_fn: (model, part of the batch) -> mean loss; with `config.calculate_per_token_loss` (sum of losses, number
+            of tokens). A pipeline's forward step computes its own loss, so only the reference uses loss_fn then.
+        batch: The complete global batch, equal on all ranks: a tensor, or nested tuples, lists, and dicts of tensors
+            whose first dimension counts samples. Data-parallel ranks take equal parts in rank order, each cut into
+            `microbatches`.
+        reference_fn: Builds the unsplit model, which then gets the layout's weights. Defaults to `model_fn` if that
+            does not split; for our GPT, to the transformers model that core.convert would write, if there is one.
+            Modules declare different names of a stage's parameters by `global_names` (see core.distributed.contract).
+        config: Config to wrap the model with.
+        ddp_config: DDP config to wrap the model with; by default rank 0's weights are broadcast.
+        dtype: Model and batch are cast to it. None leaves them; a model that is already wrapped keeps its dtype.
+        reference_dtype: Dtype of the reference.
+        microbatches: Number of microbatches per data-parallel rank.
+        steps: Gradients are compared after each of this many steps without an update.
+        bound: Allowed relative error. Defaults to 1e-10 in fp64. In other dtypes the reference also runs in that dtype,
+            and a gradient may be off by 8 times the error that this causes.
+        split_fn: A microbatch -> the part of this context-parallel rank (get_batch_on_this_cp_rank).
+        pg_collection: Process groups; defaults to those of `parallel_state`.
+        title: First words of the report.
+        ranks: Outside a process group, start this many gloo processes. All arguments must then be importable and
+            picklable.
+        sizes: Arguments of initialize_model_parallel, if no groups exist yet.
+        optimizer_fn: (wrapped model or PipelineRunner) -> its optimizer. If the gradients are right, it takes one step,
+            and parameters that have a gradient but do not move are reported.
+
+    Returns:
+        The report, equal on every rank.
+
+    Raises:
+        ValueError: If the arguments do not fit the layout.
+        RuntimeError: If torch.distributed is not initialized and `ranks` is None.
     """
     given = {**locals(), "ranks": None, "pg_collection": None}
     if ranks is not None:
@@ -98,7 +114,7 @@ def check_gradients(
         with RankPool(ranks) as pool:
             try:
                 report: GradientReport = pool.run(check_gradients, ranks, (), given)
-            except RankFailure as failure:  # raised here, without the frames of the pool
+            except RankFailure as failure:  # raised without the pool's frames
                 raise failure.refusal or RankFailure(str(failure)) from None
             return report
     if not dist.is_initialized():
@@ -146,7 +162,7 @@ def _check_axes(groups: ProcessGroups, model: Any, split_fn: SplitFn | None) -> 
 
 @contextmanager
 def _groups(pg_collection: ProcessGroups | None, sizes: Mapping[str, Any] | None) -> Iterator[ProcessGroups]:
-    """The given groups, parallel_state's, or groups of these sizes for as long as the check takes."""
+    """Yield the given groups, parallel_state's, or groups of these sizes that exist during the check."""
     if sizes is not None and (pg_collection is not None or parallel_state.model_parallel_is_initialized()):
         raise ValueError(f"sizes={dict(sizes)} would make groups, and there are groups already; leave it out")
     if pg_collection is not None:
@@ -178,7 +194,7 @@ def _wrapped(
 def _reference_builder(
     model_fn: Callable[[], Any], reference_fn: ModelFn | None, job: Job, model: nn.Module | PipelineRunner
 ) -> tuple[ModelFn, str]:
-    """Function that builds the whole model, and its kind in words, where there is a choice."""
+    """Return a function that builds the unsplit model, and a description of it if there is a choice."""
     if reference_fn is not None:
         return reference_fn, ""
     of_gpt = builder_of(job.model.chunks[0].module)
@@ -191,7 +207,7 @@ def _reference_builder(
             "this model is split over tensor or expert parallelism; pass reference_fn, which builds it without any "
             "splitting"
         )
-    # Wrapping is collective and the reference is built on one rank only: a model that came wrapped is copied.
+    # Wrapping is collective but only one rank builds the reference, so an already wrapped model is copied.
     (chunk,) = job.model.chunks
     return (lambda: copy.deepcopy(chunk.module)) if model is chunk else model_fn, ""
 
@@ -199,7 +215,20 @@ def _reference_builder(
 def compare(
     job: Job, reference: Reference, batch: Any, *, bound: float | None, noise: float, steps: int, title: str
 ) -> GradientReport:
-    """Run steps and compare each with the reference. Collective over the world."""
+    """Run the steps and compare each with the reference. Collective over the world.
+
+    Args:
+        job: Model and steps of the layout.
+        reference: The unsplit model.
+        batch: The complete global batch.
+        bound: Allowed relative error; None derives it from the dtype.
+        noise: Share of the norm over all gradients below which a gradient is round-off.
+        steps: Number of steps.
+        title: First words of the report.
+
+    Returns:
+        The report, equal on every rank.
+    """
     largest = share = loss_error = loss_bound = 0.0
     digests: list[str] = []
     wrong: list[Comparison] = []
@@ -217,7 +246,7 @@ def compare(
         biases = job.biases()
         loss = job.step(batch)
         if job.sees_loss:
-            # The sum of many losses of either sign can be small: measured against one at least.
+            # Losses of both signs can cancel, so the error is relative to 1 at least.
             loss_error = max(loss_error, abs(loss - expected.loss) / max(abs(expected.loss), 1.0))
         loss_bound = allowed.loss()
         got = job.gradients()
@@ -234,7 +263,7 @@ def compare(
         wrong = sorted((c for c in everyone if not c.error <= c.bound), key=lambda c: (order[c.name], c.rank))
         if wrong or not loss_error <= loss_bound:
             moved = {held.key: held.tensor - biases[held.key] for held in job.model.biases}
-            for held in job.model.biases:  # so that a backward of the diagnosis chooses the same experts
+            for held in job.model.biases:  # so that the diagnosis routes tokens to the same experts
                 held.tensor.copy_(biases[held.key])
             names = list(dict.fromkeys(c.name for c in wrong))
             random = random_module(reference, batch)
@@ -290,10 +319,16 @@ def compare(
 
 
 class Allowed:
-    """Allowed relative error of a gradient: `bound`, or ALLOWANCE times what the layout's dtype costs the reference.
+    """Allowed relative error of each gradient: `bound`, or ALLOWANCE times the rounding error of the layout's dtype.
 
-    A parameter of few elements can be right by chance in the reference, so the cost is the largest of this parameter in
-    all layers, and the middle one of all parameters at least.
+    The rounding error is measured on the reference. A parameter of few elements can be exact by chance, so the largest
+    error of this parameter in all layers counts, and at least the median over all parameters.
+
+    Args:
+        expected: Gradients of the reference.
+        noise: Share of the norm over all gradients below which a gradient is round-off.
+        bound: Fixed bound, if any.
+        dtype: The layout's dtype.
     """
 
     def __init__(self, expected: Expected, noise: float, bound: float | None, dtype: torch.dtype) -> None:
@@ -308,21 +343,21 @@ class Allowed:
 
     @property
     def least(self) -> float:
-        """Allowed error of a tensor where the dtype costs the reference nothing."""
+        """Allowed error of a tensor that is exact in the reference."""
         return max(self.bound or 0.0, ALLOWANCE * self.eps / 4 if self.expected.noise else 0.0)
 
     def scale(self, name: str) -> float:
-        """Norm that an error is relative to."""
+        """Return the norm that an error is relative to."""
         return max(self.norms[name], self.floor)
 
     def gradient(self, name: str) -> float:
-        """The largest relative error of a parameter that is right."""
+        """Return the largest relative error of a right gradient."""
         if self.bound is not None:
             return self.bound
         return ALLOWANCE * max(self.costs[in_any_layer(name)], self.middle)
 
     def loss(self) -> float:
-        """The same of the loss."""
+        """Return the largest relative error of a right loss."""
         if self.bound is not None:
             return self.bound
         return ALLOWANCE * max(self.expected.loss_noise / max(abs(self.expected.loss), 1.0), self.eps)
@@ -337,7 +372,7 @@ def _explain(
     names: list[str],
     moved: dict[tuple[int, str], Tensor],
 ) -> Explanation:
-    """The likely cause of what is wrong; of a loss alone nothing is known yet."""
+    """Find the likely cause of wrong gradients; empty if only the loss is wrong."""
     if not names:
         return Explanation("", of_reduction=False)
     if names[0] in expected.biases:
@@ -346,7 +381,7 @@ def _explain(
 
 
 def _left_by_optimizer(job: Job, optimizer: Any) -> tuple[str, ...]:
-    """Parameters that have a gradient and that a step does not change, in words. Collective."""
+    """Describe parameters that have a gradient but do not move in a step. Collective."""
     grads = job.model.gradients()
     with job.model.gathered():
         before = {held.key: held.tensor.detach().clone() for held in job.model.trained if bool(grads[held.key].any())}

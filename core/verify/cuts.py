@@ -1,8 +1,8 @@
-"""Part of a whole activation that a rank's activation is, found from the two shapes. Pure.
+"""Find which part of a full activation a rank holds, from the two shapes. Pure functions.
 
-A dimension that is shorter on a rank is cut over context parallelism, over tensor parallelism, or over both. A cut
-takes equal chunks, or of each of n sections its chunk: gate and value (2), queries, keys and values (3), or the samples
-of a batch that is flattened with its sequence. Context parallelism also takes a chunk of the head and one of the tail.
+A dimension that is shorter on a rank is cut over context parallelism, tensor parallelism, or both. A cut takes equal
+chunks, or one chunk of each of n sections: gate and value (2), queries, keys, and values (3), or the samples of a batch
+that is flattened with its sequence. Context parallelism may also take one chunk of the head and one of the tail.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ SECTIONS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Cut:
-    """For each dimension the places in the whole tensor, in the order of the rank's; None for all of them.
+    """Indices of a rank's tensor in the full tensor.
 
-    here: of the last dimension, the places in the rank's tensor, where that ends in padding. turned: True if samples
-    and positions come in the other order.
+    Attributes:
+        places: For each dimension, the indices in the full tensor, in the rank's order; None for all.
+        here: Indices in the rank's last dimension, if that ends in padding.
+        turned: True if samples and positions are in the other order.
     """
 
     places: tuple[Tensor | None, ...]
@@ -34,24 +36,32 @@ class Cut:
     turned: bool = False
 
     def of(self, whole: Tensor) -> Tensor:
-        """The rank's part of the whole."""
+        """Return the rank's part of the full tensor."""
         whole = whole.transpose(0, 1) if self.turned else whole
         for dim, places in enumerate(self.places):
             whole = whole if places is None else whole.index_select(dim, places)
         return whole
 
     def without_padding(self, mine: Tensor) -> Tensor:
-        """The elements of a rank's tensor that are in the whole."""
+        """Return the elements of a rank's tensor that are in the full tensor."""
         return mine if self.here is None else mine.index_select(mine.dim() - 1, self.here)
 
 
 def cuts_of(
     mine: Sequence[int], whole: Sequence[int], ranks: AxisRanks, *, samples: int, weight: GlobalSlice | None = None
 ) -> list[Cut]:
-    """All ways in which a tensor of shape `mine` may lie in one of shape `whole`; none where it cannot.
+    """Return all cuts by which a tensor of shape `mine` can come from a tensor of shape `whole`; empty if impossible.
 
-    samples: in the microbatch. weight: where the weight of the module that gives the tensor lies in the whole weight;
-    a column-parallel layer's output is cut as its rows are.
+    Args:
+        mine: Shape on this rank.
+        whole: Shape in the reference.
+        ranks: Sizes and ranks of the groups.
+        samples: Number of samples in the microbatch.
+        weight: Slice of the module's weight on this rank; a column-parallel layer's output is cut like its weight's
+            rows.
+
+    Returns:
+        The possible cuts.
     """
     if len(mine) != len(whole):
         return []
@@ -75,7 +85,7 @@ def _cuts(
         there = torch.cat([torch.arange(start, start + size) for start, _, size in rows]) if rows else torch.arange(0)
         here = torch.cat([torch.arange(start, start + size) for _, start, size in rows]) if rows else torch.arange(0)
         found = [Cut((*first, there), here) for first in itertools.product(*ways[:-1])]
-    if mine and mine[-1] < whole[-1] < mine[-1] * ranks.size("tp"):  # of a vocabulary the last rank's end is padding
+    if mine and mine[-1] < whole[-1] < mine[-1] * ranks.size("tp"):  # a vocabulary is padded at the last rank's end
         first = mine[-1] * ranks.rank("tp")
         there = torch.arange(first, max(first, min(first + mine[-1], whole[-1])))
         found += [Cut((*head, there), torch.arange(len(there))) for head in itertools.product(*ways[:-1])]
@@ -83,7 +93,7 @@ def _cuts(
 
 
 def _ways(length: int, part: int, axes: Sequence[str], ranks: AxisRanks, samples: int) -> Iterator[Tensor]:
-    """The different index vectors [part] that a dimension of `length` may be cut to."""
+    """Yield the different index vectors [part] to which a dimension of `length` may be cut."""
     seen = set()
     for count in range(1, len(axes) + 1):
         for chain in itertools.permutations(axes, count):
@@ -103,7 +113,7 @@ def _ways(length: int, part: int, axes: Sequence[str], ranks: AxisRanks, samples
 
 
 def _taken(places: Tensor, sections: int, size: int, rank: int, both_ends: bool) -> Tensor | None:
-    """Of each section one of `size` chunks, or a chunk of its head and one of its tail."""
+    """Take one of `size` chunks of each section, or one chunk of its head and one of its tail."""
     chunks = sections * size * (2 if both_ends else 1)
     if sections < 1 or len(places) % chunks:
         return None

@@ -1,8 +1,8 @@
-"""Cause of a wrong gradient. Pure: from each rank's values before and after the reductions to a sentence.
+"""Find the cause of a wrong gradient from each rank's values before and after the reductions. Pure functions.
 
-A reduced gradient is a sum of the ranks' own gradients with some factor each. The factors that are there are found by
-least squares, and compared with those that give the reference: a rank that is missing has 0, one that was added twice
-has 2, and a wrong divisor is the same wrong factor for all.
+A reduced gradient is a sum of the ranks' own gradients, each with some factor. The actual factors are found by least
+squares and compared with those that give the reference. A missing rank has factor 0, a rank added twice has 2, and a
+wrong divisor gives all ranks the same wrong factor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ BEFORE = "the ranks' own gradients do not add up to the reference"
 
 
 class Explanation(NamedTuple):
-    """The likely cause in words, and a line for each wrong rank. of_reduction: False if the fault lies before them."""
+    """Likely cause of a wrong gradient.
+
+    Attributes:
+        cause: The cause in words.
+        details: A line for each wrong rank.
+        of_reduction: False if the fault is before the reductions.
+    """
 
     cause: str
     details: tuple[str, ...] = ()
@@ -40,33 +46,48 @@ class Explanation(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's gradient of one parameter, over the same sample of elements on all ranks."""
+    """One rank's gradient of one parameter, over the same sample of elements on all ranks.
+
+    Attributes:
+        rank: The rank.
+        place: Its index on each axis.
+        local: Its own gradient.
+        reduced: The reduced gradient.
+        expected: The reference's gradient.
+        valid: Elements whose reduced gradient this rank holds.
+        auxiliary: Contribution of auxiliary losses to `expected`, if any.
+    """
 
     rank: int
-    place: Mapping[str, int]  # its coordinate on each axis, {'dp': 1, 'tp': 0}
+    place: Mapping[str, int]  # index on each axis, such as {'dp': 1, 'tp': 0}
     local: Tensor  # [sample] this rank's own gradient, before any reduction
-    reduced: Tensor  # [sample] after the last one
-    expected: Tensor  # [sample] of the reference
-    valid: Tensor  # [sample] bool: the elements that this rank is to have reduced
-    auxiliary: Tensor | None = None  # [sample] what auxiliary losses add to `expected`, where there are any
+    reduced: Tensor  # [sample] after the last reduction
+    expected: Tensor  # [sample] the reference's
+    valid: Tensor  # [sample] bool: elements that this rank should have reduced
+    auxiliary: Tensor | None = None  # [sample] contribution of auxiliary losses to `expected`
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Count of each rank's part in a gradient, relative to the right count."""
+    """Factor of each rank's part in a gradient, relative to the right factor.
+
+    Attributes:
+        rank: The rank that holds the gradient.
+        times: rank -> factor, 1.0 if right. Ranks with equal parts are represented by the first of them.
+    """
 
     rank: int
-    times: Mapping[int, float]  # rank -> 1.0 where right; ranks with equal parts are represented by the first of them
+    times: Mapping[int, float]  # rank -> factor, 1.0 if right
 
     @property
     def factor(self) -> float | None:
-        """The one factor of all parts, if they have one."""
+        """Common factor of all parts; None if they differ."""
         values = list(self.times.values())
         return values[0] if all(_same(value, values[0]) for value in values) else None
 
     @property
     def present(self) -> frozenset[int]:
-        """The ranks whose parts are there."""
+        """Ranks whose parts are in the gradient."""
         return frozenset(rank for rank, times in self.times.items() if abs(times) > SAME)
 
 
@@ -78,10 +99,17 @@ def explain(
     tokens: float | None = None,
     microbatches: int = 1,
 ) -> Explanation:
-    """The likely cause of a wrong gradient.
+    """Find the likely cause of a wrong gradient.
 
-    sizes: ranks along each axis. suspects: the axes over which every wrong parameter is reduced and no right one.
-    tokens: of the whole batch, where the loss is per token.
+    Args:
+        parts: Each rank's values.
+        sizes: Number of ranks along each axis.
+        suspects: Axes over which all wrong parameters and no right ones are reduced.
+        tokens: Number of tokens of the global batch, if the loss is per token.
+        microbatches: Number of microbatches.
+
+    Returns:
+        The likely cause.
     """
     weight = _weight_of_auxiliary(parts)
     if weight is not None:
@@ -138,7 +166,7 @@ def explain(
 
 
 def _weight_of_auxiliary(parts: Sequence[RankPart]) -> float | None:
-    """Weight of the auxiliary losses, if a wrong weight alone explains the error on every rank."""
+    """Return the weight of the auxiliary losses if a wrong weight alone explains the error on every rank."""
     weights = []
     for part in parts:
         if part.auxiliary is None or not bool(part.valid.any()):
@@ -166,7 +194,14 @@ def _name_auxiliary(weight: float, cp: int, microbatches: int) -> str:
 
 @dataclass(frozen=True)
 class BiasPart:
-    """One rank's part of a router: index on each axis, own counts of tokens, and the move of its bias."""
+    """One rank's part of a router.
+
+    Attributes:
+        rank: The rank.
+        place: Its index on each axis.
+        counts: Tokens per expert on this rank.
+        moved: Change of the bias per expert.
+    """
 
     rank: int
     place: Mapping[str, int]
@@ -175,7 +210,15 @@ class BiasPart:
 
 
 def explain_bias(parts: Sequence[BiasPart], rate: float) -> str:
-    """Name the ranks whose counts moved a router's bias. rate: by how much it is to move, up or down."""
+    """Name the ranks whose counts moved a router's bias.
+
+    Args:
+        parts: Each rank's part.
+        rate: Step size of the bias, up or down.
+
+    Returns:
+        The cause in words.
+    """
     axes = [axis for axis in parts[0].place if len({part.place[axis] for part in parts}) > 1]
     for left_out in (chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)):
         for factor in (1.0, 2.0, 0.5, 0.0, -1.0):
@@ -189,7 +232,7 @@ def explain_bias(parts: Sequence[BiasPart], rate: float) -> str:
 
 
 def _moved_by(part: BiasPart, parts: Sequence[BiasPart], left_out: Sequence[str], rate: float) -> bool:
-    """True if it moved by the counts of the ranks that share its place on these axes."""
+    """True if the bias moved by the counts of the ranks that share this rank's index on these axes."""
     added = [other.counts for other in parts if all(other.place[a] == part.place[a] for a in left_out)]
     totals = [sum(counts) for counts in zip(*added, strict=True)]
     mean = sum(totals) / len(totals)
@@ -207,7 +250,18 @@ def name_factor(
     tokens: float | None = None,
     microbatches: int = 1,
 ) -> str:
-    """Mistakes that multiply a gradient by `factor`, most likely first."""
+    """Describe mistakes that multiply a gradient by `factor`, most likely first.
+
+    Args:
+        factor: Actual over expected gradient.
+        sizes: Number of ranks along each axis.
+        suspects: Axes over which all wrong parameters are reduced.
+        tokens: Number of tokens of the global batch, if the loss is per token.
+        microbatches: Number of microbatches.
+
+    Returns:
+        The mistakes in words.
+    """
     if abs(factor) <= SAME:
         return "it is zero: the gradient never arrives, or was overwritten"
     axes = [axis for axis in suspects if sizes.get(axis, 1) > 1]
@@ -293,7 +347,7 @@ def _name(
 
 
 def _missing_axes(mixture: Mixture, places: Mapping[int, Mapping[str, int]], sizes: Mapping[str, int]) -> list[str]:
-    """The fewest axes along which a rank holds its own place only, if that describes exactly what it holds."""
+    """Return the fewest axes along which a rank holds only its own part, if that describes exactly its gradient."""
     here, everyone = places[mixture.rank], frozenset(mixture.times)
     axes = [axis for axis in here if sizes.get(axis, 1) > 1]
     if mixture.present == everyone:
@@ -316,7 +370,7 @@ def _same(one: float, other: float) -> bool:
 
 
 def _representatives(parts: Sequence[RankPart]) -> dict[int, int]:
-    """rank -> the first rank with the same gradient; ranks without any gradient are left out."""
+    """Return rank -> first rank with the same gradient; ranks without any gradient are left out."""
     classes: dict[int, int] = {}
     firsts: list[RankPart] = []
     for part in parts:
@@ -334,7 +388,16 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def fit(matrix: Tensor | None, target: Tensor, close: float = SAME) -> list[float] | str | None:
-    """Factors of the columns that add up to target; text if none do; None if they cannot be distinguished."""
+    """Fit factors of the columns that add up to `target`.
+
+    Args:
+        matrix: Columns [sample, ranks].
+        target: [sample].
+        close: Allowed relative residual.
+
+    Returns:
+        The factors; a text if no factors fit; None if the columns cannot be distinguished.
+    """
     if matrix is None or matrix.shape[0] < matrix.shape[1]:
         return None
     scale = matrix.norm(dim=0).clamp(min=1e-300)
@@ -354,7 +417,7 @@ def _by_ratio(
     tokens: float | None,
     microbatches: int,
 ) -> Explanation:
-    """Find one factor for all ranks: there are too few elements to distinguish their parts."""
+    """Find one factor for all ranks, if there are too few elements to distinguish their parts."""
     factors = []
     for part in parts:
         have, want = part.reduced[part.valid], part.expected[part.valid]

@@ -1,4 +1,4 @@
-"""Put together again what a layout has split: shards of the data group, slices of tensor and expert groups, stages."""
+"""Reassemble tensors that a layout has split: data-group shards, tensor and expert slices, and pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,35 +20,42 @@ from core.groups import agree
 from core.interface.model import all_of
 from core.watch.waiting import waiting
 
-BIAS = "expert_bias"  # the buffer of a router that finalize_model_grads moves
+BIAS = "expert_bias"  # router buffer that finalize_model_grads updates
 
 
 @dataclass(frozen=True)
 class Held:
-    """This rank's part of one tensor of the whole model."""
+    """This rank's part of one tensor of the full model.
+
+    Attributes:
+        place: Position of the part in the full tensor.
+        chunk: Index of the model chunk that holds it.
+        tensor: The local tensor.
+        contract: Gradient contract; None if the tensor is not trained.
+    """
 
     place: GlobalSlice
     chunk: int
     tensor: Tensor
-    contract: GradientContract | None = None  # None: it is not trained
+    contract: GradientContract | None = None  # None if not trained
 
     @property
     def name(self) -> str:
-        """In the whole model."""
+        """Name in the full model."""
         return self.place.name
 
     @property
     def key(self) -> tuple[int, str]:
-        """Key that differs from every other tensor's of this rank, also from copies'."""
+        """Key that is unique among this rank's tensors, replicas included."""
         return self.chunk, self.place.local_name
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of something that has the whole tensor's shape; zeros where it holds padding."""
+        """Return this rank's part of a tensor with the full shape; padding is zero."""
         return slice_of(self.place, whole)
 
 
 def slice_of(place: GlobalSlice, whole: Tensor) -> Tensor:
-    """A rank's slice of a whole tensor; zeros where it holds padding."""
+    """Return a rank's slice of a full tensor; padding is zero."""
     part = whole.new_zeros(place.local_shape)
     for box in place.boxes:
         part[_area(box.local_offset, box)] = whole[_area(box.global_offset, box)]
@@ -60,9 +67,12 @@ def _area(offset: Index, box: Box) -> tuple[slice, ...]:
 
 
 class WrappedModel:
-    """The wrapped chunks of one rank, and what they hold of the whole model.
+    """The wrapped chunks of one rank, and their parts of the full model.
 
-    computes_in: the dtype to which forwards cast the weights; None if they do not.
+    Attributes:
+        computes_in: Dtype to which forwards cast the weights; None if they do not.
+        held: Parts of parameters.
+        biases: Parts of router biases.
     """
 
     computes_in: torch.dtype | None = None
@@ -83,30 +93,30 @@ class WrappedModel:
 
     @property
     def trained(self) -> list[Held]:
-        """The parameters that have gradients, in the order of chunks and of registration."""
+        """Parameters with gradients, in order of chunks and of registration."""
         return [held for held in self.held if held.contract is not None]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Whole parameters, where they are sharded. Collective."""
+        """Gather sharded parameters inside the context. Collective."""
         with all_of(chunk.gathered() for chunk in self.chunks):
             yield
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which forwards compute: that of the first parameter, unless they cast it."""
+        """Dtype in which forwards compute: `computes_in`, else the first parameter's dtype."""
         return self.computes_in or next((held.tensor.dtype for held in self.held), torch.float32)
 
     def note_dtype(self, module: nn.Module) -> None:
-        """A module of the model is about to be called, maybe with weights that were cast for it."""
+        """Record the dtype of a module that is about to run, possibly with cast weights."""
 
     @property
     def is_split(self) -> bool:
-        """True if this rank holds less than the whole of some parameter."""
+        """True if this rank holds only a part of some parameter."""
         return any(held.place.shape != held.place.local_shape for held in self.held)
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
-        """Reduced gradients by `Held.key`, copied; where they are sharded, from all ranks' shards. Collective."""
+        """Return copies of the reduced gradients by `Held.key`, gathered if they are sharded. Collective."""
         grads: dict[tuple[int, str], Tensor] = {}
         for number, chunk in enumerate(self.chunks):
             for bucket in buckets_of(chunk):
@@ -117,7 +127,7 @@ class WrappedModel:
         return {held.key: grads[held.key] for held in self.trained}
 
     def own_gradient(self, held: Held) -> Tensor:
-        """The gradient from backward on this rank, before any reduction; zeros if no such gradient exists."""
+        """Return this rank's gradient from backward, before any reduction; zeros if it is not available."""
         if self.chunks[held.chunk].ddp_config.reduces_every_microbatch:
             return torch.zeros(held.place.local_shape)
         param: Any = held.tensor
@@ -125,7 +135,7 @@ class WrappedModel:
         return own
 
     def valid_mask(self, held: Held) -> Tensor:
-        """[numel] bool on the CPU: the elements of a parameter whose reduced gradient this rank holds."""
+        """Return which elements of a parameter's reduced gradient this rank holds, [numel] bool on the CPU."""
         for bucket in buckets_of(self.chunks[held.chunk]):
             for slot in bucket.layout.slots:
                 if slot.name == held.place.local_name:
@@ -135,9 +145,12 @@ class WrappedModel:
         raise KeyError(f"parameter {held.place.local_name!r} is in no bucket")
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """Parameters and router biases by name, put together, on the CPU; on rank 0, elsewhere nothing.
+        """Gather full parameters and router biases by name on rank 0's CPU; other ranks return an empty dict.
 
-        Collective over the world. Raises ValueError on all ranks where copies of one parameter differ.
+        Collective over the world.
+
+        Raises:
+            ValueError: On all ranks, if replicas of a parameter differ or elements are missing.
         """
         first = [held for held in (*self.held, *self.biases) if held.place.replica == 0]
         with self.gathered():
@@ -171,13 +184,14 @@ def _assembled(everyone: Iterable[Iterable[tuple[GlobalSlice, Tensor]]]) -> dict
 
 
 def buckets_of(ddp: DistributedDataParallel) -> Iterator[Bucket]:
-    """All buckets, dense and expert."""
+    """Yield all buckets, dense and expert."""
     for buffer in (*ddp.grad_buffers, *ddp.expert_parallel_buffers):
         yield from buffer.buckets
 
 
 def _whole_bucket(bucket: Bucket) -> Tensor:
-    """Its gradients, also those in other ranks' shards, with every factor that is left to the optimizer."""
+    """Return the bucket's full gradients, with every scale that is left to the optimizer; gathers other ranks' shards.
+   """
     if bucket.whole:
         return bucket.grad * bucket.pending_scale
     mine = bucket.owned_grad.to(bucket.device).contiguous()
@@ -188,7 +202,15 @@ def _whole_bucket(bucket: Bucket) -> Tensor:
 
 
 def load_whole_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into a model that splits nothing. ValueError where it is another model."""
+    """Copy full weights into an unsplit model.
+
+    Args:
+        reference: The unsplit model.
+        weights: Full tensors by name.
+
+    Raises:
+        ValueError: If names or shapes differ.
+    """
     params = dict(reference.named_parameters())
     biases = {name: buffer for name, buffer in reference.named_buffers() if name.rpartition(".")[2] == BIAS}
     targets = {**params, **biases}
@@ -213,7 +235,7 @@ def load_whole_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> N
 
 
 def on_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Apply a function to every tensor of nested tuples, lists and dictionaries."""
+    """Apply a function to every tensor of nested tuples, lists, and dictionaries."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -225,12 +247,12 @@ def on_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def kept(batch: Any) -> Any:
-    """A copy with tensors of its own, because a loop may use the memory of its inputs again."""
+    """Return a copy with cloned tensors, because a loop may reuse the memory of its inputs."""
     return on_tensors(lambda tensor: tensor.detach().clone(), batch)
 
 
 def first_tensor(batch: Any) -> Tensor:
-    """The first tensor of a batch."""
+    """Return the first tensor of a batch; ValueError if there is none."""
     found: list[Tensor] = []
     on_tensors(found.append, batch)
     if not found:
@@ -239,12 +261,24 @@ def first_tensor(batch: Any) -> Tensor:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """A tensor on a device; in the given dtype if it is a floating point one and a dtype is given."""
+    """Move a tensor to a device; floating-point tensors are also cast if a dtype is given."""
     return tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
 
 
 def piece_of(batch: Any, pieces: int, number: int) -> Any:
-    """One of so many equal parts of a batch, along the first dimension of its tensors."""
+    """Return one of several equal parts of a batch, along the first dimension of its tensors.
+
+    Args:
+        batch: Nested tensors.
+        pieces: Number of parts.
+        number: Index of the part.
+
+    Returns:
+        The part.
+
+    Raises:
+        ValueError: If a tensor cannot be divided.
+    """
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] % pieces:

@@ -1,4 +1,4 @@
-"""InDouble: code that casts to fp32 computes in fp64, so that two ways to compute one thing agree to 1e-9."""
+"""Compute fp32 code in fp64, so that two ways to compute the same value agree to 1e-9."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class InDouble(TorchFunctionMode):
-    """A request for fp32 gets fp64: softmax of routers, norms and rotary tables are computed in it by families."""
+    """Mode that replaces fp32 by fp64: families compute router softmax, norms, and rotary tables in fp32."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

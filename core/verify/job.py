@@ -1,4 +1,4 @@
-"""Job: a wrapped model, whole or in stages, and the steps that are run to look at their gradients."""
+"""A wrapped model, as one piece or in stages, and the steps that are run to examine its gradients."""
 
 from __future__ import annotations
 
@@ -23,18 +23,27 @@ from core.verify.recording import Recorder
 from core.watch.waiting import waiting
 
 LossFn = Callable[[nn.Module, Any], Any]  # (model, part of the batch) -> mean loss, or (summed loss, number of tokens)
-SplitFn = Callable[[Any], Any]  # a data rank's microbatch -> what this rank of its context-parallel group holds of it
+SplitFn = Callable[[Any], Any]  # a data rank's microbatch -> this context-parallel rank's part
 
 
 class Job(ABC):
-    """The model of this rank, and how a step runs through it. sees_loss: True if `step` returns the loss.
+    """This rank's model, and how a step runs through it.
 
-    scale: the loss scale that is in the gradients of `step` and of `backward`. token_weight: what `backward` multiplies
-    the loss of a token by, if tokens divide later: their sum times a loss scale may be no number of fp16.
+    Attributes:
+        sees_loss: True if `step` returns the loss.
+        inputs_to: Dtype to which the layout casts a batch, if any.
+        scale: Loss scale in the gradients of `step` and `backward`.
+        token_weight: Factor of a token's loss in `backward` if the division by tokens comes later: the sum over tokens
+            times a loss scale may overflow fp16.
+
+    Args:
+        model: This rank's chunks.
+        microbatches: Number of microbatches.
+        split_fn: Takes this context-parallel rank's part of a microbatch.
     """
 
     sees_loss = True
-    inputs_to: torch.dtype | None = None  # to which the layout casts a batch
+    inputs_to: torch.dtype | None = None  # dtype to which the layout casts a batch
     scale = 1.0
     token_weight = 1.0
 
@@ -47,30 +56,30 @@ class Job(ABC):
 
     @abstractmethod
     def step(self, batch: Any) -> float:
-        """A whole step on the global batch, up to whole gradients; the global loss. Collective."""
+        """Run a complete step on the global batch, including the reductions, and return the global loss. Collective."""
 
     @abstractmethod
     def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
-        """All microbatches without any reduction: every rank keeps its own gradients."""
+        """Run all microbatches without any reduction, so that every rank keeps its own gradients."""
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
-        """The reduced gradients by `Held.key`, without the loss scale. Collective."""
+        """Return the reduced gradients by `Held.key`, without the loss scale. Collective."""
         found = self.model.gradients()
         if self.scale == 1.0:
             return found
         return {key: in_full(grad, 1.0 / self.scale) for key, grad in found.items()}
 
     def biases(self) -> dict[tuple[int, str], Tensor]:
-        """The routers' biases from before the step that comes, by `Held.key`."""
+        """Return the routers' biases from before the next step, by `Held.key`."""
         return {held.key: held.tensor.clone() for held in self.model.biases}
 
     def samples(self, batch: Any) -> int:
-        """The samples of one microbatch."""
+        """Return the number of samples in one microbatch."""
         axis = "dp" if self.groups.dp is not None else "dp_cp"
         return first_tensor(batch).shape[0] // (self.groups.size(axis) * self.microbatches)
 
     def parts(self, batch: Any) -> list[Any]:
-        """This rank's microbatches of the global batch."""
+        """Return this rank's microbatches of the global batch."""
         axis = "dp" if self.groups.dp is not None else "dp_cp"
         first = self.groups.rank(axis) * self.microbatches
         pieces = self.groups.size(axis) * self.microbatches
@@ -78,7 +87,7 @@ class Job(ABC):
         return parts if self.split_fn is None else [self.split_fn(part) for part in parts]
 
     def drift(self) -> str:
-        """Message of the engine's guard against drifting copies: empty if gradients are right. Collective."""
+        """Return the message of the guard against drifting replicas; empty if it does not fire. Collective."""
         found = ""
         try:
             check_replicas([bucket for chunk in self.model.chunks for bucket in chunk.reducer.buckets], self.groups)
@@ -88,9 +97,15 @@ class Job(ABC):
         return next((text for text in answers.values() if text), "")
 
     def factor_of_gradients(self, tokens: float | None) -> float:
-        """Factor of the gradients of `backward` over the reference's. tokens: of the whole batch.
+        """Return the factor of `backward`'s gradients relative to the reference's.
 
-        A rank's loss is the mean over its own positions, unless tokens divide later.
+        A rank's loss is the mean over its own positions, unless the division by tokens comes later.
+
+        Args:
+            tokens: Number of tokens of the global batch, if known.
+
+        Returns:
+            The factor.
         """
         return 1.0 if self.per_token else float(self.groups.size("cp"))
 
@@ -100,7 +115,7 @@ class Job(ABC):
             chunk.zero_grad_buffer()
 
     def global_loss(self, loss: float, tokens: float) -> float:
-        """From each data rank's mean loss, or sum and number of tokens. Collective over the data group."""
+        """Combine each data rank's mean loss, or sum and number of tokens. Collective over the data group."""
         data = self.groups.require("dp_cp")
         sums = torch.tensor([loss, tokens], dtype=torch.float64, device=self.model.device)
         with waiting("the loss of all data ranks", data):
@@ -109,7 +124,7 @@ class Job(ABC):
 
 
 class PlainJob(Job):
-    """Forward and backward in one piece."""
+    """Job of a model without pipeline stages."""
 
     def __init__(
         self, ddp: DistributedDataParallel, loss_fn: LossFn, microbatches: int, split_fn: SplitFn | None = None
@@ -139,7 +154,7 @@ class PlainJob(Job):
     def _run(
         self, batch: Any, *, reduce: bool, around_backward: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> tuple[float, float]:
-        """(this rank's loss, its number of tokens)."""
+        """Return this rank's loss and its number of tokens."""
         total, tokens = 0.0, 0.0
         parts = self.parts(batch)
         for number, part in enumerate(parts):
@@ -155,7 +170,7 @@ class PlainJob(Job):
 
 
 class PipelineJob(Job):
-    """A pipeline's stages, under its schedule; the runner's forward step computes the loss."""
+    """Job of a pipeline's stages under its schedule; the runner's forward step computes the loss."""
 
     def __init__(self, runner: PipelineRunner, microbatches: int, split_fn: SplitFn | None = None) -> None:
         super().__init__(WrappedModel(runner.chunks), microbatches, split_fn)
@@ -174,17 +189,21 @@ class PipelineJob(Job):
     def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
         """See Job."""
         self.clear()
-        with all_of(chunk.no_sync() for chunk in self.model.chunks):  # nothing leaves
+        with all_of(chunk.no_sync() for chunk in self.model.chunks):  # no reductions
             self.runner.step(self.parts(batch), finalize=False)
 
 
 def in_full(tensor: Tensor, factor: float) -> Tensor:
-    """A tensor times a factor, which may be no number of a dtype of 16 bits."""
+    """Multiply a tensor by a factor, in fp32 at least, because the factor may overflow a 16-bit dtype."""
     return tensor if factor == 1.0 else tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor
 
 
 def split_loss(result: Any, per_token: bool) -> tuple[Tensor, float]:
-    """(loss, number of tokens) from what a loss_fn returned; refuses what does not fit the config."""
+    """Return (loss, number of tokens) from the result of a loss_fn.
+
+    Raises:
+        ValueError: If the result does not fit calculate_per_token_loss.
+    """
     if per_token != isinstance(result, tuple):
         raise ValueError(
             "calculate_per_token_loss is set, so loss_fn must return (summed loss, number of tokens)"

@@ -48,7 +48,7 @@ OTHER_BACKWARDS = (
 
 TITLES = ("first step of the loop", "second step of the loop (the first was right)")
 
-_CHECKS: dict[int, StepCheck] = {}  # by the identity of the wrapped module
+_CHECKS: dict[int, StepCheck] = {}  # id of the wrapped module -> its check
 
 
 def verify_with(
@@ -61,34 +61,42 @@ def verify_with(
     join_fn: JoinFn | None = None,
     mesh: DeviceMesh | None = None,
 ) -> StepCheck:
-    """Check the first step of a loop: its data, its accumulation and its loss, which check_gradients does not see.
+    """Check the first step of a loop, including its data, accumulation, and loss, which check_gradients does not see.
 
-    Call it once, right before the first step, after weights are loaded. The inputs of each forward in training mode
-    are kept until `finalize_model_grads`, or until an optimizer of torch begins to step or gradients are clipped, where
-    the model is not in our wrapper. Then the unsplit model runs over the microbatches of all data ranks, and
-    every reduced gradient of the layout is compared with the mean over all microbatches.
-
-    model: as the loop calls it: in our wrapper, in torch's DDP, sharded by fully_shard, split by DTensors, or plain. Or
-    the PipelineRunner of a pipeline, of which the microbatches of the first step are kept: loss_fn(whole, microbatch).
-    What the first stage is not given, such as labels, is taken from the last one. build_whole: builds the same model
-    without any splitting; it gets the layout's weights as they are now. loss_fn(whole, *args, **kwargs): the mean loss
-    of one microbatch, not divided by anything, from the arguments of the forward; with
-    `config.calculate_per_token_loss` (sum of losses, number of tokens). If labels are not among these arguments, the
-    loop passes them: see `LoopCheck.note`. With a loss scale, loss_fn multiplies by it. bound, reference_dtype: as for
-    check_gradients. join_fn: under context parallelism, the parts that its ranks have of a tensor, in order -> the
-    whole; by default a head and a tail chunk of dim 1, as of get_batch_on_this_cp_rank. Tensors that are equal on all
-    these ranks are whole. mesh: of a model that is not in our wrapper, where its own has several dimensions and no
-    names.
-
-    Raises WrongGradientError when the first step's gradients are whole, on all ranks alike, if one is wrong. Raises
-    MemoryError on all ranks, before anything is built, if the unsplit model does not fit on rank 0. The model must be
-    deterministic. Collective over the default process group.
+    Call this once, right before the first step, after weights are loaded. The inputs of each training forward are kept
+    until `finalize_model_grads`; without our wrapper, until a torch optimizer begins to step or gradients are clipped.
+    Then the unsplit model runs over the microbatches of all data ranks, and every reduced gradient of the layout is
+    compared with the mean over all microbatches. The first wrong step raises WrongGradientError on all ranks. The model
+    must be deterministic. Collective over the default process group.
 
         verify_with(model, build_whole, lambda whole, *given: whole(*given).mean())
         for tokens, labels in batches:
             model(tokens, labels).mean().backward()
             finalize_model_grads([model])
             optimizer.step()
+
+    Args:
+        model: Model as the loop calls it: in our wrapper, in torch's DDP, sharded by fully_shard, split by DTensors, or
+            plain. For a pipeline, its PipelineRunner; the microbatches of the first step are kept, and inputs that the
+            first stage does not get (such as labels) are taken from the last stage.
+        build_whole: Builds the same model without any splitting; it gets the layout's current weights.
+        loss_fn: (unsplit model, *args, **kwargs of the forward) -> mean loss of one microbatch, not divided by
+            anything; with `config.calculate_per_token_loss` (sum of losses, number of tokens). For a pipeline (unsplit
+            model, microbatch). If labels are not among the forward's arguments, pass them by `LoopCheck.note`. With a
+            loss scale, loss_fn multiplies by it.
+        bound: As in check_gradients.
+        reference_dtype: As in check_gradients.
+        join_fn: Under context parallelism, the parts of a tensor in rank order -> the complete tensor. By default each
+            rank has a head and a tail chunk of dim 1, as from get_batch_on_this_cp_rank. Tensors that are equal on all
+            these ranks are taken as complete.
+        mesh: Device mesh of a model without our wrapper, if its own mesh has several dimensions and no names.
+
+    Returns:
+        The check. Its `report` is None until the step is over.
+
+    Raises:
+        MemoryError: On all ranks, before anything is built, if the unsplit model does not fit on rank 0.
+        ValueError: If the model is a stage of a pipeline, or is already being verified.
     """
     modules: list[nn.Module]
     if isinstance(model, PipelineRunner):
@@ -112,7 +120,7 @@ def verify_with(
 
 
 def loss_of_call(loss_fn: Callable[..., Any]) -> Callable[[nn.Module, Microbatch], Any]:
-    """From a loss of a model and a call's arguments to one of a model and a microbatch."""
+    """Convert loss_fn(model, *args, **kwargs) to a function of a model and a microbatch."""
 
     def loss_of(model: nn.Module, microbatch: Microbatch) -> Any:
         args, kwargs = microbatch
@@ -122,10 +130,21 @@ def loss_of_call(loss_fn: Callable[..., Any]) -> Callable[[nn.Module, Microbatch
 
 
 class StepCheck:
-    """The check of the first steps of a loop. `report` is None until it is over, and the same on all ranks.
+    """Check of the first steps of a loop.
 
-    job: the loop's. It says when a step is over. conclude: called with the report, on all ranks. steps: how many steps
-    are compared, while they are right. A step whose gradients are not finite, under a loss scale, does not count.
+    A step with non-finite gradients under a loss scale does not count.
+
+    Args:
+        job: The loop's job, which detects the end of a step.
+        build_whole: As in verify_with.
+        bound: As in check_gradients.
+        reference_dtype: As in check_gradients.
+        conclude: Called with the report, on all ranks.
+        join_fn: As in verify_with.
+        steps: Number of steps to compare, as long as they are right.
+
+    Attributes:
+        report: The report; None until the check is over. Equal on all ranks.
     """
 
     def __init__(
@@ -140,8 +159,8 @@ class StepCheck:
     ) -> None:
         self.report: GradientReport | None = None
         self.steps = steps
-        self.done = 0  # steps that were compared
-        self.before: dict[tuple[int, str], Tensor] = {}  # the gradients of the last step
+        self.done = 0  # number of compared steps
+        self.before: dict[tuple[int, str], Tensor] = {}  # gradients of the last step
         self.job = job
         self.build_whole = build_whole
         self.bound = bound
@@ -158,10 +177,10 @@ class StepCheck:
         self.until_over.enter_context(job.watched(self._finish))
         self.also = AlsoSeen(job)
         self.until_over.callback(self.also.stop)
-        self.wholes: list[str] = []  # of batches that tokens were cut from
+        self.wholes: list[str] = []  # digests of the batches that tokens were cut from
 
     def prepare(self) -> None:
-        """Build the reference, with the weights as they are. Collective over the world. Raises as verify_with."""
+        """Build the reference with the current weights. Collective over the world. Raises as verify_with."""
         _refuse_what_does_not_fit(self.job, self.reference_dtype)
         device = self.job.model.device
         with _kept_random_state(device):
@@ -171,20 +190,26 @@ class StepCheck:
             )
 
     def note(self, *args: Any, **kwargs: Any) -> None:
-        """Pass a microbatch to `loss_fn`, in place of the forward's arguments. For labels that the forward has not.
+        """Pass a microbatch to `loss_fn` in place of the forward's arguments.
 
-        Call it once for each microbatch of the first step; later calls do nothing.
+        Needed if the loss takes inputs that the forward does not get, such as labels.
+
+        Call this once for each microbatch of the first step; later calls do nothing.
 
             check = verify_with(model, build_whole, lambda whole, x, y: cross_entropy(whole(x), y))
             for x, y in batches:
                 check.note(x, y)
                 cross_entropy(model(x), y).backward()
+
+        Args:
+            *args: Positional arguments for `loss_fn`, after the model.
+            **kwargs: Keyword arguments for `loss_fn`.
         """
         if self.listens:
             self.noted.append(kept((args, kwargs)))
 
     def note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the arguments of a forward."""
+        """Record the arguments of a forward."""
         if not self.listens:
             return
         kind = self.job.model.device.type
@@ -194,7 +219,7 @@ class StepCheck:
             self.wholes += _digests(((getattr(tensor, OF_WHOLE, None),), {}))
 
     def look_inside(self, module: nn.Module) -> None:
-        """A module inside of the model is about to be called: autocast, or a cast of the weights, shows here."""
+        """Detect autocast or cast weights in a module that is about to run inside the model."""
         if not self.listens:
             return
         kind = self.job.model.device.type
@@ -203,13 +228,13 @@ class StepCheck:
         self.job.model.note_dtype(module)
 
     def forget(self) -> None:
-        """A step was skipped, whose gradients were not finite: the next one is compared."""
+        """Drop the inputs of a step that was skipped for non-finite gradients; the next step is compared instead."""
         self.forwards, self.noted, self.wholes = [], [], []
 
     def _finish(self) -> None:
-        """Compare the step that has just been closed. Collective over the world."""
+        """Compare the step that has just ended. Collective over the world."""
         if self.done and not agree.any(bool(self.noted or self.forwards), None, "the forwards of a step"):
-            return  # the optimizer of a step whose clipped gradients were compared, for one
+            return  # for example, the optimizer step after a comparison at clipping
         if self.skips and not self._is_finite():
             self.forget()
             return
@@ -262,7 +287,7 @@ class StepCheck:
         job.mine, job.forwards = mine, self.forwards
         job.microbatches = reference.microbatches = len(mine)
         reference.scale = job.scale
-        got = job.gradients()  # a diagnosis clears them
+        got = job.gradients()  # the diagnosis clears them
         self.also.end_step(got, len(mine))
         compute = self.autocast or job.model.dtype
         with torch.autocast(job.model.device.type, self.autocast, enabled=self.autocast is not None):
@@ -288,13 +313,13 @@ class StepCheck:
                 other = OTHER_BACKWARDS if not at_fault and in_loop else ""
         self.before = got if self.steps > 1 else {}
         everywhere = len({entry.name for entry in report.wrong}) == report.parameters
-        if at_fault or (everywhere and "of microbatches" in report.cause):  # the fault is the loop's, and no module's
+        if at_fault or (everywhere and "of microbatches" in report.cause):  # the loop is at fault, not a module
             report = replace(report, cause=at_fault or report.cause, where=None)
         return replace(report, cause=f"{other}; then: {report.cause}") if other else report
 
 
 class LoopCheck(StepCheck):
-    """The check that verify_with makes: of forwards of one wrapped model."""
+    """Check by verify_with of the forwards of one wrapped model."""
 
     def __init__(
         self,
@@ -308,13 +333,13 @@ class LoopCheck(StepCheck):
         job = ddp if isinstance(ddp, TorchLoopJob) else LoopJob(ddp, loss_of_call(loss_fn))
         called = job.torch_model.outer if isinstance(job, TorchLoopJob) else job.ddp.module
         super().__init__(job, build_whole, bound, reference_dtype, join_fn=join_fn)
-        if isinstance(job, TorchLoopJob):  # whose dtype shows in its first forward
+        if isinstance(job, TorchLoopJob):  # its dtype is known only in the first forward
             _refuse_what_does_not_fit(job, reference_dtype)
             for part in called.modules():
                 self.until_over.callback(part.register_forward_pre_hook(_look_inside).remove)
         else:
             self.prepare()
-        # Before a hook of fully_shard, which casts the inputs.
+        # Must run before fully_shard's hook, which casts the inputs.
         hook = called.register_forward_pre_hook(_note_forward, with_kwargs=True, prepend=True)
         self.until_over.callback(hook.remove)
         _CHECKS[id(called)] = self
@@ -322,7 +347,14 @@ class LoopCheck(StepCheck):
 
 
 class PipelineCheck(StepCheck):
-    """The check that verify_with makes of a pipeline: of the microbatches of its first step. options: of StepCheck."""
+    """Check by verify_with of the microbatches of a pipeline's first step.
+
+    Args:
+        runner: The pipeline.
+        build_whole: As in verify_with.
+        loss_fn: As in verify_with.
+        **options: Options of StepCheck.
+    """
 
     def __init__(
         self, runner: PipelineRunner, build_whole: ModelFn, loss_fn: Callable[..., Any], **options: Any
@@ -344,7 +376,7 @@ class PipelineCheck(StepCheck):
 
 
 class _LoopReference(Reference):
-    """Runs each microbatch alone: they may have other lengths, and masks that have no dimension of samples."""
+    """Reference that runs each microbatch separately: lengths may differ, and masks may have no sample dimension."""
 
     def piece(self, batch: Any, number: int) -> Any:
         """See Reference."""
@@ -359,14 +391,15 @@ class _LoopReference(Reference):
 
 
 def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The hook of a module. It holds no check, so that a copy of the module takes none along."""
+    """Record a training forward. A module hook; it holds no check, so that copies of the module do not take one along.
+   """
     check = _CHECKS.get(id(module))
     if check is not None and module.training and torch.is_grad_enabled():
         check.note_forward(args, kwargs)
 
 
 def _look_inside(module: nn.Module, _: Any) -> None:
-    """The same of any module of a model that torch wraps."""
+    """Pass any module of a model without our wrapper to `StepCheck.look_inside`. A module hook."""
     for check in list(_CHECKS.values()):
         check.look_inside(module)
 
@@ -377,7 +410,7 @@ def _refuse_what_does_not_fit(job: RanJob, dtype: torch.dtype) -> None:
     answers = agree.gather((mine, free_bytes(job.model.device)), None, "the size of the reference")
     numels: dict[str, int] = {name: numel for theirs, _ in answers.values() for name, numel in theirs.items()}
     own = job.model.dtype
-    of_element = 2 * dtype.itemsize + (2 * own.itemsize if own != dtype else 0)  # weights and gradients
+    of_element = 2 * dtype.itemsize + (2 * own.itemsize if own != dtype else 0)  # bytes per element
     needed, free = sum(numels.values()) * of_element, answers[0][1]
     if needed > free:
         raise MemoryError(
@@ -388,11 +421,11 @@ def _refuse_what_does_not_fit(job: RanJob, dtype: torch.dtype) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that a model may still take on a device."""
+    """Return the number of free bytes on a device."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():  # no Linux
+    if not meminfo.exists():  # not Linux
         return 1 << 60
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
@@ -400,7 +433,7 @@ def free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def _kept_random_state(device: torch.device) -> Iterator[None]:
-    """Keep the random numbers that follow: code that runs on rank 0 alone must not change them."""
+    """Restore the random state afterwards, because rank 0 runs more code than the other ranks."""
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         yield
 
@@ -414,7 +447,7 @@ def _on_cpu(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
 
 
 def _digests(microbatch: Microbatch) -> list[str]:
-    """Of each tensor, in order."""
+    """Hash each tensor, in order."""
     found: list[str] = []
 
     def note(tensor: Tensor) -> None:

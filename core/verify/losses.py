@@ -1,4 +1,4 @@
-"""The loss of a microbatch of a program, as the model's forward or a pipeline's forward step gives it."""
+"""Loss of a program's microbatch, computed by the model's forward or a pipeline's forward step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from core.pipeline_parallel import MicrobatchLoss, PipelineRunner
 from core.verify.torch_model import unwrapped
 from core.verify.transformers_reference import TransformersGPT
 
-NUM_ITEMS = "num_items_in_batch"  # transformers' name for the labels that count in the whole batch
+NUM_ITEMS = "num_items_in_batch"  # transformers' argument: number of labels that count in the global batch
 
 
 def loss_of_stages(runner: PipelineRunner) -> Callable[..., Any]:
-    """The loss of a microbatch that a pipeline's forward step gives of a whole model."""
+    """Return a function that computes a microbatch's loss on an unsplit model by the pipeline's forward step."""
 
     def loss_of(whole: nn.Module, microbatch: Any) -> Any:
         output = runner.forward_step(whole, microbatch, None)
@@ -31,7 +31,7 @@ def loss_of_stages(runner: PipelineRunner) -> Callable[..., Any]:
 
 
 def is_weighted(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """True if every label of the whole batch counts alike, in whichever microbatch it lies."""
+    """True if every label of the global batch has the same weight, in any microbatch."""
     from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
     from core.hugging_face.label_counts import count_labels
 
@@ -43,7 +43,11 @@ def is_weighted(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def loss_of_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """The mean loss that a model's forward gives."""
+    """Return the mean loss from a model's forward.
+
+    Raises:
+        ValueError: If the forward returns no loss.
+    """
     kwargs.pop(NUM_ITEMS, None)
     output = model(*args, **kwargs)
     found = output if isinstance(output, Tensor) else None
@@ -52,7 +56,7 @@ def loss_of_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     elif found is None:
         found = getattr(output, "loss", None)
     if isinstance(unwrapped(model), (GPTModel, TransformersGPT)) and isinstance(found, Tensor):
-        return found.mean()  # of the tokens
+        return found.mean()  # mean over tokens
     if not isinstance(found, Tensor) or found.numel() != 1:
         shape = f" of shape {list(found.shape)}" if isinstance(found, Tensor) else ""
         raise ValueError(
@@ -64,7 +68,7 @@ def loss_of_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def loss_by_tokens(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """(the summed loss, the number of labels that count)."""
+    """Return the summed loss and the number of labels that count."""
     from core.hugging_face.label_counts import count_labels
 
     loss = loss_of_forward(model, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Megatron Core's own wrappers, groups and optimizers, where a program has imported them. It is never imported here."""
+"""Megatron Core's wrappers, groups, and optimizers, if a program has imported them. This module never imports it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WRAPPERS = (
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"),
     ("megatron.core.transformer.module", "Float16Module"),
 )
-OPTIMIZERS = ("FP32Optimizer", "MixedPrecisionOptimizer")  # the others inherit `prepare_grads`, or call theirs
+OPTIMIZERS = ("FP32Optimizer", "MixedPrecisionOptimizer")  # other optimizers inherit or call their `prepare_grads`
 OTHER_AXES = ("pipeline_model_parallel", "context_parallel", "expert_model_parallel")
 
 
@@ -23,10 +23,17 @@ def is_wrapper(part: nn.Module) -> bool:
 
 
 def places(outer: nn.Module) -> tuple[list[int], list[int]] | None:
-    """(ranks with other data, ranks that split this replica) of Megatron Core's groups; None where it has none.
+    """Read Megatron Core's groups.
 
-    Raises ValueError for pipelines, context and expert parallelism, and for its distributed optimizer, which leaves on
-    a rank the whole gradients of its own shard alone.
+    Args:
+        outer: Model as the loop calls it.
+
+    Returns:
+        The ranks with different data, and the ranks that split this replica; None without initialized groups.
+
+    Raises:
+        ValueError: For pipeline, context, and expert parallelism, and for its distributed optimizer, with which a rank
+            holds complete gradients of its own shard only.
     """
     state = _imported("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
@@ -47,20 +54,20 @@ def places(outer: nn.Module) -> tuple[list[int], list[int]] | None:
 
 
 def before_optimizers() -> list[tuple[Any, str, Callable[[Any], list[Any]]]]:
-    """(class, method that begins a step, optimizer -> the parameters that it steps) of Megatron Core's optimizers."""
+    """Return (class, method that begins a step, optimizer -> its parameters) of Megatron Core's optimizers."""
     module = _imported("megatron.core.optimizer.optimizer")
     found = [] if module is None else [vars(module)[name] for name in OPTIMIZERS]
     return [(kind, "prepare_grads", _stepped) for kind in found]
 
 
 def _stepped(optimizer: Any) -> list[Any]:
-    """Parameters of the model, of which a mixed-precision optimizer holds copies."""
+    """Return the model's parameters in an optimizer; mixed-precision optimizers hold copies of them."""
     copied = getattr(optimizer, "float16_groups", [])
     held = [] if optimizer.optimizer is None else [group["params"] for group in optimizer.optimizer.param_groups]
     return [param for params in (*copied, *held) for param in params]
 
 
 def _imported(name: str) -> Any:
-    """A module of Megatron Core that the program has imported; None for one of ours under its name."""
+    """Return a module of Megatron Core that the program has imported; None for our module of that name."""
     module = sys.modules.get(name)
     return module if getattr(module, "__name__", "") == name else None

@@ -1,4 +1,5 @@
-"""Find how often each microbatch is in a wrong gradient of a loop: one is left out, or zero_grad comes too late."""
+"""Find how often a loop's wrong gradient contains each microbatch: one may be skipped, or cleared by a late zero_grad.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +30,18 @@ def microbatches_at_fault(
     got: dict[Any, Tensor],
     before: dict[Any, Tensor],
 ) -> str:
-    """Say what is wrong with the microbatches' parts of a gradient; nothing if no such parts explain it.
+    """Describe which microbatches' parts of a gradient are wrong; '' if such parts do not explain it. Collective.
 
-    got, before: this rank's gradients by `Held.key`, of this step and of the last one, if there was one. Collective.
+    Args:
+        job: Model and steps of the layout.
+        reference: The unsplit model.
+        batch: Microbatches of all data ranks.
+        report: Report with the wrong gradients.
+        got: This rank's gradients by `Held.key`.
+        before: The same for the previous step; empty for the first.
+
+    Returns:
+        The cause in words.
     """
     name, parts = reference.of_microbatches(batch, [entry.name for entry in report.wrong], SAMPLE)
     bound = max(entry.bound for entry in report.wrong if entry.name == name)
@@ -44,11 +54,11 @@ def microbatches_at_fault(
 def _of_rank(held: Held, parts: Sequence[Sequence[Tensor]], got: Tensor, before: Tensor | None, close: float) -> str:
     columns = [[held.slice_of(part).double().reshape(-1) for part in of_rank] for of_rank in parts]
     have = got.detach().cpu().double().reshape(-1)
-    if have.numel() < sum(map(len, columns)) + 1:  # too few numbers to distinguish data ranks
+    if have.numel() < sum(map(len, columns)) + 1:  # too few elements to distinguish data ranks
         columns = [[torch.stack(same).sum(dim=0) for same in zip(*columns, strict=True)]]
     flat = [column for of_rank in columns for column in of_rank]
     extra = [] if before is None else [before.detach().cpu().double().reshape(-1)]
-    for more in ([], extra) if extra else ([],):  # without the step before, if that is enough
+    for more in ([], extra) if extra else ([],):  # try without the previous step first
         weights = fit(torch.stack([*flat, *more], 1), have, close)
         if isinstance(weights, list):
             width = len(columns[0])
@@ -58,10 +68,19 @@ def _of_rank(held: Held, parts: Sequence[Sequence[Tensor]], got: Tensor, before:
 
 
 def in_words(weights: Sequence[Sequence[float]], left_over: float, close: float = SAME) -> str:
-    """weights: of each data rank and microbatch, 1 where right. left_over: how often the step before is there. Pure."""
+    """Describe wrong weights of microbatches. Pure.
+
+    Args:
+        weights: For each data rank and microbatch, its weight in the gradient; 1 is right.
+        left_over: Weight of the previous step's gradient.
+        close: Tolerance.
+
+    Returns:
+        The description; '' if the weights name no known mistake.
+    """
     everything = [weight for row in weights for weight in row]
     if abs(left_over) > close and all(abs(weight - 1.0) < close for weight in everything):
-        return LEFT_OVER  # whole, or as an optimizer has clipped them
+        return LEFT_OVER  # complete, or clipped by an optimizer
     if max(everything) - min(everything) < close or abs(left_over) > close:
         return ""
     found: dict[str, list[int]] = {}

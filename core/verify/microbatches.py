@@ -1,4 +1,4 @@
-"""Microbatches: what the ranks of a step were given, put together to what the whole model would be given. Pure."""
+"""Combine the microbatches that the ranks of a step received into the full model's microbatches. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,23 +13,41 @@ from core.distributed.buffer.grad_placeholder import tensors_in
 from core.verify.gathered import on_tensors
 
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward, or of `note`
-JoinFn = Callable[[Sequence[Tensor]], Tensor]  # parts of a context-parallel group's ranks, in order -> the whole
+JoinFn = Callable[[Sequence[Tensor]], Tensor]  # parts of a context-parallel group, in rank order -> the complete tensor
 
 
 class Given(NamedTuple):
-    """Microbatches given to one rank. stage: 0 for the first, -1 for the last of several, None for one between."""
+    """Microbatches that one rank received.
+
+    Attributes:
+        data_rank: Index among the data ranks.
+        cp: Rank in the context-parallel group.
+        tp: Rank in the tensor-parallel group.
+        stage: 0 for the first stage, -1 for the last of several, None for a stage between them.
+        digests: Digests of each microbatch's tensors.
+        parts: The microbatches; None if another rank sends the same ones.
+        wholes: Digests of the batches from which tokens of the forwards were cut.
+    """
 
     data_rank: int
     cp: int
     tp: int
     stage: int | None
-    digests: list[list[str]]  # of the tensors of each microbatch
-    parts: list[Microbatch] | None  # None where another rank has the same
-    wholes: list[str]  # of batches that tokens of the forwards were cut from
+    digests: list[list[str]]  # digests of each microbatch's tensors
+    parts: list[Microbatch] | None  # None if another rank sends the same ones
+    wholes: list[str]  # digests of batches that the forwards' tokens were cut from
 
 
 def whole_batch(answers: Mapping[int, Given], join: JoinFn | None) -> list[list[Microbatch]]:
-    """The microbatches of each data rank, whole. answers: by rank. join: None for a head and a tail chunk in dim 1."""
+    """Combine the ranks' microbatches.
+
+    Args:
+        answers: Microbatches by rank.
+        join: Joins the parts of a context-parallel group; None for a head and a tail chunk in dim 1.
+
+    Returns:
+        For each data rank its complete microbatches.
+    """
     data_ranks = 1 + max(given.data_rank for given in answers.values())
     return [_of_data_rank([g for g in answers.values() if g.data_rank == number], join) for number in range(data_ranks)]
 
@@ -42,7 +60,7 @@ def _of_data_rank(given: Sequence[Given], join: JoinFn | None) -> list[Microbatc
 
 
 def _both_ends(first: list[Microbatch], last: list[Microbatch] | None) -> list[Microbatch]:
-    """Microbatches of the first stage; what these lack, such as labels, comes from the last one."""
+    """Return the first stage's microbatches; missing inputs, such as labels, come from the last stage."""
     return first if last is None else [_filled(a, b) for a, b in zip(first, last, strict=True)]
 
 
@@ -57,7 +75,7 @@ def _filled(first: Any, last: Any) -> Any:
 
 
 def _joined(parts: list[Microbatch], join: JoinFn | None) -> Microbatch:
-    """One microbatch of the parts that a context-parallel group's ranks have of it."""
+    """Join one microbatch from the parts of a context-parallel group."""
     if len(parts) == 1:
         return parts[0]
     columns = list(zip(*(tensors_in(part) for part in parts), strict=True))
@@ -68,7 +86,9 @@ def _joined(parts: list[Microbatch], join: JoinFn | None) -> Microbatch:
 
 
 def _join(column: Sequence[Tensor], lengths: set[int], join: JoinFn | None) -> Tensor:
-    """A tensor that differs between ranks, or is as long as such a one (a mask of ones), is a part of a sequence."""
+    """Join one tensor. It is part of a sequence if it differs between ranks or is as long as one that does (a mask of
+    ones).
+    """
     if _length(column[0]) not in lengths:
         return column[0]
     if join is not None:
@@ -86,7 +106,7 @@ def _length(tensor: Tensor) -> int:
 
 
 def same_data(answers: Mapping[int, Given]) -> tuple[str, ...]:
-    """Data ranks that were given the same microbatches, in words. A warning: a program may mean it."""
+    """Describe data ranks that received the same microbatches. This is only a warning, because it may be intended."""
     by_data: dict[str, set[int]] = {}
     for given in answers.values():
         if given.cp == 0 and given.stage == 0 and any(given.digests):
@@ -100,9 +120,9 @@ def same_data(answers: Mapping[int, Given]) -> tuple[str, ...]:
 
 
 def other_inputs(answers: Mapping[int, Given]) -> str:
-    """Name ranks of one place that were given other microbatches.
+    """Name ranks of the same position that received different microbatches.
 
-    Ranks of sequence parallelism may rightly be given parts, and others their rank's number.
+    The list is not always a fault: ranks of sequence parallelism may receive parts, or their rank's number.
     """
     return _difference(
         {rank: ((given.data_rank, given.cp, given.stage), given.digests) for rank, given in answers.items()},
@@ -111,7 +131,7 @@ def other_inputs(answers: Mapping[int, Given]) -> str:
 
 
 def other_wholes(answers: Mapping[int, Given]) -> str:
-    """Name ranks of context parallelism whose parts were cut from different batches."""
+    """Name context-parallel ranks whose parts were cut from different batches."""
     return _difference(
         {rank: ((given.data_rank, given.tp, given.stage), given.wholes) for rank, given in answers.items()},
         "hold parts of a sequence that were cut from different batches",
@@ -119,7 +139,7 @@ def other_wholes(answers: Mapping[int, Given]) -> str:
 
 
 def _difference(facts: Mapping[int, tuple[Any, Any]], what: str) -> str:
-    """facts: by rank, those with which it shares its data, and a fact that they have in common."""
+    """Name two ranks that share their data but differ in a fact. `facts`: by rank, its data position and the fact."""
     firsts: dict[Any, tuple[int, Any]] = {}
     for rank, (place, fact) in facts.items():
         first, expected = firsts.setdefault(place, (rank, fact))
@@ -132,7 +152,7 @@ def _difference(facts: Mapping[int, tuple[Any, Any]], what: str) -> str:
 
 
 def other_ends(answers: Mapping[int, Given]) -> str:
-    """Name a pipeline whose first and last stage were given microbatches that have no tensor in common."""
+    """Name a pipeline whose first and last stage received microbatches without a common tensor."""
     ends: dict[tuple[int, int, int], dict[int, tuple[int, list[list[str]]]]] = {}
     for rank, given in answers.items():
         if given.stage is not None:

@@ -1,7 +1,7 @@
-"""Outputs of a model in two steps and their gradients, in which a batch of targets that broadcasts shows.
+"""Detect targets that broadcast, from a model's outputs and their gradients in two steps.
 
 Targets of shape [n] broadcast against outputs of shape [n, 1]. The gradient of an output then does not depend on its
-own target. The same is true if all outputs have one target, as in a value net that learns the return of one episode.
+own target. The same happens if all outputs have the same target, as in a value net that learns one episode's return.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from core.distributed.buffer.grad_attribute import weakly
 from core.distributed.buffer.grad_placeholder import tensors_in
 from core.distributed.guard.inputs import is_readable
 
-LEAST_COLUMN = 4  # outputs; fewer lie on a line by chance
-ON_A_LINE = 1e-4  # how far gradients may be off it, relative
-OTHER_TARGET = 1e-3  # by how much it must differ between two steps, relative
+LEAST_COLUMN = 4  # number of outputs; fewer can be collinear by chance
+ON_A_LINE = 1e-4  # relative distance of gradients from the line
+OTHER_TARGET = 1e-3  # relative change of the target between two steps
 
-Target = tuple[float, float]  # the one that all outputs of a forward seem to have, and the size of these numbers
+Target = tuple[float, float]  # apparent common target of a forward's outputs, and their magnitude
 
 
 class Outputs:
-    """Columns of outputs of one module, and their gradients."""
+    """Columns of one module's outputs, and their gradients."""
 
     def __init__(self) -> None:
         self.forwards = 0
-        self.columns: dict[int, tuple[Tensor, Tensor]] = {}  # by forward: outputs [n], their gradients [n]
-        self.targets: list[dict[int, Target]] = []  # of each step, by forward
+        self.columns: dict[int, tuple[Tensor, Tensor]] = {}  # forward -> outputs [n], their gradients [n]
+        self.targets: list[dict[int, Target]] = []  # for each step, by forward
 
     def note(self, _: nn.Module, __: Any, output: Any) -> None:
-        """A forward has ended; a hook of the module."""
+        """Record the outputs of a forward. A forward hook."""
         number, self.forwards = self.forwards, self.forwards + 1
         for tensor in tensors_in(output):
             is_column = LEAST_COLUMN <= tensor.numel() == tensor.shape[0] if tensor.dim() else False
@@ -43,13 +43,13 @@ class Outputs:
         self.columns[number] = values, grad.detach().reshape(-1).clone()
 
     def end_step(self) -> None:
-        """A step has been compared."""
+        """Find the targets of the compared step."""
         found = {number: _target(*column) for number, column in self.columns.items()}
         self.targets.append({} if None in found.values() else {n: at for n, at in found.items() if at is not None})
         self.columns, self.forwards = {}, 0
 
     def broadcast(self) -> str:
-        """Say that all outputs of each forward have one target, and another one in the other step, or nothing."""
+        """Report if all outputs of each forward have one target, and another one in the other step; '' otherwise."""
         if len(self.targets) < 2 or not self.targets[0]:
             return ""
         for number, (target, size) in self.targets[0].items():
@@ -64,9 +64,9 @@ class Outputs:
 
 @torch.no_grad()
 def _target(outputs: Tensor, gradients: Tensor) -> Target | None:
-    """The target of a squared error if all outputs have the same: their gradients rise along a line, which is 0 there.
+    """Return the target of a squared error if all outputs share one, else None.
 
-    None if the points lie on no line, or if it does not rise.
+    The gradients then rise along a line that is 0 at the target.
     """
     outputs, gradients = outputs.double(), gradients.double()
     middle, level = outputs.mean(), gradients.mean()

@@ -1,4 +1,4 @@
-"""The report of `locate` as a picture."""
+"""Draw the report of `locate` as a picture."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from html import escape
 from core.verify.place import Measured, Where
 
 ROW, CELL, LETTER, TOP = 20, 44, 7.3, 46  # pixels
-MOST_LEVELS = 6.0  # decades from what is allowed, at which a colour is full
-COLOURS = {  # of the text, of right, wrong and not compared cells, of their text, of the culprit's row
+MOST_LEVELS = 6.0  # decades from the allowed error at which a color is fully saturated
+COLOURS = {  # text; right, wrong, and not compared cells; text in cells; the culprit's row
     False: ("#1b1f24", "#2da44e", "#cf222e", "#d0d7de", "#000000", "#fff8c5"),
     True: ("#e6edf3", "#2ea043", "#f85149", "#30363d", "#ffffff", "#4b3a00"),
 }
 
 
 def svg(where: Where, *, dark: bool = False) -> str:
-    """An SVG on a transparent ground: a row a module, and of its output and of the gradient at it a cell a rank.
+    """Draw an SVG on a transparent background, with one row per module and one cell per rank for output and gradient.
 
-    A cell is log10 of the error over what is allowed: green is right, red is wrong, grey is not compared. The row where
-    the fault begins is marked. dark: for a dark page.
+    A cell is log10 of the error over the allowed error: green is right, red is wrong, grey is not compared. The row
+    where the fault begins is marked.
 
         Path("where.svg").write_text(svg(report.where))
+
+    Args:
+        where: Result of `locate`.
+        dark: True for a dark page.
+
+    Returns:
+        The SVG.
     """
     text, right, wrong, nothing, on_cell, here = COLOURS[dark]
     ranks = sorted({rank for row in where.rows for rank in (*row.outputs, *row.gradients)})

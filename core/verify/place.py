@@ -1,4 +1,4 @@
-"""The module at which a fault begins, found among comparisons of all modules, in words and as a table. Pure."""
+"""Find the module at which a fault begins among comparisons of all modules, in words and as a table. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# A tensor may be off by so many times what the reference itself is off in the layout's dtype (docs: the margin).
+# Allowed error of a tensor, as a multiple of the reference's own error in the layout's dtype (docs: the margin).
 ALLOWANCE = 8.0
-RUN = 6  # longer runs of rows of one kind are cut short
+RUN = 6  # longer runs of similar rows are shortened
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One comparison of a tensor. error: relative; share: of what is allowed, above 1 is wrong.
+    """One comparison of a tensor.
 
-    is_number: True for a tensor of one element, which can be right by chance.
+    Attributes:
+        error: Relative error.
+        share: Error relative to the allowed error; above 1 is wrong.
+        is_number: True for a tensor of one element, which can be right by chance.
     """
 
     error: float
@@ -27,18 +30,24 @@ class Measured:
 
     @property
     def ok(self) -> bool:
-        """True if the error is within what is allowed; False for a nan."""
+        """True if the error is allowed; False for nan."""
         return self.share <= 1.0
 
     @property
     def level(self) -> float:
-        """The decimal logarithm of the share, between -99 and 99."""
+        """Decimal logarithm of the share, between -99 and 99."""
         return math.log10(max(self.share, 1e-99)) if self.share < 1e99 else 99.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One module: the worst comparison on each rank that has one, of its outputs and of the gradients at them."""
+    """The worst comparisons of one module, by rank.
+
+    Attributes:
+        module: Name of the module.
+        outputs: Comparisons of its outputs.
+        gradients: Comparisons of the gradients at its outputs.
+    """
 
     module: str
     outputs: Mapping[int, Measured] = field(default_factory=dict)
@@ -47,10 +56,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Where:
-    """The module at which a fault begins; equal on all ranks.
+    """Module at which a fault begins; equal on all ranks.
 
-    rows: the modules in the order of forward. forward: the first module whose output is wrong, or None. backward: the
-    last one whose gradient is wrong, or that of its own parameters alone. lines: the same in words.
+    Attributes:
+        rows: Modules in the order of forward.
+        forward: First module with a wrong output, or None.
+        backward: Last module with a wrong gradient at its output, or with wrong gradients of its own parameters only.
+        lines: The result in words.
     """
 
     rows: tuple[Row, ...]
@@ -59,10 +71,17 @@ class Where:
     lines: tuple[str, ...] = ()
 
     def table(self, *, color: bool = False) -> str:
-        """A row a module in the order of forward; a cell a rank, of the output and of the gradient at it.
+        """Format a table with one row per module in the order of forward, and one cell per rank for output and
+        gradient.
 
-        A cell is log10 of the error over what is allowed, so above 0 is wrong; `=` is no error at all, a dot is not
-        compared. Of a long run of rows of one kind the middle is left out. color: in green, red and grey.
+        A cell is log10 of the error over the allowed error, so above 0 is wrong. `=` means no error at all, a dot means
+        not compared. Long runs of right rows are shortened.
+
+        Args:
+            color: True to color right cells green, wrong ones red, and missing ones grey.
+
+        Returns:
+            The table.
         """
         ranks = sorted({rank for row in self.rows for rank in (*row.outputs, *row.gradients)})
         width = max([len(row.module) for row in self.rows] + [len("the whole model"), 24])
@@ -92,12 +111,14 @@ def _cell(measured: Measured | None, color: bool) -> str:
 
 
 def in_any_layer(name: str) -> str:
-    """A name without its numbers, which the same module of all layers has."""
+    """Replace the numbers in a name, so that the same module of all layers has one name."""
     return re.sub(r"\d+", "*", name)
 
 
 def largest_of_layers(costs: Mapping[str, float]) -> dict[str, float]:
-    """Rounding error of a module or parameter by its name in any layer: in one layer it may be small by chance."""
+    """Return the largest rounding error of a module or parameter over all layers, since one layer's can be small by
+    chance.
+    """
     found: dict[str, float] = {}
     for name, cost in costs.items():
         found[in_any_layer(name)] = max(cost, found.get(in_any_layer(name), 0.0))
@@ -114,10 +135,21 @@ def judge(
     stale: Mapping[str, Mapping[int, float]],
     more_calls: Mapping[str, Mapping[int, int]],
 ) -> Where:
-    """From what was compared to the modules where the fault begins. Pure.
+    """Find the modules where the fault begins. Pure.
 
-    A layout may keep partial sums between modules. Such an output is excused where a module around it gives the right
-    one, and such a gradient where the module's own parameters come out right, or without any what lies before it.
+    A layout may keep partial sums between modules. A wrong output is therefore excused if a module around it has the
+    right output. A wrong gradient is excused if the module's own parameters have right gradients, or, without
+    parameters, if the module before it has the right gradient.
+
+    Args:
+        rows: Comparisons of the modules, in the order of forward.
+        parameters: Names of all trained parameters.
+        wrong: Parameters with wrong gradients.
+        stale: Modules whose recomputation differs, with the relative difference by rank.
+        more_calls: Modules called more often than in the reference, with the number of calls by rank.
+
+    Returns:
+        The modules, and lines that describe them.
     """
     lines = [stale_line(name, found) for name, found in list(stale.items())[:1]]
     lines += [
@@ -127,7 +159,7 @@ def judge(
     excused = _excused_outputs(rows)
     forward = next((n for n, row in enumerate(rows) if not _right(row.outputs) and n not in excused), None)
     backward: int | None = None
-    if forward is not None:  # then gradients are wrong as well, and say nothing of backward
+    if forward is not None:  # gradients are then wrong too, and do not test backward
         lines.append(_forward_line(rows, forward))
     else:
         backward, said = _backward_line(rows, parameters, wrong)
@@ -160,7 +192,7 @@ def _forward_line(rows: Sequence[Row], first: int) -> str:
 def _backward_line(
     rows: Sequence[Row], parameters: Sequence[str], wrong: Sequence[str]
 ) -> tuple[int | None, list[str]]:
-    """(the row where the fault begins, a sentence); of the last gradient that is wrong, and the last own weight."""
+    """Return the row where the fault in backward begins, and a line that describes it."""
     last = _last_wrong_gradient(rows, parameters, wrong)
     own = _last_wrong_alone(rows, wrong)
     if own is not None and (last is None or own > last):
@@ -182,7 +214,7 @@ def _backward_line(
 
 
 def _excused_outputs(rows: Sequence[Row]) -> set[int]:
-    """Rows whose output may be a part of a sum: a module around them gives the right output."""
+    """Return rows whose output may be a partial sum, because a module around them has the right output."""
     right = {
         row.module
         for row in rows
@@ -208,7 +240,7 @@ def _last_wrong_gradient(rows: Sequence[Row], parameters: Sequence[str], wrong: 
 
 
 def _innermost(rows: Sequence[Row], number: int) -> int:
-    """A container may give the very tensor of its last child, which has just been called."""
+    """Return the first row with the same gradient: a container may return its last child's output tensor."""
     while number and is_in(rows[number - 1].module, rows[number].module):
         if rows[number - 1].gradients != rows[number].gradients:
             break
@@ -217,7 +249,7 @@ def _innermost(rows: Sequence[Row], number: int) -> int:
 
 
 def _last_wrong_alone(rows: Sequence[Row], wrong: Sequence[str]) -> int | None:
-    """A module whose own parameters have wrong gradients though the gradient at its output is right."""
+    """Return the last module whose own parameters have wrong gradients although the gradient at its output is right."""
     owners = {name.rpartition(".")[0] for name in wrong}
     for number in reversed(range(len(rows))):
         row = rows[number]
@@ -227,14 +259,14 @@ def _last_wrong_alone(rows: Sequence[Row], wrong: Sequence[str]) -> int | None:
 
 
 def around(module: str) -> Iterator[str]:
-    """The names of the modules around one, the innermost first; the whole model is ''."""
+    """Yield the names of the modules around one, the innermost first; the full model is ''."""
     while module:
         module = module.rpartition(".")[0]
         yield module
 
 
 def is_in(name: str, module: str) -> bool:
-    """True if a module or parameter is this module or lies in it."""
+    """True if a module or parameter is this module or is inside it."""
     return not module or name == module or name.startswith(f"{module}.")
 
 
@@ -252,13 +284,13 @@ def _size(found: Mapping[int, Measured]) -> str:
 
 
 def in_ranks(found: Sequence[int] | Mapping[int, Any]) -> str:
-    """Ranks in words."""
+    """Describe ranks in words."""
     ranks = sorted(found)
     return f"on rank{'' if len(ranks) == 1 else 's'} {ranks}"
 
 
 def quoted(module: str, after: str | None = None) -> str:
-    """In quotes; of a module with the same parent as one that was just named, the last part."""
+    """Quote a module's name; shorten it to its last part if `after`, a name just mentioned, has the same parent."""
     parent, _, last = module.rpartition(".")
     if after is not None and parent and parent == after.rpartition(".")[0] and not last.isdigit():
         module = last
@@ -266,7 +298,15 @@ def quoted(module: str, after: str | None = None) -> str:
 
 
 def stale_line(name: str, found: Mapping[int, float]) -> str:
-    """A module that a checkpoint ran again with another output, in words. found: the relative difference by rank."""
+    """Describe a module whose recomputation gave another output.
+
+    Args:
+        name: Name of the module.
+        found: Relative difference by rank.
+
+    Returns:
+        The line.
+    """
     return (
         f"recomputation: {quoted(name)} gives another output in backward than in forward, {in_ranks(found)} (relative "
         f"difference {max(found.values()):.2g}): what it reads was changed in between"

@@ -46,20 +46,27 @@ from core.verify.torch_model import TorchLoopJob, unwrapped
 
 UNCOPYABLE = (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, AssertionError)
 NAMED = "module:function, or a function of the program"
-# What multiplies a loss for an optimizer of torch's; and the factor. Ours know theirs.
+# Classes and methods that scale a loss for torch optimizers, and how to read the factor. Our optimizers know theirs.
 SCALES: tuple[tuple[type, str, Callable[[Any], float]], ...] = (
     (TorchAMPOptimizer, "scale_loss", lambda optimizer: optimizer.scaler.value),
     (torch.amp.GradScaler, "scale", lambda scaler: scaler.get_scale()),
 )
-SCALE_SEEN = 0.05  # a scale is a power of two in most cases, and gradients in 16 bits are off by less
+SCALE_SEEN = 0.05  # most scales are powers of two; errors of 16-bit gradients are smaller than this
 NAME_IT = "name a function that builds the model without any splitting: --whole module:function"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Options of the command line. whole, loss, join: names of functions, 'module:function', or of the program's own.
+    """Options of the command line.
 
-    continues: True if the program continues to train after the report.
+    Attributes:
+        program: File or module to run.
+        arguments: Arguments of the program.
+        is_module: True if `program` is a module.
+        whole: 'module:function', or a function of the program, that builds the unsplit model.
+        loss: The same for the mean loss of a microbatch.
+        join: The same for joining the parts of context-parallel ranks.
+        continues: True if the program continues training after the report.
     """
 
     program: str
@@ -81,7 +88,7 @@ class Noted:
 
 
 def asked_by(arguments: Sequence[str]) -> Asked:
-    """Parse the command line: options, then the program and its own arguments."""
+    """Parse the command line: options, then the program and its arguments."""
     parser = argparse.ArgumentParser(prog="python -m core.verify", description=__doc__)
     parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("--whole", metavar="FUNCTION", help=f"builds the model without any splitting; {NAMED}")
@@ -99,7 +106,7 @@ def asked_by(arguments: Sequence[str]) -> Asked:
 
 
 def run_program(asked: Asked) -> int:
-    """Run the program and check its first two steps; the exit status. 0: all gradients are right."""
+    """Run the program, check its first two steps, and return the exit status; 0 if all gradients are right."""
     if not asked.is_module and not Path(asked.program).is_file():
         print(f"python -m core.verify: there is no file {asked.program!r}", file=sys.stderr)
         return 2
@@ -118,7 +125,7 @@ def run_program(asked: Asked) -> int:
         watch.show_the_rest()
     if watch.reports:
         return 0 if all(report.ok for report in watch.reports) else 1
-    if status not in (None, 0):  # the program has failed, and has said why; or ranks that it has started have reported
+    if status not in (None, 0):  # the program failed with its own message, or the ranks that it started have reported
         return status if isinstance(status, int) else 1
     if not watch.calls and not watch.starts_ranks:
         why = watch.alone or "the program has called no model in training mode"
@@ -131,28 +138,28 @@ def run_program(asked: Asked) -> int:
 
 
 class ProgramWatch:
-    """Watches the calls of modules in a program. reports: of the steps that were compared."""
+    """Watcher of module calls in a program; `reports` holds the reports of the compared steps."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
         self.reports: list[GradientReport] = []
         self.noted: list[Noted] = []
-        self.structures: list[nn.Module] = []  # of whole models
-        self.checks: dict[int, ProgramCheck] = {}  # by the identity of the model as the program calls it
-        self.inside: set[int] = set()  # modules of these
-        self.open: list[ProgramCheck] = []  # whose model is being called
+        self.structures: list[nn.Module] = []  # unsplit models, without memory
+        self.checks: dict[int, ProgramCheck] = {}  # id of the called model -> its check
+        self.inside: set[int] = set()  # ids of the modules inside these models
+        self.open: list[ProgramCheck] = []  # checks of the model that is running
         self.depth = 0
         self.calls = 0
-        self.drawing: DrawingStep | None = None  # of get_forward_backward_func
+        self.drawing: DrawingStep | None = None  # forward step of get_forward_backward_func
         self.optimizers: list[MegatronOptimizer] = []
-        self.scale = 1.0  # of the loss, as a scaler has multiplied it last
-        self.dropped = ""  # said of a forward without gradients in training mode
-        self.starts_ranks = False  # True if the program has started ranks of its own, which compare
-        self.alone = ""  # said of a model that is called before torch.distributed is started
+        self.scale = 1.0  # last factor by which a scaler multiplied the loss
+        self.dropped = ""  # note about a forward without gradients in training mode
+        self.starts_ranks = False  # True if the program has started ranks, which run the check
+        self.alone = ""  # reason if a model runs before torch.distributed is initialized
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """ProgramWatch in this block."""
+        """Watch the program inside the context."""
         call = nn.Module.__call__
 
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +217,7 @@ class ProgramWatch:
         return noting
 
     def _ending_step(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """Of a scaler: what was kept of a step that it has skipped is dropped."""
+        """Wrap a scaler's `update` to drop the inputs of a step that it skipped."""
 
         def ending(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             for check in self.checks.values():
@@ -220,45 +227,45 @@ class ProgramWatch:
         return ending
 
     def scale_of(self, chunks: Sequence[Any]) -> float:
-        """The loss scale that is in the gradients of these chunks."""
+        """Return the loss scale in the gradients of these chunks."""
         mine = [optimizer for optimizer in self.optimizers if chunks[0] in optimizer.model_chunks]
         own = [optimizer.grad_scaler.value for optimizer in mine if optimizer.grad_scaler is not None]
         return own[0] if own else self.scale
 
     def listens(self) -> bool:
-        """True unless a step is over, so that the reference runs now."""
+        """True until a step is over; the reference runs afterwards."""
         return all(check.listens for check in self.checks.values())
 
     def note(self, loss_fn: Callable[..., Any], arguments: tuple[Any, ...], per_token: bool) -> None:
-        """A microbatch, and its loss. A forward step notes it for each chunk that it runs."""
+        """Record a microbatch and its loss. A forward step calls this for each of its chunks; only the first counts."""
         if self.listens() and (self.drawing is None or self.drawing.position == 0):
             self.noted.append(Noted(loss_fn, kept((arguments, {})), per_token))
 
     def note_ranks(self) -> None:
-        """The program is about to start ranks of its own."""
+        """Record that the program starts ranks."""
         self.starts_ranks = True
 
     def keep_wrapped(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        """A module becomes a child of another: of our wrapper, which may change it."""
+        """Record the structure of a module that our wrapper takes as a child, before the wrapper changes it."""
         if name == "module" and module is not None and isinstance(parent, DistributedDataParallel):
             self.keep(module)
 
     def structure_named(self, names: set[str]) -> nn.Module | None:
-        """The first structure whose parameters have these names."""
+        """Return the first structure whose parameters have these names."""
         for structure in self.structures:
             if names == {name for name, _ in structure.named_parameters()}:
                 return structure
         return None
 
     def keep(self, model: nn.Module) -> None:
-        """Remember the structure of a model; not of one that cannot be copied."""
+        """Record the structure of a model, unless it cannot be copied."""
         try:
             self.structures.append(structure_of(model))
         except UNCOPYABLE:
             return
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module is about to be called."""
+        """Find the trained model and record its inputs. Called before each module."""
         if not self.listens():
             return
         if self.depth:
@@ -289,7 +296,7 @@ class ProgramWatch:
         known.note_forward(args, kwargs)
 
     def before_pipeline(self, runner: PipelineRunner, microbatches: Sequence[Any]) -> None:
-        """A step of a pipeline is about to run."""
+        """Record the microbatches of a pipeline's step. Called before the step."""
         if not self.listens():
             return
         known = self.checks.get(id(runner))
@@ -318,7 +325,7 @@ class ProgramWatch:
         loss = loss_of_call(loss_fn)
         if wrappers:
             job = LoopJob(wrappers[0], loss)
-            job.called = wrappers[0] if weighted else model  # whose loss is that of all ranks' labels
+            job.called = wrappers[0] if weighted else model  # its loss covers all ranks' labels
             job.inputs_to = getattr(model, "cast_to", None)
         else:
             before = self.structure_named({name for name, _ in unwrapped(model).named_parameters()})
@@ -345,13 +352,13 @@ class ProgramWatch:
         return ProgramCheck(self, PipelineLoopJob(runner, loss_of_call(loss_fn)), runner.chunks[0].module)
 
     def end(self, report: GradientReport) -> None:
-        """Print a report; end the program on all ranks, unless it continues."""
+        """Print a report and end the program on all ranks, unless it continues."""
         self.show(report)
         if not self.asked.continues:
             raise SystemExit(0 if report.ok else 1)
 
     def show(self, report: GradientReport) -> None:
-        """Print a report, on rank 0."""
+        """Print a report on rank 0."""
         self.reports.append(report)
         if int(os.environ.get("RANK", "0")) == 0 if not dist.is_initialized() else dist.get_rank() == 0:
             print(report, flush=True)
@@ -359,7 +366,7 @@ class ProgramWatch:
                 print(report.where.table(), flush=True)
 
     def show_the_rest(self) -> None:
-        """The program has ended: print the reports of those models that have run one step alone."""
+        """Print the reports of models that ran only one step before the program ended."""
         for check in self.checks.values():
             if check.listens and check.report is not None:
                 notes = (*check.report.notes, *filter(None, [check.also.in_eval()]))
@@ -367,7 +374,7 @@ class ProgramWatch:
 
 
 class ProgramCheck(StepCheck):
-    """The check of a program's first two steps. Its reference is built when a step is over."""
+    """Check of a program's first two steps. The reference is built when a step is over."""
 
     def __init__(self, watch: ProgramWatch, job: RanJob, module: nn.Module) -> None:
         join = watch.asked.join
@@ -386,7 +393,7 @@ class ProgramCheck(StepCheck):
         self.watch.noted.clear()
 
     def _finish(self) -> None:
-        """See StepCheck. An optimizer of torch steps when its scaler has divided by the loss scale."""
+        """See StepCheck. Torch optimizers step after the scaler has removed the loss scale."""
         if self.listens:
             self.loss_scale = self.watch.scale_of(self.job.model.chunks)
             self.job.scale = 1.0 if isinstance(self.job, TorchLoopJob) else self.loss_scale
@@ -410,7 +417,11 @@ class ProgramCheck(StepCheck):
         return report if self.of_gpt is None else replace(report, reference=self.of_gpt[1])
 
     def prepare(self) -> None:
-        """See StepCheck. Raises ValueError on all ranks if the whole model or the loss is not known."""
+        """See StepCheck.
+
+        Raises:
+            ValueError: On all ranks, if the unsplit model or the loss is unknown.
+        """
         noted = self.watch.noted
         if self.watch.drawing is not None and not agree.any(bool(noted), None, "calls of core.verify.note"):
             raise ValueError(
@@ -447,7 +458,11 @@ class ProgramCheck(StepCheck):
 
 
 def function_named(name: str) -> Callable[..., Any]:
-    """A function by 'module:function', or by its name in the program that runs."""
+    """Find a function by 'module:function', or by its name in the running program.
+
+    Raises:
+        ValueError: If there is no such function.
+    """
     module_name, _, function_name = name.rpartition(":")
     module = importlib.import_module(module_name) if module_name else sys.modules["__main__"]
     found = getattr(module, function_name, None)
@@ -459,7 +474,7 @@ def function_named(name: str) -> Callable[..., Any]:
 
 @contextmanager
 def some_world() -> Iterator[None]:
-    """Inside, a program of one process that has started no torch.distributed is a group of its own."""
+    """Provide a process group of one rank inside the context, if the program has not initialized torch.distributed."""
     if dist.is_initialized():
         yield
         return

@@ -1,4 +1,4 @@
-"""RanJob: a step that a user's loop has run, of a wrapped model or of a pipeline."""
+"""Steps that a user's loop has already run, of a wrapped model or a pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from core.verify.recording import Recorder
 
 
 class Tape:
-    """Keeps what an iterator gives, so that a step that repeats draws it again."""
+    """Iterator that records its items, so that a repeated step draws them again."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
@@ -41,27 +41,30 @@ class Tape:
 
 
 def taped(step: DrawingStep) -> list[Tape]:
-    """Tapes in place of the step's iterators; chunks that draw from one iterator draw from one tape."""
+    """Replace a step's iterators by tapes; chunks that share an iterator share its tape."""
     tapes = {id(source): Tape(source) for source in step.iterators if hasattr(source, "__next__")}
     step.iterators = [tapes.get(id(source), source) for source in step.iterators]
     return list(tapes.values())
 
 
 class RanJob(Job):
-    """A step that a loop has run already; the batch is a list of microbatches for each data rank.
+    """Step that a loop has already run; the batch is a list of microbatches for each data rank.
 
-    tapes: of data that the forward step of a pipeline draws itself.
+    Attributes:
+        tapes: Recorded data that a pipeline's forward step draws itself.
+        mine: Arguments for loss_fn.
+        forwards: Arguments of the model's forwards.
     """
 
     sees_loss = False
     tapes: Sequence[Tape] = ()
-    mine: list[Microbatch]  # what loss_fn is given
-    forwards: list[Microbatch]  # what the model was given
+    mine: list[Microbatch]  # arguments for loss_fn
+    forwards: list[Microbatch]  # arguments of the model's forwards
     loss_fn: Any
 
     @contextmanager
     def watched(self, finish: Callable[[], None]) -> Iterator[None]:
-        """Call `finish` when the step's gradients are reduced, on all ranks. The watch of first steps waits."""
+        """Call `finish` when the step's gradients are reduced, on all ranks; the guard of first steps is paused."""
         with paused([chunk.engine.first_steps for chunk in self.model.chunks]):
             self.model.chunks[-1].reducer.at_end = finish
             try:
@@ -70,11 +73,11 @@ class RanJob(Job):
                 self.model.chunks[-1].reducer.at_end = None
 
     def step(self, batch: Any) -> float:
-        """See Job; the loop has run it."""
+        """See Job; the loop has already run it."""
         return math.nan
 
     def parts(self, batch: Any) -> list[Any]:
-        """See Job; what this rank was given, which may not be what its tensor-parallel group was given."""
+        """See Job; this rank's microbatches, which its tensor-parallel group may not share."""
         return self.mine
 
     def samples(self, batch: Any) -> int:
@@ -87,7 +90,7 @@ class RanJob(Job):
         return self.before
 
     def keep_biases(self) -> None:
-        """Before the step."""
+        """Save the biases before the step."""
         self.before = super().biases()
 
 
@@ -100,7 +103,7 @@ class LoopJob(RanJob, PlainJob):
 
 
 class PipelineLoopJob(RanJob, PipelineJob):
-    """A step of a pipeline."""
+    """Step of a pipeline."""
 
     def __init__(self, runner: PipelineRunner, loss_fn: Callable[[nn.Module, Microbatch], Any]) -> None:
         PipelineJob.__init__(self, runner, 1)
@@ -114,11 +117,11 @@ class PipelineLoopJob(RanJob, PipelineJob):
         super().backward(batch, recorder)
 
     def parts(self, batch: Any) -> list[Any]:
-        """See Job; as the runner was given them."""
+        """See Job; the runner's microbatches."""
         return [args[0] for args, _ in self.forwards]
 
     def factor_of_gradients(self, tokens: float | None) -> float:
-        """See Job; a forward step may divide by the whole batch's tokens itself."""
+        """See Job; a forward step may itself divide by the global batch's tokens."""
         if tokens is None or self.runner.per_token:
             return super().factor_of_gradients(tokens)
         return self.groups.size("dp_cp") / ((tokens or 1.0) * self.token_weight)

@@ -1,7 +1,7 @@
-"""RankPool: started processes on this machine that run a function as the ranks of a gloo group, again and again.
+"""Pool of processes on this machine that run functions repeatedly as the ranks of a gloo group.
 
-The ranks meet at a store that this process holds, on a port that the system chose. In all cases no process is
-left: a rank ends when the pipe to this process closes, and when this process is gone.
+The ranks meet at a store in this process, on a port chosen by the system. No process is ever left behind: a rank exits
+when the pipe to this process closes, or when this process has ended.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from core import parallel_state
 from core.groups.local_store import local_store
 
 START_LIMIT_S = 180.0
-GRACE_S = 5.0  # after one rank has failed, the others get this long to say what they know
+GRACE_S = 5.0  # after one rank fails, time for the others to report their errors
 OURS = Path(__file__).parents[1]  # the package
-PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
+PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's messages
 
 
 class RankFailure(RuntimeError):
-    """A rank raised, ended, or did not finish in time; the message names the first one and holds its traceback.
+    """Error for a rank that raised, exited, or timed out; the message names the first one and contains its traceback.
 
-    refusal: the error, where it is this package that has refused something, on all ranks alike; its message says all.
+    Attributes:
+        refusal: The original error, if this package refused the input on all ranks alike; its message is sufficient.
     """
 
     refusal: Exception | None = None
@@ -42,7 +43,7 @@ class RankFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class _Failed:
-    """An error that a rank has raised. refusal: the error, if nothing but this package has run on its way."""
+    """An error raised by a rank. `refusal` is the error itself if only this package's code ran on its way."""
 
     text: str
     refusal: Exception | None = None
@@ -66,7 +67,7 @@ class _Worker:
     ready: bool = field(default=False)
 
     def wait_until_ready(self) -> None:
-        """Its imports are not part of a task's time."""
+        """Wait for the process to start, so that its imports do not count as task time."""
         if not self.ready:
             if not self.pipe.poll(START_LIMIT_S):
                 raise RankFailure(f"a process did not start within {START_LIMIT_S:.0f} s")
@@ -83,22 +84,25 @@ class _Worker:
 
 
 class RankPool:
-    """`ranks` processes, started when first used. A context manager: leaving it ends them.
+    """Pool of `ranks` processes, started on first use. A context manager: leaving it ends them.
 
-    with RankPool(4) as pool:
-        result_of_rank_0 = pool.run(function, 2, (argument,))
+        with RankPool(4) as pool:
+            result_of_rank_0 = pool.run(function, 2, (argument,))
+
+    Args:
+        ranks: Number of processes.
     """
 
     def __init__(self, ranks: int) -> None:
         if ranks < 1:
             raise ValueError(f"a pool needs at least 1 rank, got {ranks}")
         self.ranks = ranks
-        # A fork of a process that has imported torch starts in no time; it is made before any thread or group exists.
+        # Forking a process that has imported torch is fast. The fork server starts before any thread or group exists.
         self.context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
             self.context.set_forkserver_preload(["torch", "torch.distributed", "core.verify"])
         self.store = local_store()
-        self.workers: dict[int, _Worker] = {}  # each of one rank all its life: torch keeps what it found for a mesh
+        self.workers: dict[int, _Worker] = {}  # each process keeps its rank, because torch caches its mesh
         self.tasks = 0
 
     def __enter__(self) -> RankPool:
@@ -116,7 +120,21 @@ class RankPool:
         *,
         limit_s: float = 300.0,
     ) -> Any:
-        """Call an importable function on `world` ranks of a fresh group; what rank 0 returned, or RankFailure."""
+        """Call an importable function on `world` ranks of a new process group.
+
+        Args:
+            function: Importable function.
+            world: Number of ranks, at most the pool's.
+            arguments: Positional arguments.
+            options: Keyword arguments.
+            limit_s: Time limit in seconds.
+
+        Returns:
+            The result of rank 0.
+
+        Raises:
+            RankFailure: If a rank raises, exits, or times out. All ranks of the call are then restarted.
+        """
         if not 1 <= world <= self.ranks:
             raise ValueError(f"{world} ranks were asked of a pool of {self.ranks}")
         self._fill()
@@ -131,26 +149,26 @@ class RankPool:
             results = _gather(workers, limit_s)
             healthy = True
         finally:
-            if not healthy:  # ranks may hang in a collective: none of these is used again
+            if not healthy:  # ranks may hang in a collective, so none is reused
                 for rank, worker in enumerate(workers):
                     _end(worker)
                     del self.workers[rank]
         return results[0]
 
     def start(self) -> None:
-        """Start all processes now, and wait until they are ready; `run` does it where it is needed."""
+        """Start all processes now and wait until they are ready; `run` otherwise does so on first use."""
         self._fill()
         for worker in self.workers.values():
             worker.wait_until_ready()
 
     def close(self) -> None:
-        """End all processes. May be called twice."""
+        """End all processes. Idempotent."""
         for worker in self.workers.values():
             _end(worker)
         self.workers.clear()
 
     def _fill(self) -> None:
-        for rank in range(self.ranks):  # all at once: they import torch side by side
+        for rank in range(self.ranks):  # start all at once, so that they import torch in parallel
             if rank not in self.workers:
                 self.workers[rank] = self._start()
 
@@ -171,7 +189,7 @@ def _end(worker: _Worker) -> None:
 
 
 def _gather(workers: Sequence[_Worker], limit_s: float) -> list[Any]:
-    """All ranks' results, in rank order. RankFailure names the rank that is the likeliest cause."""
+    """Collect all results in rank order. RankFailure names the rank that most likely caused the failure."""
     waiting = dict(enumerate(workers))
     results: dict[int, Any] = {}
     failures: list[tuple[bool, bool, int, str]] = []  # (lost a peer?, refused?, order of arrival, what)
@@ -242,12 +260,12 @@ def _perform(task: _Task, port: int) -> tuple[_Failed | None, Any]:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         return None, result if task.rank == 0 else None
-    except Exception as error:  # the groups stay up, so that this is what is reported first; the pool ends us
+    except Exception as error:  # groups stay alive so that this error is reported first; the pool ends us
         return _Failed(f"{type(error).__name__}: {error}\n{traceback.format_exc()}", _refusal(error)), None
 
 
 def _refusal(error: Exception) -> Exception | None:
-    """The error itself, if it says what a user has to change and was raised with no code but ours on the way."""
+    """Return the error if its message is meant for users and only this package's code was on the stack."""
     places = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     says_all = isinstance(error, (ValueError, MemoryError)) and error.args == (str(error),)
     return error if says_all and all(OURS in place.parents for place in places) else None

@@ -1,4 +1,4 @@
-"""Recording: the output of every module in a step, and the gradient that comes back to it in backward."""
+"""Record every module's output in a step, and the gradient that arrives there in backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from core.distributed.contract.gradient_contract import data_group_of
 
 
 class Point(NamedTuple):
-    """One output of one call of a module: its name in the whole model, which call, which tensor of the output."""
+    """One output tensor of one module call.
+
+    Attributes:
+        module: Name of the module in the full model.
+        call: Index of the call.
+        part: Index of the tensor in the output.
+    """
 
     module: str
     call: int
@@ -22,27 +28,38 @@ class Point(NamedTuple):
 
 
 class Recorder:
-    """Records modules while hooks are on them. A context manager: leaving it takes the hooks away.
+    """Recorder of module outputs and gradients. A context manager: leaving it removes the hooks.
 
-    outputs, gradients: by point, on the CPU, in the order of forward. Calls are counted over a step, so a layer that is
-    called twice in each of two microbatches has the calls 0 to 3. stale: modules that a checkpoint ran again in
-    backward on another input, or with another output, than in forward, and the relative difference.
+    Calls are counted over a step: a layer that is called twice in each of two microbatches has calls 0 to 3.
+
+    Attributes:
+        outputs: Outputs by point, on the CPU, in the order of forward.
+        gradients: Gradients by point, on the CPU.
+        stale: Modules that a checkpoint recomputed from another input or to another output than in forward, and the
+            relative difference.
+        calls: Number of calls by module.
     """
 
     def __init__(self) -> None:
         self.outputs: dict[Point, Tensor] = {}
         self.gradients: dict[Point, Tensor] = {}
         self.stale: dict[str, float] = {}
-        self.stale_inputs: dict[str, float] = {}  # counts if no output differs: the modules around may be given it too
+        self.stale_inputs: dict[str, float] = {}  # used only if no output differs: outer modules may see the same input
         self.calls: dict[str, int] = {}
-        self.inputs: dict[str, list[tuple[float, float]]] = {}  # by module: sum and size of what each call was given
-        self.again: set[tuple[str, int]] = set()  # calls that were run again
-        self.depth = 0  # of forwards of whole chunks
-        self.in_backward: bool | None = None  # None, as in a pipeline: outside of a chunk's forward is backward
+        self.inputs: dict[str, list[tuple[float, float]]] = {}  # module -> sum and absolute sum of each call's input
+        self.again: set[tuple[str, int]] = set()  # recomputed calls
+        self.depth = 0  # number of running chunk forwards
+        self.in_backward: bool | None = None  # None (pipelines): any time outside a chunk's forward is backward
         self.handles: list[Any] = []
 
     def add(self, model: nn.Module, name_of: Callable[[str], str], leave_out: Collection[str] = ()) -> None:
-        """Put hooks on the modules of a model or chunk. name_of: a local name -> the name in the whole model."""
+        """Register hooks on the modules of a model or chunk.
+
+        Args:
+            model: The model or chunk.
+            name_of: Local name -> name in the full model.
+            leave_out: Names in the full model to skip.
+        """
         self.handles.append(model.register_forward_pre_hook(lambda *_: self._deeper(1)))
         for local_name, module in model.named_modules():
             name = name_of(local_name)
@@ -61,7 +78,7 @@ class Recorder:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Modules that run inside of this block are run again, by a checkpoint."""
+        """Treat modules that run inside the context as recomputation by a checkpoint."""
         self.in_backward = True
         yield
         self.in_backward = False
@@ -71,11 +88,11 @@ class Recorder:
 
     @property
     def is_again(self) -> bool:
-        """True if a module that runs now runs again."""
+        """True if a module that runs now is being recomputed."""
         return self.depth == 0 if self.in_backward is None else self.in_backward
 
     def _input_hook(self, name: str) -> Callable[..., None]:
-        """A checkpoint may stop inside a module, once it has what was saved, so that no output is seen."""
+        """Return a hook that compares inputs. A checkpoint may stop inside a module, so its output never appears."""
 
         def look(_: nn.Module, given: Any) -> None:
             tensor = next((each for each in tensors_in(list(given)) if each.is_floating_point()), None)
@@ -117,7 +134,7 @@ class Recorder:
             )
 
     def _take_again(self, name: str, tensors: list[Tensor]) -> None:
-        """Find the call that is run again: the outputs are equal. A reentrant checkpoint has its graph only now."""
+        """Find the recomputed call, by equal outputs. A reentrant checkpoint builds its graph only now."""
         differences = {}
         for call in range(self.calls.get(name, 0)):
             if (name, call) in self.again:
@@ -129,7 +146,7 @@ class Recorder:
             )
             if all(
                 differences[call] <= 64 * torch.finfo(tensor.dtype).eps for tensor in tensors
-            ):  # a GPU's atomics may add in another order
+            ):  # a GPU's atomics may change the order of summation
                 self.again.add((name, call))
                 for point, tensor in zip(points, tensors, strict=True):
                     self._listen(point, tensor)
@@ -139,12 +156,12 @@ class Recorder:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A DTensor put together, which is collective over its mesh; any other tensor is returned unchanged."""
+    """Gather a DTensor, which is collective over its mesh; return any other tensor unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def relative_difference(have: Tensor, want: Tensor | None) -> float:
-    """The norm of the difference over that of `want`; infinite where the shapes differ."""
+    """Return the norm of the difference relative to the norm of `want`; infinite if the shapes differ."""
     if want is None or have.shape != want.shape:
         return float("inf")
     wide = want.double()
@@ -152,7 +169,9 @@ def relative_difference(have: Tensor, want: Tensor | None) -> float:
 
 
 def dense_parameters(model: nn.Module, name_of: Callable[[str], str]) -> dict[str, frozenset[str]]:
-    """Names of the parameters below each module, experts left out: it shows which containers a stage holds whole."""
+    """Return the names of the non-expert parameters below each module, to find containers that a stage holds
+    completely.
+    """
     below: dict[str, set[str]] = {name_of(name): set() for name, _ in model.named_modules()}
     for local_name, param in model.named_parameters():
         if data_group_of(param) == "expt_dp":

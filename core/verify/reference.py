@@ -28,11 +28,17 @@ Sent = TypeVar("Sent")
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected values after one step. Whole and on the CPU, on every rank. tokens: None where the loss is a mean.
+    """Expected values after one step, on every rank: full tensors on the CPU.
 
-    biases: those of the routers, as this step leaves them. loss_noise, noise: how far loss and gradients are off in the
-    layout's dtype, absolute; nothing where that is the reference's own. unreached: parameters that got no gradient at
-    all. recomputes: True if a module ran again in backward.
+    Attributes:
+        loss: Loss of the global batch.
+        tokens: Number of tokens; None if the loss is a mean.
+        grads: Gradients by name.
+        biases: Router biases after this step.
+        loss_noise: Absolute error of the loss in the layout's dtype; 0 if that is the reference's dtype.
+        noise: Absolute error of each gradient in the layout's dtype; empty if that is the reference's dtype.
+        unreached: Parameters that got no gradient at all.
+        recomputes: True if a module ran again in backward.
     """
 
     loss: float
@@ -47,10 +53,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class Recording:
-    """One data rank's microbatches in the reference: its modules' outputs and the gradients at them.
+    """Module outputs, and the gradients at them, for one data rank's microbatches in the reference.
 
-    Each with its noise: how far the layout's dtype alone takes it from there, relative. calls: of each module, in the
-    order of forward. stale: as in Recorder.
+    Each tensor comes with its noise: the relative error that the layout's dtype alone causes.
+
+    Attributes:
+        outputs: (output, noise) by point.
+        gradients: (gradient, noise) by point.
+        calls: Number of calls of each module, in the order of forward.
+        stale: As in Recorder.
     """
 
     outputs: dict[Point, tuple[Tensor, float]]
@@ -60,10 +71,16 @@ class Recording:
 
 
 class Reference:
-    """A model on rank 0 that splits nothing, with the layout's weights. Every method is collective over the world.
+    """Unsplit model on rank 0 with the layout's weights. Every method is collective over the world.
 
-    Where the model has experts, their auxiliary loss is of one microbatch of one data rank (or of all data ranks), so
-    the batch is run in the same pieces as in the layout; else in one.
+    Auxiliary losses of experts belong to one microbatch of one data rank (or of all data ranks). Models with experts
+    therefore run the batch in the same pieces as the layout; other models run it at once.
+
+    Args:
+        job: Model and steps of the layout.
+        reference_fn: Builds the unsplit model.
+        dtype: Dtype of the reference.
+        loss_fn: As in check_gradients.
     """
 
     def __init__(self, job: Job, reference_fn: ModelFn, dtype: torch.dtype, loss_fn: LossFn) -> None:
@@ -78,25 +95,25 @@ class Reference:
         self.scale, self.token_weight = job.scale, job.token_weight
         weights = job.model.whole_weights()
         self.model: nn.Module | None = None
-        self.low: nn.Module | None = None  # with the layout's dtypes, where they are others
-        self.casts: torch.dtype | None = None  # the dtype to which the layout casts weights and inputs
-        self.biases: dict[str, Tensor] = {}  # before the last step, by router
+        self.low: nn.Module | None = None  # copy in the layout's dtypes, if they differ
+        self.casts: torch.dtype | None = None  # dtype to which the layout casts weights and inputs
+        self.biases: dict[str, Tensor] = {}  # router -> its bias before the last step
         self._on_rank_zero(lambda: self._build(reference_fn, job, weights))
 
     @property
     def moves(self) -> bool:
-        """True if a step changes what the next one computes, although no weight is updated."""
+        """True if a step changes the next one's result although no weight is updated."""
         return bool(getattr(self.config, "moe_router_enable_expert_bias", False))
 
     @property
     def has_auxiliary(self) -> bool:
-        """True if there are losses that are not in the loss."""
+        """True if auxiliary losses add gradients that are not part of the reported loss."""
         config = self.config
         has = getattr(config, "moe_aux_loss_coeff", 0.0) or getattr(config, "moe_z_loss_coeff", None)
         return bool(has) and getattr(config, "num_moe_experts", None) is not None
 
     def step(self, batch: Any) -> Expected:
-        """Loss and gradients of the global batch, and how far they are off in the layout's dtype."""
+        """Compute loss and gradients of the global batch, and their rounding errors in the layout's dtype."""
 
         def compute(model: nn.Module) -> Expected:
             expected = self._compute(model, batch, 1.0)
@@ -109,13 +126,19 @@ class Reference:
         return self._shared(compute)
 
     def again(self, batch: Any, *, auxiliary: float = 1.0) -> Expected:
-        """The last step once more; with `auxiliary` 0 without what auxiliary losses add to the gradients."""
+        """Repeat the last step. With `auxiliary` 0, leave out the gradients of auxiliary losses."""
         return self._shared(lambda model: self._compute(model, batch, auxiliary, again=True))
 
     def of_microbatches(self, batch: Any, names: Sequence[str], most: int) -> tuple[str, list[list[Tensor]]]:
-        """One of these parameters, and the part of its gradient that each data rank's microbatches have.
+        """Choose one of these parameters and return each data rank's microbatches' parts of its gradient.
 
-        most: elements; the largest parameter with so many is taken, or else the smallest.
+        Args:
+            batch: The complete global batch.
+            names: Parameters to choose from.
+            most: Number of elements. The largest parameter with at most this many is chosen, or else the smallest.
+
+        Returns:
+            The parameter's name, and its gradient for each data rank and microbatch.
         """
 
         def compute(model: nn.Module) -> tuple[str, list[list[Tensor]]]:
@@ -137,7 +160,7 @@ class Reference:
         return self._sent(compute, "the microbatches")
 
     def record(self, batch: Any, mine: int) -> Recording:
-        """The modules' outputs and gradients for the part of the batch that data rank `mine` has."""
+        """Record module outputs and gradients for data rank `mine`'s part of the batch."""
         found: Recording | None = None
         for number in range(self.data_ranks):
             sent = self._sent(partial(self._record, batch=batch, data_rank=number), "the reference's modules")
@@ -146,11 +169,11 @@ class Reference:
         return found
 
     def dense_parameters(self) -> dict[str, frozenset[str]]:
-        """The parameters below each module of the whole model, on every rank."""
+        """Return the parameters below each module of the unsplit model, on every rank."""
         return self._sent(lambda model: dense_parameters(model, lambda name: name), "the reference's modules")
 
     def gather(self, values: Callable[[nn.Module], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Tensors of rank 0's model, on every rank."""
+        """Return tensors of rank 0's model, on every rank."""
         return self._shared(lambda model: Expected(0.0, None, values(model))).grads
 
     def _build(self, reference_fn: ModelFn, job: Job, weights: dict[str, Tensor]) -> None:
@@ -164,7 +187,7 @@ class Reference:
             load_whole_weights(self.low, weights)
 
     def _whole_model(self, reference_fn: ModelFn, job: Job) -> nn.Module:
-        """A new one: a copy, where the function gives the same one every time."""
+        """Build a new unsplit model; copy it if the function returns the same model every time."""
         model = reference_fn()
         if model is self.model or any(model is chunk.module for chunk in job.model.chunks):
             model = copy.deepcopy(model)
@@ -173,11 +196,11 @@ class Reference:
         return model
 
     def piece(self, batch: Any, number: int) -> Any:
-        """One microbatch of the whole batch, those of the first data rank first."""
+        """Return one microbatch of the global batch; the first data rank's microbatches come first."""
         return piece_of(batch, self.data_ranks * self.microbatches, number)
 
     def pieces(self, batch: Any) -> list[Any]:
-        """Pieces of the whole batch; each goes through the model alone."""
+        """Return the pieces of the global batch that run through the model separately."""
         if getattr(self.config, "num_moe_experts", None) is None:
             return [batch]
         parts = [self.piece(batch, number) for number in range(self.data_ranks * self.microbatches)]
@@ -188,14 +211,14 @@ class Reference:
     def _compute(
         self, model: nn.Module, batch: Any, auxiliary: float, *, again: bool = False, tokens: float | None = None
     ) -> Expected:
-        """tokens: of the whole batch, if known: losses are divided by them before backward, as in most loops."""
+        """Compute loss and gradients; if `tokens` is known, divide losses by it before backward, as most loops do."""
         factor = self.scale / (tokens or 1.0)
         routers = {n: m for n, m in model.named_modules() if getattr(m, BIAS, None) is not None}
         if not again:
             self.biases = {name: getattr(router, BIAS).clone() for name, router in routers.items()}
         self._prepare(model)
         total, counted = 0.0, 0.0
-        ran: list[nn.Module] = []  # in backward
+        ran: list[nn.Module] = []  # modules that ran in backward
         pieces = self.pieces(self._cast(model, batch))
         with auxiliary_loss_scale(auxiliary * factor):
             for piece in pieces:
@@ -224,14 +247,14 @@ class Reference:
         )
 
     def _prepare(self, model: nn.Module) -> None:
-        """No gradients, and the routers' biases from before the step."""
+        """Clear the gradients and restore the routers' biases from before the step."""
         for param in model.parameters():
             param.grad = None
         for name, bias in self.biases.items():
             model.get_submodule(name).get_buffer(BIAS).copy_(bias)
 
     def _cast(self, model: nn.Module, batch: Any) -> Any:
-        """The batch in the reference's dtype; the layout's batch, as it came, is in the layout's."""
+        """Cast the batch to the reference's dtype, or for the low-precision copy to the layout's."""
         dtype = (self.casts or self.inputs_to) if model is self.low else self.dtype
         return on_tensors(lambda t: cast(t, dtype, t.device), batch)
 
@@ -250,7 +273,7 @@ class Reference:
         return Recording(outputs, gradients, high.calls, high.stale)
 
     def _recorder(self, model: nn.Module, batch: Any, data_rank: int) -> Recorder:
-        """Hooks on the model during one data rank's microbatches."""
+        """Record the model during one data rank's microbatches."""
         self._prepare(model)
         batch = self._cast(model, batch)
         weight = self.scale * (self.token_weight if self.per_token else 1.0 / self.microbatches)
@@ -272,7 +295,7 @@ class Reference:
         return recorder
 
     def _moved_bias(self, router: Any) -> Tensor:
-        """Up for experts with fewer tokens than the mean, down for those with more; one by one, as one does by hand."""
+        """Raise the bias of experts with fewer tokens than the mean and lower the others, one by one as by hand."""
         bias, counts = getattr(router, BIAS), router.local_tokens_per_expert
         loads = [int(count) for count in counts]
         for expert, load in enumerate(loads):
@@ -283,7 +306,7 @@ class Reference:
         return moved
 
     def _on_rank_zero(self, act: Callable[[], Any]) -> Any:
-        """Run there alone; what it raises is raised on every rank, which would wait for ever otherwise."""
+        """Run a function on rank 0 and raise its error on every rank, since the others would otherwise wait forever."""
         result, failure = None, None
         if dist.get_rank() == 0:
             try:
@@ -296,7 +319,7 @@ class Reference:
         return result
 
     def _sent(self, compute: Callable[[nn.Module], Sent], what: str) -> Sent:
-        """The result that rank 0 computes with the model, on every rank."""
+        """Compute a value from rank 0's model and send it to every rank."""
         found: Sent = agree.gather(self._on_rank_zero(lambda: compute(self._built)), None, what)[0]
         return found
 
@@ -323,20 +346,20 @@ class Reference:
 
 
 class _GlobalLoads:
-    """Loads of experts over all data ranks, by router and microbatch, in place of one data rank's own.
+    """Expert loads summed over all data ranks, by router and microbatch, in place of a single data rank's loads.
 
-    A context manager: inside, routers of a model that splits nothing balance these loads, as the layout's do. Without
-    any loads it does nothing.
+    A context manager: inside it, routers of an unsplit model balance these loads, as the layout's routers do. It does
+    nothing if no loads were added.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
         self.loads: dict[tuple[int, int], Tensor] = {}
-        self.number = 0  # of the microbatch
+        self.number = 0  # index of the microbatch
 
     @contextmanager
     def added(self, number: int) -> Iterator[None]:
-        """Inside, the loads of one data rank's microbatch are added."""
+        """Add the loads of one data rank's microbatch that runs inside the context."""
 
         def add(router: int, counts: Tensor, _: str) -> Tensor:
             self.loads[router, number] = self.loads.get((router, number), 0) + counts
@@ -365,7 +388,7 @@ class _GlobalLoads:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Parts of a batch as one, along the first dimension."""
+    """Concatenate parts of a batch along the first dimension."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts)

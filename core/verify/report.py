@@ -11,32 +11,53 @@ LAYERS_SHOWN = 6
 
 
 class WrongGradientError(AssertionError):
-    """Gradients are not those of one process; the message is the report's."""
+    """Error for gradients that differ from the single process; the message is the report."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One parameter of one rank in one step. `error` is relative to the norm of the whole reference gradient."""
+    """One parameter on one rank in one step.
+
+    Attributes:
+        name: Name of the parameter.
+        rank: The rank.
+        step: The step.
+        error: Error relative to the norm of the reference gradient.
+        ratio: Projection on the reference; nan if the reference is zero.
+        bound: Largest error of a right gradient.
+    """
 
     name: str
     rank: int
     step: int
     error: float
-    ratio: float  # projection on the reference; nan where the reference is zero
+    ratio: float  # projection on the reference; nan if the reference is zero
     bound: float  # the largest error of a right gradient
 
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The verdict on one layout; equal on all ranks.
+    """Result of checking one layout; equal on all ranks.
 
-    bound: of every gradient's error; None where each has its own, from what the dtype costs the reference. wrong: what
-    is out of bounds, in registration order, one entry a rank. cause: the likely one, of the first wrong parameter.
-    unmoved: parameters whose reference gradient is zero, about which nothing was shown. digest: a hash over the bits of
-    every rank's whole gradients. drift: what the guard against drifting copies says of right gradients. share: the
-    largest error over its bound. names: of all parameters, in order. where: the modules where the fault begins, if no
-    reduction explains it. broken: faults that layout and reference share. notes: what looks unmeant, though no gradient
-    is wrong: see core/verify/also_seen.py. reference: what kind of model it is, where there is a choice.
+    Attributes:
+        title: First words of the report.
+        bound: Bound of every gradient's error; None if each has its own, from the dtype's rounding error.
+        parameters: Number of compared parameters.
+        largest_error: Largest relative error.
+        loss_error: Relative error of the loss.
+        wrong: Comparisons out of bounds, in registration order, one entry per rank.
+        cause: Likely cause for the first wrong parameter.
+        unmoved: Parameters whose reference gradient is zero, so they were not tested.
+        digest: Hash of the bits of every rank's gradients.
+        details: Further lines about the cause.
+        drift: Message of the guard against drifting replicas, if it fires on right gradients.
+        loss_bound: Bound of the loss's error.
+        share: Largest error relative to its bound.
+        names: Names of all parameters, in order.
+        where: Modules where the fault begins, if no reduction explains it.
+        broken: Faults that layout and reference share.
+        notes: Suspicious findings although no gradient is wrong; see core/verify/also_seen.py.
+        reference: Kind of the reference model, if there is a choice.
     """
 
     title: str
@@ -60,12 +81,12 @@ class GradientReport:
 
     @property
     def ok(self) -> bool:
-        """True if all gradients, and the loss, are within their bounds."""
+        """True if all gradients and the loss are within their bounds."""
         return not self.wrong and not self.drift and not self.broken and self.loss_error <= self.loss_bound
 
     @property
     def first_wrong(self) -> Comparison | None:
-        """The first wrong parameter, on the first rank that has it wrong."""
+        """The first wrong parameter, on the first rank with a wrong gradient of it."""
         return self.wrong[0] if self.wrong else None
 
     def __str__(self) -> str:
@@ -105,13 +126,21 @@ class GradientReport:
         return f"{self.share:.2g} of what is allowed, {ALLOWANCE:g} times what the dtype costs the reference"
 
     def raise_if_wrong(self) -> None:
-        """WrongGradientError with the report as its message, unless everything is right."""
+        """Raise WrongGradientError with the report as message, unless everything is right."""
         if not self.ok:
             raise WrongGradientError(str(self))
 
 
 def wrong_by_layer(names: Sequence[str], wrong: Sequence[str]) -> str:
-    """Name the layers that hold wrong parameters, in one line. names: of all parameters, in their order."""
+    """Describe in one line which layers hold wrong parameters.
+
+    Args:
+        names: All parameters, in order.
+        wrong: The wrong ones.
+
+    Returns:
+        The line.
+    """
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     faulty = {name.rpartition(".")[0] for name in wrong}
     marks = [layer in faulty for layer in layers]

@@ -1,4 +1,4 @@
-"""declare_splits: say how user code has split the parameters of a model, where neither tags nor DTensors say it."""
+"""declare_splits: describe how user code splits a model's parameters if neither tags nor DTensors do."""
 
 from __future__ import annotations
 
@@ -16,19 +16,26 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def declare_splits(model: Model, splits: Mapping[str, int | tuple[int, int]]) -> Model:
-    """Mark the parameters of which tensor-parallel ranks hold slices, by Megatron's attributes; returns the model.
+    """Mark the parameters that tensor-parallel ranks hold as slices, by Megatron's attributes.
 
-    splits: a parameter's name, or a pattern as of fnmatch -> the dimension that is split, or (dimension, sections).
-    Sections are parts of that dimension, each split for itself: 2 where a rank's gate and value lie in one weight.
-    Parameters that no name matches are whole. Names are those of `model.named_parameters()`; for one that is called
-    otherwise in the unsplit model, a module says so (`global_names`).
-
-    Local. Raises ValueError, and marks nothing, for a name that matches no parameter or one that is declared already,
-    for a dimension that the parameter does not have or that does not divide into the sections, for a DTensor, and for
-    a model in our wrapper, which has read the attributes.
+    verify_with needs this for plain tensors that user code has split; it takes all others as full parameters. Local.
 
         declare_splits(model, {"*.gate_value.weight": (0, 2), "*.down.weight": 1})
         check = verify_with(model, build_whole, mean_loss)
+
+    Args:
+        model: Model, before it is wrapped.
+        splits: Parameter name or fnmatch pattern -> the split dimension, or (dimension, sections). Sections are parts
+            of the dimension that are split separately: 2 if a rank's gate and value are in one weight. Names are from
+            `model.named_parameters()`; a module declares different names in the unsplit model by `global_names`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If a name matches no parameter or an already declared one, the parameter does not have the dimension
+            or the dimension is not divisible by the sections, the parameter is a DTensor, or the model is in our
+            wrapper, which has already read the attributes. No parameter is marked then.
     """
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The structure of a whole model without memory for its weights, and a model made of it again."""
+"""Copies of unsplit models without memory for their weights, and models rebuilt from them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ WHOLE: dict[str, Any] = {
 
 
 def structure_of(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device. Buffers are copied."""
+    """Return a copy whose parameters are on the meta device. Buffers are copied."""
     return _with_zeros(model, "meta")
 
 
 def _with_zeros(model: nn.Module, device: str) -> nn.Module:
-    """A copy whose parameters are zeros on a device; tied ones stay tied."""
+    """Return a copy with zero parameters on a device; ties are kept."""
     memo = {
         id(param): nn.Parameter(torch.zeros_like(param, device=device), param.requires_grad)
         for param in model.parameters()
@@ -45,14 +45,22 @@ def _with_zeros(model: nn.Module, device: str) -> nn.Module:
 
 
 def buffers_without_values(structure: nn.Module) -> list[str]:
-    """Buffers on the meta device, as of a model that was boosted there."""
+    """Return the names of buffers on the meta device, as in models boosted there."""
     return [name for name, buffer in structure.named_buffers() if buffer.is_meta]
 
 
 def with_memory(structure: nn.Module, buffers: Mapping[str, Tensor]) -> nn.Module:
-    """A model with this structure. Its parameters have memory and no values yet.
+    """Build a model with this structure, whose parameters have memory but no values yet.
 
-    buffers: values of those that have none in it. ValueError for one that is not among them.
+    Args:
+        structure: Copy without memory.
+        buffers: Values for buffers on the meta device.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        ValueError: If a buffer has no value.
     """
     model = _with_zeros(structure, "cpu")
     for name in buffers_without_values(model):
@@ -66,9 +74,9 @@ def with_memory(structure: nn.Module, buffers: Mapping[str, Tensor]) -> nn.Modul
 
 
 def builder_of(module: nn.Module) -> tuple[Callable[[], nn.Module], str] | None:
-    """Function that builds our GPT whole, from a rank's part, and its kind in words; None for any other model.
+    """Return a function that builds our GPT unsplit from a rank's part, and a description; None for any other model.
 
-    It is the model of transformers where that is installed and has such a one: it shares no layer with ours.
+    It builds the transformers model if that is installed and supports the config, because it shares no layer with ours.
     """
     if type(module) is not GPTModel:
         return None

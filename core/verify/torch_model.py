@@ -1,8 +1,8 @@
-"""TorchLoopJob: a model that torch wraps or splits (DDP, fully_shard, DTensor), or user code, as verify's own job.
+"""Models outside our wrapper as jobs of verify: torch's DDP, fully_shard, DTensor, or user code.
 
-A DTensor says by its placements which part of the whole parameter it is. A plain tensor is whole, unless it has
-Megatron's attributes (`tensor_model_parallel`, `partition_dim`): see `declare_splits`. A model of Megatron Core is
-known by the names of its modules, which are never imported here.
+A DTensor's placements define its part of the full parameter. A plain tensor is the full parameter, unless it has
+Megatron's attributes (`tensor_model_parallel`, `partition_dim`): see `declare_splits`. Megatron Core's models are
+recognized by their modules' names; Megatron Core is never imported.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from core.verify.ran_jobs import LoopJob
 from core.verify.recording import Recorder
 
 WRAPPERS = (DistributedDataParallel, TorchDDP, ModelWrapper)
-# Names of mesh dimensions whose ranks have other data; all others split the model.
+# Names of mesh dimensions along which data differs; all other dimensions split the model.
 DATA_DIMENSIONS = ("dp", "dp_replicate", "dp_shard", "ddp", "fsdp", "hsdp", "data", "replicate", "shard")
-# What changes whole gradients before an optimizer steps. The last is what boosted optimizers call.
+# Functions that change reduced gradients before an optimizer steps. Boosted optimizers call the last one.
 CLIPS = (
     (torch.nn.utils, "clip_grad_norm_"),
     (torch.nn.utils, "clip_grad_value_"),
@@ -50,7 +50,7 @@ CLIPS = (
 
 
 class MeshPlaces(ProcessGroups):
-    """This rank's place among the data ranks and the ranks that split a replica. It has no groups."""
+    """This rank's index among the data ranks and among the ranks that split a replica. It has no process groups."""
 
     def __init__(self, data: Sequence[int], model: Sequence[int]) -> None:
         super().__init__()
@@ -63,24 +63,26 @@ class MeshPlaces(ProcessGroups):
 
 @dataclass(frozen=True)
 class TorchChunk:
-    """The module of a model that torch wraps; it has no config of ours."""
+    """Module of a model outside our wrapper, without a config."""
 
     module: nn.Module
     config: None = None
 
 
 class TorchModel(WrappedModel):
-    """This rank's part of a model outside of our wrapper. Collective over the world.
+    """This rank's part of a model outside our wrapper. Collective over the world.
 
-    outer: as the loop calls it. computes_in: the dtype to which forwards cast the weights, if they do. before: the
-    module as it was before torch's DDP has made plain tensors of its DTensors.
+    Args:
+        outer: Model as the loop calls it.
+        mesh: Device mesh, if it cannot be read from the model.
+        before: The module before torch's DDP converted its DTensors to plain tensors.
     """
 
     def __init__(self, outer: nn.Module, mesh: DeviceMesh | None = None, before: nn.Module | None = None) -> None:
         self.outer = outer
         self.module = unwrapped(outer)
         sharded = [part for part in self.module.modules() if isinstance(part, FSDPModule)]
-        for part in sharded:  # after a forward without backward the outermost one has plain parameters
+        for part in sharded:  # after a forward without backward, the outermost module stays unsharded
             part.reshard()
         self.chunks: list[Any] = [TorchChunk(self.module)]
         self.params = dict(self.module.named_parameters())
@@ -103,7 +105,7 @@ class TorchModel(WrappedModel):
 
     @property
     def is_whole(self) -> bool:
-        """True if this rank holds all of the model, in plain tensors."""
+        """True if this rank holds the full model in plain tensors."""
         return not self.is_split and not any(isinstance(param, DTensor) for param in self.params.values())
 
     def note_dtype(self, module: nn.Module) -> None:
@@ -115,11 +117,13 @@ class TorchModel(WrappedModel):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Nothing to do: each rank sends its part."""
+        """Do nothing: each rank sends its part."""
         yield
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
-        """This rank's parts. A DTensor's gradient is reduced as an optimizer would see it. Collective."""
+        """Return this rank's parts of the gradients; DTensor gradients are reduced as an optimizer sees them.
+        Collective.
+        """
         found = {}
         for held in self.trained:
             param = self.params[held.place.local_name]
@@ -142,9 +146,18 @@ class TorchModel(WrappedModel):
 
 
 class TorchLoopJob(LoopJob):
-    """The first step of a loop whose gradients are whole when an optimizer of torch begins to step, or to be clipped.
+    """First step of a loop whose gradients are complete when a torch optimizer begins to step or gradients are clipped.
 
-    Raises ValueError on all ranks where the model's places in the mesh are not known. Collective over the world.
+    Collective over the world.
+
+    Args:
+        outer: Model as the loop calls it.
+        loss_fn: Loss of a model and a microbatch.
+        mesh: Device mesh, if it cannot be read from the model.
+        before: The module before torch's DDP converted its DTensors to plain tensors.
+
+    Raises:
+        ValueError: On all ranks, if the model's positions in the mesh are unknown.
     """
 
     def __init__(
@@ -159,11 +172,11 @@ class TorchLoopJob(LoopJob):
         self.torch_model = model
         self.loss_fn = loss_fn
         self.before = {}
-        self.kept: dict[str, Tensor | None] | None = None  # gradients of the loop, while others are computed
+        self.kept: dict[str, Tensor | None] | None = None  # the loop's gradients, while the diagnosis computes others
 
     @contextmanager
     def watched(self, finish: Callable[[], None]) -> Iterator[None]:
-        """Call `finish` before an optimizer that holds a parameter of the model steps, or gradients are clipped."""
+        """Call `finish` before an optimizer of one of the model's parameters steps, or gradients are clipped."""
         mine = {id(param) for param in self.torch_model.params.values()}
 
         def compare(params: Any) -> None:
@@ -199,7 +212,7 @@ class TorchLoopJob(LoopJob):
             yield
 
     def clear(self) -> None:
-        """Give the loop its gradients back."""
+        """Restore the loop's gradients."""
         if self.kept is not None:
             for name, param in self.torch_model.params.items():
                 if hasattr(param, "main_grad"):
@@ -209,14 +222,14 @@ class TorchLoopJob(LoopJob):
             self.kept = None
 
     def backward(self, batch: Any, recorder: Recorder | None = None) -> None:
-        """See Job. fully_shard reduces all the same."""
+        """See Job. fully_shard reduces anyway."""
         model = self.torch_model
         if self.kept is None:
             grads = {name: gradient_of(param) for name, param in model.params.items()}
             self.kept = {name: None if grad is None else grad.clone() for name, grad in grads.items()}
         for param in model.params.values():
             param.grad = None
-            if hasattr(param, "main_grad"):  # of Megatron Core's wrapper, which adds to it
+            if hasattr(param, "main_grad"):  # Megatron Core's wrapper accumulates in it
                 param.main_grad.zero_()
         ddp = wrapper_of(model.outer)
         with nullcontext() if ddp is None else ddp.no_sync():
@@ -226,12 +239,12 @@ class TorchLoopJob(LoopJob):
                     (loss * (1.0 if self.per_token else 1.0 / self.microbatches)).backward()
 
     def drift(self) -> str:
-        """See Job; each copy has been compared."""
+        """See Job; replicas were already compared."""
         return ""
 
 
 def unwrapped(outer: nn.Module) -> Any:
-    """The user's module inside of wrappers: ours, a plugin's, torch's DDP, Megatron Core's, torch.compile."""
+    """Return the user's module inside wrappers: ours, a plugin's, torch's DDP, Megatron Core's, torch.compile."""
     part: Any = outer
     while (is_wrapper := isinstance(part, WRAPPERS) or megatron.is_wrapper(part)) or hasattr(part, "_orig_mod"):
         part = part.module if is_wrapper else part._orig_mod
@@ -239,13 +252,14 @@ def unwrapped(outer: nn.Module) -> Any:
 
 
 def wrapper_of(outer: nn.Module) -> Any:
-    """Torch's DDP around or inside of a model, or Megatron Core's."""
+    """Return torch's DDP or Megatron Core's, around or inside a model; None if there is no such wrapper."""
     parts = (part for part in outer.modules() if hasattr(part, "no_sync"))
     return next((part for part in parts if isinstance(part, TorchDDP) or megatron.is_wrapper(part)), None)
 
 
 def gradient_of(param: Any) -> Any:
-    """A parameter's gradient, or None. Megatron Core's wrapper keeps it in `main_grad`, and leaves `grad` empty."""
+    """Return a parameter's gradient, or None. Megatron Core's wrapper stores it in `main_grad` and leaves `grad` empty.
+   """
     return getattr(param, "main_grad", None) if param.grad is None else param.grad
 
 
@@ -258,11 +272,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _places(outer: nn.Module, placed: Mapping[str, DTensor], mesh: DeviceMesh | None) -> ProcessGroups:
-    """Find the ranks with other data, and those that split one replica. Collective over the world.
+    """Find the ranks with different data, and the ranks that split one replica. Collective over the world.
 
-    Read from the mesh (the given one, or that of the DTensors), from parallel_state, from Megatron Core's, or from the
-    group of torch's DDP.
-    Without any, all ranks have other data.
+    They are read from the mesh (the given one, or the DTensors'), from parallel_state, from Megatron Core's, or from
+    the process group of torch's DDP. Otherwise all ranks have different data.
     """
     meshes = [param.device_mesh for param in placed.values()]
     mesh = mesh or max(meshes, key=lambda each: each.ndim, default=None)
@@ -293,7 +306,7 @@ def _places(outer: nn.Module, placed: Mapping[str, DTensor], mesh: DeviceMesh | 
 
 
 def _model_ranks(mesh: DeviceMesh, *, all_data: bool) -> list[int]:
-    """The ranks of this rank's replica. all_data: True if dimensions without names have other data."""
+    """Return the ranks of this rank's replica. If `all_data`, data differs along unnamed dimensions."""
     names = mesh.mesh_dim_names
     if names is None and mesh.ndim > 1:
         raise ValueError(
@@ -312,7 +325,7 @@ def _model_ranks(mesh: DeviceMesh, *, all_data: bool) -> list[int]:
 
 
 def _slices(module: nn.Module, placed: Mapping[str, DTensor], groups: ProcessGroups) -> dict[str, GlobalSlice]:
-    """Of every parameter, what this rank holds; the first rank with the same boxes is replica 0. Collective."""
+    """Find this rank's part of every parameter; the first rank with the same boxes is replica 0. Collective."""
     found = global_slices(module, groups)
     for name, param in placed.items():
         found[name] = replace(found[name], shape=tuple(param.shape), **_boxes(name, param))

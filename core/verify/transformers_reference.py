@@ -1,6 +1,7 @@
-"""TransformersGPT: the model of Hugging Face's transformers as a reference for our GPT, with which it shares no layer.
+"""Hugging Face's transformers as an independent reference for our GPT.
 
-A reference of the same classes cannot see a layer that is wrong in both, such as an attention that is not causal.
+A reference built from the same classes cannot detect a layer that is wrong in both, such as attention without a causal
+mask.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from core.verify.in_double import InDouble
 
 
 class TransformersGPT(nn.Module):
-    """A model that core.convert has written, made by `AutoModelForCausalLM`, with our names of parameters.
+    """Transformers model with our GPT's parameter names, in the form that core.convert would write.
 
-    check_gradients and the command take it for our GPT of themselves.
-
-    config: of our GPT; how it is split does not matter. ValueError if it has no counterpart there, as with experts.
-    Its modules are called like ours where both compute the same, so that a wrong one can be named.
+    check_gradients and `python -m core.verify` use it for our GPT by default. Its modules have our names if both
+    compute the same, so that a report can name a wrong module.
 
         check_gradients(build_gpt, loss_fn, batch, reference_fn=lambda: TransformersGPT(config))
+
+    Args:
+        config: Config of our GPT; its parallel sizes do not matter.
+
+    Raises:
+        ValueError: If transformers has no equivalent model, as with experts.
     """
 
-    pre_process = post_process = True  # as a pipeline of one stage
+    pre_process = post_process = True  # like a pipeline with a single stage
 
     def __init__(self, config: TransformerConfig) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -36,14 +41,14 @@ class TransformersGPT(nn.Module):
         super().__init__()
         self.config = config
         theirs = AutoConfig.for_model(**config_for_transformers(config))
-        with InDouble():  # tables of rotary positions
+        with InDouble():  # rotary position tables
             model = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager")
-        self.theirs = [model]  # a list, so that its parameters are none of this module's
+        self.theirs = [model]  # a list, so that its parameters are not registered here
         for name, value in from_transformers(config, model.state_dict()).items():
             *path, last = name.split(".")
             self._part(path).register_parameter(last, nn.Parameter(value.clone()))
         for param in model.parameters():
-            param.data = param.data.new_empty(0)  # each forward brings its own
+            param.data = param.data.new_empty(0)  # each forward supplies the weights
         modules = dict(model.named_modules())
         for ours, name in paths_of(config).items():
             part = self._part(ours.split("."))
@@ -57,7 +62,17 @@ class TransformersGPT(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Loss of each token [b, s] given labels, else logits [s, b, vocabulary]. Arguments are those of our GPT."""
+        """Compute the loss of each token, or logits.
+
+        Args:
+            input_ids: [b, s].
+            labels: [b, s], or None for logits.
+            position_ids: As in our GPT.
+            document_ids: As in our GPT.
+
+        Returns:
+            Losses [b, s] with labels, else logits [s, b, vocabulary].
+        """
         weights = to_transformers(self.config, dict(self.named_parameters()))
         dtype = next(iter(weights.values())).dtype
         given: dict[str, Any] = {"use_cache": False, "position_ids": position_ids}
@@ -72,10 +87,10 @@ class TransformersGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
     def set_input_tensor(self, hidden: Tensor | None) -> None:
-        """See GPTModel; there is no stage before."""
+        """See GPTModel; there is no previous stage."""
 
     def _part(self, path: list[str]) -> nn.Module:
-        """The module at a path, made where there is none."""
+        """Return the module at a path; create missing ones."""
         part: nn.Module = self
         for name in path:
             if name not in part._modules:
@@ -85,8 +100,8 @@ class TransformersGPT(nn.Module):
 
 
 class _Named(nn.Module):
-    """Gives what it is given, so that hooks on it see the output of a module of theirs."""
+    """Module that returns its input, so that hooks on it see the output of a transformers module."""
 
     def forward(self, output: Any) -> Any:
-        """See above."""
+        """Return the input."""
         return output

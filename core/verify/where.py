@@ -1,7 +1,7 @@
-"""locate: compare all modules of a layout with the reference, to see where a fault begins.
+"""Compare all modules of a layout with the reference, to find where a fault begins.
 
-The layout's microbatches run once more without any reduction, with hooks on all modules, and so does the reference. A
-tensor of a rank is compared with its part of the reference's tensor of the same name.
+The layout's microbatches run once more without any reduction, with hooks on all modules, and so does the reference.
+Each tensor of a rank is compared with its part of the reference's tensor of the same name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from core.verify.place import (
 from core.verify.recording import Point, Recorder, dense_parameters, relative_difference
 from core.verify.reference import Expected, Reference
 
-REPEATS = 1e-9  # two runs of a reference that is not random; a GPU may add in another order
+REPEATS = 1e-9  # allowed difference between two runs of the reference; a GPU's order of summation varies
 
 
 def locate(
@@ -47,11 +47,21 @@ def locate(
     wrong: Sequence[str],
     factor: float | None = None,
 ) -> Where:
-    """Run the layout and the reference once more, with hooks. Collective over the world.
+    """Run the layout and the reference once more with hooks, and find where the fault begins. Collective over the
+    world.
 
-    bound: the relative error that is allowed at least. noise: a tensor that is smaller than this share of the largest
-    one is measured against that. parameters: all trained ones. wrong: those of them whose gradients are. factor: see
-    Job.factor_of_gradients; None where no loop divides by tokens.
+    Args:
+        job: Model and steps of the layout.
+        reference: The unsplit model.
+        batch: The complete global batch.
+        bound: Relative error that is always allowed.
+        noise: A tensor smaller than this share of the largest one is measured relative to that share.
+        parameters: All trained parameters.
+        wrong: Parameters with wrong gradients.
+        factor: See Job.factor_of_gradients; None without a division by tokens.
+
+    Returns:
+        The modules at which the fault begins.
     """
     with _recorder(job, reference) as mine:
         mine.in_backward = None if isinstance(job, PipelineJob) else False
@@ -76,7 +86,7 @@ def locate(
 
 
 def _by_module(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Any]]:
-    """From a table of each rank to one of modules."""
+    """Transpose the ranks' tables to one entry per module."""
     found: dict[str, dict[int, Any]] = {}
     for rank, table in enumerate(ranks):
         for module, value in table.items():
@@ -85,7 +95,7 @@ def _by_module(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, Any]]:
 
 
 def _recorder(job: Job, reference: Reference) -> Recorder:
-    """Hooks on this rank's chunks; of a pipeline not on containers of which a stage holds a part, nor in experts."""
+    """Record this rank's chunks, except experts and containers of which a pipeline stage holds only a part."""
     whole = reference.dense_parameters() if job.groups.size("pp") > 1 else None
     recorder = Recorder()
     for number, chunk in enumerate(job.model.chunks):
@@ -107,7 +117,7 @@ def _recorder(job: Job, reference: Reference) -> Recorder:
 
 
 class _Comparer:
-    """Compares a rank's tensors with their parts of the reference's."""
+    """Compares a rank's tensors with their parts of the reference's tensors."""
 
     def __init__(self, job: Job, bound: float, noise: float, samples: int) -> None:
         self.groups = job.groups
@@ -127,7 +137,7 @@ class _Comparer:
         modules: Collection[str],
         factor: float,
     ) -> dict[str, Measured]:
-        """The worst comparison of each of these modules; none where shapes do not fit."""
+        """Return the worst comparison of each of these modules; modules with unknown cuts are left out."""
         largest = max((_rms(tensor) for tensor, _ in whole.values()), default=0.0)
         costs: dict[str, float] = {}
         for point, (_, cost) in whole.items():
@@ -146,7 +156,7 @@ class _Comparer:
     def _one(
         self, point: Point, mine: Tensor, whole: Tensor, cost: float, factor: float, largest: float
     ) -> Measured | None:
-        if mine.dim() == 0 and self.groups.size("cp") > 1:  # a loss of this rank's positions alone
+        if mine.dim() == 0 and self.groups.size("cp") > 1:  # a loss of only this rank's positions
             return None
         weight = self.weights.get(point.module)
         cuts = cuts_of(mine.shape, whole.shape, self.groups, samples=self.samples, weight=weight)
@@ -160,12 +170,12 @@ class _Comparer:
 
 
 def _rms(tensor: Tensor) -> float:
-    """The root of the mean square, which a part of a tensor has about as large as the whole."""
+    """Return the root mean square, which is about equal for a tensor and its parts."""
     return float(tensor.double().norm()) / max(tensor.numel(), 1) ** 0.5
 
 
 def random_module(reference: Reference, batch: Any) -> str | None:
-    """The first module with another output when the reference runs a second time, or None. Collective."""
+    """Return the first module whose output differs when the reference runs a second time, or None. Collective."""
     first, second = reference.record(batch, 0), reference.record(batch, 0)
     for point, (output, _) in first.outputs.items():
         other = second.outputs.get(point)
@@ -175,10 +185,10 @@ def random_module(reference: Reference, batch: Any) -> str | None:
 
 
 def shared_faults(reference: Reference, expected: Expected, batch: Any) -> tuple[str, ...]:
-    """Faults of a model that one process has too, so that comparing shows none. Collective.
+    """Describe faults that the single process has too, so that comparing cannot find them. Collective.
 
-    A checkpoint that runs again on other values; and a graph that is cut: a module runs, and none of its parameters
-    gets a gradient. Parameters of modules that never run are not at fault.
+    These are checkpoints that recompute other values, and cut graphs: a module runs, but none of its parameters gets a
+    gradient. Parameters of modules that never run are not reported.
     """
     if not expected.recomputes and not expected.unreached:
         return ()
