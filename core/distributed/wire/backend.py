@@ -1,4 +1,4 @@
-"""The backends and timeouts of a group, and a further communicator of its ranks."""
+"""Backends and timeouts of process groups, and additional communicators."""
 
 from __future__ import annotations
 
@@ -11,19 +11,36 @@ from core.watch.waiting import waiting
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that carries tensors of a device. A group may have several, and dist.get_backend names none then."""
+    """Return the backend that a group uses for tensors of a device.
+
+    A group may have several backends, and dist.get_backend returns none of them then.
+
+    Args:
+        group: Process group.
+        device: Device of the tensors.
+    """
     pairs = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
     return {kind: name for kind, _, name in pairs}.get(device.type) or dist.get_backend(group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Timeout of a group with a CPU backend; 30 minutes where the backend does not say."""
+    """Return the timeout of a group with a CPU backend; 30 minutes if the backend does not report one.
+
+    Args:
+        group: Process group.
+    """
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return timedelta(minutes=30) if options is None else options._timeout
 
 
 def new_communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A communicator of the same ranks. A gather in backward must not be paired with a reduction. Collective."""
+    """Create another communicator for the ranks of a group. Collective.
+
+    A gather in backward must not be paired with a reduction, so it needs a separate communicator.
+
+    Args:
+        group: Process group.
+    """
     members, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
     with waiting("another communicator", group):
         made = dist.new_group(members, timeout=timeout_of(group), backend=backend, use_local_synchronization=True)

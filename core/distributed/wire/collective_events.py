@@ -1,9 +1,9 @@
-"""CollectiveEvent: when one collective was launched, done and waited for, by the host's clock or a device's streams.
+"""CollectiveEvent: times at which a collective was launched, done and waited for, from the host or device streams.
 
-On CPU the host sees collectives, so marks are perf_counter seconds. On a GPU the host only queues work. There a mark is
-an event on the current stream, and the end of a collective is an event on a side stream that waits for it. So neither
-the host nor the model's stream waits. `resolve` turns those events into seconds after the step. They count from the
-moment at which the host queued the step's first mark, so differences between marks of one step are exact.
+On CPU the host observes collectives, so times are perf_counter seconds. On a GPU the host only queues work. There a
+launch or wait is an event on the current stream, and the end of a collective is an event on a side stream that waits
+for it, so neither the host nor the model's stream waits. `resolve` converts these events into seconds after the step.
+They count from the moment at which the host queued the step's first event, so differences within a step are exact.
 """
 
 from __future__ import annotations
@@ -21,23 +21,27 @@ Moment = Literal["launched_s", "done_s", "wait_start_s", "wait_end_s"]
 
 
 class Origin(NamedTuple):
-    """The first mark of a step."""
+    """First recorded event of a step."""
 
-    event: Any  # of CUDA
+    event: Any  # CUDA event
     host_s: float  # when the host queued it
 
 
 @dataclass(slots=True)
 class CollectiveEvent:
-    """When one collective did what, in seconds; None for what did not happen.
+    """Times of one collective, in seconds; None for stages that did not happen.
 
-    launched_s: it was queued. done_s: it was first seen done, by a look or at the end of its wait. in_flight_s: the
-    last look that found it on its way. The true end lies between these two, unless end_is_exact: the wait or a stream
-    saw it. wait_start_s, wait_end_s: the main thread (on CUDA: the model's stream) waited for it, and did what was left
-    of it, such as a division or a copy.
+    Args:
+        launched_s: The collective was queued.
+        in_flight_s: Last poll that found it in flight.
+        done_s: It was first found done, by a poll or at the end of its wait. The true end is between `in_flight_s` and
+            `done_s`.
+        end_is_exact: True if the wait or a stream recorded the end itself.
+        wait_start_s: The main thread (on CUDA: the model's stream) began to wait.
+        wait_end_s: The wait and remaining work, such as a division or a copy, ended.
     """
 
-    name: str  # of its bucket, or its purpose
+    name: str  # name of its bucket or its purpose
     nbytes: int
     launched_s: float | None = None
     in_flight_s: float | None = None
@@ -53,23 +57,28 @@ class CollectiveEvent:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that this rank waited for it."""
+        """Seconds for which this rank waited."""
         if self.wait_start_s is None or self.wait_end_s is None:
             return 0.0
         return self.wait_end_s - self.wait_start_s
 
 
 class HostClock:
-    """Marks are the host's perf_counter, at once."""
+    """Records times of the host's perf_counter."""
 
     def begin_step(self) -> None:
-        """Nothing: perf_counter has one origin."""
+        """Do nothing, because perf_counter has a single origin."""
 
     def mark(self, event: CollectiveEvent, moment: Moment) -> None:
         setattr(event, moment, time.perf_counter())
 
     def look(self, event: CollectiveEvent, is_done: Callable[[], bool]) -> bool:
-        """Note whether a collective is done, and return that."""
+        """Record if a collective is done, and return the result.
+
+        Args:
+            event: Event of the collective.
+            is_done: Returns True if the collective is done.
+        """
         now, done = time.perf_counter(), is_done()
         if not done:
             event.in_flight_s = now
@@ -78,7 +87,11 @@ class HostClock:
         return done
 
     def end(self, event: CollectiveEvent) -> None:
-        """Note that the wait has ended. If the last look found the collective on its way, this is its end too."""
+        """Record the end of a wait. It is also the collective's end if the last poll found the collective in flight.
+
+        Args:
+            event: Event of the collective.
+        """
         self.mark(event, "wait_end_s")
         if event.done_s is None:
             event.done_s = event.wait_end_s
@@ -86,10 +99,11 @@ class HostClock:
 
 
 class StreamClock(HostClock):
-    """Marks are events on the streams of a device.
+    """Records events on the streams of a device.
 
-    new_event: makes an event that can `record()` itself on the current stream and say `elapsed_time(other)` in ms.
-    on_side_stream: a context in which the current stream is one that nothing else uses.
+    Args:
+        new_event: Creates an event with `record()`, on the current stream, and `elapsed_time(other)` in ms.
+        on_side_stream: Returns a context whose current stream is used by nothing else.
     """
 
     def __init__(self, new_event: Callable[[], Any], on_side_stream: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -98,11 +112,16 @@ class StreamClock(HostClock):
         self.origin: Origin | None = None
 
     def begin_step(self) -> None:
-        """Count from the next mark: over hours the float milliseconds of CUDA would lose their digits."""
+        """Count from the next event. Over hours, CUDA's milliseconds would lose precision as floats."""
         self.origin = None
 
     def mark(self, event: CollectiveEvent, moment: Moment) -> None:
-        """Note that this happens when the current stream gets here."""
+        """Record the time at which the current stream reaches this point.
+
+        Args:
+            event: Event of the collective.
+            moment: Field of the event to record.
+        """
         now = self.new_event()
         now.record()
         if self.origin is None:
@@ -112,7 +131,12 @@ class StreamClock(HostClock):
         event.marks[moment] = origin, now
 
     def follow(self, event: CollectiveEvent, works: Sequence[dist.Work]) -> None:
-        """Have the end of a collective recorded when it comes."""
+        """Record the end of a collective when it happens.
+
+        Args:
+            event: Event of the collective.
+            works: The backend's handles.
+        """
         with self.on_side_stream():
             for work in works:
                 work.wait()
@@ -120,7 +144,12 @@ class StreamClock(HostClock):
         event.end_is_exact = True
 
     def look(self, event: CollectiveEvent, is_done: Callable[[], bool]) -> bool:
-        """Note nothing: the side stream does."""
+        """Return the state of a collective. The side stream records the end.
+
+        Args:
+            event: Event of the collective.
+            is_done: Returns True if the collective is done.
+        """
         return is_done()
 
     def end(self, event: CollectiveEvent) -> None:
@@ -128,7 +157,11 @@ class StreamClock(HostClock):
 
 
 def resolve(events: Iterable[CollectiveEvent]) -> None:
-    """Turn stream marks into seconds. Waits for them; host marks are seconds already."""
+    """Convert stream events into seconds. Waits for them; host times are already seconds.
+
+    Args:
+        events: Events of collectives.
+    """
     for event in events:
         for moment, (origin, mark) in event.marks.items():
             mark.synchronize()
@@ -137,7 +170,11 @@ def resolve(events: Iterable[CollectiveEvent]) -> None:
 
 
 def clock_for(device: torch.device) -> HostClock:
-    """The clock of a model whose gradients lie on `device`."""
+    """Return the clock for a model with gradients on `device`.
+
+    Args:
+        device: Device of the gradients.
+    """
     if device.type in ("cpu", "meta"):
         return HostClock()
     side = torch.Stream(device)

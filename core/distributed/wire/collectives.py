@@ -1,10 +1,10 @@
 """Collectives: the only file that calls torch.distributed reductions for gradients and gathers for parameters.
 
 Every call takes the name of its bucket or its purpose, is counted (bytes this rank sends, number of calls), and returns
-a Flight; `flight.wait()` completes it. Part of the work may only happen in `wait()`, so flights of one group are waited
-for in the order of their launch.
+a Flight; `flight.wait()` completes it. Some of the work may happen only in `wait()`. Flights of one group must
+therefore be waited for in launch order.
 
-Launch, end and wait of every collective are noted here and nowhere else: in a CollectiveEvent, and as the spans
+Only this file records the launch, end and wait of collectives: in a CollectiveEvent, and as the spans
 "core::reduce_scatter bucket 0 (...)" and "core::wait reduce_scatter bucket 0 (...)" of torch's profiler.
 """
 
@@ -25,7 +25,7 @@ from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
 from core.distributed.wire.shared_memory import HostChannel, channel_of
 from core.watch.waiting import complete, waiting
 
-SLOW_NETWORK = 50e6  # bytes a second; a wait over a slower one may look like one in vain
+SLOW_NETWORK = 50e6  # bytes a second; on a slower network a wait may be mistaken for a hang
 
 Op = Literal["sum", "mean", "max"]
 
@@ -36,7 +36,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(slots=True)
 class Traffic:
-    """Counts of what this rank has sent in this step."""
+    """Data that this rank has sent in this step."""
 
     bytes_sent: int = 0
     collectives: int = 0
@@ -47,26 +47,26 @@ class Traffic:
 
 
 class InFlight(Protocol):
-    """A collective that was launched."""
+    """A launched collective."""
 
     def is_done(self) -> bool:
-        """Do what waits for no rank; True if `wait` has nothing left to do or to wait for."""
+        """Make all progress that needs no other rank. True if `wait` has nothing left to do."""
 
     def wait(self) -> None:
-        """Complete it; a second wait does nothing."""
+        """Complete the collective. Idempotent."""
 
 
 @dataclass(slots=True)
 class Handle:
-    """A collective of torch.distributed in flight."""
+    """A torch.distributed collective in flight."""
 
     works: Sequence[dist.Work] = ()
     finish: Callable[[], object] | None = None
     keep: tuple[torch.Tensor, ...] = ()  # memory the backend reads or writes until the wait
-    first: InFlight | None = None  # what has to be complete before `finish`
+    first: InFlight | None = None  # must be complete before `finish`
 
     def is_done(self) -> bool:
-        # The backend is asked: a callback would run in a thread of its, which may find the interpreter gone at the end.
+        # Poll the backend. A callback would run in its thread, which may outlive the interpreter.
         return (self.first is None or self.first.is_done()) and all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
@@ -81,7 +81,7 @@ class Handle:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Handle of a collective in flight, returned by every call of Collectives; notes its end and wait."""
+    """A collective in flight, returned by every call of Collectives. Records its end and wait."""
 
     inner: InFlight
     event: CollectiveEvent
@@ -94,7 +94,7 @@ class Flight:
         return self.clock.look(self.event, self.inner.is_done)
 
     def wait(self) -> None:
-        """Complete it; a second wait does nothing. Flights of one group are waited for in the order of their launch."""
+        """Complete the collective. Idempotent. Wait for the flights of one group in launch order."""
         if self.waited:
             return
         self.is_done()
@@ -107,14 +107,17 @@ class Flight:
 
 
 class Collectives:
-    """The gradient collectives of one wrapped model; `ordered` adds in rank order with every backend.
+    """Gradient collectives of one wrapped model.
 
-    In ordered mode (deterministic_reduction, or fp32 accumulation of a 16-bit wire) the parts of a bucket are
-    exchanged and added locally, rank 0 first, so that a sum does not depend on where bucket borders lie or on the
-    backend's algorithm.
+    In ordered mode (deterministic_reduction, or fp32 accumulation of 16-bit gradients) the parts of a bucket are
+    exchanged and added locally, rank 0 first. Sums then do not depend on bucket borders or on the backend's algorithm.
+    Over gloo, reduce-scatter always adds in rank order, because gloo's own reduce-scatter is slower.
 
-    Tensors that lie in memory which the ranks of a group have mapped from each other (`channels`) are reduced there.
-    Over gloo a reduction to shards adds in rank order in every mode, because gloo's own reduce-scatter is slower.
+    Args:
+        ordered: Add in rank order with every backend.
+        traffic: Counts bytes and calls.
+        channels: Memory that ranks of a group have mapped from each other. Tensors in it are reduced there.
+        clock: Records the times of collectives.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class Collectives:
         self.clock = clock if clock is not None else HostClock()
 
     def begin_step(self) -> None:
-        """Count traffic from zero, and times from the next launch."""
+        """Reset traffic counts, and record times from the next launch."""
         self.traffic.bytes_sent = self.traffic.collectives = 0
         self.clock.begin_step()
 
@@ -140,21 +143,61 @@ class Collectives:
     def all_reduce(
         self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
     ) -> Flight:
-        """Reduce a contiguous tensor, times `scale`, in place over `group`. Collective, asynchronous."""
+        """Reduce a tensor in place over a group. Collective, asynchronous.
+
+        Args:
+            tensor: Contiguous tensor.
+            group: Process group.
+            name: Name of the bucket, or purpose.
+            op: 'sum', 'mean' or 'max'.
+            scale: Factor applied to the tensor first.
+
+        Returns:
+            A flight; after `wait()` the tensor is valid.
+        """
         return self._launch("all_reduce", name, self.start_all_reduce, tensor, group, op, scale=scale)
 
     def reduce_scatter(
         self, full: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
     ) -> Flight:
-        """Reduce `full` [n * size], times `scale`, in place; only this rank's part of it, [n], is defined then."""
+        """Reduce a tensor in place over a group, and keep this rank's part. Collective, asynchronous.
+
+        Args:
+            full: Contiguous tensor, [n * size]. Overwritten: only this rank's part, [n], is defined afterwards.
+            group: Process group.
+            name: Name of the bucket, or purpose.
+            op: 'sum', 'mean' or 'max'.
+            scale: Factor applied to the tensor first.
+
+        Returns:
+            A flight; after `wait()` this rank's part is valid.
+        """
         return self._launch("reduce_scatter", name, self.start_reduce_scatter, full, group, op, scale=scale)
 
     def all_gather(self, full: torch.Tensor, group: dist.ProcessGroup, name: str) -> Flight:
-        """Fill `full` [n * size] from every rank's own part of it, in place."""
+        """Gather every rank's part of a tensor, in place. Collective, asynchronous.
+
+        Args:
+            full: Contiguous tensor, [n * size], in which this rank's part, [n], is valid.
+            group: Process group.
+            name: Name of the bucket, or purpose.
+
+        Returns:
+            A flight; after `wait()` all of the tensor is valid.
+        """
         return self._launch("all_gather", name, self.start_all_gather, full, group)
 
     def gather_rows(self, values: torch.Tensor, group: dist.ProcessGroup, name: str) -> torch.Tensor:
-        """Every rank's few `values`, [n], in rank order: [ranks, n]. Waits for them."""
+        """Gather a few values from every rank. Collective; waits for the result.
+
+        Args:
+            values: [n].
+            group: Process group.
+            name: Purpose.
+
+        Returns:
+            [ranks, n], in rank order.
+        """
         rows = values.repeat(dist.get_world_size(group), 1)
 
         def start(rows: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
@@ -164,7 +207,14 @@ class Collectives:
         return rows
 
     def broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, source: int = 0) -> None:
-        """Copy the tensor of the group's rank `source` to all others. Waits for it."""
+        """Copy a tensor from one rank to all others, in place. Collective; waits for the result.
+
+        Args:
+            tensor: Contiguous tensor.
+            group: Process group.
+            name: Purpose.
+            source: Rank in the group.
+        """
         self._launch("broadcast", name, self.start_broadcast, tensor, group, source).wait()
 
     def _launch(
@@ -177,7 +227,7 @@ class Collectives:
         *how: Any,
         **scale: float,
     ) -> Flight:
-        """Begin a collective. The marks of its launch and wait cost about 10 us without a profiler."""
+        """Begin a collective. Recording its launch and wait costs about 10 us without a profiler."""
         event = CollectiveEvent(name, tensor.nbytes)
         with record_function(f"core::{kind} {name}"):
             self.clock.mark(event, "launched_s")
@@ -190,13 +240,13 @@ class Collectives:
             self.clock.follow(event, _works_of(inner))
         return Flight(inner, event, self.clock, kind, group)
 
-    # -- how, between several ranks; other formats of the gradients, and a simulated network, put theirs here ---------
+    # -- the steps between several ranks; overridden by other gradient formats and by a simulated network ------------
 
     def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
-        """`all_reduce` without marks."""
+        """Begin `all_reduce` without recording times."""
         size = dist.get_world_size(group)
         mapped = None if op == "max" else channel_of(self.channels, tensor, group)
-        if mapped is None or self.ordered:  # ordered: the product is rounded before the sum, wherever it is made
+        if mapped is None or self.ordered:  # ordered: the product is rounded before the sum in every case
             scale = scale_now(tensor, scale)
         self.traffic.count(2 * (size - 1) / size * tensor.numel() * tensor.element_size())
         if mapped is not None:
@@ -208,7 +258,7 @@ class Collectives:
         return Handle((work,), partial(tensor.div_, size) if divide else None, (tensor,))
 
     def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
-        """`reduce_scatter` without marks."""
+        """Begin `reduce_scatter` without recording times."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         mapped = channel_of(self.channels, full, group)
         exchanged = mapped is None and (self.ordered or backend_of(group, full.device) == "gloo")
@@ -229,7 +279,7 @@ class Collectives:
         return Handle((work,), partial(shard.div_, size) if divide else None, (full,))
 
     def start_all_gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
-        """`all_gather` without marks."""
+        """Begin `all_gather` without recording times."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         self.traffic.count((size - 1) / size * full.numel() * full.element_size())
         channel = channel_of(self.channels, full, group)
@@ -245,7 +295,7 @@ class Collectives:
         return Handle((work,), None, (full,))
 
     def start_broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> InFlight:
-        """`broadcast` without marks."""
+        """Begin `broadcast` without recording times."""
         self.traffic.count(tensor.numel() * tensor.element_size())
         work = dist.broadcast(as_bytes(tensor), group=group, group_src=source, async_op=True)
         return Handle((work,), None, (tensor,))
@@ -274,22 +324,30 @@ class Collectives:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as bytes if it is of an 8-bit float, which backends do not know; else unchanged."""
+    """View a contiguous tensor of 8-bit floats, which backends do not support, as bytes; return others unchanged.
+
+    Args:
+        tensor: Contiguous tensor.
+    """
     return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
 
 
 def takes_s(tensor: torch.Tensor) -> float:
-    """The time that a collective of a CPU tensor may take over a slow network."""
+    """Return the seconds that a collective of a CPU tensor may take over a slow network.
+
+    Args:
+        tensor: CPU tensor.
+    """
     return tensor.nbytes / SLOW_NETWORK
 
 
 def _works_of(flight: InFlight | None) -> list[dist.Work]:
-    """The backend's part of a collective."""
+    """Return the backend's handles of a collective."""
     return [*_works_of(flight.first), *flight.works] if isinstance(flight, Handle) else []
 
 
 def _backend_op(op: Op, tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[Any, bool]:
-    """The backend's operation, and whether its result is still to be divided: gloo can add but not average."""
+    """Return the backend's operation, and True if its result must still be divided: gloo cannot average."""
     if op == "mean":
         averages = backend_of(group, tensor.device) == "nccl"
         return (dist.ReduceOp.AVG, False) if averages else (dist.ReduceOp.SUM, True)
@@ -297,7 +355,15 @@ def _backend_op(op: Op, tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple
 
 
 def scale_now(tensor: torch.Tensor, scale: float = 1.0) -> float:
-    """Multiply now; what is left to multiply by."""
+    """Multiply a tensor in place, and return the factor that is left to apply.
+
+    Args:
+        tensor: Tensor to multiply.
+        scale: Factor.
+
+    Returns:
+        1.0.
+    """
     if scale != 1.0:
         tensor.mul_(scale)
     return 1.0

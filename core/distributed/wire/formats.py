@@ -1,8 +1,8 @@
-"""Formats of gradients on the wire that differ from the format in memory.
+"""Communication formats of gradients that differ from their format in memory.
 
-A bucket is copied into the dtype that travels, reduced there, and copied back when its handle is waited for. Sums are
-made in the wire's dtype, by the backend (in fp32 with ordered collectives); 8-bit floats are added in fp32, in blocks
-of 256 with a scale each (core/distributed/wire/fp8_communication.py says how far off they are).
+A bucket is copied into the communication dtype, reduced, and copied back when its handle is waited for. The backend
+adds in the communication dtype (ordered collectives add in fp32). 8-bit floats are added in fp32, in blocks of 256 with
+a scale each (see core/distributed/wire/fp8_communication.py for the error).
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op,
 
 
 def gradient_collectives(dtype: torch.dtype | None, plain: Collectives) -> Collectives:
-    """Collectives that reduce buckets: `plain`, or another format that counts into the same traffic."""
+    """Return the collectives that reduce buckets in a communication dtype.
+
+    Args:
+        dtype: Communication dtype, or None for the buckets' own dtype.
+        plain: Collectives without a cast. The result counts into the same traffic.
+    """
     if dtype is None:
         return plain
     if dtype is fp8_communication.FP8:
@@ -27,7 +32,12 @@ def gradient_collectives(dtype: torch.dtype | None, plain: Collectives) -> Colle
 
 
 class CastingCollectives(Collectives):
-    """Reductions of floating tensors in another dtype; gathers and broadcasts as they are."""
+    """Reductions of floating tensors in another dtype. Gathers and broadcasts are not cast.
+
+    Args:
+        dtype: Communication dtype.
+        plain: Collectives whose traffic and clock are shared.
+    """
 
     def __init__(self, dtype: torch.dtype, plain: Collectives) -> None:
         super().__init__(ordered=plain.ordered, traffic=plain.traffic, clock=plain.clock)
@@ -43,7 +53,10 @@ class CastingCollectives(Collectives):
     def _cast(
         self, start: Any, tensor: torch.Tensor, result: slice, group: dist.ProcessGroup, op: Op, scale: float
     ) -> InFlight:
-        """Reduce a copy in the wire's dtype; the `result` of the tensor changes when the handle is waited for."""
+        """Reduce a copy in the communication dtype.
+
+        Part `result` of the tensor changes when the handle is waited for.
+        """
         if tensor.dtype is self.dtype:
             return start(tensor, group, op, scale)
         scale_now(tensor, scale)
@@ -53,7 +66,7 @@ class CastingCollectives(Collectives):
 
 
 class EightBitCollectives(Collectives):
-    """Reductions of floating tensors as 8-bit numbers with scales. They block: nothing overlaps them."""
+    """Reductions of floating tensors as 8-bit numbers with scales. They block, so nothing overlaps them."""
 
     def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
         size = dist.get_world_size(group)

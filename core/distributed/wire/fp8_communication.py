@@ -1,15 +1,16 @@
-"""Collectives that carry 8-bit floats: each block of numbers travels as e4m3 with one fp32 scale.
+"""Collectives of 8-bit floats: each block of numbers is sent as e4m3 with one fp32 scale.
 
-Backends know no 8-bit floats, so bytes are sent as uint8. Sums are made in fp32 on the rank that owns the part, from
-numbers as they arrived: an all-reduce rounds twice (each rank's contribution, then the sum), however many ranks.
+Backends do not support 8-bit floats, so bytes are sent as uint8. The rank that owns a part adds in fp32, from the
+numbers it received. An all-reduce therefore rounds twice (each rank's contribution, then the sum) for any number of
+ranks.
 
-How far off: rounding x changes it by at most |x| / 16, or by its block's largest number / 2**18 where that is more
-(e4m3 has 3 bits of mantissa; its smallest step is 2**-9, of 448). So the mean g of the ranks' g_r arrives with an error
-of at most
+Error bound: rounding changes x by at most |x| / 16, or by its block's largest number / 2**18 if that is more (e4m3 has
+3 bits of mantissa; its smallest step is 2**-9, of 448). So the mean g of the ranks' g_r arrives with an error of at
+most
 
     1/16 mean|g_r| + 1/16 |g + that error| + small  <=  0.13 mean|g_r| + (largest number of a block) / 2**17
 
-A block that holds inf or NaN arrives as NaN on every rank, so a loss scaler sees it.
+A block that contains inf or NaN arrives as NaN on every rank, so a loss scaler detects it.
 """
 
 from __future__ import annotations
@@ -25,29 +26,45 @@ FP8 = torch.float8_e4m3fn
 
 
 def quantize(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers [..., n] as bytes [..., n + 4 n / BLOCK]; n a multiple of BLOCK, rows independent."""
+    """Quantize numbers in blocks, each with one scale. Rows are independent.
+
+    Args:
+        tensor: [..., n], n a multiple of BLOCK.
+
+    Returns:
+        Bytes, [..., n + 4 n / BLOCK].
+    """
     blocks = tensor.float().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     scale = torch.where(largest > 0, largest / LARGEST, 1.0)
-    # An inf would be rounded to 448 by some versions of torch; a scale of NaN shows it in all.
+    # Some versions of torch round inf to 448. A scale of NaN marks it in all versions.
     scale = torch.where(largest.isfinite(), scale, torch.nan)
-    # A scale in the subnormal numbers would lose its own precision, and numbers below it are zero to fp32.
+    # A subnormal scale would lose precision, and numbers below it are zero in fp32.
     numbers = (blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)).clamp(-LARGEST, LARGEST).to(FP8)
     packed = torch.cat([numbers.view(torch.uint8), scale.contiguous().view(torch.uint8)], dim=-1)
     return packed.flatten(-2)
 
 
 def dequantize(packed: torch.Tensor) -> torch.Tensor:
-    """Bytes of `quantize` as fp32 numbers."""
+    """Return the fp32 numbers from bytes of `quantize`.
+
+    Args:
+        packed: Result of `quantize`.
+    """
     blocks = packed.unflatten(-1, (-1, BLOCK + 4))
     scale = blocks[..., BLOCK:].contiguous().view(torch.float32).clamp_min(torch.finfo(torch.float32).tiny)
     return (blocks[..., :BLOCK].contiguous().view(FP8).float() * scale).flatten(-2)
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
-    """Sum, or average, a contiguous tensor [n] in place over `group`. Collective, blocking; any floating dtype, any n.
+    """Sum or average a tensor in place over a group. Collective, blocking.
 
-    Sends about half of what an fp16 all-reduce sends, a quarter of an fp32 one.
+    Sends about half the bytes of an fp16 all-reduce, a quarter of an fp32 one.
+
+    Args:
+        tensor: Contiguous, [n], any floating dtype, any n.
+        group: Process group.
+        mean: Average instead of sum.
     """
     size = dist.get_world_size(group)
     if tensor.numel() == 0 or size == 1:
@@ -60,9 +77,15 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) ->
 
 
 def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
-    """Sum, or average, `tensor` [n * size] over `group`; `output` [n] is this rank's part. Collective, blocking.
+    """Sum or average a tensor over a group and store this rank's part. Collective, blocking.
 
     Rounds once, so the error is at most 1/16 mean|g_r| + largest of a block / 2**18.
+
+    Args:
+        output: This rank's part, [n].
+        tensor: [n * size].
+        group: Process group.
+        mean: Average instead of sum.
     """
     size = dist.get_world_size(group)
     own = _sum_of_parts(_padded(tensor.view(size, -1)), group, mean=mean)
@@ -70,9 +93,14 @@ def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.Proce
 
 
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `output` [n * size] with every rank's `tensor` [n], which may be a part of it. Collective, blocking.
+    """Gather every rank's tensor. Collective, blocking.
 
     Every rank gets the same rounded numbers, its own included: |error| <= |x| / 16 + largest of a block / 2**18.
+
+    Args:
+        output: [n * size].
+        tensor: This rank's numbers, [n]; may be a part of `output`.
+        group: Process group.
     """
     size = dist.get_world_size(group)
     packed = quantize(_padded(tensor.view(1, -1))).flatten()
@@ -82,14 +110,20 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGr
 
 
 def all_gather_bytes(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """All-gather under the name that this version of torch has for it."""
+    """All-gather, with the function name of the installed torch version.
+
+    Args:
+        output: [n * size].
+        tensor: This rank's bytes, [n].
+        group: Process group.
+    """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with waiting("8-bit values of all ranks", group):
         gather(output, tensor, group=group)
 
 
 def _sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> torch.Tensor:
-    """rows [size, m], row r for rank r. Returns the fp32 sum, or mean, over ranks of this rank's row, [m]."""
+    """Return the fp32 sum or mean, [m], over ranks of this rank's row. `rows` is [size, m], row r for rank r."""
     packed = quantize(rows)
     received = torch.empty_like(packed)
     with waiting("8-bit parts of all ranks", group):
@@ -99,5 +133,5 @@ def _sum_of_parts(rows: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -
 
 
 def _padded(rows: torch.Tensor) -> torch.Tensor:
-    """[size, n] as [size, m], m a multiple of BLOCK."""
+    """Pad [size, n] to [size, m], m a multiple of BLOCK."""
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK))

@@ -1,8 +1,8 @@
-"""Buffers in huge pages on the CPU: one entry of the processor's address cache for 2 MiB of memory instead of 4 KiB.
+"""CPU buffers in huge pages: one entry of the processor's address cache covers 2 MiB of memory instead of 4 KiB.
 
-A step streams through several tensors of the model's size at once, and misses of that cache cost it time. Linux gives
-huge pages to memory that asks for them before it is first written (/sys/kernel/mm/transparent_hugepage/enabled is
-madvise or always). Elsewhere, or where none are left, the tensor is an ordinary one.
+A step streams through several tensors of the model's size at once, and misses of that cache take time. Linux uses huge
+pages for memory that requests them before it is first written (/sys/kernel/mm/transparent_hugepage/enabled is madvise
+or always). On other systems, or if no huge pages are free, the tensor has normal pages.
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ from contextlib import suppress
 
 import torch
 
-HUGE_PAGE = 2**21  # of x86-64 and of most arm64 systems; a kernel with larger ones gives them to longer tensors only
-LEAST_BYTES = 2 * HUGE_PAGE  # a tensor as long as that holds a whole huge page wherever it begins
+HUGE_PAGE = 2**21  # on x86-64 and most arm64 systems; a kernel with larger pages uses them for longer tensors only
+LEAST_BYTES = 2 * HUGE_PAGE  # a tensor of this size contains a full huge page at any start address
 
 
 def zeros(
     shape: int | Sequence[int], dtype: torch.dtype, device: torch.device, least_bytes: int = LEAST_BYTES
 ) -> torch.Tensor:
-    """`torch.zeros`, in huge pages where the system has them.
+    """Return `torch.zeros`, in huge pages if the system has them.
 
-    From `least_bytes` on memory is taken when it is first written, and goes back to the system when it is freed.
+    Args:
+        shape: Number of elements, or shape.
+        dtype: Element type.
+        device: Device. Only CPU tensors get huge pages.
+        least_bytes: From this size on, memory is allocated when it is first written, and returned to the system when
+            it is freed.
     """
     numel = shape if isinstance(shape, int) else math.prod(shape)
     if device.type != "cpu" or numel * dtype.itemsize < least_bytes:
@@ -35,7 +40,7 @@ def zeros(
 
 
 def _mapped(nbytes: int) -> mmap.mmap:
-    """Zeros that no file has, in huge pages if they are long. A forked process writes to its own."""
+    """Map anonymous zeros, in huge pages if large. A forked process writes to its own copy."""
     block = mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)
     if nbytes >= LEAST_BYTES:
         with suppress(OSError, AttributeError):
@@ -44,20 +49,28 @@ def _mapped(nbytes: int) -> mmap.mmap:
 
 
 class Blocks:
-    """Memory of tensors on the CPU, which goes back to the system when they are freed, or to the next of them.
+    """CPU memory for tensors that is returned to the system, or reused for the next tensor, when a tensor is freed.
 
-    What the C library frees it may keep: after some tensors of a few MiB it takes longer ones from its heap as well,
-    where smaller ones that live on keep them from being given back. most: blocks up to which the longest that are free
-    are kept in addition to those in use, since fresh pages cost time.
+    The C library may keep memory that it frees. After some tensors of a few MiB it takes larger ones from its heap too,
+    where small live objects prevent their return to the system.
+
+    Args:
+        most: Number of blocks, in use or free, up to which the largest free ones are kept, because fresh pages cost
+            time.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.free: list[mmap.mmap] = []
-        self.lent: set[int] = set()  # ids of the blocks in use
+        self.lent: set[int] = set()  # ids of blocks in use
 
     def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel], undefined."""
+        """Return uninitialized memory, [numel].
+
+        Args:
+            numel: Number of elements.
+            dtype: Element type.
+        """
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -79,7 +92,7 @@ class Blocks:
 
 
 def give_back() -> None:
-    """Give the system what the C library has kept of freed memory, where it is glibc."""
+    """Return freed memory that the C library has kept to the system, if it is glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(ctypes.c_size_t(0))

@@ -1,4 +1,4 @@
-"""Communication of a step that was hidden behind computing, from the events of its collectives; and its table."""
+"""Overlap of communication with computation in one step, measured from the events of its collectives, and its table."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from core.distributed.wire.collective_events import CollectiveEvent
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """One kind of communication of one step on this rank, in milliseconds.
+    """Communication of one kind in one step on this rank, in milliseconds.
 
-    flight_ms: at least one collective was in flight; time in which several were counts once. exposed_ms: the main
-    thread (on CUDA: the model's stream) waited for one. seen_late_ms: by so much at most flight_ms is too long, because
-    the end of a collective that no rank waited for is noticed at the next look (0 on CUDA).
+    Args:
+        flight_ms: Time with at least one collective in flight; overlapping collectives count once.
+        exposed_ms: Time that the main thread (on CUDA: the model's stream) waited.
+        seen_late_ms: Upper bound of the error in flight_ms. The end of a collective that no rank waited for is detected
+            at the next poll (0 on CUDA).
     """
 
     flight_ms: float = 0.0
@@ -23,21 +25,25 @@ class Overlap:
 
     @property
     def hidden_share(self) -> float:
-        """Share of the time in flight that no rank waited for; 0 where nothing was in flight."""
+        """Share of the time in flight that no rank waited for; 0 if nothing was in flight."""
         return _share(self.exposed_ms, self.flight_ms)
 
     @property
     def hidden_share_at_least(self) -> float:
-        """The same if every collective had ended right after the last look that found it on its way."""
+        """Lower bound of `hidden_share`: every collective ended right after the last poll that found it in flight."""
         return _share(self.exposed_ms, self.flight_ms - self.seen_late_ms)
 
 
 def measure_overlap(events: Sequence[CollectiveEvent]) -> Overlap:
-    """Add up the collectives of one step; those that were never launched or never ended count nothing."""
+    """Add up the collectives of one step. Collectives that were never launched or never ended are ignored.
+
+    Args:
+        events: Events of the collectives.
+    """
     longest, shortest = [], []
     for event in events:
         if event.launched_s is not None and event.done_s is not None:
-            # It cannot have ended before a look that found it on its way. Unlooked at, it may have at once.
+            # It ended after the last poll that found it in flight. Without a poll it may have ended at once.
             least = event.done_s if event.end_is_exact else event.in_flight_s or event.launched_s
             longest.append((event.launched_s, event.done_s))
             shortest.append((event.launched_s, least))
@@ -50,7 +56,11 @@ def measure_overlap(events: Sequence[CollectiveEvent]) -> Overlap:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of [start, end) intervals; those that end before they start are empty."""
+    """Return the length of a union of intervals.
+
+    Args:
+        intervals: [start, end) pairs. Those that end before they start are empty.
+    """
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -64,23 +74,23 @@ def _share(exposed_ms: float, flight_ms: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OverlapReport:
-    """A step's reductions, and the parameter gathers that were waited for last, each in the order of their launch."""
+    """Reductions of a step, and the parameter gathers that were last waited for, in launch order."""
 
     reductions: tuple[CollectiveEvent, ...]
     gathers: tuple[CollectiveEvent, ...] = ()
 
     @property
     def of_reductions(self) -> Overlap:
-        """Of the gradients' collectives."""
+        """Overlap of the gradients' collectives."""
         return measure_overlap(self.reductions)
 
     @property
     def of_gathers(self) -> Overlap:
-        """Of the parameters' collectives."""
+        """Overlap of the parameters' collectives."""
         return measure_overlap(self.gathers)
 
     def table(self) -> str:
-        """Totals, then one line a collective; times in ms since the first launch of its kind."""
+        """Return totals, then one line for each collective. Times are in ms since the first launch of its kind."""
         kinds = [("reductions", self.reductions), ("gathers", self.gathers)]
         kinds = [(name, events) for name, events in kinds if events]
         lines = [f"{'':<24}{'in flight ms':>14}{'seen late ms':>14}{'exposed ms':>12}{'hidden':>8}{'at least':>10}"]

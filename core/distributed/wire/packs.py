@@ -1,4 +1,4 @@
-"""Small tensors that are copied into one, so that they are sent or compared together; and samples of many."""
+"""Packs: small tensors that are copied into one, to be sent or compared together. Also samples of many tensors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 SMALL_NUMEL = 2**16  # a larger parameter is not worth a copy
-PACK_NUMEL = 2**20  # elements of small ones that are copied together
-SAMPLED = 8  # tensors of which a sample has an element
+PACK_NUMEL = 2**20  # number of elements of small tensors that are copied together
+SAMPLED = 8  # number of tensors that a sample takes an element from
 
 
 def pack(parts: Iterable[torch.Tensor], limit: int, alone: int) -> Iterator[list[torch.Tensor]]:
-    """Cut tensors into lists: one of at least `alone` or `limit` elements alone, small ones up to `limit` together.
+    """Divide tensors into lists that are processed together. Empty tensors are skipped.
 
-    Empty ones are left out. The lists follow from the sizes, so they are the same on ranks with the same model.
+    The lists depend only on sizes, so they are the same on ranks with the same model.
+
+    Args:
+        parts: Tensors.
+        limit: Largest number of elements in a list of several tensors.
+        alone: A tensor of at least so many elements, or of at least `limit`, gets its own list.
     """
     together: list[torch.Tensor] = []
     room = limit
@@ -34,7 +39,11 @@ def pack(parts: Iterable[torch.Tensor], limit: int, alone: int) -> Iterator[list
 
 
 def packs_of(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut parameters into lists of one dtype that are compared, or sent, together."""
+    """Divide parameters into lists of one dtype that are compared or sent together.
+
+    Args:
+        params: Parameters of any dtypes.
+    """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for param in params:
         by_dtype.setdefault(param.dtype, []).append(param)
@@ -44,14 +53,23 @@ def packs_of(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @torch.no_grad()
 def flat_of(pack: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of a pack as one tensor; a view of a pack of one."""
+    """Return the elements of a pack as one flat tensor; for a pack of one tensor, a view.
+
+    Args:
+        pack: Tensors of one dtype.
+    """
     if len(pack) == 1:
         return pack[0].reshape(-1)
     return torch.cat([tensor.reshape(-1) for tensor in pack])
 
 
 def sample_of(tensors: Sequence[torch.Tensor], turn: int) -> int:
-    """Hash the middle element of a few tensors; of others in each turn. 0.03 ms on a CPU."""
+    """Hash the middle element of a few tensors. 0.03 ms on a CPU.
+
+    Args:
+        tensors: Tensors to choose from.
+        turn: Selects the tensors, so that each turn takes others.
+    """
     chosen = {(turn + number * len(tensors) // SAMPLED) % len(tensors) for number in range(SAMPLED) if tensors}
     middles = [tensors[n].detach()[tuple(size // 2 for size in tensors[n].shape)] for n in chosen if tensors[n].numel()]
     return zlib.crc32(repr([middle.item() for middle in middles]).encode())

@@ -1,4 +1,4 @@
-"""The sum of every rank's part, added in rank order: the same bits wherever the parts have come from."""
+"""Sums over ranks, added in rank order, so that the bits do not depend on how the parts were received."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ from collections.abc import Sequence
 
 import torch
 
-# Elements added at a time: few enough to be still in the processor's cache when they are scaled, and so many that the
-# calls take no time compared with them.
+# Elements added at a time: few enough to be still in the processor's cache when they are scaled, and enough that the
+# time of the calls is negligible.
 CHUNK = 2**17
 
 
 def split_evenly(numel: int, size: int) -> list[int]:
-    """Elements of each rank's part: equal ones where that is possible, else the first ones one longer."""
+    """Return the number of elements in each rank's part: equal, or one more for the first ranks.
+
+    Args:
+        numel: Number of elements.
+        size: Number of ranks.
+    """
     base, extra = divmod(numel, size)
     return [base + (rank < extra) for rank in range(size)]
 
 
 @torch.no_grad()
 def add_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, mean: bool) -> None:
-    """out = the sum of equal flat parts, first part first, times `scale`; 16-bit parts are added in fp32.
+    """Store the scaled sum of equal flat parts, first part first. 16-bit parts are added in fp32.
 
-    `out` may be one of them.
+    Args:
+        parts: One tensor for each rank, [n].
+        out: [n]; may be one of the parts.
+        scale: Factor for the sum.
+        mean: Divide by the number of parts.
     """
     factor_later = scale != 1.0 or mean
     wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
@@ -30,7 +39,7 @@ def add_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: f
     step = CHUNK if in_cache else max(1, out.numel())
     total = torch.empty(0 if in_place else min(step, out.numel()), dtype=wide, device=out.device)
     count = len(parts)
-    by_product = count & (count - 1) == 0  # by a power of two it has the bits of the division, and takes a fraction
+    by_product = count & (count - 1) == 0  # for a power of two the product has the quotient's bits, and is faster
     for here, *pieces in zip(out.split(step), *(part.split(step) for part in parts), strict=True):
         summed = here if in_place else total[: here.numel()]
         first = pieces[0] if pieces[0].dtype is wide else pieces[0].to(wide)

@@ -1,15 +1,15 @@
-"""Memory that the ranks of one host map from each other, and the collectives that run in it.
+"""Memory that the ranks of one host map from each other, and the collectives that use it.
 
-Ranks of one host on CPU would otherwise send gradients through sockets, where each element is copied four times. With
-mapped memory they add and copy straight from where the other ranks' gradients and parameters lie. Between hosts, on
-GPUs and where the system has no such memory, torch.distributed carries everything.
+Otherwise the CPU ranks of one host would send gradients through sockets, which copy each element four times. With
+mapped memory they add and copy directly from the other ranks' gradients and parameters. torch.distributed is used
+between hosts, on GPUs, and on systems without such memory.
 
-The memory is an anonymous file (memfd), which the other ranks open through /proc. It has no name and no limit of its
-own, and it is gone with the last process that maps it.
+The memory is an anonymous file (memfd), which the other ranks open through /proc. It has no name and no size limit,
+and it is freed with the last process that maps it.
 
 Note [Counters]
-All ranks launch the collectives of a group in one order. Three counters of each rank, which lie in RAM wherever its
-tensor lies, record what it has done:
+All ranks launch the collectives of a group in one order. Each rank has three counters, in RAM even if its tensor is
+not, that record its progress:
 
     counter 0: I have launched collective k: my gradients are complete and may be read
     counter 1: I have added up my part; or, in a gather, I have read what I need
@@ -40,33 +40,48 @@ from core.watch.processes import boot_id, runs
 from core.watch.waiting import PeerLost, VainLook, waiting
 
 STRIDE = 8  # int64 between two counters: a cache line each
-PLACES = 3 * STRIDE  # where the places of launches begin, behind the counters
-RING = 1000  # launches whose place is published at a time: as many can be in flight, and a further one waits
-CONTROL_BYTES = 16384  # of one rank and channel: counters, then (offset, elements) of the last RING launches
-SPINS = 100  # looks at the counters before this rank sleeps in between
-LOOK_S = 0.5  # between two looks whether the ranks waited for still run
+PLACES = 3 * STRIDE  # offset of the table of launches, after the counters
+RING = 1000  # entries in the table of launches: so many can be in flight, and the next one waits
+CONTROL_BYTES = 16384  # for each rank and channel: counters, then (offset, elements) of the last RING launches
+SPINS = 100  # polls of the counters before this rank sleeps in between
+LOOK_S = 0.5  # between two checks that the other ranks still run
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One rank's memory as this process sees it."""
+    """Memory of one rank, as mapped in this process."""
 
     rank: int  # in the job
     pid: int
     tensor: torch.Tensor  # [numel]
-    memory: memoryview  # of the tensor
+    memory: memoryview  # memory under `tensor`
     control: memoryview  # CONTROL_BYTES for each channel
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """`tensor`: [numel] of this rank, zero at first. `channels`: one for each group that collectives run over."""
+    """Memory that ranks of one host map from each other.
+
+    Args:
+        tensor: This rank's memory, [numel], initially zero.
+        channels: One channel for each group that collectives run over.
+    """
 
     tensor: torch.Tensor
     channels: list[HostChannel]
 
     def of_first(self, start: int, numel: int) -> torch.Tensor:
-        """[numel] of the first rank's memory from element `start`: one memory of all ranks. Its storage is its own."""
+        """Return a part of the first rank's memory, which all ranks can use as common memory.
+
+        It has a separate storage.
+
+        Args:
+            start: First element.
+            numel: Number of elements.
+
+        Returns:
+            [numel].
+        """
         first = self.channels[0].members[0]
         if numel == 0:  # frombuffer refuses it
             return first.tensor.new_empty(0)
@@ -82,10 +97,17 @@ class HostMemory:
         groups: Sequence[dist.ProcessGroup],
         new_file: Callable[[int], int] | None = None,
     ) -> HostMemory | None:
-        """Memory that all ranks of `groups[0]` map; the other groups are parts of it. Collective over `groups[0]`.
+        """Create memory that all ranks of `groups[0]` map. Collective over `groups[0]`.
 
-        None, on every rank of it, where that cannot be had. new_file: opens a file of so many bytes, where it shall not
-        be in RAM.
+        Args:
+            numel: Number of elements of each rank.
+            dtype: Element type.
+            device: Device of the model. Only CPU memory can be shared.
+            groups: Groups that need channels. All others are subsets of the first.
+            new_file: Opens a file of the given number of bytes, if the memory should not be in RAM.
+
+        Returns:
+            The memory, or None on every rank if it cannot be shared.
         """
         whole = groups[0]
         if numel == 0 or device.type != "cpu" or dist.get_world_size(whole) == 1 or backend_of(whole, device) != "gloo":
@@ -119,14 +141,22 @@ class HostMemory:
 
 
 class HostChannel:
-    """The memory of one group's ranks. `members` in group order."""
+    """Collectives in the mapped memory of one group's ranks.
+
+    Args:
+        group: Process group.
+        members: Memory of each rank, in group order.
+        rank: This rank in the group.
+        control_at: Offset of the channel's control memory.
+        timeout_s: Seconds after which a missing rank is an error.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup | None, members: Sequence[Member], rank: int, control_at: int, timeout_s: float
     ) -> None:
         self.group = group
         self.members = list(members)
-        self.rank = rank  # this one, in the group
+        self.rank = rank  # this rank in the group
         self.own = self.members[rank].tensor
         self.control = [m.control[control_at : control_at + CONTROL_BYTES].cast("q") for m in self.members]
         self.launched = 0
@@ -134,19 +164,35 @@ class HostChannel:
         self.timeout_s = timeout_s
 
     def all_reduce(self, tensor: torch.Tensor, *, scale: float = 1.0, mean: bool = False) -> HostHandle:
-        """Sum (or mean) of the tensor over the group, times `scale`, on every rank; in place."""
+        """Sum or average a tensor over the group on every rank, in place.
+
+        Args:
+            tensor: Tensor in this rank's memory.
+            scale: Factor for the result.
+            mean: Average instead of sum.
+        """
         return self._launch(tensor, (_add, _read), scale, mean)
 
     def reduce_scatter(self, full: torch.Tensor, *, scale: float = 1.0, mean: bool = False) -> HostHandle:
-        """The same for this rank's equal part of `full` alone; the rest of it stays what it was."""
+        """Sum or average this rank's equal part of a tensor, in place. The other parts do not change.
+
+        Args:
+            full: Tensor in this rank's memory, [n * size].
+            scale: Factor for the result.
+            mean: Average instead of sum.
+        """
         return self._launch(full, (_add,), scale, mean)
 
     def all_gather(self, full: torch.Tensor) -> HostHandle:
-        """Copy every other rank's equal part of `full` from it."""
+        """Copy every other rank's equal part of a tensor from that rank.
+
+        Args:
+            full: Tensor in this rank's memory, [n * size].
+        """
         return self._launch(full, (_read,), 1.0, False)
 
     def meet(self) -> None:
-        """Wait until every rank has called it as often."""
+        """Wait until every rank has called this equally often."""
         with waiting("all ranks to have read or written shards", [member.rank for member in self.members]):
             self._launch(self.own[:0], (), 1.0, False).wait()
 
@@ -163,9 +209,10 @@ class HostChannel:
         return handle
 
     def progress(self) -> None:
-        """Run every action that waits for no rank, in the order of launches.
+        """Run every action that waits for no rank, in launch order.
 
-        A counter says that an action is done in all earlier collectives too. So none overtakes an earlier one.
+        A counter means that the action is done in all earlier collectives too, so no collective overtakes an earlier
+        one.
         """
         most = 2  # actions that a collective has
         for handle in self.in_flight:
@@ -179,12 +226,17 @@ class HostChannel:
                 return
 
     def has(self, counter: int, number: int) -> bool:
-        """True if this counter of all ranks has reached collective `number`."""
+        """Return True if a counter of all ranks has reached a collective.
+
+        Args:
+            counter: 0, 1 or 2: Note [Counters].
+            number: Number of the collective.
+        """
         at = counter * STRIDE
         return all(control[at] >= number for control in self.control)
 
     def _tensors(self, handle: HostHandle) -> list[torch.Tensor]:
-        """Every rank's tensor of a collective, flat. Raises PeerLost where one has another size."""
+        """Return every rank's tensor of a collective, flat. Raises PeerLost if one has another size."""
         numel, place = handle.tensor.numel(), handle.place
         found = []
         for member, control in zip(self.members, self.control, strict=True):
@@ -199,7 +251,15 @@ class HostChannel:
         return found
 
     def raise_if_lost(self, handle: HostHandle, waited_s: float) -> None:
-        """Raise PeerLost where a rank that this collective waits for has ended, or does not come in time."""
+        """Check that the ranks which a collective waits for still run.
+
+        Args:
+            handle: The collective.
+            waited_s: Seconds waited so far.
+
+        Raises:
+            PeerLost: If a rank has ended, or does not arrive in time.
+        """
         gone = {member.rank for member in self.members if not runs(member.pid)}  # first: later it may be done, and end
         at = handle.stage * STRIDE
         behind = [m for m, c in zip(self.members, self.control, strict=True) if c[at] < handle.number]
@@ -222,24 +282,27 @@ class HostChannel:
 
 @dataclass(slots=True, eq=False)
 class HostHandle:
-    """A collective in flight; the same face as collectives.Handle."""
+    """A collective in flight, with the interface of collectives.Handle."""
 
     channel: HostChannel
     number: int
-    place: int  # where in the control memory this launch is published
+    place: int  # position of this launch's entry in the control memory
     tensor: torch.Tensor
     actions: tuple[Action, ...]
     scale: float
     mean: bool
-    stage: int = 0  # actions that are done, and the counter that this rank waits for
+    stage: int = 0  # number of actions done, and the counter that this rank waits for
 
     def is_done(self) -> bool:
-        """Do what waits for no rank; True if nothing is left to do and no rank reads this one's memory any more."""
+        """Make all progress that needs no other rank.
+
+        True if nothing is left to do and no rank reads this rank's memory.
+        """
         self.channel.progress()
         return self.stage == len(self.actions) and self.channel.has(self.stage, self.number)
 
     def wait(self) -> None:
-        """Complete it. Afterwards no rank reads this one's memory any more: it may be written again."""
+        """Complete the collective. Afterwards no rank reads this rank's memory, so it may be written again."""
         if self not in self.channel.in_flight:
             return
         begun = looked = time.monotonic()
@@ -258,11 +321,11 @@ class HostHandle:
         self.channel.in_flight.remove(self)
 
 
-Action = Callable[[HostHandle, list[torch.Tensor]], None]  # given every rank's tensor, flat, in group order
+Action = Callable[[HostHandle, list[torch.Tensor]], None]  # called with every rank's tensor, flat, in group order
 
 
 def _add(handle: HostHandle, all_of: list[torch.Tensor]) -> None:
-    """Add up this rank's part of every rank's tensor."""
+    """Add this rank's part of every rank's tensor."""
     sizes, rank = split_evenly(handle.tensor.numel(), len(all_of)), handle.channel.rank
     start = sum(sizes[:rank])
     mine = slice(start, start + sizes[rank])
@@ -278,7 +341,16 @@ def _read(handle: HostHandle, all_of: list[torch.Tensor]) -> None:
 
 
 def channel_of(channels: Sequence[HostChannel], tensor: torch.Tensor, group: dist.ProcessGroup) -> HostChannel | None:
-    """The channel in whose memory this tensor lies, for collectives over this group. The same on all their ranks."""
+    """Return the channel for collectives of a tensor over a group. The result is the same on all ranks of the group.
+
+    Args:
+        channels: Channels of the model.
+        tensor: Tensor to communicate.
+        group: Process group.
+
+    Returns:
+        The channel whose memory contains the tensor, or None.
+    """
     for channel in channels:
         offset = tensor.data_ptr() - channel.own.data_ptr()
         inside = 0 <= offset <= channel.own.nbytes - tensor.nbytes
@@ -292,18 +364,21 @@ def channel_of(channels: Sequence[HostChannel], tensor: torch.Tensor, group: dis
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of another process's memory on this host, and what identifies it."""
+    """Address of another process's memory on this host, and its identity."""
 
-    boot: str  # of the host: processes of other hosts may have the same number
+    boot: str  # boot id of the host: processes of other hosts may have the same number
     pid: int
     fd: int
-    identity: tuple[int, int, int]  # device, inode and size: another container counts processes of its own
+    identity: tuple[int, int, int]  # device, inode and size: another container has its own process numbers
 
 
 def _map_all(
     nbytes: int, group: dist.ProcessGroup, new_file: Callable[[int], int] | None = None
 ) -> dict[int, tuple[int, mmap.mmap]] | None:
-    """By rank: its process and its memory. None on all ranks if one of them could not map another's. Collective."""
+    """Map the memory of all ranks. Collective.
+
+    Returns process and memory by rank, or None on all ranks if one of them could not map another's memory.
+    """
     what, fd, address, maps = "the memory of the ranks of one host", -1, None, {}
     try:
         with suppress(OSError):
@@ -322,7 +397,14 @@ def _map_all(
 
 
 def new_mapped_file() -> int:
-    """An anonymous file. Raises OSError where the system has none, or where counters in it would not be safe."""
+    """Create an anonymous file.
+
+    Returns:
+        A descriptor.
+
+    Raises:
+        OSError: If the system has no such files, or counters in them would not be safe.
+    """
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise OSError(f"stores are not seen in order on {platform.machine()}, or this is not Linux")
     return os.memfd_create("core.distributed")
@@ -334,7 +416,7 @@ def _address(fd: int) -> Address:
 
 
 def _open(address: Address) -> mmap.mmap:
-    """Map a process's memory. Raises OSError where it is not to be had."""
+    """Map a process's memory. Raises OSError if that is not possible."""
     if address.boot != boot_id():
         raise OSError("it is on another host")
     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
