@@ -1,1 +1,1 @@
-"""From shards to whole parameters: after an optimizer's step, or where parameters are sharded around their use."""
+"""Sharded parameters, gathered around their use."""

@@ -1,9 +1,9 @@
-"""Eviction: which buckets of parameters are given up when another one is to be whole.
+"""Eviction: selects the parameter buckets to free when another one is gathered.
 
-    Window   those used longest ago, so that a few are whole
-    Budget   those whose next use is farthest, so that all that are whole stay below a number of bytes
+    Window   frees the buckets used longest ago, so that a few stay gathered
+    Budget   frees the buckets whose next use is farthest, so that gathered ones stay below a number of bytes
 
-Both decide by the order of uses alone, which is the same on every rank.
+Both depend only on the order of uses, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from core.distributed.contract.placement import MemStats, Placement
 from core.distributed.sharded.param_unit import ParamUnit
 from core.groups import agree
 
-WINDOW = 2  # buckets: parameters of one layer often lie in two
+WINDOW = 2  # buckets: one layer's parameters are often in two
 
 
 class Kept:
@@ -40,45 +40,70 @@ class Kept:
 
 
 class Window:
-    """As many buckets are whole as parameters of one layer may lie in, and those that one operation takes."""
+    """Keeps a few buckets gathered: enough for one layer's parameters, and all that one operation uses.
+
+    Args:
+        prefetch: Number of buckets that are gathered before they are used, if a gather is a collective: 0, or 1 (None).
+    """
 
     memstats: MemStats | None = None
 
     def __init__(self, prefetch: int | None = None) -> None:
-        """prefetch: buckets that are gathered before they are used, where a gather is a collective; 0, or 1 (None)."""
+        """Set the number of prefetched buckets."""
         self.prefetch = 1 if prefetch is None else prefetch
 
     def evict(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
-        """Buckets of `whole` (used last at the end) to give up for `unit`. Called for each use of a bucket."""
+        """Return the buckets to free for another one. Called for each use of a bucket.
+
+        Args:
+            whole: Gathered buckets, the last used one at the end.
+            unit: Bucket that is used now.
+            pinned: Buckets that the operation needs.
+        """
         others = [other for other in whole if other not in pinned]
         return others[: max(0, len(whole) + 1 - WINDOW)]
 
     def watch(self, pack: Pack, unpack: Unpack, *, again: bool, by_value: bool) -> tuple[Pack, Unpack] | None:
-        """Saved-tensor hooks for a forward that begins now; None for the usual ones.
+        """Return saved-tensor hooks for a forward that begins now, or None to set no hooks.
 
-        again: it is run again in a backward. by_value: inside the saved-tensor hooks of who runs it.
+        Args:
+            pack: The usual pack hook.
+            unpack: The usual unpack hook.
+            again: True if a backward runs the forward again.
+            by_value: True inside other saved-tensor hooks.
         """
         return None if by_value else (pack, unpack)
 
     def end_backward(self) -> None:
-        """Free what forwards have saved."""
+        """Free saved tensors of forwards."""
 
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Values of the parameters have changed. Collective."""
+        """Handle new values of the parameters. Collective.
+
+        Args:
+            groups: Data groups.
+        """
 
     def describe(self) -> str:
-        """Nothing: the table of buckets says it."""
+        """Return nothing, because the table of buckets is complete."""
         return ""
 
 
 class Budget:
-    """Whole buckets take at most a budget of bytes, less what always lies on the device.
+    """Limits gathered buckets to a budget of bytes, minus the memory that is always used on the device.
 
-    placement: has `memory_budget_bytes`. always: of them, what gradients take. The first step learns the order of uses,
-    unless an earlier run has. Raises ValueError where two buckets that follow each other do not fit.
+    The first step learns the order of uses, unless an earlier run has.
+
+    Args:
+        units: Units of the model.
+        placement: Placement with `memory_budget_bytes`.
+        always: Bytes of the budget that gradients use.
+
+    Raises:
+        ValueError: If two buckets that follow each other do not fit.
     """
 
-    prefetch = 0  # a bucket that is not in use yet is not in the budget
+    prefetch = 0  # the budget has no room for a bucket that is not in use yet
 
     def __init__(self, units: Sequence[ParamUnit], placement: Placement, always: int) -> None:
         self.units = {unit.number: unit for unit in units}
@@ -88,27 +113,36 @@ class Budget:
         self.always = always
         self.steady = placement.steady_cap_ratio
         self.stats: MemStats | None = None
-        self.uses: list[int] = []  # of the step that is learned from
-        self.is_common = True  # the same on all ranks
-        self.places: dict[int, list[int]] = {}  # of each bucket in the learned order
-        self.place = 0  # there, behind the last use
-        self.saved = Kept()  # what forwards have saved since the last backward
-        self.recomputed = Kept()  # what a layer that is run again in it has, its inputs once more
-        self.non_model_bytes = 0  # the most that there was at once
+        self.uses: list[int] = []  # uses in the step that is learned from
+        self.is_common = True  # True if uses are the same on all ranks
+        self.places: dict[int, list[int]] = {}  # positions of each bucket in the learned order
+        self.place = 0  # position after the last use
+        self.saved = Kept()  # memory that forwards have saved since the last backward
+        self.recomputed = Kept()  # memory of a layer that backward recomputes, including its inputs again
+        self.non_model_bytes = 0  # largest amount at one time
         self.transfers = 0
-        self.steps = -1  # the parameters are cut into shards first
+        self.steps = -1  # the first call comes when parameters are sharded
         self.limit = max(int(budget * (1 - placement.warmup_non_model_data_ratio)) - always, 0)
         if placement.memstats is not None:
             self._use_stats(placement.memstats)
         else:
-            order = sorted(self.units, reverse=True)  # as a forward uses them, if it does in order of registration
+            order = sorted(self.units, reverse=True)  # a forward's order, if it follows registration
             self._check_neighbours(order, int(budget * self.steady) - always)
             self.limit = max(self.limit, self._longest_pair(order)[0])
 
     # -- what the unsharder asks --------------------------------------------------------------------------------------
 
     def evict(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
-        """Those whose next use is farthest, until `unit` fits. RuntimeError where it cannot."""
+        """Return the buckets with the farthest next use, until `unit` fits.
+
+        Args:
+            whole: Gathered buckets.
+            unit: Bucket that is used now.
+            pinned: Buckets that the operation needs.
+
+        Raises:
+            RuntimeError: If it cannot fit.
+        """
         if self.stats is not None:
             self.place = (self.place + self._distance(unit.number) + 1) % max(1, len(self.stats.uses))
         elif not self.uses or self.uses[-1] != unit.number:
@@ -134,14 +168,21 @@ class Budget:
         return chosen
 
     def watch(self, pack: Pack, unpack: Unpack, *, again: bool, by_value: bool) -> tuple[Pack, Unpack]:
-        """`pack` and `unpack`, or those of who runs a forward again, which count the bytes that are kept."""
+        """Return saved-tensor hooks that count the bytes kept.
+
+        Args:
+            pack: The usual pack hook.
+            unpack: The usual unpack hook.
+            again: True if a backward runs the forward again.
+            by_value: True inside other saved-tensor hooks, which are then called instead.
+        """
         outer = active_hooks() if by_value else None
         kept = self.recomputed if again else self.saved
 
         def count(tensor: torch.Tensor) -> object:
             packed = pack(tensor)
-            is_weight = type(packed) is not tuple  # which `pack` saves by its place
-            if is_weight and by_value:  # and this with its bucket
+            is_weight = type(packed) is not tuple  # saved by `pack` as a position
+            if is_weight and by_value:  # counted with its bucket
                 kept.add(-packed.unit.number, self.nbytes[packed.unit.number])
             elif not is_weight and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
@@ -149,7 +190,7 @@ class Budget:
             self.non_model_bytes = max(self.non_model_bytes, self.saved.nbytes + self.recomputed.nbytes)
             return packed if outer is None else outer[0](tensor)
 
-        def forget(saved: Any) -> torch.Tensor:  # backward continues, so what was run again before is freed, or will be
+        def forget(saved: Any) -> torch.Tensor:  # backward continues, so earlier recomputations are freed, or will be
             self.recomputed = Kept()
             return unpack(saved)
 
@@ -159,7 +200,11 @@ class Budget:
         self.saved, self.recomputed = Kept(), Kept()
 
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Agree on what the first step took: more buckets stay. Fewer do after one that took more. Collective."""
+        """Learn from the first step how many buckets fit; reduce the limit after a step that used more. Collective.
+
+        Args:
+            groups: Data groups.
+        """
         self.steps += 1
         self.place = 0
         if self.steps == 0:
@@ -184,7 +229,7 @@ class Budget:
         return self.stats if self.is_common else None
 
     def describe(self) -> str:
-        """The budget, as a line behind the table of buckets."""
+        """Return a line about the budget, which follows the table of buckets."""
         kept = "not counted yet" if self.stats is None else f"{self.stats.non_model_bytes} of what a forward keeps"
         return (
             f"\nbudget of {self.budget} bytes: {self.always} of gradients, {kept}, {self.limit} for whole buckets, of "
@@ -194,8 +239,8 @@ class Budget:
     # -- the order of uses ------------------------------------------------------------------------------------------
 
     def _distance(self, number: int) -> int:
-        """Number of uses before this bucket's next one."""
-        if self.stats is None:  # the order is not known yet: what was used last is used next, as in a backward
+        """Return the number of uses before this bucket's next one."""
+        if self.stats is None:  # the order is not known yet: assume that the last used is used next, as in a backward
             return self.uses[::-1].index(number) if number in self.uses else len(self.uses)
         places, count = self.places.get(number, []), len(self.stats.uses)
         if not places:

@@ -1,5 +1,7 @@
-"""GatherOrder: the order in which a rank gathers its buckets of parameters. The next one is guessed from it, and ranks
-compare it, because a gather that meets another bucket's gather would give it wrong values.
+"""GatherOrder: the order in which a rank gathers its parameter buckets.
+
+The order predicts the next gather. Ranks also compare it, because a gather that is paired with another bucket's gather
+would return wrong values.
 """
 
 from __future__ import annotations
@@ -20,13 +22,18 @@ EVALUATION = (
     "Where ranks run unequal numbers of forwards, as in a `generate` of unequal lengths, call it inside "
     "`model.gathered()`, or with synced_gpus=True"
 )
-MOST_GATHERS = 10_000  # that are remembered in words
+MOST_GATHERS = 10_000  # gathers whose descriptions are kept
 
 LastTwo = tuple[ParamUnit | None, ParamUnit | None]
 
 
 def needs_all(caller: str, group: dist.ProcessGroup) -> waiting:
-    """Surrounds waits of a gather. caller: a call that makes all parameters whole; "" for a forward or a backward."""
+    """Return a context for waits of a gather, which adds advice to messages about waiting.
+
+    Args:
+        caller: The call that gathers all parameters; "" for a forward or a backward.
+        group: Group of the gather.
+    """
     advice = f"{caller} of a model with sharded parameters is collective: call it on all ranks together"
     forward = "" if torch.is_grad_enabled() else EVALUATION
     return waiting(
@@ -35,33 +42,53 @@ def needs_all(caller: str, group: dist.ProcessGroup) -> waiting:
 
 
 class GatherOrder:
-    """A rank's gathers, in order."""
+    """Gathers of a rank, in order."""
 
     def __init__(self) -> None:
-        self.gathers: dict[str, list[str]] = {}  # by collectives of a data group, since ranks have compared them last
+        self.gathers: dict[str, list[str]] = {}  # collective gathers of each data group since the last comparison
         self.next_of: dict[LastTwo, ParamUnit | None] = {}
         self.last_two: LastTwo = (None, None)  # units that were gathered since the last write
 
     def come_together(self, caller: str, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Wait until all ranks have made this call. Raises PeerLost if some wait for each other elsewhere."""
+        """Wait until all ranks have made this call.
+
+        Args:
+            caller: Name of the call.
+            groups: Groups whose ranks must arrive.
+
+        Raises:
+            PeerLost: If some ranks wait for each other elsewhere.
+        """
         for group in groups:
             with needs_all(caller, group):
                 meet_in_store(caller, dist.get_process_group_ranks(group))
 
     def note(self, unit: ParamUnit, why: str) -> None:
-        """A gather that other ranks take part in begins."""
+        """Record the beginning of a gather that other ranks take part in.
+
+        Args:
+            unit: Unit that is gathered.
+            why: Text that is appended to its name.
+        """
         gathers = self.gathers.setdefault(unit.data_group, [])
-        if len(gathers) == MOST_GATHERS:  # they are not read where nothing is trained
+        if len(gathers) == MOST_GATHERS:  # they are never read without training
             gathers[:] = [f"{MOST_GATHERS} earlier ones of checksum {zlib.crc32(repr(gathers).encode())}"]
         gathers.append(unit.name + why)
 
     def take(self) -> dict[str, list[str]]:
-        """The gathers of each data group since the last call, in words. Ranks compare them."""
+        """Return descriptions of each data group's gathers since the last call. Ranks compare them."""
         taken, self.gathers = self.gathers, {}
         return taken
 
     def compare(self, control: Mapping[str, dist.ProcessGroup]) -> None:
-        """Raise SyncError where the ranks of a data group differ. Collective over the groups, which are by name."""
+        """Check that the ranks of each data group have gathered in the same order. Collective over the groups.
+
+        Args:
+            control: Groups by name.
+
+        Raises:
+            SyncError: If ranks of a data group differ.
+        """
         taken = self.take()
         failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
         for name, group in control.items():
@@ -73,7 +100,14 @@ class GatherOrder:
             raise failure
 
     def learn(self, unit: ParamUnit | None) -> ParamUnit | None:
-        """Note that `unit` is gathered; None: a write comes. Returns what came after the same two gathers before."""
+        """Record a gather, and predict the next one.
+
+        Args:
+            unit: Unit that is gathered, or None before a write.
+
+        Returns:
+            The unit that followed the same two gathers before, or None.
+        """
         self.next_of[self.last_two] = unit
         self.last_two = (None, None) if unit is None else (self.last_two[1], unit)
         return self.next_of.get(self.last_two)

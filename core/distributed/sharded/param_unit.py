@@ -1,4 +1,4 @@
-"""ParamUnit: the parameters of one bucket, of which a rank keeps its shard. They are gathered and given up together."""
+"""ParamUnit: the parameters of one bucket, sharded over ranks. They are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from core.groups.process_groups import ProcessGroups
 
 
 class KeepGathered(Enum):
-    """Time that a bucket stays whole after its use."""
+    """Time for which a bucket stays gathered after its use."""
 
     WINDOW = "until a few others have been used"
     BACKWARD = "from a forward that records gradients to the end of the next backward"
@@ -41,15 +41,15 @@ class KeepGathered(Enum):
 
 
 class Gather(NamedTuple):
-    """A whole bucket, [layout.numel], that is being gathered."""
+    """An unsharded bucket, [layout.numel], that is being gathered."""
 
     unit: ParamUnit
     whole: torch.Tensor
     flight: Flight
-    copied: torch.Event | None  # if this rank's shard is copied while the device computes
+    copied: torch.Event | None  # set if this rank's shard is copied while the device computes
 
     def wait(self) -> None:
-        """Have what is computed from now on find the bucket whole."""
+        """Wait until the bucket is complete. On a device, later work on the current stream waits."""
         self.flight.wait()
         if self.copied is not None:
             torch.accelerator.current_stream(self.whole.device).wait_event(self.copied)
@@ -59,20 +59,28 @@ class ShardMemory(NamedTuple):
     """Memory of a bucket's shard."""
 
     shard: torch.Tensor  # [layout.numel / shards]
-    mapped: torch.Tensor | None  # [layout.numel], where ranks are processes of one host; a gather then copies nothing
-    channel: HostChannel | None  # by which such ranks wait for each other
-    tier: MemoryTier | None  # that the shard lies in if it is offloaded; a gather then copies the bucket
+    mapped: torch.Tensor | None  # [layout.numel] if ranks are processes of one host; a gather then copies nothing
+    channel: HostChannel | None  # used by these ranks to wait for each other
+    tier: MemoryTier | None  # memory of an offloaded shard; a gather then copies the bucket
 
 
 class ParamUnit:
-    """Parameters that lie in one bucket, and this rank's shard of them.
+    """Parameters of one bucket, and this rank's shard of them.
 
-    A parameter that is not gathered keeps its shape, dtype and device, and its class refuses reads and writes. Where a
-    bucket is always whole, in memory that all ranks map or on the only rank, the parameter's data stays there. Else it
-    is one NaN, expanded: a read that torch does not see shows, and a write is noticed at the next gather.
+    A parameter that is not gathered keeps its shape, dtype and device, and its class refuses reads and writes. If the
+    full bucket is always in memory (mapped by all ranks, or on the only rank), the parameter's data stays there.
+    Otherwise its data is a single NaN, expanded: a read that torch does not intercept gives NaN, and a write is
+    detected at the next gather.
 
-    groups: the bucket is cut over the shard group. communicator: one of the ranks of that group, which carries nothing
-    else. blocks: memory for whole buckets on CPUs; with files none is kept when it is freed.
+    Args:
+        number: Number of the unit.
+        layout: Layout of the bucket.
+        data_group: 'dp_cp' or 'expt_dp'.
+        plan: The model's plan.
+        memory: Memory of the shard.
+        groups: Process groups. The bucket is sharded over the shard group.
+        communicator: Communicator of the shard group's ranks, used for nothing else.
+        blocks: Memory for unsharded buckets on CPUs. With files, none is kept when it is freed.
     """
 
     def __init__(
@@ -91,27 +99,27 @@ class ParamUnit:
         self.data_group = data_group
         self.names = [slot.name for slot in layout.slots]
         self.params = [plan.named[name] for name in self.names]
-        self.starts = [slot.start - layout.start for slot in layout.slots]  # of the parameters in the whole bucket
+        self.starts = [slot.start - layout.start for slot in layout.slots]  # offset of each parameter in the bucket
         self.index_of = {id(param): index for index, param in enumerate(self.params)}
         self.shard, mapped, self.channel, self.tier = memory
         self.shard_range = layout.shard_of(dist.get_rank(groups.shard))
         self.groups = groups
         self.communicator = communicator
         self.mapped = self.shard if layout.shards == 1 and self.tier is None else mapped
-        self.is_copied = self.mapped is None or self.tier is not None  # False for a bucket that is always whole
-        self.device = plan.device  # where whole buckets lie
+        self.is_copied = self.mapped is None or self.tier is not None  # False for a bucket that is always unsharded
+        self.device = plan.device  # device of unsharded buckets
         self.blocks = blocks if self.tier is None else huge_pages.Blocks(most=0)
         self.name = f"parameters of {layout.describe()}"
         self.nans = self.shard.new_full((len(layout.slots) * self.is_copied,), torch.nan, device=plan.device)
         if self.mapped is None or self.is_copied:
             self.home = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
         else:
-            self.home = layout.views_of(self.mapped)  # the parameters' data while it is not shown
+            self.home = layout.views_of(self.mapped)  # the parameters' data while they are hidden
         self.param_classes = ParamClasses(nn.Parameter, nn.Parameter, nn.Parameter)
         self.keep_gathered = KeepGathered.WINDOW  # may be set at any time, to the same on all ranks
         self.whole = None if self.is_copied else self.mapped  # [layout.numel] while the unit is gathered
-        self.views: list[torch.Tensor] = []  # of the parameters in it, while they are shown
-        self.versions = [0] * len(self.params)  # of the parameters, when they were last shown or hidden
+        self.views: list[torch.Tensor] = []  # one view for each parameter, while they are shown
+        self.versions = [0] * len(self.params)  # the parameters' versions when they were last shown or hidden
         # (parameter, its `.data`) handed out while unsharded; a write to it must be detected
         self.data_of: list[tuple[str, torch.Tensor]] = []
 
@@ -122,7 +130,7 @@ class ParamUnit:
 
     @property
     def copies(self) -> bool:
-        """True if a gather runs while this rank computes."""
+        """True if a gather can run while this rank computes."""
         return self.is_collective or isinstance(self.tier, HostTier)
 
     @property
@@ -132,7 +140,11 @@ class ParamUnit:
 
     @torch.no_grad()
     def cut(self, index: int) -> None:
-        """Keep this rank's part of a parameter, which still has memory of its own, and free that memory."""
+        """Store this rank's part of a parameter that still has separate memory, and free that memory.
+
+        Args:
+            index: Index of the parameter.
+        """
         param, (first, part) = self.params[index], self.own_part_of(index)
         part.copy_(param.reshape(-1)[first : first + part.numel()])
         param.data = self.home[index]
@@ -140,13 +152,28 @@ class ParamUnit:
         param.__class__ = self.param_classes.hidden
 
     def own_part_of(self, index: int) -> tuple[int, torch.Tensor]:
-        """Of a flattened parameter: (its first element in this rank's shard, the elements from there on)."""
+        """Return this rank's part of a parameter.
+
+        Args:
+            index: Index of the parameter.
+
+        Returns:
+            (index of the first element in the flattened parameter, elements from there on).
+        """
         begin, (low, high) = self.starts[index], self.shard_range
         start, end = max(begin, low), min(self.layout.slots[index].end - self.layout.start, high)
         return (start - begin, self.shard[start - low : end - low]) if start < end else (0, self.shard[:0])
 
     def gather(self, collectives: Collectives, to_write: bool = False) -> torch.Tensor:
-        """Have the whole bucket; to_write: in own memory. Collective, unless ranks map each other's shards."""
+        """Gather the bucket. Collective, unless ranks map each other's shards.
+
+        Args:
+            collectives: Issues the all-gather.
+            to_write: Use separate memory, so that the bucket can be written.
+
+        Returns:
+            [layout.numel].
+        """
         if self.mapped is None:
             return self.complete(self.launch(collectives))
         with torch.inference_mode(False), torch.no_grad():
@@ -154,36 +181,48 @@ class ParamUnit:
         return self.whole
 
     def launch(self, collectives: Collectives) -> Gather:
-        """Begin to gather. Collective over the shard group, asynchronous."""
+        """Begin to gather. Collective over the shard group, asynchronous.
+
+        Args:
+            collectives: Issues the all-gather.
+        """
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
             whole = self._borrow()
             if not isinstance(self.tier, HostTier):
                 self._own_part(whole).copy_(self.shard)
                 return Gather(self, whole, collectives.all_gather(whole, self.communicator, self.name), None)
-            self.tier.stream.wait_stream(torch.accelerator.current_stream(self.device))  # which has used the memory
+            self.tier.stream.wait_stream(torch.accelerator.current_stream(self.device))  # it used the memory
             with self.tier.stream:
                 self._own_part(whole).copy_(self.shard, non_blocking=True)
                 flight = collectives.all_gather(whole, self.communicator, self.name)
             return Gather(self, whole, flight, self.tier.stream.record_event())
 
     def complete(self, gather: Gather) -> torch.Tensor:
-        """Wait for what `launch` has begun, and have the whole bucket."""
+        """Wait for a gather and return the bucket, [layout.numel].
+
+        Args:
+            gather: Result of `launch`.
+        """
         gather.wait()
         self.whole = gather.whole
         return gather.whole
 
     def reshard(self) -> None:
-        """Forget the whole bucket. Its memory is freed when nothing else refers to it any more."""
+        """Drop the unsharded bucket. Its memory is freed when nothing else refers to it."""
         try:
             self.hide()
         finally:
             self.whole = None if self.is_copied else self.mapped
 
     def unshard(self, kind: type[nn.Parameter] | None = None, in_backward: bool = False) -> None:
-        """Give the parameters their values. Raises SyncError if one was written or moved while it had none.
+        """Give the parameters their values.
 
-        kind: their class until they are hidden, where it is not the owner's. in_backward: True for a recomputation,
-        which may save frozen parameters unchanged.
+        Args:
+            kind: Class of the parameters until they are hidden; default: the owner's class.
+            in_backward: True for a recomputation, which may save frozen parameters unchanged.
+
+        Raises:
+            SyncError: If a parameter was written or moved while it had no values.
         """
         assert self.whole is not None, "a unit is gathered before it is shown"
         if self.is_unsharded:
@@ -208,7 +247,11 @@ class ParamUnit:
             )
 
     def hide(self) -> None:
-        """Take the values away again. Raises SyncError if user code has written a parameter since."""
+        """Remove the parameters' values.
+
+        Raises:
+            SyncError: If user code has written a parameter since `unshard`.
+        """
         if not self.is_unsharded:
             return
         views, self.views = self.views, []
@@ -234,7 +277,7 @@ class ParamUnit:
 
     @torch.no_grad()
     def edited(self) -> bool:
-        """True if this rank's part has other bits than its shard. Parameters in other memory come back first."""
+        """Return True if this rank's part differs from its shard in any bit. Moved parameters are first copied back."""
         assert self.whole is not None, "an edit is looked for in gathered values"
         for param, view in zip(self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr():
@@ -245,18 +288,18 @@ class ParamUnit:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Make this rank's part of the gathered values its shard."""
+        """Store this rank's part of the gathered values in its shard."""
         assert self.whole is not None, "values are taken from the gathered bucket"
         self.shard.copy_(self._own_part(self.whole))
 
     def note_new_values(self) -> None:
-        """The shards have been written: a graph that has saved a parameter's old values must not use the new ones."""
+        """Mark the parameters as written, so that a graph which saved old values cannot use new ones."""
         increment_version(self.params)
         with attributes_alone():
             self.versions = [param._version for param in self.params]
 
     def accept_writes(self) -> None:
-        """Accept writes that were made while the parameters were shown: `hide` does not refuse them."""
+        """Accept writes made while the parameters were shown, so that `hide` does not refuse them."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr():
                 DATA.__set__(param, view)
@@ -274,22 +317,22 @@ class ParamUnit:
 
 
 class SavedWeight(NamedTuple):
-    """Place of a weight that backward needs: elements of a unit's whole bucket, in a version of its values.
+    """Position of a weight that backward needs: elements of a unit's bucket, in one version of its values.
 
     Note [Weights are saved by place]
-    `F.linear` saves a view of its weight, which would keep the whole bucket's memory until backward. So a tensor in the
-    memory of a gathered bucket, or a parameter itself, is saved as its place there, and looked up when backward asks
-    for it. All other tensors are saved as they are, with their version, because torch does not compare versions under
-    such hooks. torch asks the innermost hooks only: inside its checkpoint and save_on_cpu weights are saved by value,
-    which costs memory only. A forward that begins inside the hooks of others is refused.
+    `F.linear` saves a view of its weight, which would keep the memory of the unsharded bucket until backward. So a
+    tensor in the memory of a gathered bucket, or a parameter itself, is saved as its position there, and looked up when
+    backward needs it. All other tensors are saved unchanged, with their version, because torch does not compare
+    versions under such hooks. torch calls only the innermost hooks: inside its checkpoint and save_on_cpu weights are
+    saved by value, which costs memory only. A forward that begins inside other hooks is refused.
     """
 
     unit: ParamUnit
-    number: int  # of the parameter in the unit
+    number: int  # index of the parameter in the unit
     offset: int
     shape: Sequence[int]
     stride: tuple[int, ...]
-    version: int  # of the parameter: any write of the values counts
+    version: int  # the parameter's version: any write of the values counts
 
 
 def units_of(
@@ -299,19 +342,31 @@ def units_of(
     tier: MemoryTier | None,
     places: Places,
 ) -> list[list[ParamUnit]]:
-    """The units of each buffer of trained parameters, then of frozen ones. Collective over the data groups.
+    """Create the units of each buffer of trained parameters, then of frozen ones. Collective over the data groups.
 
-    A communicator is made where ranks of a shard group do not map each other's memory. RuntimeError on all ranks where
-    a disk is full.
+    A communicator is created if ranks of a shard group do not map each other's memory.
+
+    Args:
+        plan: The model's plan.
+        ddp_config: Config of the wrapper.
+        groups: Process groups of the model.
+        tier: Memory for offloaded shards, or None.
+        places: Buckets that stay unsharded or are offloaded.
+
+    Returns:
+        The units of each buffer.
+
+    Raises:
+        RuntimeError: On all ranks, if a disk is full.
     """
     usual = KeepGathered.WINDOW if ddp_config.reshard_after_forward else KeepGathered.BACKWARD
-    communicators: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by the group whose ranks they connect
+    communicators: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # keyed by the shard group
     blocks = huge_pages.Blocks(most=3)  # a window, and one ahead
     count = itertools.count()
     units: list[list[ParamUnit]] = []
     for number, layout in enumerate((*plan.layout.buffers, *plan.frozen_layout.buffers)):
         of_layout = groups_of(layout.key.data_group, ddp_config, groups)
-        memory: dict[int, ShardMemory] = {}  # by index of a bucket
+        memory: dict[int, ShardMemory] = {}  # keyed by bucket index
         for place in dict.fromkeys((None, tier)):
             there = [b for b in layout.buckets if ((number, b.index) in places.params) == (place is not None)]
             memory |= _shard_memory(there, layout, of_layout.shard, ddp_config.share_host_memory, plan.device, place)
@@ -344,7 +399,7 @@ def _shard_memory(
     device: torch.device,
     tier: MemoryTier | None,
 ) -> dict[int, ShardMemory]:
-    """Memory for buckets, one after the other, by their index. Collective over the group."""
+    """Allocate memory for consecutive buckets, by bucket index. Collective over the group."""
     if not buckets:
         return {}
     numel, rank, dtype = sum(b.numel for b in buckets), dist.get_rank(group), dtype_named(layout.key.param_dtype)

@@ -1,7 +1,7 @@
-"""PlainParams: parameters that are whole between steps. A sharded optimizer gathers what other ranks have updated.
+"""PlainParams: parameters that stay unsharded between steps. A sharded optimizer gathers the other ranks' updates.
 
-A gather never outlives the step. Parameters are plain tensors that anybody may read or write at any time, and no hook
-sees all of that: see "Why parameters are not gathered under the forward" in docs/source/architecture.md.
+All gathers end within the step. Parameters are plain tensors that any code may read or write at any time, and no hook
+detects all such accesses: see "Why parameters are not gathered under the forward" in docs/source/architecture.md.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from core.distributed.wire.collectives import Collectives, Flight
 
 
 class PlainParams:
-    """Parameters of one wrapped model chunk, and the face of `Unsharder`, which has those that are sharded."""
+    """Parameters of one wrapped model chunk, with the same interface as `Unsharder`, which has sharded parameters.
+
+    Args:
+        buckets: Buckets in launch order.
+        collectives: Issues the gathers.
+    """
 
     units: Sequence[ParamUnit] = ()
     eviction: Window | Budget = Window()
-    is_held = True  # True while all values are there until the caller gives them up
+    is_held = True  # True while all values stay available until the caller frees them
     take_gathers: Callable[[], dict[str, list[str]]] = dict  # the gathers since the last call
 
     def __init__(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:
         self.buckets = list(reversed(buckets))  # the forward's order
         self.collectives = collectives
-        self.gathers: dict[Bucket, Flight] = {}  # the last one of each bucket
+        self.gathers: dict[Bucket, Flight] = {}  # the last gather of each bucket
 
     # -- after an optimizer's step ----------------------------------------------------------------------------------
 
@@ -42,10 +47,13 @@ class PlainParams:
         self.finish()
 
     def start_bucket(self, bucket: Bucket) -> None:
-        """Gather one bucket's parameters, for an optimizer that is about to update the next one; returns at once.
+        """Gather one bucket's parameters while an optimizer updates the next bucket. Asynchronous.
 
-        Called for every bucket, in one order on all ranks, instead of `finish_update`; then `finish`, before anybody
-        reads or writes a parameter. Collective over the bucket's shard group.
+        Call it for every bucket, in one order on all ranks, instead of `finish_update`. Then call `finish` before any
+        parameter is read or written. Collective over the bucket's shard group.
+
+        Args:
+            bucket: Bucket whose shards have been updated.
         """
         self._wait_for(bucket)
         if bucket.param_data is not None:
@@ -64,44 +72,68 @@ class PlainParams:
             increment_version(bucket.params)
 
     def events(self) -> list[CollectiveEvent]:
-        """Of each bucket the last gather, if it was waited for, in the order of their launch."""
+        """Return each bucket's last gather if it was waited for, in launch order."""
         gathers = (self.gathers.get(bucket) for bucket in self.buckets)
         return [gather.event for gather in gathers if gather is not None and gather.waited]
 
     # -- what sharded parameters need -------------------------------------------------------------------------------
 
     def reading(self) -> AbstractContextManager[None]:
-        """Surround what reads parameters."""
+        """Return a context for code that reads parameters."""
         return nullcontext()
 
     def gathered(self, caller: str = "gathered()") -> AbstractContextManager[None]:
-        """Surround what needs all parameters, or writes them."""
+        """Return a context for code that needs all parameters, or writes them.
+
+        Args:
+            caller: Name of the user's call, for messages.
+        """
         return nullcontext()
 
     def loading(self) -> AbstractContextManager[None]:
-        """Surround what copies whole values into parameters."""
+        """Return a context for code that copies full values into parameters."""
         return nullcontext()
 
     def own_part_of(self, param: nn.Parameter) -> tuple[int, torch.Tensor] | None:
-        """(First element that this rank keeps, the elements from there on); None for a parameter that it has whole."""
+        """Return this rank's part of a sharded parameter.
+
+        Args:
+            param: A parameter of the model.
+
+        Returns:
+            (index of the first element, elements from there on), or None if the parameter is not sharded.
+        """
         return None
 
     def cut(self, param: nn.Parameter) -> None:
-        """Keep the shard of a parameter that has memory of its own; `cut_all` after the last."""
+        """Store the shard of a parameter that still has separate memory. Call `cut_all` after the last one.
+
+        Args:
+            param: A parameter of the model.
+        """
 
     def cut_all(self, params: Iterable[nn.Parameter]) -> None:
-        """Keep the shards of parameters that have memory of their own."""
+        """Store the shards of parameters that still have separate memory.
+
+        Args:
+            params: Parameters of the model.
+        """
 
     def refuse(self, error: Exception | None, what: str) -> None:
-        """Raise an error of this rank."""
+        """Raise an error of this rank.
+
+        Args:
+            error: The error, or None.
+            what: Purpose, for messages.
+        """
         if error is not None:
             raise error
 
     def begin_update(self) -> None:
-        """Parameters are about to be written."""
+        """Prepare for a write of parameters."""
 
     def invalidate(self) -> None:
-        """They have other values now."""
+        """Record that parameters have new values."""
 
     def barrier(self) -> None:
-        """Wait for ranks that read this one's memory."""
+        """Wait for ranks that read this rank's memory."""

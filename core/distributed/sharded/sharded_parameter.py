@@ -1,9 +1,9 @@
-"""ShardedParameter: what a parameter is while it is not gathered. Its use in a forward or backward gathers it.
+"""ShardedParameter: the class of a parameter that is not gathered. Its use in a forward or backward gathers it.
 
-A parameter may be read where no hook of its module runs: a tied weight, `F.linear(x, emb.weight)`, attention that takes
-its projection's weight, a custom function that kept it. torch asks a tensor's class before it computes with it, so the
-class is exchanged with the values: GatheredParameter while they are there, ShardedParameter while they are not.
-An operation on the second has its bucket gathered first, or is refused. The first costs nothing.
+A parameter may be read without a hook of its module: a tied weight, `F.linear(x, emb.weight)`, attention that reads its
+projection's weight, a custom function that kept it. torch asks a tensor's class before it computes with the tensor. So
+the class changes with the values: GatheredParameter while they are available, ShardedParameter otherwise. An operation
+on a ShardedParameter first gathers its bucket, or is refused. An operation on a GatheredParameter costs nothing extra.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.buffer.grad_placeholder import tensors_in
 from core.groups.agree import SyncError
 
-# What is answered without values: attributes but these ...
+# Attributes that need values; all others are answered without a gather.
 VALUES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
-# ... and these methods.
+# Methods that are answered without a gather.
 ABOUT = frozenset(
     {
         *("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "__hash__", "__repr__"),
@@ -33,11 +33,11 @@ ABOUT = frozenset(
 
 CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
 
-DATA: Any = torch.Tensor.data  # reads and writes it without a note
+DATA: Any = torch.Tensor.data  # reads and writes `.data` without a record
 
 
 class Owner(Protocol):
-    """An Unsharder, as its parameters ask it."""
+    """Interface of an Unsharder for its parameters."""
 
     def runs(self) -> bool: ...
     def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None: ...
@@ -47,16 +47,16 @@ class Owner(Protocol):
 
 
 class GatheredParameter(nn.Parameter):
-    """A parameter whose values are here; each owner has a subclass of its own.
+    """A parameter with values; each owner has a separate subclass.
 
-    torch counts writes to a tensor's `.data` apart from writes to the tensor. So each request for it is noted.
+    torch counts writes to a tensor's `.data` separately from writes to the tensor. So each access to it is recorded.
     """
 
     owner: Callable[[], Owner | None]  # a weak reference
 
     @property
     def data(self) -> torch.Tensor:
-        """The values. A write to them in a forward is refused when they are given up."""
+        """The values. A write to them in a forward is refused when they are freed."""
         values: torch.Tensor = DATA.__get__(self)
         owner = type(self).owner()
         if owner is not None:
@@ -65,20 +65,25 @@ class GatheredParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        if values is not self:  # as of `model.to(device)` where it is already
+        if values is not self:  # as in `model.to(device)` on the same device
             DATA.__set__(self, values)
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A copy, or on a CPU another tensor in the same memory: torch's save_on_cpu keeps it for backward."""
+        """Return a copy, or on a CPU another tensor in the same memory: torch's save_on_cpu keeps it for backward.
+
+        Args:
+            args: As for torch.Tensor.cpu.
+            kwargs: As for torch.Tensor.cpu.
+        """
         found = super().cpu(*args, **kwargs)
         return found.view_as(found) if found is self and not isinstance(self, ShardedParameter) else found
 
 
 class LentParameter(GatheredParameter):
-    """A frozen parameter whose values are here for a recomputation within a backward.
+    """A frozen parameter whose values are available for a recomputation within a backward.
 
-    torch's checkpoint saves a tensor without gradients itself, and this one has no values any more when it is asked
-    for. So operations get another tensor in the same memory, which stays until backward has used it.
+    torch's checkpoint saves a tensor without gradients itself, and this parameter has no values when it is read again.
+    So operations get another tensor in the same memory, which stays until backward has used it.
     """
 
     @classmethod
@@ -92,13 +97,13 @@ class LentParameter(GatheredParameter):
 
 
 class ShardedParameter(GatheredParameter):
-    """A parameter whose values are not here; each owner has a subclass of its own."""
+    """A parameter without values; each owner has a separate subclass."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         owner = cls.owner()
-        # By `param.view_as(param)` torch's pipelines find a leaf's node in the graph.
+        # torch's pipelines call `param.view_as(param)` to find a leaf's node in the graph.
         asks_for_edge = getattr(func, "__name__", "") == "view_as" and args[0] is args[1]
         if _asks_about(func) or (owner is not None and asks_for_edge and not owner.runs()):
             with attributes_alone():
@@ -130,22 +135,30 @@ class ShardedParameter(GatheredParameter):
 
 
 class ParamClasses(NamedTuple):
-    """The classes of the parameters of one owner."""
+    """Parameter classes of one owner."""
 
-    hidden: type[nn.Parameter]  # without their values
-    gathered: type[nn.Parameter]  # with them
-    lent: type[nn.Parameter]  # with them, of what is frozen, in a recomputation
+    hidden: type[nn.Parameter]  # without values
+    gathered: type[nn.Parameter]  # with values
+    lent: type[nn.Parameter]  # frozen, with values for a recomputation
 
 
 @lru_cache
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that torch.compile calls and does not trace. The compiler is imported here: 1.5 s."""
+    """Return a function that torch.compile calls without tracing it. Imports the compiler, which takes 1.5 s.
+
+    Args:
+        function: Function to call.
+    """
     disabled: Callable[..., Any] = torch.compiler.disable(function)
     return disabled
 
 
 def owned_by(owner: Callable[[], Owner | None]) -> ParamClasses:
-    """Classes that ask this owner."""
+    """Create parameter classes that call this owner.
+
+    Args:
+        owner: Returns the owner, or None after it is deleted.
+    """
     shared = {"owner": staticmethod(owner)}
     # A gather changes classes, and torch 2.11 fails if it traces that.
     function = classmethod(untraced(vars(ShardedParameter)["__torch_function__"].__func__))
@@ -166,7 +179,7 @@ def _asks_about(func: Any) -> bool:
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """True for a conversion of a tensor to what it is already, such as `param.to(device)` and `x.to(param)`."""
+    """Return True for a conversion that changes nothing, such as `param.to(device)` or `x.to(param)`."""
     if getattr(func, "__name__", "") not in CONVERSIONS or "memory_format" in kwargs:
         return False
     with attributes_alone():
@@ -175,7 +188,7 @@ def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _written(func: Any, args: Any) -> Any:
-    """The tensor that an in-place function writes: its first argument."""
+    """Return the tensor that an in-place function writes: its first argument."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     assigns = name in ("__set__", "__setitem__") or (name.startswith("__i") and name not in ("__int__", "__index__"))
@@ -183,7 +196,7 @@ def _written(func: Any, args: Any) -> Any:
 
 
 def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run `torch.autograd.grad` or `backward` for sharded parameters; torch makes no zeros for an edge."""
+    """Run `torch.autograd.grad` or `backward` for sharded parameters; torch creates no zeros for an edge."""
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
     if not kwargs.get("materialize_grads") or isinstance(inputs, dict):
         return func(*_with_edges(args), **_with_edges(kwargs))
@@ -200,17 +213,17 @@ def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_edges(value: Any) -> Any:
-    """The same with an edge of the graph in the place of a sharded parameter: a backward goes there without values."""
+    """Replace sharded parameters by graph edges, which a backward can reach without values."""
     return _replaced(value, ShardedParameter, get_gradient_edge)
 
 
 def _with_values(value: Any) -> Any:
-    """The same with a plain tensor in the place of a lent parameter."""
+    """Replace lent parameters by plain tensors."""
     return _replaced(value, LentParameter, torch.Tensor.detach)
 
 
 def _replaced(value: Any, kind: type[nn.Parameter], by: Callable[[torch.Tensor], Any]) -> Any:
-    """Nested lists, tuples and dictionaries with something else in the place of each tensor of a kind."""
+    """Replace each tensor of a class in nested lists, tuples and dictionaries."""
     if isinstance(value, kind):
         with attributes_alone():
             return by(value)

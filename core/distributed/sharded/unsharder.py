@@ -1,26 +1,24 @@
-"""Unsharder: which sharded parameters are whole now. It follows from the order in which a rank uses them, and from
-nothing else.
+"""Unsharder: selects the sharded parameters that are gathered now, only from the order in which a rank uses them.
 
-    forward     a parameter is used -> its bucket is gathered -> the bucket used longest ago is given up
-    backward    a weight that was saved for it is asked for -> the same
-    step        the shards have new values -> nothing gathered is valid any more
+    forward     a parameter is used -> its bucket is gathered -> the bucket used longest ago is freed
+    backward    a weight saved for backward is needed -> the same
+    step        the shards have new values -> all gathered buckets become invalid
 
-Few buckets are whole at a time (eviction.py says which), and more only where one operation takes parameters of more
-buckets, or where a bucket's `keep_gathered` says so. Weights are saved for backward by their place, not by value (Note
+Few buckets are gathered at a time (see eviction.py). More are gathered only if one operation uses parameters of more
+buckets, or if a bucket's `keep_gathered` requires it. Weights are saved for backward by position, not by value (Note
 [Weights are saved by place] in param_unit.py), so their memory is free until then.
 
-Where the ranks of one host map one memory that holds the shards of all, a bucket is whole there, and a gather copies
-nothing. Elsewhere it is a collective on a communicator of its own, and ranks must use their parameters in one order.
-What each has gathered is compared once a step, and after each forward without gradients.
+If the ranks of one host map one memory that contains all shards, a bucket is always complete there, and a gather copies
+nothing. Otherwise a gather is a collective on a separate communicator, and ranks must use their parameters in one
+order. Ranks compare their gathers once in each step, and after each forward without gradients.
 
 Note [One bucket ahead]
-Where gathers are collectives, or copies from the host to a GPU, the one that came next when the last two were used in
-this order is launched at once, as it was learned in earlier steps. Ranks have the same order and so the same guesses. A
-wrong guess is waited for and thrown away, as is any from before a write; no value ever comes from one that was not
-asked for by its bucket.
+If gathers are collectives, or copies from the host to a GPU, the next bucket is prefetched: the one that followed the
+last two in earlier steps. Ranks have the same order and therefore the same predictions. A wrong prediction is waited
+for and dropped, as is any from before a write. A bucket's values only ever come from its own gather.
 
 Note [Who writes the one memory of all ranks]
-A rank writes its own shard alone: in an optimizer's step, when `gathered` ends, in a load. Before the first two all
+A rank writes only its own shard: in an optimizer's step, when `gathered` ends, in a load. Before the first two all
 ranks wait for each other, so no rank computes with the old values any more. After all three they wait again, so no
 rank begins before the new values are complete. `gathered` gives each rank a copy, because all may write it.
 """
@@ -55,7 +53,14 @@ from core.groups.process_groups import ProcessGroups
 
 
 class Unsharder(PlainParams):
-    """The sharded parameters of one wrapped model chunk. units: in the order of their buckets, frozen ones last."""
+    """Sharded parameters of one wrapped model chunk.
+
+    Args:
+        units: Units in bucket order, frozen ones last.
+        buckets: Buckets of gradients in launch order.
+        collectives: Issues the gathers.
+        groups: Process groups of the model.
+    """
 
     def __init__(
         self, units: Sequence[ParamUnit], buckets: Sequence[Bucket], collectives: Collectives, groups: ProcessGroups
@@ -65,18 +70,18 @@ class Unsharder(PlainParams):
         self.control = {unit.data_group: groups.control(unit.data_group) for unit in self.units}
         self.compared = {unit.data_group: self.control[unit.data_group] for unit in self.units if unit.is_collective}
         self.unit_of = {id(param): unit for unit in self.units for param in unit.params}
-        self.window: list[ParamUnit] = []  # units that are whole until others are used, the one used last at the end
-        self.kept_gathered: set[ParamUnit] = set()  # the other units that are whole
-        self.at: dict[int, ParamUnit] = {}  # by the address of the whole bucket
-        self.addresses: list[int] = []  # of all that are whole, sorted
+        self.window: list[ParamUnit] = []  # units gathered until others are used, the last used one at the end
+        self.kept_gathered: set[ParamUnit] = set()  # the other gathered units
+        self.at: dict[int, ParamUnit] = {}  # keyed by the address of the unsharded bucket
+        self.addresses: list[int] = []  # sorted addresses of all unsharded buckets
         self.ahead: Gather | None = None  # Note [One bucket ahead]
         self.order = GatherOrder()
         self.take_gathers = self.order.take
         self.saves_by_place = any(unit.is_copied for unit in self.units)  # Note [Weights are saved by place]
-        self.depth = 0  # forwards that run, one inside the other
+        self.depth = 0  # number of nested forwards
         self.in_backward = False
         self.is_held = False  # True inside `gathered`
-        self.loaded: dict[str, object] | None = None  # inside `loading`: checksums of the whole values that were taken
+        self.loaded: dict[str, object] | None = None  # inside `loading`: checksums of the full values that were copied
         self.awaits_others = False  # True if other ranks may be writing their shards
         self.hooks: saved_tensors_hooks | None = None
         # A compiler that traced these would take storage addresses and versions for values of the graph.
@@ -84,7 +89,7 @@ class Unsharder(PlainParams):
         classes = owned_by(weakref.ref(self))
         for unit in self.units:
             unit.param_classes = classes
-        # Of tensors that may lie in a bucket's memory.
+        # Classes of tensors that may be in a bucket's memory.
         self.plain_classes = (torch.Tensor, nn.Parameter, classes.gathered, classes.lent)
         channels = [unit.channel for unit in self.units if unit.channel is not None]
         self.channels = list({id(channel.group): channel for channel in channels}.values())
@@ -113,7 +118,7 @@ class Unsharder(PlainParams):
         if self.hooks is not None or not self.saves_by_place:
             return
         by_value = active_hooks() is not None
-        if by_value and not runs:  # what they keep may be a parameter itself, which has no values when backward comes
+        if by_value and not runs:  # they may save a parameter itself, which has no values in backward
             raise SyncError(
                 f"rank {dist.get_rank()}: a forward of a model with sharded parameters begins inside other "
                 "saved-tensor hooks: save_on_cpu, checkpoint(use_reentrant=False), or another model with sharded "
@@ -138,9 +143,13 @@ class Unsharder(PlainParams):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Parameters can be read, each bucket while it is used. Collective in the order of the reads.
+        """Return a context in which parameters can be read; each bucket is gathered while it is used.
 
-        What is read without gradients is used at once, so ranks compare the order at the end. SyncError if it differs.
+        Collective in the order of the reads. Without gradients, values are used at once, so ranks compare the order
+        when the context ends.
+
+        Raises:
+            SyncError: If ranks have read in different orders.
         """
         depth = self.depth
         try:
@@ -153,7 +162,7 @@ class Unsharder(PlainParams):
             self.order.compare(self.compared)
 
     def runs(self) -> bool:
-        """True inside a forward or a backward, where a use of a parameter gathers it."""
+        """True inside a forward or a backward, in which a use of a parameter gathers it."""
         if self.depth == 0:  # a backward that fails calls no hook, so torch is asked each time
             leave = weakly(self._leave_backward)
             self.in_backward = backward_runs() if self.in_backward else call_after_backward(leave)
@@ -165,7 +174,7 @@ class Unsharder(PlainParams):
         self._hide(ended=KeepGathered.BACKWARD)
 
     def _hide(self, ended: KeepGathered | None = None) -> None:
-        """Take values away in which a write could be lost, and give up buckets that stay until what has `ended`."""
+        """Hide values, so that writes to them cannot be lost, and free buckets kept until the time that `ended`."""
         if not self.is_held and self.depth == 0:
             whole = (*self.window, *self.kept_gathered)
             _all_of(partial(self._reshard, unit) if unit.keep_gathered is ended else unit.hide for unit in whole)
@@ -173,7 +182,15 @@ class Unsharder(PlainParams):
     # -- gathering --------------------------------------------------------------------------------------------------
 
     def unshard_for(self, missing: Sequence[ShardedParameter], others: Sequence[nn.Parameter]) -> None:
-        """Give values to `missing`, which an operation is about to read together with `others`."""
+        """Gather parameters for an operation.
+
+        Args:
+            missing: Parameters without values.
+            others: The operation's other parameters, whose buckets must stay gathered.
+
+        Raises:
+            SyncError: Outside a forward or a backward.
+        """
         if not self.runs():
             raise SyncError(
                 f"{self._named(missing[0])} is used outside of a forward, and its values are not gathered; "
@@ -188,7 +205,7 @@ class Unsharder(PlainParams):
                 unit.unshard(in_backward=self.in_backward)
 
     def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Note that user code may write `values`, a gathered parameter's `.data`: torch counts no write to it."""
+        """Record that user code may write a gathered parameter's `.data`, because torch counts no write to it."""
         unit = self.unit_of.get(id(param))
         if unit is not None and unit.is_unsharded:
             unit.data_of.append((unit.names[unit.index_of[id(param)]], values))
@@ -207,7 +224,7 @@ class Unsharder(PlainParams):
         return unit.names[unit.index_of[id(param)]]
 
     def _unshard(self, unit: ParamUnit, pinned: Collection[ParamUnit] = (), used_by: str = "") -> torch.Tensor:
-        """The whole bucket of a unit, which is now the one used last."""
+        """Return the unsharded bucket of a unit, and mark the unit as last used."""
         if unit in self.kept_gathered and unit.whole is not None:
             return unit.whole
         if unit in self.window:
@@ -301,7 +318,7 @@ class Unsharder(PlainParams):
         for param in params:
             self.cut(param)
         self.finish_update()
-        huge_pages.give_back()  # what was freed
+        huge_pages.give_back()  # freed above
 
     def cut(self, param: nn.Parameter) -> None:
         unit = self.unit_of.get(id(param))
@@ -317,7 +334,7 @@ class Unsharder(PlainParams):
         return None if unit is None else unit.own_part_of(unit.index_of[id(param)])
 
     def begin_update(self) -> None:
-        """An optimizer is about to write shards: other ranks must have read the old values. Collective."""
+        """Wait until other ranks have read the old values, before an optimizer writes shards. Collective."""
         self._refuse_inside("a load or an optimizer's step")
         for tier in {unit.tier for unit in self.units if unit.tier is not None}:
             tier.wait_for_copies()
@@ -325,16 +342,16 @@ class Unsharder(PlainParams):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """`param.copy_(whole)` writes this rank's part into the shard, as a module's load_state_dict does.
+        """Return a context in which `param.copy_(full)` writes this rank's part into its shard, as for load_state_dict.
 
-        All ranks enter and leave it together. Raises SyncError on all of them where they have copied different values,
-        and this rank's own error after the others know of it.
+        All ranks enter and leave it together. Raises SyncError on all of them if they have copied different values.
+        This rank's own error is raised after the others know of it.
         """
         self.begin_update()
         self.loaded, failure = {}, None
         try:
             yield
-        except Exception as error:  # the others compare all the same
+        except Exception as error:  # the other ranks compare in any case
             failure = error
         finally:
             sums, self.loaded = self.loaded, None
@@ -351,7 +368,15 @@ class Unsharder(PlainParams):
 
     @torch.no_grad()
     def take(self, param: ShardedParameter, values: torch.Tensor) -> bool:
-        """Keep this rank's part of whole values. False outside of `loading`."""
+        """Store this rank's part of a parameter's full values.
+
+        Args:
+            param: The parameter.
+            values: Its full values.
+
+        Returns:
+            False outside `loading`.
+        """
         if self.loaded is None:
             return False
         unit = self.unit_of[id(param)]
@@ -361,13 +386,13 @@ class Unsharder(PlainParams):
         return True
 
     def finish_update(self) -> None:
-        """Shards have been written: what was gathered before is of the past. Collective."""
+        """Make earlier gathers invalid after shards were written. Collective."""
         self.invalidate()
         self.eviction.end_step(list(self.control.values()))
         self.barrier()
 
     def invalidate(self) -> None:
-        """Note that this rank's shards have new values, so gathered ones are stale. A use before `barrier` waits."""
+        """Record that this rank's shards have new values, so gathered ones are stale. A use before `barrier` waits."""
         self.awaits_others = True
         self.order.learn(None)
         self._take_ahead()
@@ -377,9 +402,13 @@ class Unsharder(PlainParams):
 
     @contextmanager
     def gathered(self, caller: str = "gathered()") -> Iterator[None]:
-        """All parameters are whole, and can be written, on all ranks alike. Collective, at its begin and its end.
+        """Return a context in which all parameters are unsharded and writable. Collective, at its begin and its end.
 
-        An error inside it is raised at its end on that rank, and on the others as SyncError that names it.
+        All ranks must write the same values. An error inside the context is raised at its end on that rank. The other
+        ranks raise a SyncError that names it.
+
+        Args:
+            caller: Name of the user's call, for messages.
         """
         if self.is_held:
             yield
@@ -415,19 +444,19 @@ class Unsharder(PlainParams):
         finally:
             self.is_held = False
             for unit in self.units:
-                unit.accept_writes()  # they are taken over, or have failed
+                unit.accept_writes()  # they were stored, or have failed
             _all_of(partial(self._reshard, unit) for unit in self.units)
         self.barrier()
 
     def _refuse_unequal_writes(self) -> None:
-        """Raise where ranks have written different values: each would keep a part of its own. Collective."""
+        """Raise SyncError if ranks have written different values, since each would keep part of its own. Collective."""
         findings = []
         for data_group in self.control:
             units = [unit for unit in self.units if unit.data_group == data_group]
             written = ((name, [view]) for unit in units for name, view in zip(unit.names, unit.views, strict=True))
             findings.append(first_unequal(written, units[0].groups.data, data_group))
         found = next((finding for finding in findings if finding is not None), None)
-        if found is not None:  # raised when all groups are through: ranks of another one may not know of it
+        if found is not None:  # raised after all groups have compared: ranks of another group may not know of it
             raise SyncError(
                 f"rank {dist.get_rank()}: inside gathered() ranks have written different values: {found}. Nothing was "
                 "taken over. Write the same on all ranks, or broadcast it from one of them inside gathered()"
@@ -439,20 +468,20 @@ class Unsharder(PlainParams):
             raise SyncError(f"rank {dist.get_rank()}: {what} came inside {where}; leave it first, on all ranks")
 
     def barrier(self) -> None:
-        """Wait until all ranks that read this one's memory by themselves have come here."""
+        """Wait until all ranks that read this rank's memory directly have arrived."""
         for channel in self.channels:
             channel.meet()
         self.awaits_others = False
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Number of writes to a tensor that torch has counted; it may be a parameter that is not gathered."""
+    """Return the number of writes to a tensor that torch has counted. The tensor may be a parameter without values."""
     with attributes_alone():
         return tensor._version
 
 
 def _all_of(actions: Iterable[Callable[[], None]]) -> None:
-    """Do every action, and raise the first error of them afterwards."""
+    """Run every action, then raise their first error."""
     failure: SyncError | None = None
     for action in actions:
         try:
