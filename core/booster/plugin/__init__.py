@@ -1,4 +1,4 @@
-"""Plugins: ways of training that the Booster knows. Write your own on `Plugin` or `DPPluginBase`."""
+"""Plugins: the ways of training that the Booster offers. Derive from `Plugin` or `DPPluginBase` to add one."""
 
 from core.booster.plugin.dp_plugin_base import DPPluginBase
 from core.booster.plugin.gemini_plugin import GeminiPlugin

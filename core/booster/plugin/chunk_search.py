@@ -1,7 +1,7 @@
-"""Chunk size: the one that leaves the least of full chunks unused. Pure arithmetic.
+"""Search for the chunk size that leaves the fewest unused elements in full chunks. Pure arithmetic.
 
-A chunk is a bucket, so it ends where its last parameter does, and nothing is unused in memory. But two chunks are whole
-at a time, and chunks of equal length make the most of that memory, and of each transfer.
+A chunk is a bucket, so it ends with its last parameter and wastes no memory. But two chunks are gathered at a time, and
+chunks of equal length make the best use of that memory and of each transfer.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ import numpy as np
 
 from core.distributed.layout.param_layout import PARAM_START_ALIGNMENT, pad_to_multiple
 
-FAR_ABOVE = 3  # standard deviations: longer parameters have chunks of their own, and do not decide on the others'
+FAR_ABOVE = 3  # standard deviations: longer parameters have separate chunks, and do not affect the size of others
 
 
 def search_chunk_size(numels: Sequence[int], *, least: int, search_range: int, interval: int) -> int:
-    """Elements of a chunk, for parameters of these lengths in registration order.
+    """Return the number of elements of a chunk.
 
-    All in one chunk if together they are at most `least`. Otherwise the candidates are multiples of `interval`, from
-    the first that is neither below `least` nor below the longest parameter, and `search_range` further. The one whose
-    chunks have the fewest unused elements together is taken, and of several the smallest.
+    If all parameters together have at most `least` elements, they are one chunk. Otherwise the candidates are multiples
+    of `interval`, from the first one that is at least `least` and at least the longest parameter. The candidate whose
+    chunks have the fewest unused elements in total is chosen, the smallest of several.
+
+    Args:
+        numels: Lengths of the parameters in registration order.
+        least: Smallest chunk, in elements.
+        search_range: Distance from the first to the last candidate, in elements.
+        interval: Distance between candidates, in elements.
     """
     total = sum(pad_to_multiple(numel, PARAM_START_ALIGNMENT) for numel in numels)
     if total <= least or not total:
@@ -36,7 +42,7 @@ def search_chunk_size(numels: Sequence[int], *, least: int, search_range: int, i
         closes = (filled > 0) & (starts + numel > sizes)
         chunks += closes
         filled = np.where(closes, numel, starts + numel)
-    return int(sizes[np.argmin(chunks * sizes)])  # the elements that are used are the same for all
+    return int(sizes[np.argmin(chunks * sizes)])  # the number of used elements is the same for all
 
 
 def _without_outliers(numels: Sequence[int]) -> list[int]:

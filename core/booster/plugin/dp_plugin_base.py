@@ -1,4 +1,4 @@
-"""DPPluginBase: what plugins have in common whose ranks all train the same model on different data."""
+"""DPPluginBase: common base of plugins whose ranks all train the same model on different data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ _PLANNED: ContextVar[World | None] = ContextVar("the world that is planned", def
 
 @contextmanager
 def planned_world(rank: int, size: int, device: torch.device) -> Iterator[None]:
-    """Inside, plugins are made for a rank of a world that does not run. They can say what they would do, not do it."""
+    """Create plugins inside for a rank of a world that does not run. They can describe a run, but not start it.
+
+    Args:
+        rank: The planned rank.
+        size: The planned number of ranks.
+        device: The planned device of a rank.
+    """
     token = _PLANNED.set(World(rank, size, device))
     try:
         yield
@@ -47,9 +53,10 @@ def planned_world(rank: int, size: int, device: torch.device) -> Iterator[None]:
 
 
 class DPPluginBase(Plugin):
-    """Every rank of the world is a data-parallel rank, on its own device.
+    """Base class of plugins in which every rank of the world is a data-parallel rank, on its own device.
 
-    Raises RuntimeError where torch.distributed has not been started.
+    Raises:
+        RuntimeError: If torch.distributed is not started.
     """
 
     def __init__(self) -> None:
@@ -66,15 +73,19 @@ class DPPluginBase(Plugin):
         self.world_size = dist.get_world_size()
 
     def supported_devices(self) -> list[str]:
-        """Those of torch that have collectives."""
+        """Return torch's device types that have collectives."""
         return ["cpu", "cuda", "npu", "xpu"]
 
     def control_device(self) -> bool:
-        """The device is the one of the process group's collectives."""
+        """Return True: the device is the one of the process group's collectives."""
         return True
 
     def device(self) -> torch.device:
-        """Device of models. RuntimeError, by the plugin's name, for a device that it does not run on."""
+        """Return the device of models.
+
+        Raises:
+            RuntimeError: If the plugin does not run on it.
+        """
         device = device_of_group() if self._planned is None else self._planned.device
         if device.type not in self.supported_devices():
             raise RuntimeError(
@@ -84,8 +95,15 @@ class DPPluginBase(Plugin):
         return device
 
     def complete_optimizer(self, model: nn.Module, optimizer: Any) -> None:
-        """Add adapters that were made after the optimizer. Refuse one with parameters that no rank would reduce, as
-        they are not the model's, and one that would train nothing.
+        """Add adapters created after the optimizer, and check that the optimizer trains parameters of the model.
+
+        Args:
+            model: The plain model.
+            optimizer: The torch optimizer.
+
+        Raises:
+            ValueError: If a parameter is not the model's, so that no rank would reduce its gradient, or if the
+                optimizer would train nothing.
         """
         add_adapters(model, optimizer)
         known = {id(param) for param in model.parameters()}
@@ -108,7 +126,18 @@ class DPPluginBase(Plugin):
             )
 
     def agree(self, error: Exception | None, model: Any, optimizer: Any) -> None:
-        """Raise on every rank what any rank refuses, and where their `facts_of` differ. Collective over the world."""
+        """Raise on every rank if any rank refuses its arguments, or if the ranks' `facts_of` differ.
+
+        Collective over the world.
+
+        Args:
+            error: Error that the Booster has found on this rank, or None.
+            model: The plain model.
+            optimizer: The torch optimizer, or None.
+
+        Raises:
+            ValueError: If facts differ, or this rank's arguments are refused.
+        """
         facts: list[str] = []
         if error is None:
             try:
@@ -122,7 +151,14 @@ class DPPluginBase(Plugin):
             agree.same([("the model", dist.group.WORLD, facts)], kind=ValueError, advice=SAME_MODEL)
 
     def facts_of(self, model: nn.Module, optimizer: Any) -> list[str]:
-        """Lines that must be equal on all ranks, or none on any. ValueError for what cannot be trained. Local."""
+        """Return lines that must be equal on all ranks. Local.
+
+        Every rank returns lines, or none does. Subclasses raise ValueError for models that cannot be trained.
+
+        Args:
+            model: The plain model.
+            optimizer: The torch optimizer, or None.
+        """
         return []
 
     def prepare_dataloader(
@@ -137,12 +173,25 @@ class DPPluginBase(Plugin):
         distributed_sampler_cls: Any = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """A loader over this rank's part of a dataset; call its `sampler.set_epoch(epoch)` to shuffle again.
+        """Create a dataloader over this rank's part of a dataset.
 
-        batch_size: samples a rank. seed: of the shuffle, equal on all ranks, and of Python, NumPy and torch in each
-        worker, different in all. drop_last: leave out the last samples rather than give some twice or make a smaller
-        batch. distributed_sampler_cls: called as (dataset, num_replicas=, rank=, shuffle=), and with seed and
-        drop_last if it takes them. kwargs: other options of torch's DataLoader.
+        Call its `sampler.set_epoch(epoch)` at each epoch to shuffle again.
+
+        Args:
+            dataset: The full dataset, with a length.
+            batch_size: Samples per rank.
+            shuffle: True to shuffle.
+            seed: Seed of the shuffle, equal on all ranks. Each worker's Python, NumPy and torch get a different seed
+                from it.
+            drop_last: True to leave out the last samples, instead of repeating some or making a smaller batch.
+            pin_memory: As in torch's DataLoader.
+            num_workers: As in torch's DataLoader.
+            distributed_sampler_cls: Class or function called as (dataset, num_replicas=, rank=, shuffle=), and with
+                seed and drop_last if it accepts them; None for torch's DistributedSampler.
+            **kwargs: Other options of torch's DataLoader.
+
+        Raises:
+            TypeError: If the dataset is an IterableDataset, or a sampler is passed.
         """
         if isinstance(dataset, IterableDataset):
             raise TypeError(
@@ -174,19 +223,24 @@ class DPPluginBase(Plugin):
         )
 
     def prepare_train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """`prepare_dataloader` under the name that some of ColossalAI's pages use."""
+        """Call `prepare_dataloader`. Some of ColossalAI's pages use this name.
+
+        Args:
+            *args: As in `prepare_dataloader`.
+            **kwargs: As in `prepare_dataloader`.
+        """
         return self.prepare_dataloader(*args, **kwargs)
 
     def data_rank(self) -> int:
-        """Index of this rank's part of the data."""
+        """Return the index of this rank's part of the data."""
         return self.rank
 
     def data_size(self) -> int:
-        """In how many parts the data is split."""
+        """Return the number of parts of the data."""
         return self.world_size
 
     def support_lora(self) -> bool:
-        """Adapters are parameters like others."""
+        """Return True: adapters are ordinary parameters."""
         return True
 
     def enable_lora(
@@ -196,19 +250,19 @@ class DPPluginBase(Plugin):
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
     ) -> nn.Module:
-        """The model with LoRA adapters by peft."""
+        """Add LoRA adapters with peft. See Booster.enable_lora for the arguments."""
         return add_lora(model, pretrained_dir, lora_config, bnb_quantization_config)
 
 
 def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Those options that a function has parameters for."""
+    """Return the options that a function has parameters for."""
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in options.items() if takes_any or name in parameters}
 
 
 def _seed_worker(worker: int, *, seed: int, then: Callable[[int], None] | None) -> None:
-    """A worker of a loader begins."""
+    """Seed a dataloader's worker when it starts."""
     random.seed(seed + worker)
     np.random.seed((seed + worker) % 2**32)
     torch.manual_seed(seed + worker)

@@ -1,6 +1,6 @@
-"""FSDP's two collectives in 8 bits: parameters gathered, gradients scattered.
+"""FSDP's all-gather of parameters and reduce-scatter of gradients in 8 bits.
 
-`set_custom_all_gather` and `set_custom_reduce_scatter` take any object that allocates and can be called.
+`set_custom_all_gather` and `set_custom_reduce_scatter` accept any callable object with an `allocate` method.
 """
 
 from __future__ import annotations
@@ -15,28 +15,34 @@ from core.distributed.wire import fp8_communication
 
 
 class Allocating:
-    """Fresh memory a collective; FSDP frees it."""
+    """Base class that allocates new memory for each collective; FSDP frees it."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An empty tensor."""
+        """Return an uninitialized tensor.
+
+        Args:
+            size: Shape of the tensor.
+            dtype: Dtype of the tensor.
+            device: Device of the tensor.
+        """
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class FP8AllGather(Allocating):
-    """Gathers shards of parameters in 8 bits. Ranks compute with the same rounded values; their shards stay exact."""
+    """All-gather of parameter shards in 8 bits. Ranks compute with equal rounded values; their shards stay exact."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Complete when it returns: there is nothing to wait for."""
+        """Gather the shards. The collective is complete on return, so there is nothing to wait for."""
         if input_tensor.is_floating_point():
             fp8_communication.all_gather(output_tensor, input_tensor, group)
-        else:  # parameters of several dtypes travel as bytes
+        else:  # parameters of several dtypes are sent as bytes
             fp8_communication.all_gather_bytes(output_tensor, input_tensor, group)
 
 
 class FP8ReduceScatter(Allocating):
-    """Sums or averages gradients in fp32, from contributions in 8 bits."""
+    """Reduce-scatter of gradients: contributions in 8 bits, summed or averaged in fp32."""
 
     def __call__(
         self,
@@ -46,5 +52,5 @@ class FP8ReduceScatter(Allocating):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Complete when it returns: there is nothing to wait for."""
+        """Reduce the gradients. The collective is complete on return, so there is nothing to wait for."""
         fp8_communication.reduce_scatter(output_tensor, input_tensor, group, mean=op == dist.ReduceOp.AVG)

@@ -1,4 +1,4 @@
-"""Options of FSDP's first version, translated for `fully_shard`, its second. Pure, but for making meshes."""
+"""Options of FSDP1 (FullyShardedDataParallel), translated to FSDP2 (`fully_shard`). Pure, except for meshes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose parameters are gathered and reduced together, and the dtypes it computes in."""
+    """Module whose parameters are gathered and reduced together, with the dtypes of its computation."""
 
     name: str
     module: nn.Module
@@ -58,11 +58,19 @@ def units_of(
     mixed_precision: MixedPrecision | MixedPrecisionPolicy | None,
     ignored: set[nn.Module],
 ) -> list[Unit]:
-    """The units of a model, inner ones first and the model itself last.
+    """Return the units of a model, inner ones first and the model itself last.
 
-    auto_wrap_policy: as for FSDP: a function (module, recurse, nonwrapped_numel) -> bool, or a policy object of
-    torch.distributed.fsdp.wrap. Modules that mixed precision exempts become units that compute in fp32.
-    Raises ValueError for a parameter that lies in two units.
+    Modules that mixed precision exempts become units that compute in fp32.
+
+    Args:
+        model: The model.
+        auto_wrap_policy: As for FSDP: a function (module, recurse, nonwrapped_numel) -> bool, a policy object of
+            torch.distributed.fsdp.wrap, or a set of module classes; None for one unit.
+        mixed_precision: Dtypes of units.
+        ignored: Modules that FSDP ignores.
+
+    Raises:
+        ValueError: If two units share a parameter.
     """
     inner, root = (policy_of(mixed_precision, root=root) for root in (False, True))
     names = {module: name for name, module in model.named_modules()}
@@ -91,7 +99,14 @@ def units_of(
 
 
 def check_policy(policy: Any) -> None:
-    """Refuse what chooses no modules; TypeError."""
+    """Check that an object can select modules to wrap.
+
+    Args:
+        policy: The `auto_wrap_policy`.
+
+    Raises:
+        TypeError: If it cannot.
+    """
     if isinstance(policy, (set, frozenset, list, tuple)):
         fits = all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in policy)
     else:
@@ -104,7 +119,14 @@ def check_policy(policy: Any) -> None:
 
 
 def check_kinds(**options: Any) -> None:
-    """Refuse options of another kind than FSDP's, which torch would notice late or never; TypeError."""
+    """Check the types of FSDP's options, which torch would check late or never.
+
+    Args:
+        **options: The plugin's options by name.
+
+    Raises:
+        TypeError: If an option has a wrong type.
+    """
     check_policy(options.pop("auto_wrap_policy"))
     for name, (kinds, expected) in KINDS.items():
         if options[name] is not None and not isinstance(options[name], kinds):
@@ -126,7 +148,7 @@ def _wrapped_by(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> Itera
 
 
 def _ask(policy: Callable[..., bool], module: nn.Module, ignored: set[nn.Module], wrapped: list[nn.Module]) -> int:
-    """Ask a function policy about a module, its children first. Returns the elements that it wrapped."""
+    """Call a function policy for a module, children first. Returns the number of elements in wrapped modules."""
     numel = sum(param.numel() for param in module.parameters())
     if module in ignored or module in wrapped:
         return 0
@@ -156,7 +178,13 @@ def _check_shared_parameters(units: Sequence[Unit]) -> None:
 
 
 def own_modules(module: nn.Module, others: set[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A unit's modules with their names in it: all inside, but for other units (or ignored modules) and theirs."""
+    """Yield a unit's modules with their names, without other units, ignored modules and the modules inside them.
+
+    Args:
+        module: The unit's module.
+        others: Modules of other units, and ignored modules.
+        prefix: Text before the names.
+    """
     yield prefix, module
     for name, child in module.named_children():
         if child not in others:
@@ -164,7 +192,12 @@ def own_modules(module: nn.Module, others: set[nn.Module], prefix: str = "") -> 
 
 
 def policy_of(mixed_precision: MixedPrecision | MixedPrecisionPolicy | None, *, root: bool) -> MixedPrecisionPolicy:
-    """The dtypes of a unit. By default the model casts its inputs, and inner units do not."""
+    """Return the dtypes of a unit. By default the model casts its inputs, and inner units do not.
+
+    Args:
+        mixed_precision: FSDP1's or FSDP2's dtypes; None for no mixed precision.
+        root: True for the unit that is the model itself.
+    """
     if mixed_precision is None:
         return MixedPrecisionPolicy()
     if isinstance(mixed_precision, MixedPrecisionPolicy):
@@ -178,7 +211,12 @@ def policy_of(mixed_precision: MixedPrecision | MixedPrecisionPolicy | None, *, 
 
 
 def offload_of(cpu_offload: Any, device: torch.device) -> OffloadPolicy:
-    """Policy for shards between their uses. CPUOffload, True or a policy; RuntimeError where they are there anyway."""
+    """Return the policy for shards between their uses.
+
+    Args:
+        cpu_offload: A CPUOffload, a bool, a policy of `fully_shard`, or None.
+        device: Device of the model.
+    """
     if isinstance(cpu_offload, OffloadPolicy):
         wanted = isinstance(cpu_offload, CPUOffloadPolicy)
     else:
@@ -191,9 +229,15 @@ def offload_of(cpu_offload: Any, device: torch.device) -> OffloadPolicy:
 
 
 def mesh_of(process_group: Any, strategy: ShardingStrategy, device: torch.device) -> DeviceMesh:
-    """The ranks that shard, and those that replicate: [shard] or [replicate, shard]. Collective.
+    """Create the mesh of ranks that shard and ranks that replicate: [shard] or [replicate, shard]. Collective.
 
-    process_group: None, a group, (shard group, replicate group) for hybrid strategies, or a DeviceMesh.
+    Args:
+        process_group: None, a group, (shard group, replicate group) for hybrid strategies, or a DeviceMesh.
+        strategy: FSDP1's sharding strategy.
+        device: Device of the model.
+
+    Raises:
+        ValueError: If the ranks of a machine do not divide the world, for a hybrid strategy without groups.
     """
     if isinstance(process_group, DeviceMesh):
         if strategy is ShardingStrategy.NO_SHARD:

@@ -1,4 +1,4 @@
-"""GeminiPlugin: everything is sharded in chunks (ZeRO-3), and a chunk is whole only while it is used."""
+"""GeminiPlugin: ZeRO-3 in chunks, which are gathered only while they are used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from core.optimizer.optimizer_config import OptimizerConfig
 
 POLICIES = ("static", "auto")
 CHUNK_CONFIG = {"chunk_size", "keep_gathered"}
-INTERVAL = 1024  # elements between two sizes that are tried, where no hidden_dim is given
+INTERVAL = 1024  # elements between two candidate sizes if hidden_dim is None
 OF_MODULES = ("enable_all_optimization", "enable_fused_normalization", "enable_jit_fused", "enable_sequence_overlap")
 OF_SLICES = ("enable_flash_attention", "enable_sequence_parallelism")
 NOT_SPLIT = (
@@ -170,7 +170,7 @@ class GeminiPlugin(ZeroPluginBase):
             *offloaded,
             directory,
             prefetch=None if is_auto else max_prefetch,
-            # In the place of offloaded parameters; on a host only where they are stepped.
+            # Gradients use the place of offloaded parameters; on a host only if they are stepped there.
             offload_grad_frac=min(offloaded) if directory is None else offloaded[0],
             pin_memory=pin_memory,
             memstats=memstats,
@@ -285,7 +285,7 @@ class GeminiPlugin(ZeroPluginBase):
             )
 
     def _budget(self, margin: float, directory: str | None, given: int | None) -> int:
-        """Bytes of a rank: as given, or all that its GPU has."""
+        """Return the bytes that a rank may use: the configured number, or all memory of its GPU."""
         if margin:
             raise ValueError(
                 f"gpu_margin_mem_ratio is {margin}, and masters and moments stay offloaded under "
@@ -324,37 +324,42 @@ class GeminiPlugin(ZeroPluginBase):
         return f"GeminiPlugin, {self.placement_policy} placement, chunks of {self.chunk_size} elements{split}"
 
     def data_size(self) -> int:
-        """In how many parts the data is split."""
+        """Return the number of parts of the data."""
         return self.world_size // self.tp_size
 
     @property
     def dp_size(self) -> int:
-        """Ranks, or replicas of the ranks over which a model is cut."""
+        """Number of ranks, or of replicas if a model is split over ranks."""
         return self.data_size()
 
     @property
     def dp_group(self) -> ProcessGroup:
-        """The ranks that train on other data. Collective at its first read, as `groups` is."""
+        """Ranks that train on different data. Collective at its first read, as `groups` is."""
         return self.groups().require("dp")
 
     @property
     def tp_group(self) -> ProcessGroup | None:
-        """The ranks over which a model is cut; None where tp_size is 1, as in ColossalAI."""
+        """Ranks over which a model is split; None if tp_size is 1, as in ColossalAI."""
         return self.groups().require("tp") if self.tp_size > 1 else None
 
     @property
     def shard_config(self) -> PluginShardConfig:
-        """Split of models."""
+        """Configuration of the model's split."""
         return PluginShardConfig.of(self._given, self.tp_group, self.tp_size)
 
     def groups(self) -> ProcessGroups:
-        """parallel_state's groups, or made here at the first call. Collective then."""
+        """Return parallel_state's groups, or create groups at the first call. Collective at that call."""
         return self.expect_instances(super().groups())
 
     def engine_configs(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[DistributedDataParallelConfig, OptimizerConfig]:
-        """As the base says it, with the size of chunks that is best for a model."""
+        """Return the base class's options, with the best chunk size for a model.
+
+        Args:
+            model: This rank's part of the model.
+            optimizer: The user's torch optimizer.
+        """
         ddp_config, optimizer_config = super().engine_configs(model, optimizer)
         if self.chunk_config_dict is None:
             numels = [param.numel() for param in model.parameters() if param.is_floating_point()]

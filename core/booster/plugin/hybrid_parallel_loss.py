@@ -1,7 +1,7 @@
-"""The loss of a model's labels: one mean over those of the whole batch, in any layout.
+"""Loss over a model's labels: one mean over the labels of the entire batch, in any layout.
 
-A model gives the mean over the labels of its own rows. Each is weighted by its labels, so that the mean over
-microbatches and data ranks, which the engine takes, is the mean over the labels of all of them.
+A model returns the mean over the labels of its own rows. Each such mean is weighted by its number of labels. The
+engine's mean over microbatches and data ranks is then the mean over all labels.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.groups.process_groups import ProcessGroups
 from core.watch.waiting import waiting
 
-NUM_ITEMS = "num_items_in_batch"  # transformers' name for the labels that count in the whole batch
+NUM_ITEMS = "num_items_in_batch"  # transformers' name for the number of labels in the entire batch
 
 
 def add_over_replicas(numbers: Tensor, groups: ProcessGroups) -> Tensor:
-    """Numbers added over the data ranks, in place. Collective over 'dp'."""
+    """Sum numbers over the data ranks, in place. Collective over 'dp'.
+
+    Args:
+        numbers: The tensor to sum.
+        groups: Process groups of the model.
+    """
     if groups.size("dp") > 1:
         group = groups.require("dp")
         with waiting("the loss and the labels of the whole batch", group):
@@ -29,9 +34,16 @@ def add_over_replicas(numbers: Tensor, groups: ProcessGroups) -> Tensor:
 
 
 def share_of(loss: Tensor, count: Tensor, total: Tensor, parts: int) -> Tensor:
-    """A part's loss, so weighted that the mean over `parts` parts is the mean over `total` labels. 0 without labels.
+    """Weight a part's loss so that the mean over all parts is the mean over all labels. 0 without labels.
 
-    loss: the mean over `count` labels. In fp32 at least.
+    Args:
+        loss: Mean over the part's labels.
+        count: Number of the part's labels.
+        total: Number of all labels.
+        parts: Number of parts.
+
+    Returns:
+        The weighted loss, in fp32 or higher precision.
     """
     dtype = torch.promote_types(loss.dtype, torch.float32)
     count, total = count.to(loss.device), total.to(loss.device)
@@ -40,16 +52,29 @@ def share_of(loss: Tensor, count: Tensor, total: Tensor, parts: int) -> Tensor:
 
 
 def given_items(inputs: Any, device: torch.device) -> Tensor | None:
-    """The number of labels of the whole batch that the caller gives; None where none is given."""
+    """Return the number of labels of the entire batch that the caller passed as num_items_in_batch.
+
+    Args:
+        inputs: Arguments of the model.
+        device: Device of the result.
+
+    Returns:
+        A scalar in fp64; None if it was not passed.
+    """
     given = inputs.get(NUM_ITEMS)
     return None if given is None else torch.as_tensor(given, dtype=torch.float64, device=device).reshape(())
 
 
 def loss_of_whole_batch(loss: Tensor, count: Tensor, total: Tensor | None, groups: ProcessGroups) -> Tensor:
-    """The whole batch's loss, equal on all data ranks, whose gradient here is that of this rank's part.
+    """Return the entire batch's loss, equal on all data ranks, with the gradient of this rank's part.
 
-    loss: the mean over this rank's `count` labels. total: the labels that all ranks' sums are divided by; None for
-    those of all ranks. Gradients are averaged over data ranks. Collective over 'dp'.
+    The gradient fits an average over data ranks. Collective over 'dp'.
+
+    Args:
+        loss: Mean over this rank's labels.
+        count: Number of this rank's labels.
+        total: Number of labels that the sum over all ranks is divided by; None for the labels of all ranks.
+        groups: Process groups of the model.
     """
     count = count.to(loss.device)
     kept = torch.where(count > 0, loss.detach(), torch.zeros_like(loss)).double()

@@ -19,14 +19,25 @@ from core.watch.waiting import is_peers
 
 
 class HybridParallelModel(LowLevelZeroModel):
-    """Call it like the model where pp_size is 1; with stages `booster.execute_pipeline` runs it."""
+    """Part of a transformers model on this rank. Without pipeline stages it is called like the model.
 
-    gathers_logits = False  # True: a causal model's outputs have the logits of the whole vocabulary
-    runner: Any = None  # of the pipeline, made at its first batch
-    bytes_read = 0  # of files, by this rank, in its last load of weights
+    With stages, `booster.execute_pipeline` runs it.
+    """
+
+    gathers_logits = False  # True: a causal model's outputs have the logits of the full vocabulary
+    runner: Any = None  # the pipeline's runner, created at its first batch
+    bytes_read = 0  # bytes of files that this rank read in its last load of weights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, on this rank's slices."""
+        """Run the model's forward on this rank's slices.
+
+        Args:
+            *args: Arguments of the model.
+            **kwargs: Arguments of the model.
+
+        Raises:
+            RuntimeError: If the model has pipeline stages, or has not been loaded after the meta device.
+        """
         if self.cut.layout is not None:
             raise RuntimeError(
                 f"the model is cut into {self.cut.layout.num_stages} pipeline stages, and this rank has a part of "
@@ -42,13 +53,21 @@ class HybridParallelModel(LowLevelZeroModel):
 
     @cached_property
     def _takes_cache(self) -> bool:
-        """True if the model's forward can be asked for a cache of keys and values."""
+        """True if the model's forward has an argument for a cache of keys and values."""
         return "use_cache" in inspect.signature(type(without_adapters(self.unwrap())).forward).parameters
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own `generate` on this rank's slices; ranks of tp draw the same tokens.
+        """Call the model's own `generate` on this rank's slices. Tensor-parallel ranks draw the same tokens.
 
-        Experts over ranks compute together, so data ranks whose texts have ended continue until all have (synced_gpus).
+        With expert parallelism ranks compute together, so data ranks with finished texts continue until all have
+        finished (synced_gpus).
+
+        Args:
+            *args: Arguments of `generate`.
+            **kwargs: Arguments of `generate`.
+
+        Raises:
+            RuntimeError: If the model has pipeline stages.
         """
         if self.cut.layout is not None:
             raise RuntimeError(
@@ -63,9 +82,9 @@ class HybridParallelModel(LowLevelZeroModel):
 
     @contextmanager
     def failures_reported(self) -> Iterator[None]:
-        """Name this rank on all others if a forward fails here alone: they wait in its exchanges.
+        """Report a forward that fails on this rank alone to all others, which wait in its collectives.
 
-        A ValueError is a refusal of the inputs, which all ranks of a replica have alike.
+        A ValueError is not reported: it refuses inputs, which all ranks of a replica have alike.
         """
         try:
             yield
@@ -76,7 +95,7 @@ class HybridParallelModel(LowLevelZeroModel):
             raise
 
     def expect_values(self) -> None:
-        """RuntimeError, on all ranks alike, while a model that was on the meta device has not been loaded."""
+        """Raise RuntimeError, on all ranks alike, if a model boosted on the meta device has not been loaded."""
         if self.cut.unread:
             raise RuntimeError(
                 f"the model was boosted on the meta device, and {len(self.cut.unread)} of its tensors, the first "
@@ -84,5 +103,9 @@ class HybridParallelModel(LowLevelZeroModel):
             )
 
     def cast(self, inputs: Any) -> Any:
-        """Floating inputs in the plugin's precision."""
+        """Cast floating-point inputs to the plugin's precision.
+
+        Args:
+            inputs: A tree of inputs.
+        """
         return inputs if self.cast_to is None else tree.tree_map_only(torch.Tensor, self._cast, inputs)

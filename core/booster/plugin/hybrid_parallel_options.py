@@ -1,4 +1,4 @@
-"""Checks of HybridParallelPlugin's options together; each is obeyed, refused by name, or named in a warning."""
+"""Checks of HybridParallelPlugin's options together. Each option is obeyed, refused by name, or named in a warning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
 
 
 def warn_without_effect(plugin: str, given: Mapping[str, Any]) -> None:
-    """One warning that names all given options that nothing obeys, for ColossalAI's programs, which set many."""
+    """Warn once about all options without effect, because ColossalAI's programs set many of them.
+
+    Args:
+        plugin: The plugin's name.
+        given: The plugin's arguments by name.
+    """
     rows = dict(WITHOUT_EFFECT)
     if not given.get("enable_sequence_parallelism"):
         rows["sequence_parallelism_mode"] = None, "sequences are not cut without enable_sequence_parallelism=True"
@@ -38,7 +43,16 @@ def warn_without_effect(plugin: str, given: Mapping[str, Any]) -> None:
 
 
 def check_sizes(world: int, sp_size: int, **sizes: int) -> None:
-    """ValueError unless tp_size, pp_size and sp_size multiply to a divisor of the world."""
+    """Check that tp_size, pp_size and sp_size multiply to a divisor of the world.
+
+    Args:
+        world: Number of ranks.
+        sp_size: Ranks that sequence parallelism has for itself.
+        **sizes: tp_size and pp_size.
+
+    Raises:
+        ValueError: If they do not, or one is not a positive integer.
+    """
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"HybridParallelPlugin: {name} is {size!r}; it is a number of ranks, at least 1")
@@ -54,7 +68,18 @@ def check_sizes(world: int, sp_size: int, **sizes: int) -> None:
 def check_pipeline(
     pp_size: int, style: str, chunks: int, microbatches: int | None, microbatch_size: int | None
 ) -> None:
-    """ValueError for options of a pipeline that do not fit together."""
+    """Check that the options of a pipeline fit together.
+
+    Args:
+        pp_size: Number of pipeline ranks.
+        style: A key of SCHEDULES.
+        chunks: Model chunks per rank.
+        microbatches: Number of microbatches, or None.
+        microbatch_size: Rows of a microbatch, or None.
+
+    Raises:
+        ValueError: If they do not.
+    """
     if style not in SCHEDULES:
         raise ValueError(f"pp_style {style!r} is none of {', '.join(SCHEDULES)}")
     fits = {"1f1b": chunks == 1, "interleaved": chunks > 1, "zbv": chunks in (1, 2)}[style]
@@ -73,7 +98,16 @@ def check_pipeline(
 
 
 def check_zero(stage: int, cpu_offload: bool, overlap_allgather: bool) -> None:
-    """ValueError for a stage that is none, and for options that it has no use for."""
+    """Check the ZeRO stage, and options that need a stage.
+
+    Args:
+        stage: 0, 1, 2 or 3.
+        cpu_offload: True if masters and moments are on the CPU.
+        overlap_allgather: True if parameters are gathered during the step.
+
+    Raises:
+        ValueError: If the stage is unknown, or does not use an option.
+    """
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage is {stage!r}; expected 0, 1, 2 or 3")
     if stage == 0 and (cpu_offload or overlap_allgather):
@@ -87,9 +121,21 @@ def check_zero(stage: int, cpu_offload: bool, overlap_allgather: bool) -> None:
 
 
 def resolve_sequence(enabled: bool, mode: str | None, tp_size: int, sp_size: int | None) -> tuple[str | None, int]:
-    """The mode, None without sequence parallelism; and how many ranks of their own it takes. Raises ValueError.
+    """Return the mode of sequence parallelism, and the number of ranks that it has for itself.
 
-    A mode without sequence parallelism has no effect, as in ColossalAI, whose examples always give one.
+    A mode without sequence parallelism has no effect, as in ColossalAI, whose examples always set one.
+
+    Args:
+        enabled: True for sequence parallelism.
+        mode: One of MODES; None for 'split_gather'.
+        tp_size: Number of tensor-parallel ranks.
+        sp_size: Number of sequence-parallel ranks, or None.
+
+    Returns:
+        (mode, number of ranks); (None, 1) without sequence parallelism.
+
+    Raises:
+        ValueError: If the mode is unknown, or the sizes do not fit it.
     """
     if mode is not None and mode not in MODES:
         raise ValueError(f"sequence_parallelism_mode {mode!r} is none of {', '.join(MODES)}")

@@ -59,7 +59,7 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
     """
 
     cutting: Cutting
-    ep_size = 1  # ranks over which a model's experts are spread
+    ep_size = 1  # ranks that share a model's experts
 
     without_effect = WITHOUT_EFFECT
 
@@ -170,7 +170,7 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
             checkpointing=gradient_checkpoint_config,
         )
         self.broadcast_buffers = broadcast_buffers
-        # The grid of experts has no cp, so stages can only be outermost with it.
+        # The grid of experts has no cp axis, so with cp the stages must be outermost.
         self.dp_outside = dp_outside and (self.sp_size == 1 or pp_size == 1)
         elements = ddp_bucket_cap_mb * MEGA / 4 if zero_stage == 0 else zero_bucket_size_in_m * MEGA
         self._set_configs(
@@ -186,7 +186,7 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
     # -- what the Booster asks --------------------------------------------------------------------------------------
 
     def data_size(self) -> int:
-        """Number of replicas of the model."""
+        """Return the number of replicas of the model."""
         return self.dp_size
 
     # -- boost --------------------------------------------------------------------------------------------------------
@@ -207,13 +207,25 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Forward and backward of the next batch of an iterator; without an optimizer, or gradients, the forward alone.
+        """Run forward and backward of an iterator's next batch; without an optimizer or gradients, the forward alone.
 
-        The batch is a mapping of the model's arguments, the same on all ranks of a replica. criterion(outputs, batch)
-        gives a microbatch's mean loss; None takes the model's own, which is the mean over the labels of the whole
-        batch, or their sum / num_items_in_batch where the batch has that. Returns {'loss': the mean over microbatches
-        and replicas, equal on all ranks; 'outputs': those of the last stage, put together}; None for what was not asked
-        for. Collective over all ranks; a forward alone over the replica. Outside `no_sync` gradients are whole then.
+        Collective over all ranks; over the replica for a forward alone. Outside `no_sync`, gradients are fully reduced
+        on return.
+
+        Args:
+            data_iter: Iterator over batches. A batch is a mapping of the model's arguments, equal on all ranks of a
+                replica.
+            model: The boosted model.
+            criterion: Function of (outputs, batch) that returns a microbatch's mean loss. None for the model's own
+                loss: the mean over the labels of the entire batch, or their sum / num_items_in_batch if the batch has
+                that.
+            optimizer: The boosted optimizer, or None.
+            return_loss: True to return the loss.
+            return_outputs: True to return the outputs.
+
+        Returns:
+            {'loss': mean over microbatches and replicas, equal on all ranks; 'outputs': the last stage's, joined over
+            microbatches}. A value that is not requested is None.
         """
         return run_pipeline(
             *(data_iter, model, criterion, optimizer),

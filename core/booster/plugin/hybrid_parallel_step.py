@@ -1,4 +1,4 @@
-"""One batch through the pipeline of a HybridParallelModel: what `booster.execute_pipeline` does."""
+"""Step of a HybridParallelModel's pipeline: the implementation of `booster.execute_pipeline`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,24 @@ def run_pipeline(
     microbatches: tuple[int | None, int | None],
     returns: tuple[bool, bool],
 ) -> dict[str, Any]:
-    """Forward and backward of the next batch of an iterator: see HybridParallelPlugin.execute_pipeline.
+    """Run forward and backward of an iterator's next batch. See HybridParallelPlugin.execute_pipeline.
 
-    schedule: a name of core.pipeline_parallel. microbatches: their number and their size, one of the two may be None.
-    returns: True for the loss, True for the outputs.
+    Args:
+        data_iter: Iterator over batches.
+        model: The boosted model.
+        criterion: The loss function; None for the model's own loss.
+        optimizer: The boosted optimizer, or None.
+        schedule: Name of a schedule of core.pipeline_parallel.
+        microbatches: (number of microbatches, rows of a microbatch); one may be None.
+        returns: (True to return the loss, True to return the outputs).
+
+    Returns:
+        {'loss': ..., 'outputs': ...}
+
+    Raises:
+        RuntimeError: If the model has no pipeline stages.
+        TypeError: If `data_iter` is not an iterator.
+        ValueError: If the iterator has no batch left.
     """
     if not isinstance(model, HybridParallelModel) or model.cut.layout is None:
         raise RuntimeError(
@@ -51,7 +65,7 @@ def run_pipeline(
     returns_loss, returns_outputs = returns
     groups, head = model.cut.groups, stage_of(model.chunks[-1]).model
     trains = optimizer is not None and torch.is_grad_enabled()
-    # An evaluation is this replica's own: others may have fewer batches.
+    # An evaluation is local to this replica: others may have fewer batches.
     replicas = groups.size("dp") if trains else 1
     of_replica = [groups.control(name) for name in ("tp", "cp", "pp") if groups.size(name) > 1]
     with agree.together(world_groups(groups) if trains else of_replica, "the batch of execute_pipeline", ValueError):
@@ -84,7 +98,9 @@ def run_pipeline(
         return MicrobatchLoss(loss)
 
     def loss_of_part(whole: Any, part: dict[str, Any]) -> Any:
-        """The same of the whole model; a sum over labels and their number, where those of all parts count alike."""
+        """Return the full model's loss of a part; or (sum over labels, their number) if the labels of all parts count
+        alike.
+        """
         output = whole(**{name: value for name, value in part.items() if name != NUM_ITEMS})
         loss = output.loss if criterion is None else criterion(output, part)
         count = None if total is None else count_labels(whole, part)

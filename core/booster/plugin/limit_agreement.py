@@ -1,4 +1,4 @@
-"""Limits that each rank passes alone, for a gradient of which each holds a part."""
+"""Agreement on limits that each rank passes separately, for a gradient of which each rank holds a part."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from core.groups import agree
 
 
 def check_limit(name: str, value: Any, check: Callable[[Any], None], groups: Sequence[dist.ProcessGroup]) -> None:
-    """`check(value)`, which raises ValueError, and the same value on all ranks; else ValueError on all. Collective.
+    """Check a limit on every rank, and that all ranks pass the same value. Collective.
 
-    What cannot be compared (a complex tensor, a huge int) raises its own error here, and ValueError elsewhere.
-    groups: one after the other they join all ranks that hold a part.
+    Args:
+        name: Name of the limit.
+        value: The limit.
+        check: Function that raises ValueError for an invalid value.
+        groups: Groups that together join all ranks that hold a part of the gradient.
+
+    Raises:
+        ValueError: On all ranks, if a value is invalid or differs. A value that cannot be compared (a complex tensor, a
+            huge int) raises its own error on its rank.
     """
     failure: Exception | None = None
     table: list[str] = []
     try:
         check(value)
         table = [f"{name} = {float(value)}"]
-    except Exception as error:  # of any kind: the others are on their way to the comparison
+    except Exception as error:  # any error: the other ranks are on their way to the comparison
         failure = error
     advice = "Each holds a part of one gradient: pass the same on all of them. Nothing was changed"
     agree.same((("the gradient's parts", group, table) for group in groups), failure, kind=ValueError, advice=advice)

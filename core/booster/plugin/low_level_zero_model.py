@@ -1,4 +1,4 @@
-"""LowLevelZeroModel: a model as LowLevelZeroPlugin returns it; casts inputs, and keeps the plain module at hand."""
+"""LowLevelZeroModel: the model that LowLevelZeroPlugin returns, with casts of inputs and access to the plain module."""
 
 from __future__ import annotations
 
@@ -26,16 +26,22 @@ if TYPE_CHECKING:
 
 
 class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
-    """`module` is the engine's wrapper, or the plain module where there is no optimizer.
+    """Boosted model of a ZeRO plugin.
 
-    cut: the model's parts, of which `chunks` are the wrappers: one, which `module` is, or the stages of a pipeline on
-    this rank, of which `module` is a list. cast_to: what floating inputs become, wherever they lie in arguments; None
-    leaves them. outputs_fp32: True if floating outputs of the forward become fp32, wherever they are in its result.
-    loss_groups: groups over whose 'dp' the loss that a transformers model computes of `labels` is the mean over all
-    labels, if there is an optimizer and gradients are recorded, by a small collective; None for the rank's own loss.
+    `module` is the engine's wrapper (the plain module without an optimizer), or a list of this rank's pipeline stages.
+
+    Args:
+        cut: This rank's parts of the model.
+        chunks: Wrappers of the parts: one, or one per pipeline stage of this rank.
+        cast_to: Dtype that floating-point tensors in the arguments are cast to, at any depth; None to leave them.
+        engine: The sharded optimizer, or None.
+        outputs_fp32: True to cast floating-point tensors in the forward's result to fp32, at any depth.
+        loss_groups: Groups whose 'dp' ranks share one mean over labels: the loss that a transformers model computes
+            from `labels` is then the mean over all their labels. This needs a small collective, and applies if there is
+            an optimizer and gradients are recorded. None for the rank's own loss.
     """
 
-    losses_are_local = False  # True: a loss of given num_items_in_batch is of this rank's rows, as under torch's DDP
+    losses_are_local = False  # True: with num_items_in_batch the loss is over this rank's rows, as under torch's DDP
 
     def __init__(
         self,
@@ -56,38 +62,43 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         self.loss_groups = loss_groups
 
     def parts(self) -> list[Any]:
-        """The plain modules of this rank's chunks."""
+        """Return the plain modules of this rank's chunks."""
         return list(self.cut.parts)
 
     def unwrap(self) -> nn.Module:
-        """The user's own module; this rank's first stage of it, where there are several."""
+        """Return the user's own module, or this rank's first stage of it."""
         part: nn.Module = self.cut.parts[0]
         return part
 
     @property
     def wrapped(self) -> list[DistributedDataParallel]:
-        """The engine's wrappers of this rank's chunks; none where there is no optimizer."""
+        """The engine's wrappers of this rank's chunks; empty without an optimizer."""
         return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
 
     @property
     def memstats(self) -> MemStats | None:
-        """Statistics of the first step under GeminiPlugin's placement_policy='auto', for the next run; else None."""
+        """Statistics of the first step under GeminiPlugin's placement_policy='auto', for the next run; or None."""
         return next((chunk.memstats for chunk in self.wrapped), None)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have whole parameters where they are sharded, on all ranks: to evaluate, read or write them. Collective."""
+        """Gather sharded parameters on all ranks within a block, to evaluate, read or write them. Collective."""
         with all_of(chunk.gathered() for chunk in self.wrapped):
             yield
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, whole values can be copied into parameters. All ranks enter and leave it together."""
+        """Allow full values to be copied into parameters within a block. All ranks must enter and leave it together."""
         with all_of(chunk.engine.params.loading() for chunk in self.wrapped):
             yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's forward, with inputs and outputs cast, and with the loss over all data ranks' labels.
+
+        Args:
+            *args: Arguments of the module.
+            **kwargs: Arguments of the module.
+        """
         count = total = None
         is_local = self.losses_are_local and kwargs.get(NUM_ITEMS) is not None
         if self.takes_mean_over_labels and torch.is_grad_enabled() and not is_local:
@@ -105,12 +116,12 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
 
     @property
     def takes_mean_over_labels(self) -> bool:
-        """True if the loss that a forward computes of labels is the mean over those of all data ranks."""
+        """True if the loss that a forward computes from labels is the mean over all data ranks' labels."""
         return self.loss_groups is not None and self.engine is not None
 
     @cached_property
     def _positional(self) -> list[str]:
-        """Names of the arguments of the model's forward."""
+        """Names of the positional arguments of the model's forward."""
         return list(inspect.signature(type(self.unwrap()).forward).parameters)[1:]
 
     def _with_loss_of_batch(self, output: Any, count: torch.Tensor, total: torch.Tensor | None) -> Any:
@@ -125,7 +136,7 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         return output
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call a transformers model's own `generate`. Sharded parameters are whole during it, on each rank."""
+        """Call a transformers model's own `generate`. Sharded parameters are gathered on each rank during it."""
         if self.cast_to is not None:
             args, kwargs = tree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         with self.gathered():
@@ -136,17 +147,17 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds to this rank's gradients without reducing them."""
+        """Let backward add to this rank's gradients without reducing them, within a block."""
         with all_of(chunk.no_sync() for chunk in self.wrapped):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, as the optimizer's `zero_grad` does. Collective where a reduction has begun."""
+        """Drop all gradients, as the optimizer's `zero_grad` does. Collective if a reduction has begun."""
         for chunk in self.chunks:
             chunk.zero_grad(set_to_none)
 
     def update_master_params(self) -> None:
-        """Take master weights from parameters that were written from outside."""
+        """Copy parameters that were written from outside to the master weights."""
         if self.engine is not None:
             self.engine.reload_model_params()
 

@@ -1,4 +1,4 @@
-"""LowLevelZeroOptimizer: what a loop calls of a sharded optimizer. The engine reduces, measures and steps."""
+"""LowLevelZeroOptimizer: the optimizer interface of a training loop, over the engine's sharded optimizer."""
 
 from __future__ import annotations
 
@@ -35,16 +35,23 @@ from core.optimizer.step.scaled_backward import scaled_backward
 
 
 class LowLevelZeroOptimizer(OptimizerWrapper):
-    """`optim` is the user's torch optimizer, whose groups list this rank's master weights now.
+    """Boosted optimizer of a ZeRO plugin.
 
-    A step: gradients become whole (once, at the first call that needs them), are measured, and applied. Every rank
-    calls `step`, `zero_grad`, clipping and norms alike.
+    In a step, gradients are reduced (once, at the first call that needs them), measured, and applied. State is numbered
+    and named by the full model's parameters, so that it fits any layout. Collective: every rank must call `step`,
+    `zero_grad`, clipping and norms alike.
 
-    cut: the model. whole_groups: for each group of the user's optimizer the names of its parameters in the whole model.
-    State is numbered and named by them, so that it fits any layout.
+    Args:
+        optim: The user's torch optimizer, whose groups now list this rank's master weights.
+        engine: The sharded optimizer.
+        chunks: The engine's wrappers of the model.
+        max_norm: The plugin's limit of the gradient norm; 0 for no clipping.
+        cut: This rank's parts of the model.
+        whole_groups: Names in the full model of the parameters in each group of the user's optimizer.
+        verbose: True to print each step.
     """
 
-    clips_whole_gradient = True  # for wrappers around this one: its clipping knows the other ranks' parts
+    clips_whole_gradient = True  # for wrappers around this one: its clipping includes the other ranks' parts
 
     def __init__(
         self,
@@ -68,29 +75,29 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self.name_of_number = list(itertools.chain.from_iterable(whole_groups))
         number_of = {name: number for number, name in enumerate(self.name_of_number)}
         mine = itertools.chain.from_iterable(engine.user_params)
-        self.numbers = [number_of[self.param_names[param]] for param in mine]  # of each parameter here
+        self.numbers = [number_of[self.param_names[param]] for param in mine]  # number of each parameter here
         self.place_here = {number: place for place, number in enumerate(self.numbers)}
         self.max_norm = max_norm
         self.verbose = verbose
-        self.found_inf = False  # in the gradients of the last step
+        self.found_inf = False  # True if the last step's gradients overflowed
         self._measured = False  # see `_ready`
-        self._clip_once: float | None = None  # in place of max_norm, in this step
-        self._is_bounded = False  # True once values were clipped after a norm, in this step
-        self._stepped_at = -1  # steps that had been finalized when the last one was made
+        self._clip_once: float | None = None  # replaces max_norm in this step
+        self._is_bounded = False  # True if values were clipped after a norm in this step
+        self._stepped_at = -1  # number of finalized steps when the last step was made
 
     @property
     def _together(self) -> list[dist.ProcessGroup]:
-        """The ranks that hold parts of one gradient, for a few numbers."""
+        """Groups of the ranks that hold parts of one gradient, for exchanging a few numbers."""
         groups = self.model.groups
         return [groups.control("dp_cp"), *(groups.require(name) for name in ("tp", "pp") if groups.size(name) > 1)]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The model's parameters, in the order of the groups that the optimizer was made with."""
+        """Parameters of the model, in the order of the groups that the optimizer was created with."""
         return [param for params in self.engine.user_params for param in params]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: parameters have their place in buffers by now."""
+        """Raise RuntimeError: the buffers are laid out, so parameters cannot be added."""
         raise RuntimeError(
             "add_param_group came after boost, when the optimizer's shards are laid out already; add the group to the "
             "torch optimizer before boost"
@@ -100,22 +107,32 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
     @property
     def _ready(self) -> bool:
-        """True if this step's gradients are whole and measured, and none were dropped since."""
+        """True if this step's gradients are reduced and measured, and none were dropped since."""
         return self._measured and not any(chunk.reducer.open for chunk in self.chunks)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Drop all gradients; a new step begins. Collective where a reduction has begun."""
+        """Drop all gradients and begin a new step. Collective if a reduction has begun."""
         self.engine.zero_grad()
         self._begin()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds to this rank's gradients without reducing them."""
+        """Let backward add to this rank's gradients without reducing them, within a block."""
         with all_of(chunk.no_sync() for chunk in self.chunks):
             yield
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
-        """Accumulate the gradient of the loss, and reduce it unless within `no_sync`."""
+        """Accumulate the gradient of the loss, and reduce it unless within `no_sync`.
+
+        Args:
+            loss: The loss, without the loss scale.
+            inputs: As in torch.Tensor.backward.
+            retain_graph: As in torch.Tensor.backward.
+            **kwargs: As in torch.Tensor.backward.
+
+        Raises:
+            RuntimeError: If this step's gradients are reduced already.
+        """
         self._expect_open("backward")
         scaled = loss if self.scaler is None else self.scale_loss(loss)
         scaled.backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
@@ -123,13 +140,20 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
-        """Continue with a gradient from elsewhere, which carries the loss scale already."""
+        """Continue a backward from a gradient that already has the loss scale.
+
+        Args:
+            tensor: Tensor of the graph.
+            grad: Its gradient.
+            inputs: As in torch.autograd.backward.
+            retain_graph: As in torch.autograd.backward.
+        """
         self._expect_open("backward_by_grad")
         with scaled_backward(self.scaler):
             torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def unscale_grad(self) -> None:
-        """Nothing is to be done: the scale is taken out when the gradient is used."""
+        """Do nothing: the scale is divided out when the gradient is used."""
         if self.scaler is None:
             super().unscale_grad()
 
@@ -138,18 +162,18 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     ) -> torch.Tensor:
         """Clip this step's gradient to `max_norm` instead of the plugin's limit. Collective.
 
-        Calls of one step act in their order, as with torch's functions.
+        Several calls in one step act in their order, as with torch's functions.
 
         Args:
-            max_norm: The largest norm; a number above 0, the same on all ranks.
-            norm_type: The plugin's, which says what is measured.
-            error_if_nonfinite: True to raise for a norm that is not finite.
+            max_norm: The largest norm; above 0, and equal on all ranks.
+            norm_type: The plugin's norm_type, or None. It cannot be changed here.
+            error_if_nonfinite: True to raise if the norm is not finite.
 
         Returns:
-            The norm before this call, of the unscaled gradient.
+            The norm of the unscaled gradient before this call.
 
         Raises:
-            ValueError: On every rank, for a `max_norm` that is not positive or differs between ranks.
+            ValueError: On every rank, if `max_norm` is not positive or differs between ranks.
             RuntimeError: If a norm and then values were clipped in this step already.
         """
         check_limit("max_norm", max_norm, check_max_norm, self._together)
@@ -174,13 +198,18 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         return torch.tensor(before, dtype=torch.float64, device="cpu")
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Bound each element of this step's unscaled gradient to [-clip_value, clip_value]. Collective.
+        """Clamp each element of this step's unscaled gradient to [-clip_value, clip_value]. Collective.
 
-        Calls of one step act in their order, as with torch's functions. The step's own limit, `max_norm` of the plugin,
-        comes last. `get_grad_norm` answers for the bounded gradient, unless a norm was clipped before.
+        Several calls in one step act in their order, as with torch's functions. The plugin's limit `max_norm` is
+        applied last. `get_grad_norm` returns the clamped gradient's norm, unless a norm was clipped before.
+
+        Args:
+            clip_value: Largest magnitude of an element; above 0, and equal on all ranks.
+            *args: Ignored.
+            **kwargs: Ignored.
 
         Raises:
-            ValueError: On every rank, for a `clip_value` that is not positive or differs between ranks.
+            ValueError: On every rank, if `clip_value` is not positive or differs between ranks.
         """
         check_limit("clip_value", clip_value, check_clip_value, self._together)
         self._make_ready()
@@ -196,13 +225,25 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     def get_param_grad(self, param: nn.Parameter) -> torch.Tensor:
         """Return a parameter's full, reduced, unscaled gradient, clipped if this step has clipped it.
 
-        Its `.grad` is empty after the reduction. Collective; after the last backward and before `step`.
+        The parameter's `.grad` is empty after the reduction. Call this after the last backward and before `step`.
+        Collective.
+
+        Args:
+            param: A parameter of the model.
         """
         self._make_ready()
         return self.engine.whole_gradient(param, self._clip_once or 0.0)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Update the parameters, unless a gradient overflowed on some rank: then nothing changes on any. Collective."""
+        """Update the parameters, or skip the step on all ranks if a gradient of any rank overflowed. Collective.
+
+        Args:
+            *args: Must be None.
+            **kwargs: Must be None.
+
+        Raises:
+            TypeError: If there is a closure.
+        """
         if any(argument is not None for argument in (*args, *kwargs.values())):
             raise TypeError("step() takes no closure: its backward would come after the gradients were reduced")
         self._make_ready()
@@ -216,22 +257,22 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self._begin()
 
     def sync_grad(self) -> None:
-        """Reduce this step's gradients now, for a gradient handler; a second call does nothing. Collective."""
+        """Reduce this step's gradients now, for a gradient handler. Idempotent. Collective."""
         self._make_ready()
 
     def _make_ready(self) -> None:
-        """Once a step: reduce what backward has not, and measure."""
+        """Reduce remaining gradients and measure them, once per step."""
         if self._ready:
             return
-        if self._measured:  # of gradients that the model's zero_grad has dropped
+        if self._measured:  # the model's zero_grad has dropped the measured gradients
             self._begin()
         reducers = [chunk.reducer for chunk in self.chunks]
-        # Of reducers, because a stage on which nothing is trained has no bucket.
+        # Asks reducers, because a stage without trained parameters has no bucket.
         done = all(reducer.state not in (*OPEN, StepState.REDUCED) for reducer in reducers)
         stepped = self._finalized() == self._stepped_at
         # Other code, such as a gradient accumulation wrapper, may have finalized; a step was not made since then.
         if not done or stepped:
-            # A reducer without buckets cannot see that gradients were dropped, so only a forward says it.
+            # A reducer without buckets cannot detect dropped gradients, so only a forward marks a new step.
             asked = [r for r in reducers if r.buckets or r.state is StepState.AWAITED]
             if done and not any(reducer.has_new_step for reducer in asked):
                 raise SyncError(
@@ -244,7 +285,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self._measured = True
 
     def _finalized(self) -> int:
-        """Steps whose gradients have been made whole so far."""
+        """Return the number of steps whose gradients have been reduced so far."""
         return sum(chunk.reducer.steps for chunk in self.chunks)
 
     def _begin(self) -> None:
@@ -264,16 +305,16 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     # -- state, in the form of the whole model ------------------------------------------------------------------------
 
     def packed_groups(self) -> list[dict[str, Any]]:
-        """The groups with numbers and names of all of the whole model's parameters."""
+        """Return the groups with numbers and names of all parameters of the full model."""
         return packed_groups(self.engine.param_groups, self.whole_groups)
 
     def whole_states(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(number, state) of each parameter of the whole model. Collective: every rank exhausts it."""
+        """Yield (number, state) of each parameter of the full model. Collective: every rank must exhaust it."""
         joined = ((self.numbers[place], self._joined(place, state)) for place, state in whole_states(self.engine))
         yield from of_all_stages(joined, self.cut.groups.pp)
 
     def _joined(self, place: int, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of a whole parameter from those of its slices. Collective over the groups that it is cut over."""
+        """Join the state of a full parameter from its slices. Collective over the groups that split it."""
         name = self.name_of_number[self.numbers[place]]
         return {
             key: self.cut.whole_of(name, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
@@ -281,7 +322,12 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         }
 
     def place(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of a whole parameter's state; nothing of a parameter that lies elsewhere."""
+        """Return this rank's part of a full parameter's state; empty for a parameter of another stage.
+
+        Args:
+            number: Number of the parameter in the full model.
+            state: Its full state in torch's format.
+        """
         place = self.place_here.get(number)
         if place is None:
             return {}
@@ -293,20 +339,29 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         return own_part(self.engine, place, sliced)
 
     def load_states(self, groups: Sequence[Mapping[str, Any]], states: Mapping[int, dict[str, Any]]) -> None:
-        """Take over parts that `place` has given."""
+        """Load parts that `place` returned.
+
+        Args:
+            groups: Saved groups.
+            states: Parts by the parameter's number in the full model.
+        """
         load_parts(self.engine, {self.place_here[n]: state for n, state in states.items() if n in self.place_here})
         update_groups(self.engine, groups)
 
     def inner_state(self) -> dict[str, Any]:
-        """The whole model's state in torch's format, on every rank, in host memory, with masters. Collective.
+        """Return the full model's state in torch's format, with masters, in host memory on every rank. Collective.
 
-        For one that does not fit on a rank: Booster.save_optimizer(shard=True).
+        Use Booster.save_optimizer(shard=True) for a state that does not fit on a rank.
         """
         states = {number: on_host(state) for number, state in self.whole_states()}
         return {"state": states, "param_groups": plain_numbers(self.packed_groups())}
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `inner_state` of any layout, or a torch optimizer's over the whole model, was called."""
+        """Load the state of `inner_state` in any layout, or of a torch optimizer over the full model.
+
+        Args:
+            state_dict: The state.
+        """
         numbers = match_groups(state_dict["param_groups"], self.packed_groups())
         found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}
         self.load_states(state_dict["param_groups"], {number: self.place(number, s) for number, s in found.items()})

@@ -35,7 +35,7 @@ class LowLevelZeroPlugin(ZeroPluginBase):
     `core.parallel_state.initialize_model_parallel`, if that was called. Raises ValueError for what cannot work.
     """
 
-    takes_mean_over_labels = False  # a forward is a rank's own: others may run fewer
+    takes_mean_over_labels = False  # forwards are local to a rank: others may run fewer
 
     def __init__(
         self,
@@ -116,7 +116,11 @@ class LowLevelZeroPlugin(ZeroPluginBase):
     def add_lora_params_to_optimizer(self, model: nn.Module, optimizer: Any) -> None:
         """Add a peft model's adapters that the optimizer lacks, each to the group of the weight that it adapts.
 
-        `boost` does so too. An adapter of a weight that the optimizer does not have is left out, with a warning.
+        `boost` does so too. An adapter whose weight is not in the optimizer is left out, with a warning.
+
+        Args:
+            model: The peft model.
+            optimizer: The torch optimizer, changed in place.
         """
         add_adapters(model, optimizer)
 

@@ -1,6 +1,6 @@
 """Attributes of plugins that ColossalAI's programs read: groups, sizes, the mesh of ranks, the stage, the shard config.
 
-Groups are made at `boost`, at `prepare_dataloader`, or when one is first read: all ranks must do that together.
+Groups are created at `boost`, at `prepare_dataloader`, or when one is first read. All ranks must do that together.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from core.groups.process_groups import ProcessGroups
 
 @dataclass(frozen=True)
 class PluginShardConfig:
-    """Split of models by a plugin, with the names of ColossalAI's ShardConfig. Read-only: the plugin's arguments
-    decide. sequence_parallel_process_group, pipeline_stage_manager: None where nothing is split so.
+    """Split of models by a plugin, with the names of ColossalAI's ShardConfig. Read-only: the plugin's arguments set
+    it.
+
+    sequence_parallel_process_group and pipeline_stage_manager are None if sequences or stages are not split.
     """
 
     tensor_parallel_process_group: ProcessGroup | None
@@ -40,7 +42,14 @@ class PluginShardConfig:
 
     @classmethod
     def of(cls, given: dict[str, Any], tp_group: ProcessGroup | None, tp_size: int, **more: Any) -> PluginShardConfig:
-        """From a plugin's arguments by name, and what follows from them."""
+        """Create the config from a plugin's arguments.
+
+        Args:
+            given: The plugin's arguments by name.
+            tp_group: The tensor-parallel group, or None.
+            tp_size: Number of tensor-parallel ranks.
+            **more: Values of further fields.
+        """
         known = {field.name: given[field.name] for field in fields(cls) if field.name in given}
         absent = {"sequence_parallel_process_group": None, "pipeline_stage_manager": None}
         sizes = {"tensor_parallel_size": tp_size, "enable_tensor_parallelism": tp_size > 1}
@@ -49,9 +58,12 @@ class PluginShardConfig:
 
 @dataclass(frozen=True)
 class StageManager:
-    """Place of a rank in its pipeline, with the names of ColossalAI's PipelineStageManager.
+    """Position of a rank in its pipeline, with the names of ColossalAI's PipelineStageManager.
 
-    stage: this rank's place among num_stages ranks. The model's last layers are on rank `last`.
+    Args:
+        stage: Index of this rank in the pipeline.
+        num_stages: Number of ranks in the pipeline.
+        last: Index of the rank with the model's last layers.
     """
 
     stage: int
@@ -59,26 +71,33 @@ class StageManager:
     last: int
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
-        """True on the rank with the model's first layers. ignore_chunk: has no part, that rank is always the first."""
+        """Return True on the rank with the model's first layers.
+
+        Args:
+            ignore_chunk: No effect: that rank is always the first.
+        """
         return self.stage == 0
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:
-        """True on the rank with the model's last layers. ignore_chunk: True for the last rank of the pipeline, which
-        under pp_style='zbv' is another one.
+        """Return True on the rank with the model's last layers.
+
+        Args:
+            ignore_chunk: True to return True on the last rank of the pipeline instead, which differs under
+                pp_style='zbv'.
         """
         return self.stage == (self.num_stages - 1 if ignore_chunk else self.last)
 
     def is_first_device(self) -> bool:
-        """True on the first rank of the pipeline."""
+        """Return True on the first rank of the pipeline."""
         return self.is_first_stage(ignore_chunk=True)
 
     def is_last_device(self) -> bool:
-        """True on the last rank of the pipeline."""
+        """Return True on the last rank of the pipeline."""
         return self.is_last_stage(ignore_chunk=True)
 
 
 class MeshAttributes(ABC):
-    """Properties of a plugin that splits a model over tp_size x sp_size x pp_size ranks. Mixin of HybridParallelPlugin.
+    """Mixin of HybridParallelPlugin with the properties of a split over tp_size x sp_size x pp_size ranks.
 
     As in ColossalAI, `stage_manager` is None without stages. `pg_mesh` has the axes `dp_axis`, `pp_axis`, `sp_axis` and
     `tp_axis`; tensor-parallel ranks are always neighbours.
@@ -96,57 +115,57 @@ class MeshAttributes(ABC):
 
     @abstractmethod
     def groups(self) -> ProcessGroups:
-        """The process groups. Collective at the first call."""
+        """Return the process groups. Collective at the first call."""
 
     @property
     def dp_size(self) -> int:
-        """Replicas of the model."""
+        """Number of replicas of the model."""
         return self.world_size // (self.tp_size * self.pp_size * self.sp_size)
 
     @property
     def dp_group(self) -> ProcessGroup:
-        """The ranks that hold the same slices of the same layers, and train on other data."""
+        """Ranks that hold the same slices of the same layers, and train on different data."""
         return self.groups().require("dp")
 
     @property
     def tp_group(self) -> ProcessGroup:
-        """The tensor-parallel ranks."""
+        """Tensor-parallel ranks."""
         return self.groups().require("tp")
 
     @property
     def pp_group(self) -> ProcessGroup:
-        """The ranks of this rank's pipeline, first stage first."""
+        """Ranks of this rank's pipeline, first stage first."""
         return self.groups().require("pp")
 
     @property
     def sp_group(self) -> ProcessGroup:
-        """The ranks that a sequence is cut over; of one rank where it is not cut."""
+        """Ranks that a sequence is split over; a group of one rank if it is not split."""
         has_own_ranks = self.sequence_parallel is None or self.sp_size > 1
         return self.groups().require("cp" if has_own_ranks else "tp")
 
     @property
     def dp_axis(self) -> int:
-        """Of `pg_mesh`."""
+        """Data-parallel axis of `pg_mesh`."""
         return 0 if self.dp_outside else 1
 
     @property
     def pp_axis(self) -> int:
-        """Of `pg_mesh`."""
+        """Pipeline axis of `pg_mesh`."""
         return 1 - self.dp_axis
 
     @property
     def tp_axis(self) -> int:
-        """Of `pg_mesh`."""
+        """Tensor-parallel axis of `pg_mesh`."""
         return 2 if self.sp_size == 1 else 3
 
     @property
     def sp_axis(self) -> int:
-        """Of `pg_mesh`."""
+        """Sequence-parallel axis of `pg_mesh`."""
         return 5 - self.tp_axis
 
     @property
     def pg_mesh(self) -> ProcessGroupMesh:
-        """The world as a grid, with this plugin's groups along its axes."""
+        """Grid of all ranks, with this plugin's groups along its axes."""
         if self._mesh is None:
             sizes = {self.dp_axis: self.dp_size, self.pp_axis: self.pp_size}
             sizes |= {self.tp_axis: self.tp_size, self.sp_axis: self.sp_size}
@@ -157,14 +176,14 @@ class MeshAttributes(ABC):
 
     @property
     def stage_manager(self) -> StageManager | None:
-        """This rank's place in its pipeline; None without one."""
+        """Position of this rank in its pipeline; None without a pipeline."""
         if self.pp_size == 1:
             return None
         return StageManager(self.groups().rank("pp"), self.pp_size, 0 if self.pp_style == "zbv" else self.pp_size - 1)
 
     @property
     def shard_config(self) -> PluginShardConfig:
-        """Splitting of models."""
+        """Configuration of the model's split."""
         more = {"pipeline_stage_manager": self.stage_manager, "sequence_parallelism_mode": self.sequence_parallel}
         return PluginShardConfig.of(
             self._given, self.tp_group, self.tp_size, sequence_parallel_process_group=self.sp_group, **more

@@ -1,4 +1,4 @@
-"""Microbatches of a pipeline's batch, and the outputs of all microbatches together."""
+"""Microbatches of a pipeline's batch, and the joined outputs of all microbatches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,23 @@ import torch
 def microbatches_of(
     batch: Mapping[str, Any], count: int | None, size: int | None, *, main: str = "input_ids", config: Any = None
 ) -> list[dict[str, Any]]:
-    """A batch in `count` equal parts along its first dimension, or in parts of `size` rows where no count is given.
-    Values that are no tensors go to all. main: the name of the model's main input. config: of the model; images and
-    films that come as patches with their grids go with the rows whose tokens mark them.
+    """Split a batch along its first dimension.
+
+    Values that are not tensors go to every part.
+
+    Args:
+        batch: The batch: the model's arguments by name.
+        count: Number of parts; None to use `size`.
+        size: Rows of a part, if `count` is None.
+        main: Name of the model's main input.
+        config: Config of the model. Patches of images and videos, and their grids, go to the part whose tokens mark
+            them.
+
+    Returns:
+        The parts.
+
+    Raises:
+        ValueError: If the main input is missing, or the batch does not divide into equal parts.
     """
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
     if main not in tensors:
@@ -40,7 +54,7 @@ def microbatches_of(
 
 
 def _patches_of(batch: Mapping[str, Any], config: Any, rows: int) -> dict[str, Any]:
-    """Patches and grids of each `rows` rows; nothing for a batch without grids. A part without images has None."""
+    """Return the patches and grids for each part of `rows` rows, None for parts without images; {} without grids."""
     found: dict[str, Any] = {}
     for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         grids, values = batch.get(f"{kind}_grid_thw"), batch.get(pixels)
@@ -70,7 +84,11 @@ def _patches_of(batch: Mapping[str, Any], config: Any, rows: int) -> dict[str, A
 
 
 def joined_outputs(outputs: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The batch's outputs: rows one after another, numbers as their mean."""
+    """Join the outputs of all microbatches: rows are concatenated, and scalars are averaged.
+
+    Args:
+        outputs: Output tensors of each microbatch by name.
+    """
     joined = {}
     for name, first in outputs[0].items():
         values = [output[name] for output in outputs]

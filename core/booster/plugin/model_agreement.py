@@ -1,4 +1,4 @@
-"""Ranks must hold one model before any of them cuts its shards."""
+"""Check that all ranks hold the same model before it is sharded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from core.groups import agree
 
 
 def agree_on_model(model: nn.Module, group: dist.ProcessGroup, plugin: str, *, warn_of_values: bool) -> None:
-    """Raise ValueError on every rank of a group where names, shapes or dtypes differ. Collective.
+    """Check that names, shapes and dtypes of parameters are equal on all ranks of a group. Collective.
 
-    warn_of_values: warn where values differ: shards of different models do not make one model.
+    Args:
+        model: The model.
+        group: The group.
+        plugin: Name of the plugin, for messages.
+        warn_of_values: True to warn if values differ, because shards of different models do not form one model.
+
+    Raises:
+        ValueError: On every rank, if they differ.
     """
     params = dict(model.named_parameters())
     table = [f"{name!r} {list(param.shape)} {param.dtype}" for name, param in params.items()]
@@ -35,5 +42,5 @@ def agree_on_model(model: nn.Module, group: dist.ProcessGroup, plugin: str, *, w
 
 
 def _total(param: torch.Tensor) -> float | None:
-    """The sum of a parameter's elements; None on the meta device."""
+    """Return the sum of a parameter's elements; None on the meta device."""
     return None if param.is_meta else float(param.detach().sum(dtype=torch.float64))

@@ -1,7 +1,7 @@
-"""OneBackward: gradients that torch's DistributedDataParallel would leave local without a word.
+"""OneBackward: refusal of gradients that torch's DistributedDataParallel would silently leave local.
 
 torch's reducer expects one gradient of each parameter after each forward. Gradients of a later backward are added to
-`.grad` on each rank alone, and so are those of a parameter that was frozen or absent when the model was wrapped.
+`.grad` on each rank separately, as are those of a parameter that was frozen or absent when the model was wrapped.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from core.distributed.buffer.grad_placeholder import tensors_in
 
 
 class OneBackward:
-    """Refuses gradients that torch's wrapper does not reduce, from any kind of backward call.
+    """Check for gradients that torch's wrapper does not reduce, from any kind of backward call.
 
-    A parameter may get gradients in one backward after each forward outside of `no_sync`. A backward that does not
-    begin at outputs is let through: a penalty on the parameters themselves has equal gradients on all ranks.
+    Outside `no_sync`, a parameter may get gradients in one backward after each forward. A backward that does not start
+    at outputs is accepted: a penalty on the parameters themselves has equal gradients on all ranks.
 
     Args:
         ddp: The wrapper, on which no forward has run yet.
@@ -31,11 +31,11 @@ class OneBackward:
         named = dict(ddp.module.named_parameters())
         ignored = ddp.parameters_to_ignore
         self.known = {param for name, param in named.items() if param.requires_grad or name in ignored}
-        self.expects = False  # True after a forward outside of no_sync: torch reduces what comes next
+        self.expects = False  # True after a forward outside of no_sync: torch reduces the next gradients
         self.backward = 0  # number of the last backward
         self.runs = False  # True while it runs
-        self.through_outputs = False  # True if it has passed through an output of a forward
-        self.first: dict[str, int] = {}  # by parameter: the backward of its first gradient since the forward
+        self.through_outputs = False  # True if that backward has passed through an output of a forward
+        self.first: dict[str, int] = {}  # parameter's name -> backward of its first gradient since the forward
         for name, param in named.items():
             if param.requires_grad and name not in ignored:
                 param.register_post_accumulate_grad_hook(partial(self._arrive, name))

@@ -1,4 +1,4 @@
-"""Plugin: what the Booster asks of a way of training. Derive from it to add one."""
+"""Plugin: the interface between the Booster and a way of training. Derive from it to add one."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ Boosted = tuple[nn.Module, Any, Callable[..., Any] | None, Any, Any]
 
 
 class Plugin(ABC):
-    """A way of training: how a model is wrapped, where it lies, how its gradients meet, how it is saved.
+    """Way of training: it decides how a model is wrapped, placed and saved, and how its gradients are reduced.
 
-    Methods without a body must be written. The others answer "no", by the plugin's name, until they are.
+    Abstract methods must be implemented. The others refuse, by the plugin's name, until they are overridden.
     """
 
     @abstractmethod
     def supported_devices(self) -> list[str]:
-        """Device types it runs on: 'cpu', 'cuda', ..."""
+        """Return the device types it runs on: 'cpu', 'cuda', ..."""
 
     @abstractmethod
     def supported_precisions(self) -> list[str]:
-        """Names of precisions it runs in."""
+        """Return the names of precisions it runs in."""
 
     @abstractmethod
     def control_precision(self) -> bool:
-        """Does it decide the precision itself? Then the Booster's `mixed_precision` is ignored, with a warning."""
+        """Return True if it decides the precision. The Booster's `mixed_precision` is then ignored, with a warning."""
 
     @abstractmethod
     def control_device(self) -> bool:
-        """Does it move the model itself? Then the Booster's `device` is ignored, with a warning."""
+        """Return True if it moves the model to its device. The Booster's `device` is then ignored, with a warning."""
 
     @abstractmethod
     def configure(
@@ -49,7 +49,18 @@ class Plugin(ABC):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Wrap what `boost` was given. Returns the same five; what was None stays None. Every rank calls it."""
+        """Wrap the objects of a training loop. Collective: every rank calls it. None stays None.
+
+        Args:
+            model: The plain model.
+            optimizer: A torch optimizer, or None.
+            criterion: The loss function, or None.
+            dataloader: The loop's dataloader, or None.
+            lr_scheduler: A scheduler of the optimizer, or None.
+
+        Returns:
+            (model, optimizer, criterion, dataloader, lr_scheduler)
+        """
 
     @abstractmethod
     def prepare_dataloader(
@@ -64,37 +75,49 @@ class Plugin(ABC):
         distributed_sampler_cls: Any = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """A loader that gives this rank its part of a dataset."""
+        """Create a dataloader over this rank's part of a dataset. See DPPluginBase.prepare_dataloader for the
+        arguments.
+        """
 
     def agree(self, error: Exception | None, model: Any, optimizer: Any) -> None:
-        """Before `configure`, with what `boost` was given: raise where the arguments are refused on this rank.
+        """Check the arguments of `boost` before `configure`, and raise if they are refused on this rank.
 
-        error: what the Booster has found already. A plugin of several ranks raises on all of them, or the others would
-        wait in the collectives of `configure` for a rank that has left.
+        A plugin with several ranks must raise on all of them. Otherwise the others would wait in the collectives of
+        `configure` for a rank that has left.
+
+        Args:
+            error: Error that the Booster has found on this rank, or None.
+            model: The plain model.
+            optimizer: The torch optimizer, or None.
         """
         if error is not None:
             raise error
 
     def control_checkpoint_io(self) -> bool:
-        """Does it save and load itself, with `get_checkpoint_io`? Otherwise plain files are written."""
+        """Return True if it saves and loads with its own `get_checkpoint_io`. Otherwise plain files are written."""
         return False
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        """Checkpoint IO that saves and loads models of this plugin."""
+        """Return the CheckpointIO that saves and loads models of this plugin."""
         from core.booster.checkpoint_io import GeneralCheckpointIO
 
         return GeneralCheckpointIO()
 
     def support_no_sync(self) -> bool:
-        """True if the reduction of gradients can be postponed."""
+        """Return True if the reduction of gradients can be postponed."""
         return False
 
     def no_sync(self, model: nn.Module, optimizer: Any = None) -> AbstractContextManager[None]:
-        """Inside, backward adds to this rank's gradients without reducing them."""
+        """Return a context in which backward adds to this rank's gradients without reducing them.
+
+        Args:
+            model: The boosted model.
+            optimizer: The boosted optimizer.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not support no_sync; accumulate with reductions instead")
 
     def support_lora(self) -> bool:
-        """True if it trains models with LoRA adapters."""
+        """Return True if it trains models with LoRA adapters."""
         return False
 
     def enable_lora(
@@ -104,16 +127,28 @@ class Plugin(ABC):
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
     ) -> nn.Module:
-        """The model with LoRA adapters, new or from a directory. Called before `configure`."""
+        """Add LoRA adapters to a model, new ones or those of a directory. Called before `configure`.
+
+        Args:
+            model: The plain model.
+            pretrained_dir: Directory of saved adapters; None for new ones.
+            lora_config: A peft.LoraConfig.
+            bnb_quantization_config: Not supported by the plugins here.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not support LoRA; use TorchDDPPlugin")
 
     def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
-        """Accumulate the gradient of a loss as the optimizer needs it."""
+        """Accumulate the gradient of a loss as the optimizer needs it.
+
+        Args:
+            loss: The loss.
+            optimizer: The boosted optimizer.
+        """
         optimizer.backward(loss)
 
 
 class PipelinePluginBase(Plugin):
-    """A plugin that runs pipeline schedules."""
+    """Base class of plugins that run pipeline schedules."""
 
     @abstractmethod
     def execute_pipeline(
@@ -125,4 +160,4 @@ class PipelinePluginBase(Plugin):
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Forward and backward of one batch through all stages. Returns {'loss': ..., 'outputs': ...}."""
+        """Run forward and backward of one batch through all stages. See Booster.execute_pipeline for the arguments."""

@@ -1,4 +1,4 @@
-"""TorchDDPPlugin: torch's DistributedDataParallel. Every rank keeps the whole model and averages gradients."""
+"""TorchDDPPlugin: torch's DistributedDataParallel. Every rank keeps the full model, and gradients are averaged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = (
 
 
 class TorchDDPModel(ModelWrapper):
-    """A model in torch's DistributedDataParallel, which is `module`."""
+    """Boosted model; `module` is torch's DistributedDataParallel."""
 
 
 class TorchDDPPlugin(DPPluginBase):
@@ -61,11 +61,11 @@ class TorchDDPPlugin(DPPluginBase):
         self.fp8_communication = fp8_communication
 
     def supported_precisions(self) -> list[str]:
-        """All that the Booster knows."""
+        """Return all precisions that the Booster knows."""
         return ["fp32", "fp16", "fp16_apex", "bf16", "fp8"]
 
     def control_precision(self) -> bool:
-        """The Booster's `mixed_precision` decides."""
+        """Return False: the Booster's `mixed_precision` decides."""
         return False
 
     def configure(
@@ -76,7 +76,7 @@ class TorchDDPPlugin(DPPluginBase):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Move the model, make its batch norms common to all ranks, wrap it."""
+        """Move the model to the device, synchronize its batch norms over ranks, and wrap it. See Plugin.configure."""
         device = self.device()
         in_8_bits = (n for n, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize == 1)
         first = next(in_8_bits, None)
@@ -88,14 +88,14 @@ class TorchDDPPlugin(DPPluginBase):
         model = with_common_batch_norm(model.to(device), self.world_size)
         options = dict(self.ddp_kwargs)
         if options["broadcast_buffers"]:
-            del options["broadcast_buffers"]  # torch's default, and newer versions warn when it is named
+            del options["broadcast_buffers"]  # torch's default; newer versions warn if it is passed
         with warnings.catch_warnings():
-            # The two arguments are the plugin's own, under its users' names.
+            # The plugin's users know the two arguments by these names.
             warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
             warnings.filterwarnings("ignore", message=".*`check_reduction` argument")
             ddp = TorchDDP(model, **options)
         if self.fp8_communication:
-            # torch reads the hook's annotations, and here they are text; a lambda has none.
+            # torch reads the hook's annotations, which are strings here; a lambda has no annotations.
             ddp.register_comm_hook(ddp.process_group, lambda group, bucket: average_in_fp8(group, bucket))
         OneBackward(ddp)
         boosted = TorchDDPModel(ddp)
@@ -105,19 +105,27 @@ class TorchDDPPlugin(DPPluginBase):
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def control_checkpoint_io(self) -> bool:
-        """One rank writes."""
+        """Return True: only one rank writes."""
         return True
 
     def get_checkpoint_io(self) -> TorchDDPCheckpointIO:
-        """One rank writes, all read."""
+        """Return a CheckpointIO in which one rank writes and all ranks read."""
         return TorchDDPCheckpointIO()
 
     def support_no_sync(self) -> bool:
-        """By torch's own no_sync."""
+        """Return True: torch's wrapper has no_sync."""
         return True
 
     def no_sync(self, model: nn.Module, optimizer: Any = None) -> AbstractContextManager[None]:
-        """Inside, forward and backward reduce nothing. The model may have been wrapped further since."""
+        """Return torch's context in which forward and backward reduce nothing.
+
+        Args:
+            model: The boosted model, which may have been wrapped further.
+            optimizer: Ignored.
+
+        Raises:
+            ValueError: If the plugin has not boosted the model.
+        """
         for module in () if model is None else model.modules():
             if isinstance(module, TorchDDP):
                 context: AbstractContextManager[None] = module.no_sync()
@@ -128,9 +136,16 @@ class TorchDDPPlugin(DPPluginBase):
 
 
 def average_in_fp8(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook of torch's DDP: average a bucket of gradients over the wrapper's own group, in 8 bits.
+    """Average a bucket of gradients in 8 bits, as a communication hook of torch's DDP.
 
-    It blocks: collectives started from a future's callback could begin in another order on another rank.
+    It blocks: collectives started from a future's callback could begin in a different order on another rank.
+
+    Args:
+        group: The wrapper's group.
+        bucket: torch's bucket of gradients.
+
+    Returns:
+        A completed future with the averaged gradients.
     """
     gradients = bucket.buffer()
     fp8_all_reduce(gradients, group, mean=True)
@@ -140,7 +155,12 @@ def average_in_fp8(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Futur
 
 
 def with_common_batch_norm(model: nn.Module, world_size: int) -> nn.Module:
-    """Batch norms as SyncBatchNorm, where torch has it (not on CPUs); a warning where ranks keep their own."""
+    """Convert batch norms to SyncBatchNorm. On CPUs, where torch lacks it, warn that ranks keep separate statistics.
+
+    Args:
+        model: The model on its device.
+        world_size: Number of ranks.
+    """
     if not any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         return model
     if next(model.parameters()).device.type == "cpu":

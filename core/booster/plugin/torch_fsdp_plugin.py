@@ -1,4 +1,4 @@
-"""TorchFSDPPlugin: torch's FSDP. Parameters, gradients and optimizer state are split over ranks, by `fully_shard`."""
+"""TorchFSDPPlugin: torch's FSDP2 (`fully_shard`), which shards parameters, gradients and optimizer state over ranks."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from core.watch.waiting import waiting
 
 
 class TorchFSDPModel(ModelWrapper):
-    """A model whose units are sharded; `module` is the user's own module, its parameters are DTensors now."""
+    """Boosted model whose units are sharded; `module` is the user's own module, whose parameters are DTensors."""
 
     _syncs = True
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False while backward keeps full gradients and reduces nothing. torch DDP's switch."""
+        """False while backward keeps full gradients and reduces nothing, as torch DDP's attribute."""
         return self._syncs
 
     @require_backward_grad_sync.setter
@@ -64,15 +64,24 @@ class TorchFSDPModel(ModelWrapper):
                 part.set_requires_gradient_sync(self._syncs, recurse=False)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own `generate`. Each forward gathers, so ranks continue until all texts have ended."""
+        """Call the model's own `generate`. Every forward gathers parameters, so ranks continue until all texts have
+        ended.
+        """
         kwargs.setdefault("synced_gpus", True)
         return super().generate(*args, **kwargs)
 
 
 class FSDPOptimizerWrapper(OptimizerWrapper):
-    """An optimizer over shards: norms, limits and overflows are those of the whole gradient. All are collective.
+    """Optimizer over shards, whose norms, limits and overflow checks cover the full gradient. All of them are
+    collective.
 
-    model: the sharded model. A step, or clipping, raises RuntimeError where FSDP has left a gradient unreduced.
+    A step or a clipping raises RuntimeError if FSDP has left a gradient unreduced.
+
+    Args:
+        optim: The torch optimizer over shards.
+        model: The sharded model.
+        groups: Groups of ranks that shard, and of ranks that replicate.
+        device: Device of the group's collectives.
     """
 
     def __init__(self, optim: Any, model: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -80,35 +89,44 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
         self._model = model
         named = dict(model.named_parameters())
         self._sharded = {name for name, param in named.items() if isinstance(param, DTensor)}
-        self._local = {param for name, param in named.items() if name not in self._sharded}  # of ignored modules
-        self.groups = groups  # of ranks that shard, and of ranks that replicate
+        self._local = {param for name, param in named.items() if name not in self._sharded}  # in ignored modules
+        self.groups = groups  # groups of ranks that shard, and of ranks that replicate
         self.device = device
 
     def clip_grad_by_norm(self, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As OptimizerWrapper's, of the gradients of all ranks.
+        """Clip the norm of all ranks' gradients. See OptimizerWrapper.clip_grad_by_norm. Collective.
 
-        Raises ValueError on every rank where one passes another `max_norm`, or one that is not positive.
+        Raises:
+            ValueError: On every rank, if `max_norm` is not positive or differs between ranks.
         """
         check_limit("max_norm", max_norm, check_max_norm, self.groups)
         self._check_reduced()
         return super().clip_grad_by_norm(max_norm, *args, **kwargs)
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Bound each element of the whole gradient to [-clip_value, clip_value]; ValueError as in clip_grad_by_norm."""
+        """Clamp each element of the gradient to [-clip_value, clip_value]. Collective.
+
+        Raises:
+            ValueError: On every rank, if `clip_value` is not positive or differs between ranks.
+        """
         check_limit("clip_value", clip_value, check_clip_value, self.groups)
         self._check_reduced()
         super().clip_grad_by_value(clip_value, *args, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the shards."""
+        """Update the shards.
+
+        Raises:
+            RuntimeError: If FSDP has left a gradient unreduced.
+        """
         self._check_reduced()
         return super().step(*args, **kwargs)
 
     def _check_reduced(self) -> None:
-        """Raise RuntimeError, by the parameter's name, for a gradient that FSDP has not reduced.
+        """Raise RuntimeError, with the parameter's name, for a gradient that FSDP has not reduced.
 
-        A reentrant checkpoint runs a backward of its own. FSDP takes its end for the last use of the layer, reduces
-        what has come, and keeps no account of uses that come later. A parameter that came after boost is in no unit.
+        A reentrant checkpoint runs a separate backward. FSDP takes its end for the last use of the layer, reduces the
+        gradients so far, and does not track later uses. A parameter added after boost belongs to no unit.
         """
         for name, param in self._model.named_parameters():
             if param.grad is None or isinstance(param, DTensor) or param in self._local:
@@ -126,7 +144,11 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
             )
 
     def agree_on_overflow(self, found: bool) -> bool:
-        """True if any rank found inf or NaN in its shard."""
+        """Return True if any rank found inf or NaN in its shard. Collective.
+
+        Args:
+            found: True if this rank found one.
+        """
         return agree.any(found, self.groups, "an overflow")
 
 
@@ -213,11 +235,13 @@ class TorchFSDPPlugin(DPPluginBase):
             raise ValueError("loss_scaler is for fp16: give mixed_precision=MixedPrecision(param_dtype=torch.float16)")
 
     def supported_precisions(self) -> list[str]:
-        """By `mixed_precision` of the plugin: fp32, fp16, bf16; fp8 and autocast by the Booster's."""
+        """Return precisions: the plugin's `mixed_precision` gives fp32, fp16 and bf16, the Booster's gives fp8 and
+        autocast.
+        """
         return ["fp32", "fp16", "bf16", "fp8"]
 
     def control_precision(self) -> bool:
-        """The plugin's `mixed_precision` decides where it is given, else the Booster's."""
+        """Return True if the plugin has a `mixed_precision`; otherwise the Booster's decides."""
         return self.mixed_precision is not None
 
     def configure(
@@ -228,7 +252,9 @@ class TorchFSDPPlugin(DPPluginBase):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Shard the model, and let the optimizer's groups hold the shards, with their state and options."""
+        """Shard the model, and put the shards into the optimizer's groups, with their state and options. See
+        Plugin.configure.
+        """
         device = self.device()
         ignored = {inner for module in self.ignored_modules for inner in module.modules()}
         units = units_of(model, self.auto_wrap_policy, self.mixed_precision, ignored)
@@ -261,7 +287,7 @@ class TorchFSDPPlugin(DPPluginBase):
     def _prepare(
         self, unit: Unit, borders: set[nn.Module], mesh: DeviceMesh, device: torch.device, kept: Collection[str]
     ) -> None:
-        """Give a unit's own tensors memory on the device, rank 0's values and their dtype. kept: names not cast."""
+        """Move a unit's own tensors to the device, with rank 0's values and their dtype. `kept` names are not cast."""
         for path, module in own_modules(unit.module, borders, f"{unit.name}."):
             if any(tensor.is_meta for tensor in own_tensors(module)):
                 self._materialize(path.strip(".") or "the model", module, device)
@@ -291,7 +317,7 @@ class TorchFSDPPlugin(DPPluginBase):
             )
 
     def _shard(self, unit: Unit, mesh: DeviceMesh, device: torch.device, ignored: set[nn.Parameter]) -> None:
-        # The model itself is used last in forward and first in backward, so FULL_SHARD keeps it gathered in between.
+        # The root is used last in forward and first in backward, so FULL_SHARD keeps it gathered between the two.
         reshard = (unit.name != "" or None) if self.sharding_strategy in RESHARDED else False
         fully_shard(
             unit.module,
@@ -302,7 +328,7 @@ class TorchFSDPPlugin(DPPluginBase):
             ignored_params=ignored,
         )
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-            # A module that prefetches only itself, which it has, leaves the next unit to that unit's own backward.
+            # A module that prefetches only itself leaves the next unit to be gathered in that unit's own backward.
             unit.module.set_modules_to_backward_prefetch([unit.module])
         if self.fp8_communication:
             unit.module.set_custom_all_gather(FP8AllGather())
@@ -312,13 +338,13 @@ class TorchFSDPPlugin(DPPluginBase):
         return getattr(self.mixed_precision, "param_dtype", None) is torch.float16
 
     def data_rank(self) -> int:
-        """This rank's place in the group that the model is sharded and replicated over."""
+        """Return this rank's index in the group that the model is sharded and replicated over."""
         shard, replicate = self._groups()
         before = dist.get_rank(replicate) * dist.get_world_size(shard) if replicate else 0
         return before + dist.get_rank(shard)
 
     def data_size(self) -> int:
-        """The size of that group."""
+        """Return the size of the group that the model is sharded and replicated over."""
         shard, replicate = self._groups()
         return dist.get_world_size(shard) * (dist.get_world_size(replicate) if replicate else 1)
 
@@ -331,19 +357,29 @@ class TorchFSDPPlugin(DPPluginBase):
         return group, None
 
     def control_checkpoint_io(self) -> bool:
-        """Shards are gathered, one tensor at a time."""
+        """Return True: shards are gathered, one tensor at a time."""
         return True
 
     def get_checkpoint_io(self) -> TorchFSDPCheckpointIO:
-        """Whole tensors in files, shards in memory."""
+        """Return a CheckpointIO with full tensors in files and shards in memory."""
         return TorchFSDPCheckpointIO(self.process_group if isinstance(self.process_group, dist.ProcessGroup) else None)
 
     def support_no_sync(self) -> bool:
-        """Gradients are kept whole until they are reduced."""
+        """Return True: unreduced gradients can be kept."""
         return True
 
     def no_sync(self, model: nn.Module, optimizer: Any = None) -> AbstractContextManager[None]:
-        """Inside, backward keeps whole gradients on every rank and reduces nothing: memory for communication."""
+        """Return a context in which backward keeps full gradients on every rank and reduces nothing.
+
+        It saves communication and costs memory.
+
+        Args:
+            model: The boosted model, which may have been wrapped further.
+            optimizer: Ignored.
+
+        Raises:
+            ValueError: If the plugin has not boosted the model.
+        """
         for module in () if model is None else model.modules():
             if isinstance(module, FSDPModule):
                 return _no_sync(module)
@@ -362,7 +398,15 @@ def _no_sync(module: FSDPModule) -> Iterator[None]:
 
 
 def replace_parameters(optimizer: Any, originals: dict[str, nn.Parameter], parameters: dict[str, nn.Parameter]) -> None:
-    """Let an optimizer's groups hold the parameters that now have the names of its own; groups and state stay."""
+    """Replace the parameters in an optimizer's groups by the sharded parameters of the same names.
+
+    Groups are kept, and state is sharded.
+
+    Args:
+        optimizer: The torch optimizer, changed in place.
+        originals: Parameters of the plain model by name.
+        parameters: Parameters of the sharded model by name.
+    """
     name_of = {param: name for name, param in originals.items()}
     state, optimizer.state = optimizer.state, type(optimizer.state)(dict)
     for group in optimizer.param_groups:
@@ -373,7 +417,11 @@ def replace_parameters(optimizer: Any, originals: dict[str, nn.Parameter], param
 
 
 def own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """A module's parameters and buffers, without its children's."""
+    """Return a module's parameters and buffers, without its children's.
+
+    Args:
+        module: The module.
+    """
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
@@ -385,7 +433,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie(model: nn.Module, tied: list[list[str]]) -> None:
-    """Make parameters one that were one before each module was given memory of its own."""
+    """Tie parameters again that were one parameter before each module was given separate memory."""
     for first, *others in tied:
         param = model.get_parameter(first)
         for name in others:

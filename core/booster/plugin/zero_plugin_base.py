@@ -1,4 +1,4 @@
-"""ZeroPluginBase: what plugins have in common that train by the sharded optimizer of core.optimizer."""
+"""ZeroPluginBase: common base of the plugins that train with the sharded optimizer of core.optimizer."""
 
 from __future__ import annotations
 
@@ -48,26 +48,40 @@ SCALER = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "grow
 
 
 class ZeroPluginBase(DPPluginBase):
-    """ZeRO: ranks train copies of a model on data of their own, and each keeps a shard of what trains it.
+    """Base class of ZeRO plugins: ranks train copies of a model on different data, and each keeps a shard of its state.
 
-    A derived class is who cuts the model (`cutting`), what is sharded, and where that lies: it ends its __init__ with
-    `_set_configs`. `configure` is the same five calls for all of them:
+    Subclasses decide how the model is split (`cutting`), which state is sharded, and where it is stored. They end their
+    __init__ with `_set_configs`. `configure` makes the same five calls for all of them:
 
         broadcast   every rank gets rank 0's weights, on its device
-        cast        parameters get the dtype of training, in which the cut is proved
-        cut         a CutModel: this rank's parts, and what is known of the whole
-        wrap        parts get the engine's wrappers, the optimizer their parameters
-        adopt       model and optimizer get the faces that a loop calls
+        cast        parameters get the dtype of training, in which the split is verified
+        cut         a CutModel: this rank's parts, and facts about the full model
+        wrap        parts get the engine's wrappers, and the optimizer gets their parameters
+        adopt       model and optimizer get the interfaces that a loop calls
 
-    scaler: the options of DynamicLossScaler, used with fp16. Raises ValueError for what cannot work.
+    Args:
+        precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
+        scaler: Options of DynamicLossScaler, used with fp16.
+        max_norm: Limit of the global gradient norm; 0 for no clipping.
+        fp8_communication: True to send gradients in 8 bits.
+        use_fp8: True for linear layers that multiply in 8 bits, with bf16.
+        norm_type: Order p of the norm.
+        master_weights: False to train 16-bit parameters without fp32 copies.
+        verbose: True to log how the model is wrapped.
+        cast_inputs: True to cast floating-point inputs to `precision`.
+        extra_dp_size: Number of replicas of the shards.
+
+    Raises:
+        ValueError: If options are out of range or cannot be combined.
+        RuntimeError: If this machine cannot run `use_fp8`.
     """
 
-    cutting: Cutting | None = None  # None: every rank has the whole model, which may be any module
-    dp_outside = True  # True if ranks of one replica of a cut model are neighbours; False if those of one stage are
-    _outside = "dp_outside"  # that option's name, for messages
+    cutting: Cutting | None = None  # None: every rank has the full model, which may be any module
+    dp_outside = True  # True if ranks of one replica of a split model are neighbours; False if ranks of one stage are
+    _outside = "dp_outside"  # name of that option, for messages
     broadcast_buffers = True
-    takes_mean_over_labels = True  # False: each data rank's loss is its own, and gradients are the mean of them
-    force_outputs_fp32 = False  # floating outputs of the forward become fp32
+    takes_mean_over_labels = True  # False: each data rank has its own loss, and gradients are averaged
+    force_outputs_fp32 = False  # True to cast floating-point outputs of the forward to fp32
     ddp_config: DistributedDataParallelConfig
     optimizer_config: OptimizerConfig
 
@@ -98,7 +112,7 @@ class ZeroPluginBase(DPPluginBase):
             )
         if extra_dp_size < 1 or self.world_size % extra_dp_size:
             raise ValueError(f"the world of {self.world_size} ranks does not split into extra_dp_size={extra_dp_size}")
-        DynamicLossScaler(**scaler)  # refuses numbers that make no scaler
+        DynamicLossScaler(**scaler)  # raises for numbers out of range
         if use_fp8:
             self._check_fp8(precision)
         self.precision = precision
@@ -115,11 +129,11 @@ class ZeroPluginBase(DPPluginBase):
 
     @property
     def _name(self) -> str:
-        """The plugin's name, for messages."""
+        """Name of the plugin, for messages."""
         return type(self).__name__
 
     def _check_numbers(self, arguments: dict[str, Any]) -> None:
-        """ValueError, by the argument's name, for what is no number."""
+        """Raise ValueError, with the argument's name, for a value that is not a number."""
         for name, value in arguments.items():
             if not is_number(value) or isinstance(value, bool):
                 hint = "; 0 does not clip" if name == "max_norm" else ""
@@ -132,28 +146,30 @@ class ZeroPluginBase(DPPluginBase):
         if reason is not None:
             raise RuntimeError(f"{self._name}: use_fp8 cannot run here: {reason}. Leave it out")
 
-    # -- what a derived class says ------------------------------------------------------------------------------------
+    # -- for subclasses -----------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def _title(self) -> str:
-        """The way of training in words, for the log."""
+        """Description of the way of training, for the log."""
 
     def _set_configs(
         self, *, cpu_offload: bool = False, communication_dtype: torch.dtype | None = None, **wrapper: Any
     ) -> None:
-        """Make the options of the engine's wrapper, `ddp_config`, and of its optimizer, `optimizer_config`.
+        """Set the options of the engine's wrapper, `ddp_config`, and of its optimizer, `optimizer_config`.
 
-        wrapper: what is sharded, in which buckets, and when it is reduced. cpu_offload: masters, moments and the step
-        on the CPU. communication_dtype: of gradients on the wire; None for their own.
+        Args:
+            cpu_offload: True to keep masters and moments, and to step, on the CPU.
+            communication_dtype: Dtype of gradients in collectives; None for their own.
+            **wrapper: Options of the wrapper: which state is sharded, in which buckets, and when gradients are reduced.
         """
         own = DTYPES[self.precision]
-        # Dtypes in which gradients are kept and sent; None for their own.
+        # Dtypes in which gradients are stored and sent; None for their own.
         if self.fp8_communication:
             memory, wire = torch.float32 if cpu_offload else None, torch.float8_e4m3fn
         elif own is None:
             memory, wire = None, communication_dtype
-        else:  # the CPU steps fp32 gradients; they are kept so, and travel as they would otherwise
+        else:  # the CPU steps fp32 gradients, which are stored so; the dtype in collectives is unchanged
             memory = torch.float32 if cpu_offload or communication_dtype is torch.float32 else own
             wire = None if (communication_dtype or own) is memory else communication_dtype or own
         self.ddp_config = DistributedDataParallelConfig(
@@ -188,14 +204,19 @@ class ZeroPluginBase(DPPluginBase):
     def engine_configs(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[DistributedDataParallelConfig, OptimizerConfig]:
-        """Options by which `boost` wraps this rank's part of a model, with its adapters, and keeps masters and
-        moments. Local, also without torch.distributed (`planned_world`).
+        """Return the options with which `boost` wraps this rank's part of a model and creates its optimizer.
+
+        Local, and usable without torch.distributed (`planned_world`).
+
+        Args:
+            model: This rank's part of the model, with its adapters.
+            optimizer: The user's torch optimizer.
         """
         config = self.ddp_config
         if update_scope(type(optimizer)) != "element":
             config = dataclasses.replace(config, keep_params_whole="all")
         if self.cutting is None or self.cutting.pp_size == 1:
-            # Those that are not saved, such as rotary frequencies, are constants: a forward of one rank needs no other.
+            # Buffers that are not saved, such as rotary frequencies, are constants, so they need no broadcast.
             params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             saves_buffers = not model.state_dict(keep_vars=True).keys() <= params
             config = dataclasses.replace(config, broadcast_buffers=self.broadcast_buffers and saves_buffers)
@@ -204,39 +225,47 @@ class ZeroPluginBase(DPPluginBase):
     # -- what the Booster asks ----------------------------------------------------------------------------------------
 
     def supported_precisions(self) -> list[str]:
-        """Those that `precision` may name."""
+        """Return the names that `precision` may have."""
         return list(DTYPES)
 
     def control_precision(self) -> bool:
-        """`precision` says it."""
+        """Return True: `precision` decides."""
         return True
 
     def control_checkpoint_io(self) -> bool:
-        """Shards of the optimizer's state are gathered, one parameter at a time."""
+        """Return True: shards of the optimizer's state are gathered, one parameter at a time."""
         return True
 
     def get_checkpoint_io(self) -> TorchDDPCheckpointIO:
-        """Whole tensors in files, shards in memory."""
+        """Return a CheckpointIO with full tensors in files and shards in memory."""
         return LowLevelZeroCheckpointIO() if self.cutting is None else HybridParallelCheckpointIO()
 
     def support_no_sync(self) -> bool:
-        """Gradients can be kept from being reduced for a while."""
+        """Return True: unreduced gradients can be kept."""
         return True
 
     def no_sync(self, model: nn.Module | None = None, optimizer: Any = None) -> AbstractContextManager[None]:
-        """Inside, backward adds to this rank's gradients without reducing them; the model or the optimizer do."""
+        """Return a context in which backward adds to this rank's gradients without reducing them.
+
+        Args:
+            model: The boosted model, or None if `optimizer` is given.
+            optimizer: The boosted optimizer, or None.
+
+        Raises:
+            ValueError: If the plugin has boosted neither.
+        """
         for boosted in (model, optimizer):
             if isinstance(boosted, (LowLevelZeroModel, LowLevelZeroOptimizer)):
                 return boosted.no_sync()
         raise ValueError(f"no_sync got neither a model nor an optimizer that {self._name} has boosted; pass one")
 
     def data_rank(self) -> int:
-        """Index of this rank's part of the data; the ranks of one replica have the same."""
+        """Return the index of this rank's part of the data, equal on all ranks of a replica."""
         has_groups = self.cutting is not None or parallel_state.model_parallel_is_initialized()
         return self.groups().rank("dp") if has_groups else self.rank
 
     def data_size(self) -> int:
-        """In how many parts the data is split."""
+        """Return the number of parts of the data."""
         return self.groups().size("dp") if parallel_state.model_parallel_is_initialized() else self.world_size
 
     # -- boost --------------------------------------------------------------------------------------------------------
@@ -249,13 +278,23 @@ class ZeroPluginBase(DPPluginBase):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Broadcast, cast, cut, wrap, adopt. Collective over the world.
+        """Broadcast, cast, cut, wrap and adopt a model and its optimizer. Collective over the world.
 
-        model: any module where nothing is cut. Otherwise whole, of transformers, with adapters of `enable_lora` or
-        without; or on the meta device: load it before its first forward. The optimizer is a torch optimizer over its
-        parameters; that of a model that is cut has made no step, and is left with this rank's slices. One that looks at
-        whole parameters (Adafactor, Muon) gets every parameter of this rank whole, on one rank. A class of yours says
-        what it looks at (`core.optimizer.algorithms.names.update_scope`). Adapters that it does not hold are added.
+        An optimizer that needs full parameters (Adafactor, Muon) gets every parameter of this rank unsplit, on one
+        rank. Your own class declares what it needs (`core.optimizer.algorithms.names.update_scope`). Adapters that the
+        optimizer lacks are added.
+
+        Args:
+            model: Any module if the model is not split. Otherwise a complete transformers model, with or without
+                adapters of `enable_lora`, or one on the meta device, which must be loaded before its first forward.
+            optimizer: A torch optimizer over the model's parameters, or None. For a model that is split it must not
+                have made a step, and it keeps only this rank's slices.
+            criterion: The loss function; returned unchanged.
+            dataloader: The dataloader; returned unchanged.
+            lr_scheduler: The scheduler; returned unchanged.
+
+        Returns:
+            (model, optimizer, criterion, dataloader, lr_scheduler)
         """
         names = [] if optimizer is None else self._names_in(optimizer, model)
         model = self._cast(self._broadcast(model))
@@ -267,8 +306,15 @@ class ZeroPluginBase(DPPluginBase):
         return *self._adopt(cut, chunks, optimizer, names), criterion, dataloader, lr_scheduler
 
     def facts_of(self, model: nn.Module, optimizer: Any) -> list[str]:
-        """The parameters of a model that will be cut. ValueError for a model without values that is not cut, for one of
-        `materialize` that is, and for an optimizer whose state or algorithm cannot be sharded.
+        """Return the parameters of a model that will be split, one per line. Local.
+
+        Args:
+            model: The plain model.
+            optimizer: The torch optimizer, or None.
+
+        Raises:
+            ValueError: If an unsplit model has no values, a model to split comes from `materialize`, or the optimizer's
+                state or algorithm cannot be sharded.
         """
         empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
         if empty is not None and self.cutting is None:
@@ -292,12 +338,14 @@ class ZeroPluginBase(DPPluginBase):
                     "the optimizer has made steps on the whole model, and its state cannot be cut; boost a new "
                     "one, and load the state by booster.load_optimizer"
                 )
-        if self.cutting is None:  # the wrapper compares it
+        if self.cutting is None:  # the wrapper compares the model
             return []
         return [f"{n} {list(p.shape)} {p.dtype}{' on meta' * p.is_meta}" for n, p in model.named_parameters()]
 
     def _names_in(self, optimizer: Any, model: nn.Module) -> list[list[str]]:
-        """The names in each group of an optimizer. Parameters that it lacks are frozen, with a warning."""
+        """Return the parameter names in each group of an optimizer. Parameters that it lacks are frozen, with a
+        warning.
+        """
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         left = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         if left:
@@ -311,7 +359,7 @@ class ZeroPluginBase(DPPluginBase):
         return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
     def _broadcast(self, model: nn.Module) -> nn.Module:
-        """Give all ranks rank 0's weights before they take slices; the wrapper does so with a whole model."""
+        """Give all ranks rank 0's weights before they take slices. An unsplit model is broadcast by the wrapper."""
         if self.cutting is None:
             return model.to(self.device())
         device, world = self.device(), dist.group.WORLD
@@ -323,7 +371,7 @@ class ZeroPluginBase(DPPluginBase):
         return model if any(param.is_meta for param in model.parameters()) else model.to(device)
 
     def _cast(self, model: nn.Module) -> nn.Module:
-        """The model in `precision` (`cast_model`), with linear layers that multiply in 8 bits if `use_fp8` says so."""
+        """Cast the model to `precision` (`cast_model`); with `use_fp8`, make linear layers multiply in 8 bits."""
         dtype = DTYPES[self.precision]
         if dtype is not None:
             model = cast_model(model, dtype)
@@ -332,7 +380,7 @@ class ZeroPluginBase(DPPluginBase):
         return model
 
     def _wrap(self, cut: CutModel, optimizer: Any, names: Sequence[Sequence[str]]) -> list[Any]:
-        """The parts in the engine's wrappers, and their parameters in the optimizer; the plain parts without one."""
+        """Wrap the parts and put their parameters into the optimizer. Without an optimizer, return the plain parts."""
         if optimizer is None:
             return list(cut.parts)
         for group, of_group in zip(optimizer.param_groups, names, strict=True):
@@ -344,7 +392,7 @@ class ZeroPluginBase(DPPluginBase):
     def _adopt(
         self, cut: CutModel, chunks: Sequence[Any], optimizer: Any, names: Sequence[Sequence[str]]
     ) -> tuple[LowLevelZeroModel, LowLevelZeroOptimizer | None]:
-        """The model and the optimizer that `boost` returns."""
+        """Create the model and the optimizer that `boost` returns."""
         engine: AdoptedOptimizer | None = None
         wrapped: LowLevelZeroOptimizer | None = None
         if optimizer is not None:
@@ -353,7 +401,7 @@ class ZeroPluginBase(DPPluginBase):
                 engine.grad_scaler = DynamicLossScaler(**self.scaler_options)
             wrapped = LowLevelZeroOptimizer(optimizer, engine, chunks, self.max_norm, cut, names, verbose=self.verbose)
             if cut.layout is not None and wrapped.scaler is not None:
-                chunks[0].config.grad_scale_func = wrapped.scale_loss  # of all chunks
+                chunks[0].config.grad_scale_func = wrapped.scale_loss  # one config for all chunks
             if self.verbose and self.rank == 0:
                 print(f"{self._title}, {self.precision}:\n{chunks[0].describe()}", flush=True)
         cast_to = DTYPES[self.precision] if self.cast_inputs else None
@@ -365,7 +413,9 @@ class ZeroPluginBase(DPPluginBase):
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def groups(self) -> ProcessGroups:
-        """parallel_state's groups, or made here at the first call if there are none. Collective then."""
+        """Return parallel_state's groups, or create groups at the first call if there are none. Collective at that
+        call.
+        """
         if self._groups is None:
             if self.cutting is not None:
                 self._groups = self._groups_of_cut(self.cutting)
@@ -420,7 +470,14 @@ class ZeroPluginBase(DPPluginBase):
         return self.expect_instances(groups)
 
     def expect_instances(self, groups: ProcessGroups) -> ProcessGroups:
-        """The groups; ValueError unless they have the instances that `extra_dp_size` says."""
+        """Return the groups, if their number of optimizer instances is `extra_dp_size`.
+
+        Args:
+            groups: The process groups.
+
+        Raises:
+            ValueError: If it is not.
+        """
         instances = groups.size("dp_cp") // groups.size("intra_dp_cp")
         if instances != self.extra_dp_size:
             raise ValueError(
