@@ -91,7 +91,15 @@ def _polynomial(self: FormulaLR, step: int, base: float) -> Any:
 
 
 class CosineAnnealingWarmupLR(FormulaLR):
-    """Half a cosine from the base rate to eta_min."""
+    """Half a cosine from the base rate to eta_min, after a linear warm-up.
+
+    Args:
+        optimizer: A torch optimizer, or a boosted one.
+        total_steps: Number of steps of training.
+        warmup_steps: Number of steps of the warm-up.
+        eta_min: Learning rate at total_steps.
+        last_epoch: As in torch's schedulers.
+    """
 
     formula = _cosine
 
@@ -102,7 +110,16 @@ class CosineAnnealingWarmupLR(FormulaLR):
 
 
 class FlatAnnealingWarmupLR(FormulaLR):
-    """Base rate for the fraction pct_start of the steps after the warm-up, then half a cosine to eta_min."""
+    """Base rate for a fraction of the steps after the warm-up, then half a cosine to eta_min.
+
+    Args:
+        optimizer: A torch optimizer, or a boosted one.
+        total_steps: Number of steps of training.
+        warmup_steps: Number of steps of the warm-up.
+        pct_start: Fraction of the steps after the warm-up with the base rate; in [0, 1].
+        eta_min: Learning rate at total_steps.
+        last_epoch: As in torch's schedulers.
+    """
 
     formula = _cosine
 
@@ -119,7 +136,14 @@ class FlatAnnealingWarmupLR(FormulaLR):
 
 
 class LinearWarmupLR(FormulaLR):
-    """Linear decay to 0 at total_steps, then 0. The base rate is reached one step after the warm-up."""
+    """Linear decay to 0 at total_steps, then 0. The base rate is reached one step after the warm-up.
+
+    Args:
+        optimizer: A torch optimizer, or a boosted one.
+        total_steps: Number of steps of training.
+        warmup_steps: Number of steps of the warm-up.
+        last_epoch: As in torch's schedulers.
+    """
 
     formula, late = _linear, 1
 
@@ -128,7 +152,16 @@ class LinearWarmupLR(FormulaLR):
 
 
 class MultiStepWarmupLR(FormulaLR):
-    """Base rate, multiplied by gamma at each milestone. Milestones count all steps, including the warm-up."""
+    """Base rate, multiplied by gamma at each milestone, after a linear warm-up.
+
+    Args:
+        optimizer: A torch optimizer, or a boosted one.
+        total_steps: Number of steps of training.
+        warmup_steps: Number of steps of the warm-up.
+        milestones: Steps at which the rate falls, counted from the first step of the warm-up.
+        gamma: Factor of each fall.
+        last_epoch: As in torch's schedulers.
+    """
 
     formula = _multistep
 
@@ -145,7 +178,16 @@ class MultiStepWarmupLR(FormulaLR):
 
 
 class PolynomialWarmupLR(FormulaLR):
-    """Polynomial decay: end_lr + (base - end_lr) * (fraction of remaining steps) ** power."""
+    """Polynomial decay: end_lr + (base - end_lr) * (fraction of remaining steps) ** power.
+
+    Args:
+        optimizer: A torch optimizer, or a boosted one.
+        total_steps: Number of steps of training.
+        warmup_steps: Number of steps of the warm-up.
+        end_lr: Learning rate from total_steps on; not negative.
+        power: Exponent of the decay.
+        last_epoch: As in torch's schedulers.
+    """
 
     formula = _polynomial
 

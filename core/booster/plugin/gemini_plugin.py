@@ -33,36 +33,43 @@ NOT_SPLIT = (
 
 
 class GeminiPlugin(ZeroPluginBase):
-    """ZeRO stage 3 (arXiv:1910.02054) in chunks, as in Gemini (arXiv:2108.05818): a rank keeps a shard of everything.
+    """Plugin for ZeRO stage 3 (arXiv:1910.02054) in chunks, as in Gemini (arXiv:2108.05818): each rank keeps a shard of
+    all.
+
+    Options that cannot work together raise ValueError. A warning names options without effect.
 
     chunk_config_dict: {data ranks: {'chunk_size': elements, 'keep_gathered': True for replicated ones}}; None to have
-    the size searched, in steps of hidden_dim elements (None: 1024), from min_chunk_size_m up to search_range_m further,
-    in 1024 * 1024 elements. A model of at most min_chunk_size_m is one chunk.
-    placement_policy: 'static' places fractions of the bytes of chunks. shard_param_frac: what is sharded; the rest
-    stays whole. max_prefetch: 1 gathers the next chunk of the learned order while one is used, between hosts.
-    offload_param_frac, offload_optim_frac: of parameters, and of masters and moments, what lies in the host's memory
-    (pinned with pin_memory) with a GPU, and on CPUs in files in offload_directory. 'auto' has all of that there, and
-    as many chunks whole on the device as memory_budget_bytes of a rank allow (None: all that a GPU has): in the first
-    step without warmup_non_model_data_ratio of them, later steady_cuda_cap_ratio, less what a forward keeps for
-    backward. memstats: of the boosted model of an earlier run under 'auto': 'auto' needs no warm-up then,
-    and 'static' takes chunks in the order in which that run has used them, not in that of registration.
+        the size searched, in steps of hidden_dim elements (None: 1024), from min_chunk_size_m up to search_range_m
+        further, in 1024 * 1024 elements. A model of at most min_chunk_size_m is one chunk.
+    placement_policy: 'static' places fractions of the bytes of chunks. 'auto' offloads all parameters, masters and
+        moments, and keeps as many chunks gathered on the device as memory_budget_bytes of a rank allow (None: all
+        memory of a GPU): in the first step without warmup_non_model_data_ratio of them, later steady_cuda_cap_ratio,
+        minus the activations kept for backward.
+    shard_param_frac: fraction of the parameters' bytes that is sharded; the rest is replicated.
+    max_prefetch: 1 gathers the next chunk of the learned order while one is used, between hosts.
+    offload_param_frac, offload_optim_frac: fraction of parameters, and of masters and moments, that is offloaded: to
+        host memory with a GPU (pinned with pin_memory), to files in offload_directory on CPUs.
+    memstats: the boosted model's statistics of an earlier run under 'auto': 'auto' then needs no warm-up, and 'static'
+        places chunks in the order of their use in that run, instead of the order of registration.
     enable_gradient_accumulation: reduce every microbatch into the stored shard, also inside `no_sync`; otherwise
-    `no_sync` keeps whole gradients, which travel once.
-    precision: 'fp16', 'bf16', or 'fp32', which leaves parameters as they are. master_weights: fp32 copies of 16-bit
-    parameters; False leaves no fp32 copy of anything. force_outputs_fp32: outputs of the forward become fp32.
-    strict_ddp_mode: replicate everything, as DDP does. initial_scale .. max_scale: of the dynamic loss scale, with fp16
-    only. max_norm: clip the global norm of kind norm_type inside `step`; 0 does not.
-    tp_size: cut a transformers model over that many ranks, and shard its slices over the others. example: arguments of
-    a small forward that the cut is proved with; None to have it made from the model's main input.
-    enable_sequence_parallelism, enable_flash_attention: with it, the sequence is cut too, and attention is torch's
-    scaled_dot_product_attention.
-    broadcast_buffers: give rank 0's buffers, such as a BatchNorm's statistics, to all ranks before forwards, as
-    TorchDDPPlugin does; for models that save any.
-    extra_dp_size: shard within data ranks / extra_dp_size neighbours only, and replicate across.
-    enable_async_reduce: reduce chunks during backward. fp8_communication: gradients travel in 8 bits. use_fp8:
-    linear layers multiply in 8 bits; with 'bf16', where the machine can. verbose: log what is wrapped how.
-
-    Parameters that cannot work together raise ValueError; a warning names those that change nothing.
+        `no_sync` keeps full gradients, which are reduced once.
+    precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
+    master_weights: keep fp32 copies of 16-bit parameters; False keeps no fp32 copy of anything.
+    force_outputs_fp32: cast outputs of the forward to fp32.
+    strict_ddp_mode: replicate everything, as DDP does.
+    initial_scale .. max_scale: options of the dynamic loss scale, with fp16 only.
+    max_norm: clip the global norm of order norm_type inside `step`; 0 does not clip.
+    tp_size: split a transformers model over this many ranks, and shard its slices over the others.
+    example: arguments of a small forward that verifies the split; None to create it from the model's main input.
+    enable_sequence_parallelism, enable_flash_attention: with tp_size, split the sequence too, and use torch's
+        scaled_dot_product_attention.
+    broadcast_buffers: broadcast rank 0's buffers, such as a BatchNorm's statistics, to all ranks before forwards, as
+        TorchDDPPlugin does; for models that save any.
+    extra_dp_size: shard only within data ranks / extra_dp_size neighbours, and replicate across.
+    enable_async_reduce: reduce chunks during backward.
+    fp8_communication: send gradients in 8 bits.
+    use_fp8: linear layers multiply in 8 bits, with 'bf16', on machines that support it.
+    verbose: log how the model is wrapped.
     """
 
     without_effect = WITHOUT_EFFECT

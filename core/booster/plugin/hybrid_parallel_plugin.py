@@ -28,34 +28,45 @@ from core.hugging_face.layer_checkpointing import GradientCheckpointConfig
 
 
 class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
-    """Splits a transformers model over tp_size x pp_size x sp_size ranks, and trains replicas of it on the others.
+    """Plugin that splits a transformers model over tp_size x pp_size x sp_size ranks and trains its replicas on the
+    others.
 
-    tp_size, pp_size: tensor-parallel ranks and pipeline ranks. enable_sequence_parallelism: cut the sequence as
-    sequence_parallelism_mode says: 'split_gather' (the default) or 'ring' over the tensor-parallel ranks, 'all_to_all'
-    or 'ring_attn' over sp_size ranks of their own. dp_outside: True if ranks of one replica are neighbours;
-    False if those of one stage are. precision: 'fp16', 'bf16', or 'fp32', which leaves parameters as they are.
+    Options that cannot work raise ValueError. A warning names options without effect, with the reason.
+
+    tp_size, pp_size: number of tensor-parallel ranks and of pipeline ranks.
+    enable_sequence_parallelism: split the sequence as sequence_parallelism_mode selects: 'split_gather' (the default)
+        or 'ring' over the tensor-parallel ranks, 'all_to_all' or 'ring_attn' over sp_size separate ranks.
+    dp_outside: True if ranks of one replica are neighbours; False if ranks of one stage are.
+    precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
     zero_stage: 0 keeps everything on each data rank, 1 shards masters and moments, 2 reduced gradients too, 3 all
-    parameters too. parallel_output: leave logits split and compute a causal model's loss from the parts, where the
-    model allows it; else they are whole, with a warning. example: arguments of a small forward of the whole model,
-    equal on all ranks, which the split is proved with; None to have it made from the model's main input.
-    custom_policy: a core.hugging_face.Policy, for a family without a plan. make_vocab_size_divisible_by: over tp_size,
-    each rank's rows of a vocabulary are padded to a multiple of it; what is saved has no padding.
-    logits_chunk: a causal model computes its loss over so many tokens at a time; 0 for all, None for chunks where
-    logits are large (`use_chunked_loss`).
-    num_microbatches, microbatch_size: of a pipeline's batch, one of the two; the first wins. pp_style: '1f1b',
-    'interleaved' (with num_model_chunks stages a rank) or 'zbv' (2 stages a rank). num_layers_per_stage: for each
-    stage.
-    gradient_checkpoint_config: a GradientCheckpointConfig. enable_flash_attention: attention by torch's
-    scaled_dot_product_attention.
-    initial_scale .. max_scale: of the dynamic loss scale, with fp16 only. max_norm: clip the global norm inside `step`.
-    broadcast_buffers: give rank 0's buffers to all ranks at `boost`. ddp_bucket_cap_mb: gradients that travel
-    together without ZeRO, in MiB of fp32. zero_bucket_size_in_m: the same with ZeRO, in 1024 * 1024 elements.
-    overlap_communication: reduce buckets during backward. communication_dtype: of gradients on the wire.
-    fp8_communication: gradients travel in 8 bits. cpu_offload: with ZeRO, masters, moments and the step on the CPU.
-    overlap_allgather: with ZeRO 1 and 2, step bucket by bucket, and gather a bucket's parameters under the next step.
+        parameters too.
+    parallel_output: leave logits split and compute a causal model's loss from the parts, if the model allows it;
+        otherwise logits are gathered, with a warning.
+    example: arguments of a small forward of the full model, equal on all ranks, that verifies the split; None to create
+        it from the model's main input.
+    custom_policy: a core.hugging_face.Policy, for a family without a plan.
+    make_vocab_size_divisible_by: over tp_size, each rank's rows of a vocabulary are padded to a multiple of it; saved
+        files have no padding.
+    logits_chunk: a causal model computes its loss over this many tokens at a time; 0 for all, None for chunks if logits
+        are large (`use_chunked_loss`).
+    num_microbatches, microbatch_size: number of microbatches, or rows of a microbatch, of a pipeline's batch; the first
+        one takes precedence.
+    pp_style: '1f1b', 'interleaved' (with num_model_chunks stages per rank) or 'zbv' (2 stages per rank).
+    num_layers_per_stage: number of layers of each stage.
+    gradient_checkpoint_config: a GradientCheckpointConfig.
+    enable_flash_attention: use torch's scaled_dot_product_attention.
+    initial_scale .. max_scale: options of the dynamic loss scale, with fp16 only.
+    max_norm: clip the global norm inside `step`.
+    broadcast_buffers: broadcast rank 0's buffers to all ranks at `boost`.
+    ddp_bucket_cap_mb: size of a gradient bucket without ZeRO, in MiB of fp32.
+    zero_bucket_size_in_m: size of a gradient bucket with ZeRO, in 1024 * 1024 elements.
+    overlap_communication: reduce buckets during backward.
+    communication_dtype: dtype of gradients in collectives.
+    fp8_communication: send gradients in 8 bits.
+    cpu_offload: with ZeRO, keep masters and moments, and step, on the CPU.
+    overlap_allgather: with ZeRO 1 and 2, step bucket by bucket, and gather a bucket's parameters during the next one's
+        step.
     use_fp8: linear layers multiply in 8 bits, with 'bf16' and tp_size = pp_size = 1.
-
-    A warning names parameters that change nothing, with the reason. Raises ValueError for what cannot work.
     """
 
     cutting: Cutting

@@ -13,26 +13,31 @@ from core.booster.plugin.zero_plugin_base import MEGA, SCALER, WIRE_DTYPES, Zero
 
 
 class LowLevelZeroPlugin(ZeroPluginBase):
-    """ZeRO stages 1 and 2 (arXiv:1910.02054): every rank keeps all parameters, and a part of what trains them.
-
-    stage: 1 shards masters and moments, 2 the reduced gradients as well. precision: 'fp16', 'bf16', or 'fp32', which
-    leaves parameters as they are; otherwise the whole model is cast, and with cast_inputs each floating input.
-    initial_scale .. max_scale: of the dynamic loss scale, with fp16 only.
-    max_norm: clip the global norm of kind norm_type inside `step`; 0 does not.
-    reduce_bucket_size_in_m: gradients that travel together, in 1024 * 1024 elements. communication_dtype: of gradients
-    on the wire; None for the parameters' own. fp8_communication: gradients travel in 8 bits with a scale for each 256.
-    overlap_communication: reduce buckets during backward. overlap_allgather: step bucket by bucket, and gather
-    a bucket's parameters while the next one is stepped. cpu_offload: masters, moments and the step on the CPU.
-    master_weights: fp32 copies of 16-bit parameters; False leaves no fp32 copy of anything.
-    use_fp8: linear layers multiply in 8 bits; with 'bf16', where the machine can. verbose: log what is wrapped how.
-    extra_dp_size: shard within world / extra_dp_size neighbouring ranks only, and replicate across: an update gathers
-    within these. reduce_microbatches: with stage 2 and `no_sync`, keep whole gradients until the 'last' microbatch, or
-    reduce 'every' one (less memory, more traffic).
-    broadcast_buffers: give rank 0's buffers, such as a BatchNorm's statistics, to all ranks before forwards, as
-    TorchDDPPlugin does; for models that save any.
+    """Plugin for ZeRO stages 1 and 2 (arXiv:1910.02054): parameters are replicated, and optimizer state is sharded.
 
     Experts (parameters with allreduce = False) are reduced over the expert data group of
-    `core.parallel_state.initialize_model_parallel`, if that was called. Raises ValueError for what cannot work.
+    `core.parallel_state.initialize_model_parallel`, if that was called. Options that cannot work raise ValueError.
+
+    stage: 1 shards masters and moments, 2 the reduced gradients as well.
+    precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype; otherwise the model is cast, and
+        with cast_inputs each floating-point input.
+    initial_scale .. max_scale: options of the dynamic loss scale, with fp16 only.
+    max_norm: clip the global norm of order norm_type inside `step`; 0 does not clip.
+    reduce_bucket_size_in_m: size of a gradient bucket, in 1024 * 1024 elements.
+    communication_dtype: dtype of gradients in collectives; None for the parameters' own.
+    fp8_communication: send gradients in 8 bits, with one scale per 256 elements.
+    overlap_communication: reduce buckets during backward.
+    overlap_allgather: step bucket by bucket, and gather a bucket's parameters while the next one is stepped.
+    cpu_offload: keep masters and moments, and step, on the CPU.
+    master_weights: keep fp32 copies of 16-bit parameters; False keeps no fp32 copy of anything.
+    use_fp8: linear layers multiply in 8 bits, with 'bf16', on machines that support it.
+    verbose: log how the model is wrapped.
+    extra_dp_size: shard only within world / extra_dp_size neighbouring ranks, and replicate across: an update gathers
+        within these.
+    reduce_microbatches: with stage 2 and `no_sync`, keep unreduced gradients until the 'last' microbatch, or reduce
+        'every' one (less memory, more traffic).
+    broadcast_buffers: broadcast rank 0's buffers, such as a BatchNorm's statistics, to all ranks before forwards, as
+        TorchDDPPlugin does; for models that save any.
     """
 
     takes_mean_over_labels = False  # forwards are local to a rank: others may run fewer

@@ -1,4 +1,4 @@
-"""MoeHybridParallelPlugin: HybridParallelPlugin for models with experts, which are spread over data-parallel ranks."""
+"""MoeHybridParallelPlugin: HybridParallelPlugin for models whose experts are spread over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from core.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
 
 
 class MoeHybridParallelPlugin(HybridParallelPlugin):
-    """A transformers model with experts over tp_size x pp_size ranks, and its experts over ep_size data ranks too.
+    """Plugin for a transformers model with experts: the model over tp_size x pp_size ranks, experts over ep_size data
+    ranks.
 
-    ep_size: ranks that share the experts of one stage; it divides the data and sequence ranks, world / (tp_size *
-    pp_size). Over tp_size experts are split as all else is. overlap_communication: off by default.
-    moe_dp_outside: True if ranks of one replica are neighbours, False if those of one stage are; None takes True where
-    it can be: without stages. Every other keyword is one of HybridParallelPlugin, with its meaning.
+    Every other keyword is one of HybridParallelPlugin, with its meaning. Options that cannot work raise ValueError, and
+    an unknown keyword raises TypeError.
 
-    Raises ValueError for what cannot work, and TypeError for an unknown keyword.
+    ep_size: number of ranks that share the experts of one stage; it divides the data and sequence ranks, world /
+        (tp_size * pp_size). Over tp_size, experts are split like other layers.
+    overlap_communication: off by default.
+    moe_dp_outside: True if ranks of one replica are neighbours, False if ranks of one stage are; None selects True
+        where possible, which is without stages.
     """
 
     _outside = "moe_dp_outside"

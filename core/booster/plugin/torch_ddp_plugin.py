@@ -32,13 +32,16 @@ class TorchDDPModel(ModelWrapper):
 
 
 class TorchDDPPlugin(DPPluginBase):
-    """Data parallelism by torch. The parameters are those of torch.nn.parallel.DistributedDataParallel:
+    """Plugin for data parallelism by torch. Its options are arguments of torch.nn.parallel.DistributedDataParallel:
 
-    broadcast_buffers: give rank 0's buffers to all ranks at each forward (False: at no time). bucket_cap_mb: gradient
-    bucket, MiB. find_unused_parameters: allow parameters that a forward does not use. check_reduction: torch takes it,
-    warns, and ignores it, as its reducer always checks. gradient_as_bucket_view: gradients are views of buckets, one
-    copy less. static_graph: the graph is the same in all iterations. fp8_communication: gradients travel in 8 bits
-    with a scale for each 256 of them (errors: core/distributed/wire/fp8_communication.py).
+    broadcast_buffers: broadcast rank 0's buffers to all ranks at each forward; False never does.
+    bucket_cap_mb: size of a gradient bucket, in MiB.
+    find_unused_parameters: allow parameters that a forward does not use.
+    check_reduction: no effect: torch accepts it with a warning, because its reducer always checks.
+    gradient_as_bucket_view: gradients are views of buckets, which saves a copy.
+    static_graph: the graph is the same in all iterations.
+    fp8_communication: send gradients in 8 bits, with one scale per 256 elements (for errors, see
+        core/distributed/wire/fp8_communication.py).
     """
 
     def __init__(

@@ -96,8 +96,14 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
     def clip_grad_by_norm(self, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Clip the norm of all ranks' gradients. See OptimizerWrapper.clip_grad_by_norm. Collective.
 
+        Args:
+            max_norm: Largest norm; above 0, and equal on all ranks.
+            *args: As in OptimizerWrapper.clip_grad_by_norm.
+            **kwargs: As in OptimizerWrapper.clip_grad_by_norm.
+
         Raises:
             ValueError: On every rank, if `max_norm` is not positive or differs between ranks.
+            RuntimeError: If FSDP has left a gradient unreduced.
         """
         check_limit("max_norm", max_norm, check_max_norm, self.groups)
         self._check_reduced()
@@ -106,8 +112,14 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         """Clamp each element of the gradient to [-clip_value, clip_value]. Collective.
 
+        Args:
+            clip_value: Largest magnitude of an element; above 0, and equal on all ranks.
+            *args: As in OptimizerWrapper.clip_grad_by_value.
+            **kwargs: As in OptimizerWrapper.clip_grad_by_value.
+
         Raises:
             ValueError: On every rank, if `clip_value` is not positive or differs between ranks.
+            RuntimeError: If FSDP has left a gradient unreduced.
         """
         check_limit("clip_value", clip_value, check_clip_value, self.groups)
         self._check_reduced()
@@ -153,23 +165,24 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
 
 
 class TorchFSDPPlugin(DPPluginBase):
-    """Sharded data parallelism by torch. The parameters are those of FullyShardedDataParallel, on `fully_shard`:
+    """Plugin for sharded data parallelism by torch. It has FullyShardedDataParallel's options, on `fully_shard`:
 
     process_group: ranks to shard over (a pair (shard, replicate) for hybrid strategies; a DeviceMesh); the world.
     sharding_strategy: FULL_SHARD (default), SHARD_GRAD_OP (parameters stay gathered between forward and backward),
-        NO_SHARD (every rank keeps everything), HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (sharded in a machine,
-        replicated between machines).
+        NO_SHARD (every rank keeps everything), HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (sharded in a machine, replicated
+        between machines).
     cpu_offload: CPUOffload(offload_params=True) keeps shards and their optimizer state on the host.
-    auto_wrap_policy: which modules are gathered together; None takes the whole model as one.
+    auto_wrap_policy: selects the modules that are gathered together; None gathers the full model at once.
     backward_prefetch: BACKWARD_PRE (default) gathers the next unit while this one's backward computes, BACKWARD_POST
         after it: less memory, less overlap.
     mixed_precision: MixedPrecision (or a MixedPrecisionPolicy). With fp16 parameters the loss is scaled too.
-    ignored_modules: left alone: neither sharded nor reduced.
-    param_init_fn: materializes one module that lies on the meta device; without it, `to_empty` and
-        `reset_parameters()`.
+    ignored_modules: modules that are neither sharded nor reduced.
+    param_init_fn: function that materializes one module on the meta device; without it, `to_empty` and
+        `reset_parameters()` are used.
     sync_module_states: begin with rank 0's parameters and buffers.
-    fp8_communication: parameters and gradients travel in 8 bits (errors: core/distributed/wire/fp8_communication.py).
-    loss_scaler: for fp16 parameters; default DynamicLossScaler(2**16, growth_interval=2000, hysteresis=1).
+    fp8_communication: send parameters and gradients in 8 bits (for errors, see
+        core/distributed/wire/fp8_communication.py).
+    loss_scaler: loss scale for fp16 parameters; default DynamicLossScaler(2**16, growth_interval=2000, hysteresis=1).
     """
 
     def __init__(

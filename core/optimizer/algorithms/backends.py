@@ -197,6 +197,15 @@ class KernelAdam(torch.optim.Optimizer):
 
     The packages' own optimizer classes keep one step count per param group. This class keeps one per parameter, as
     torch does, because parameters may be frozen and unfrozen separately, and because checkpoints store it by parameter.
+
+    Args:
+        params: Parameters or param groups, in fp32 on a GPU.
+        lr: Learning rate.
+        kernel: The kernel.
+        betas: Coefficients of the averages of gradients and of their squares.
+        eps: Added to the root of the squares.
+        decoupled_weight_decay: True for AdamW.
+        weight_decay: Weight decay.
     """
 
     state_keys = ("step", "exp_avg", "exp_avg_sq")

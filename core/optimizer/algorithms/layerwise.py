@@ -96,6 +96,14 @@ class Lars(WholeParameterOptimizer):
     """LARS (arXiv:1708.03888): a parameter's rate is lr * eeta * |w| / (|g| + decay * |w| + epsilon), at most 50 lr.
 
     The decayed gradient is clamped to [-10, 10], as in ColossalAI.
+
+    Args:
+        params: Parameters or param groups.
+        lr: Learning rate.
+        momentum: Factor of the previous direction; 0 for no momentum.
+        eeta: Trust coefficient of the rate.
+        weight_decay: Added to the gradient, times the weight.
+        epsilon: Added to the divisor of the rate.
     """
 
     def __init__(
