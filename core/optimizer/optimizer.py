@@ -1,8 +1,10 @@
-"""MegatronOptimizer: one step from reduced gradients to updated parameters, for buckets owned in full or in shards.
+"""MegatronOptimizer: one step from reduced gradients to updated parameters.
 
     prepare_grads            norm, zeros and finiteness from one reduction over all ranks; updates the loss scale
     clip_grad_norm           one factor: data average x tokens / loss scale x clip coefficient
     step_with_ready_grads    bucket by bucket: inner optimizer over master weights -> parameters' memory -> gather
+
+The code is the same if a rank owns a full bucket or only a shard of it; the bucket knows its owned range.
 """
 
 from __future__ import annotations
