@@ -359,8 +359,9 @@ def _sliced(
 
 
 def _cut_of_part(family: str, key: str, split: Split, cut: Cut, converter: Any) -> Cut:
-    """Return the cut of one checkpoint tensor that is stacked (experts) or concatenated (gate and up) into a cut
-    parameter.
+    """Return the cut of one of the checkpoint tensors that are stacked or concatenated into a cut parameter.
+
+    Experts are stacked; gate and up are concatenated. Raises PlanError for any other conversion.
     """
     axis, dim, blocks, multiple = cut
     kinds = [type(operation).__name__ for operation in converter.operations]

@@ -188,8 +188,9 @@ def mark_absent(model: Any) -> None:
 
 @torch.no_grad()
 def draw(model: Any, device: torch.device) -> None:
-    """Allocate a meta-device model on `device` with the family's initial values. Ranks with equal slices get equal
-    values.
+    """Allocate a meta-device model on `device`, with the family's initial values.
+
+    Ranks with equal slices get equal values.
     """
     mark_absent(model)
     made: dict[int, Tensor] = {}

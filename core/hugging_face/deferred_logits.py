@@ -232,9 +232,7 @@ def head_of(model: Any) -> Any:
 
 
 def deferring_head(model: Any) -> DeferringHead | None:
-    """Return the deferring forward of a model's output layer, with or without adapters; None if there is no such
-    forward.
-    """
+    """Return the deferring forward of a model's output layer, with or without adapters, or None."""
     head = head_of(without_adapters(model))
     forward = vars(head).get("forward") if isinstance(head, nn.Module) else None
     return forward if isinstance(forward, DeferringHead) else None
@@ -258,8 +256,9 @@ def expect_loss(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 @contextmanager
 def loss_follows(model: Any) -> Iterator[None]:
-    """Defer logits in forwards without labels too, inside the context: the caller passes them to the model's
-    loss_function.
+    """Defer logits inside the context in forwards without labels too.
+
+    The caller passes them to the model's loss_function.
     """
     head = deferring_head(model)
     if head is not None:

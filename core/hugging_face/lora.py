@@ -72,6 +72,7 @@ def add_lora(
 
     Raises:
         PlanError: If an option or a layer's adapter cannot be split, or no layer is named.
+        TypeError: If the config is not a peft.LoraConfig.
     """
     if isinstance(model, (list, tuple)):
         with refusing_together("adding adapters to the stages", TypeError, OSError):

@@ -158,9 +158,7 @@ class SequenceParallel(CutSequence):
         return self.part(value, dim) if value.dim() >= -dim and value.shape[dim] == length else value
 
     def leave_layers(self, layer: nn.Module, args: Any, output: Any) -> Any:
-        """Gather the complete sequence after the last layer, unless the loss is computed from the parts. A forward
-        hook.
-        """
+        """Gather the sequence after the last layer, unless the loss is computed from the parts. A forward hook."""
         return output if self.local_logits else on_output(self.whole, "layers", output)
 
 

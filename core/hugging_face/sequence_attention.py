@@ -138,8 +138,9 @@ def _in_blocks(
 
 
 def _of_one_width(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad queries, keys, and values [..., d] to the widest, for attention that divides scores by the width's square
-    root.
+    """Pad queries, keys, and values [..., d] to the widest of them.
+
+    Queries are scaled to compensate, because attention divides scores by the square root of the padded width.
     """
     wide = max(query.shape[-1], value.shape[-1])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -77,7 +77,8 @@ def split_model(
     Afterwards wrap the model in DistributedDataParallel. A wrong plan would train silently wrong, so an example runs
     before and after the cut, without backward, and the outputs must be equal.
 
-    Collective over the tensor-parallel group and, for sequence parallelism over it, the context-parallel group.
+    Collective over the tensor- and expert-parallel groups and, if sequence parallelism uses it, the context-parallel
+    group.
 
     Args:
         model: Full model on a real device, with the same weights on every rank of the group.

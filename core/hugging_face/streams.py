@@ -316,9 +316,7 @@ def sizes_of(arguments: Mapping[str, Any], main: str) -> Sizes:
 
 
 def _with_fewer(example: Mapping[str, Any], what: str) -> dict[str, Any] | None:
-    """Return the example with one more row, or with one token less for encoder or decoder; None if it has no such
-    tokens.
-    """
+    """Return the example with one more row, or one token less for encoder or decoder; None if impossible."""
     tensors = {name: value for name, value in example.items() if isinstance(value, Tensor)}
     if not what:
         return dict(example)

@@ -206,8 +206,9 @@ def _class_or_none(kind: type) -> type | None:
 
 
 def tiny_model(config: Any) -> Any:
-    """Create a model with random fp64 weights, biases, and norms, equal in every process; no tensor keeps its initial
-    value.
+    """Create a model with random fp64 weights, biases, and norms, equal in every process.
+
+    No tensor keeps its initial value, so that a parameter that is 0 or 1 initially is tested too.
     """
     torch.manual_seed(1234)
     model: Any = model_class(type(config))(config)

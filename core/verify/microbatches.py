@@ -86,8 +86,9 @@ def _joined(parts: list[Microbatch], join: JoinFn | None) -> Microbatch:
 
 
 def _join(column: Sequence[Tensor], lengths: set[int], join: JoinFn | None) -> Tensor:
-    """Join one tensor. It is part of a sequence if it differs between ranks or is as long as one that does (a mask of
-    ones).
+    """Join one tensor of a context-parallel group.
+
+    It is part of a sequence if it differs between ranks, or is as long as one that does (a mask of ones).
     """
     if _length(column[0]) not in lengths:
         return column[0]

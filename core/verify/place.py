@@ -71,11 +71,10 @@ class Where:
     lines: tuple[str, ...] = ()
 
     def table(self, *, color: bool = False) -> str:
-        """Format a table with one row per module in the order of forward, and one cell per rank for output and
-        gradient.
+        """Format a table with one row per module, and one cell per rank for output and gradient.
 
-        A cell is log10 of the error over the allowed error, so above 0 is wrong. `=` means no error at all, a dot means
-        not compared. Long runs of right rows are shortened.
+        Rows are in the order of forward. A cell is log10 of the error over the allowed error, so above 0 is wrong. `=`
+        means no error at all, a dot means not compared. Long runs of right rows are shortened.
 
         Args:
             color: True to color right cells green, wrong ones red, and missing ones grey.
@@ -116,8 +115,9 @@ def in_any_layer(name: str) -> str:
 
 
 def largest_of_layers(costs: Mapping[str, float]) -> dict[str, float]:
-    """Return the largest rounding error of a module or parameter over all layers, since one layer's can be small by
-    chance.
+    """Return the largest rounding error of a module or parameter over all layers.
+
+    The error of a single layer can be small by chance.
     """
     found: dict[str, float] = {}
     for name, cost in costs.items():

@@ -169,8 +169,9 @@ def relative_difference(have: Tensor, want: Tensor | None) -> float:
 
 
 def dense_parameters(model: nn.Module, name_of: Callable[[str], str]) -> dict[str, frozenset[str]]:
-    """Return the names of the non-expert parameters below each module, to find containers that a stage holds
-    completely.
+    """Return the names of the non-expert parameters below each module.
+
+    They show which containers a pipeline stage holds completely.
     """
     below: dict[str, set[str]] = {name_of(name): set() for name, _ in model.named_modules()}
     for local_name, param in model.named_parameters():

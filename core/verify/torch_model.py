@@ -121,8 +121,9 @@ class TorchModel(WrappedModel):
         yield
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
-        """Return this rank's parts of the gradients; DTensor gradients are reduced as an optimizer sees them.
-        Collective.
+        """Return this rank's parts of the gradients. Collective.
+
+        DTensor gradients are reduced as an optimizer sees them.
         """
         found = {}
         for held in self.trained:

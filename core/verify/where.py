@@ -47,8 +47,9 @@ def locate(
     wrong: Sequence[str],
     factor: float | None = None,
 ) -> Where:
-    """Run the layout and the reference once more with hooks, and find where the fault begins. Collective over the
-    world.
+    """Run the layout and the reference once more with hooks, and find where the fault begins.
+
+    Collective over the world.
 
     Args:
         job: Model and steps of the layout.
