@@ -79,11 +79,27 @@ class CutModel:
         return self.ties.get(name, (name,))
 
     def slice_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of a tensor that has a full parameter's shape; a view if possible."""
+        """Return this rank's slice of a full tensor; a view if possible.
+
+        Args:
+            name: Any name of the parameter.
+            whole: Tensor of the full parameter's shape, such as an optimizer moment.
+
+        Returns:
+            The slice.
+        """
         return slice_of(whole, self.split_of(name), self.groups)
 
     def whole_of(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Gather a tensor of a full parameter's shape from its slices. Collective over the groups that cut it."""
+        """Gather a full tensor from its slices. Collective over the groups that cut it.
+
+        Args:
+            name: Any name of the parameter.
+            part: This rank's slice of a tensor of the parameter's shape.
+
+        Returns:
+            The full tensor.
+        """
         return whole_of(part, self.split_of(name), self.groups)
 
     def split_of(self, name: str) -> Split | None:

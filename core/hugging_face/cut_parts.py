@@ -31,7 +31,17 @@ INITIALIZED = "_is_hf_initialized"  # True on modules that loading must not init
 
 
 def cut_into_parts(model: Any, watched: Watched | None, plan: Plan, how: Splitting) -> list[Any]:
-    """Return this rank's stages with sliced parameters: copies of the model, and the model itself as the last stage."""
+    """Return this rank's stages with sliced parameters: copies of the model, and the model itself as the last stage.
+
+    Args:
+        model: Full model; cut in place.
+        watched: Findings of a forward of the full model; None if no forward has run.
+        plan: Plan of the full model.
+        how: Groups, layout, and options of the split.
+
+    Returns:
+        The stages, or the model alone without a layout.
+    """
     layout, groups = how.layout, how.groups
     parts = [model]
     if layout is not None:

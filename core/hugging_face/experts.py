@@ -27,6 +27,14 @@ EXPERTS_SEAM = "experts over ep"  # style of seams at fused experts
 def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
     """Return a plan in which experts are cut over expert parallelism; unchanged if the expert-parallel size is 1.
 
+    Args:
+        model: Transformers model; it may be on the meta device.
+        plan: Plan over tensor parallelism.
+        groups: Process groups.
+
+    Returns:
+        The plan.
+
     Raises:
         PlanError: If the model has no experts that can be cut, or the number of experts or the sizes do not fit.
     """

@@ -27,7 +27,15 @@ class GradientCheckpointConfig:
             )
 
     def layers_of(self, stage: int, count: int) -> int:
-        """Return the number of a stage's layers that are checkpointed."""
+        """Return the number of a stage's layers that are checkpointed.
+
+        Args:
+            stage: Index of the stage.
+            count: Number of its layers.
+
+        Returns:
+            The number of checkpointed layers, counted from the stage's first.
+        """
         return int(self.gradient_checkpointing_ratio * count)
 
 
@@ -42,7 +50,18 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
     num_ckpt_layers_per_stage: Sequence[int] | None = None
 
     def layers_of(self, stage: int, count: int) -> int:
-        """Return the number of a stage's layers that are checkpointed."""
+        """Return the number of a stage's layers that are checkpointed.
+
+        Args:
+            stage: Index of the stage.
+            count: Number of its layers.
+
+        Returns:
+            The number of checkpointed layers, counted from the stage's first.
+
+        Raises:
+            ValueError: If the config does not name the stage, or names more layers than it has.
+        """
         if self.num_ckpt_layers_per_stage is None:
             return super().layers_of(stage, count)
         counts = self.num_ckpt_layers_per_stage

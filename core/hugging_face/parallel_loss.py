@@ -184,7 +184,17 @@ def why_logits_stay_whole(
 
 
 def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: SequenceParallel | None) -> Plan:
-    """Keep the logits split and install the parallel loss; return the plan without the gather of the logits."""
+    """Keep the logits split and install the parallel loss as `model.loss_function`.
+
+    Args:
+        model: Split model.
+        plan: Plan of the model.
+        group: Tensor-parallel group.
+        sequence: Sequence parallelism of the model, if any.
+
+    Returns:
+        The plan without the gather of the logits.
+    """
     name, head = output_layer(model)
     seam = plan.seams.get(name)
     split = seam is not None and seam.after == "gather"

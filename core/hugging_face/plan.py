@@ -163,7 +163,15 @@ class Split:
         return self.shape[self.dim]
 
     def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
-        """Return the shape on one of `tp` ranks; for experts, on one of `tp` times `ep` ranks."""
+        """Return the parameter's shape on one rank.
+
+        Args:
+            tp: Tensor-parallel size.
+            ep: Expert-parallel size; only experts are cut over it.
+
+        Returns:
+            The local shape.
+        """
         local = list(self.shape)
         for axis, dim, _, multiple in self.cuts:
             local[dim] = rows_on_rank(local[dim], ep if axis == "ep" else tp, multiple)
@@ -244,6 +252,12 @@ class Plan:
 
         Key and value heads that are not divisible stay unsplit, with partial gradients.
 
+        Args:
+            tp: Tensor-parallel size.
+
+        Returns:
+            The plan.
+
         Raises:
             PlanError: If the model cannot be cut into `tp` equal parts. The message lists the sizes that fit.
         """
@@ -266,6 +280,9 @@ class Plan:
 
     def check_size(self, tp: int) -> None:
         """Check that the model can be cut into `tp` equal parts.
+
+        Args:
+            tp: Tensor-parallel size.
 
         Raises:
             PlanError: If it cannot. The message lists the sizes that fit.
@@ -298,6 +315,15 @@ class Plan:
         """Describe the plan for `tp` ranks: a line for each cut or partial parameter and for each seam.
 
         Layers that are split alike share one line.
+
+        Args:
+            tp: Tensor-parallel size.
+
+        Returns:
+            The lines, as one text.
+
+        Raises:
+            PlanError: If key or value heads are shared and the model cannot be cut into `tp` equal parts.
         """
         if any(split.is_shared(tp) for split in self.splits.values()):
             return self.at(tp).table(tp)
@@ -326,6 +352,14 @@ class Plan:
 
 def style_of(family: str, name: str, style: str | Style) -> Style:
     """Look up a style by name; a Style is returned unchanged.
+
+    Args:
+        family: Name of the model in errors.
+        name: Module or parameter that the rule names, for the error.
+        style: The style or its name.
+
+    Returns:
+        The style.
 
     Raises:
         PlanError: If the name is unknown.

@@ -129,6 +129,15 @@ def shown_over_sequence(model: Any, arguments: dict[str, Any], sequence: Sequenc
     Collective over the ranks that cut the sequence. Some models (gpt2) reshape their hidden states to the input's shape
     after the layers. For these, `sequence.local_logits` is set to False and the sequence is joined right after the
     layers.
+
+    Args:
+        model: Split model.
+        arguments: Keyword arguments of the example.
+        sequence: Sequence parallelism of the model.
+        shape: Shape of the output without it.
+
+    Returns:
+        The output.
     """
     if sequence.local_logits:
         try:
@@ -204,7 +213,12 @@ def refuse_other_output(
 def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Create the received tensors of a stage that runs alone: random numbers, equal on all ranks.
 
-    The first stage receives nothing and gets an empty dict.
+    Args:
+        chunk: A stage of the model.
+        arguments: Keyword arguments of the example.
+
+    Returns:
+        The stage's argument `received`; empty for the first stage.
     """
     stage = stage_of(chunk)
     if stage.part.pre_process:

@@ -80,6 +80,13 @@ def stage_activations(
 def activations_of(chunk: nn.Module, microbatch: Mapping[str, Any]) -> Callable[[int], list[Tensor]]:
     """Describe the activations that each stage sends for one microbatch, as `stage_activations`.
 
+    Args:
+        chunk: A stage of the model.
+        microbatch: Keyword arguments of a forward; their sizes are used.
+
+    Returns:
+        A function from the number of a stage to the tensors that it sends, on the meta device.
+
     Raises:
         PlanError: If the model does not take token ids and is not an encoder-decoder.
         ValueError: If the microbatch lacks the model's main input.
@@ -97,7 +104,15 @@ def activations_of(chunk: nn.Module, microbatch: Mapping[str, Any]) -> Callable[
 
 
 def stages_config(layout: PipelineLayout, tp: int = 1) -> ModelParallelConfig:
-    """Create the config for `wrap_stages`; it defines which chunks of a rank form one model."""
+    """Create the config for `wrap_stages`; it defines which chunks of a rank form one model.
+
+    Args:
+        layout: Pipeline layout.
+        tp: Tensor-parallel size.
+
+    Returns:
+        The config.
+    """
     virtual = layout.chunks if layout.chunks > 1 else None
     return ModelParallelConfig(
         tensor_model_parallel_size=tp,

@@ -55,7 +55,15 @@ class Held:
 
 
 def slice_of(place: GlobalSlice, whole: Tensor) -> Tensor:
-    """Return a rank's slice of a full tensor; padding is zero."""
+    """Return a rank's slice of a full tensor; padding is zero.
+
+    Args:
+        place: Position of the slice.
+        whole: The full tensor.
+
+    Returns:
+        The slice, with the local shape.
+    """
     part = whole.new_zeros(place.local_shape)
     for box in place.boxes:
         part[_area(box.local_offset, box)] = whole[_area(box.global_offset, box)]

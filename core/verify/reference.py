@@ -126,7 +126,15 @@ class Reference:
         return self._shared(compute)
 
     def again(self, batch: Any, *, auxiliary: float = 1.0) -> Expected:
-        """Repeat the last step. With `auxiliary` 0, leave out the gradients of auxiliary losses."""
+        """Repeat the last step.
+
+        Args:
+            batch: The complete global batch.
+            auxiliary: Factor of the auxiliary losses; 0 leaves out their gradients.
+
+        Returns:
+            The values of the step.
+        """
         return self._shared(lambda model: self._compute(model, batch, auxiliary, again=True))
 
     def of_microbatches(self, batch: Any, names: Sequence[str], most: int) -> tuple[str, list[list[Tensor]]]:

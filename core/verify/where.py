@@ -190,6 +190,14 @@ def shared_faults(reference: Reference, expected: Expected, batch: Any) -> tuple
 
     These are checkpoints that recompute other values, and cut graphs: a module runs, but none of its parameters gets a
     gradient. Parameters of modules that never run are not reported.
+
+    Args:
+        reference: The unsplit model.
+        expected: Values of the reference.
+        batch: The complete global batch.
+
+    Returns:
+        The faults in words.
     """
     if not expected.recomputes and not expected.unreached:
         return ()
