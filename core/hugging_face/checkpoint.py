@@ -311,16 +311,9 @@ def _sliced(
 ) -> dict[str, SlicedTensor]:
     """Return every tensor of the files, cut like the parameter it becomes or is a part of.
 
-    Args:
-        model: Model, or one stage of it, on the meta device.
-        plan: Plan of the full model.
-        stored: The tensors of the files, by parameter.
-        config: Transformers' loading config, with its weight mapping.
-        groups: Process groups.
-        read: Receives the number of bytes of every read.
-        whole: Names of the full model. Transformers reports names that are not in it.
-        stages: The model's cut if `model` is one stage. Tensors of other stages are then skipped, and a tied tensor is
-            read under the name that it has on this stage.
+    `read` receives the number of bytes of every read. `whole` are the names of the full model; transformers reports
+    names that are not in it. If `model` is one stage, `stages` is the model's cut: tensors of other stages are skipped,
+    and a tied tensor is read under the name that it has on this stage.
     """
     from transformers.core_model_loading import WeightConverter
 

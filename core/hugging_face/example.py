@@ -165,8 +165,7 @@ def _main_input(model: Any, length: int) -> dict[str, Any]:
 
 
 def _ids(model: Any, length: int) -> Tensor:
-    """Return rows of consecutive token ids, rotated by one per row so that all rows have equally many special tokens.
-   """
+    """Return rows of consecutive token ids, rotated by one per row so that rows have equally many special tokens."""
     text = model.config.get_text_config()
     ids = torch.arange(length, device=model.device) % getattr(text, "vocab_size", 8)
     # A sequence classifier reads the last non-padding token, and refuses several rows without a padding token.
@@ -184,8 +183,7 @@ def _pixels(model: Any) -> Tensor:
 
 
 def _with_images(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return one image per row, and ids with its placeholder tokens; empty if the model splits images in another way.
-   """
+    """Return one image per row, and ids with its placeholder tokens; empty if the model splits images otherwise."""
     mark = getattr(model.config, "image_token_id", getattr(model.config, "image_token_index", None))
     vision = getattr(model.config, "vision_config", None)
     takes = inspect.signature(type(model).forward).parameters

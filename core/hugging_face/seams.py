@@ -237,8 +237,10 @@ class SeamForward:
         return value
 
     def _copied(self, value: Any) -> Any:
-        """Copy a floating-point tensor to the tp region: each rank uses it differently, so backward sums the gradients.
-       """
+        """Copy a floating-point tensor to the tp region.
+
+        Each rank uses the copy differently, so backward sums the gradients.
+        """
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         copied = copy_to_tensor_model_parallel_region(value, self.group)
@@ -262,8 +264,7 @@ class SeamForward:
             self.module._parameters["bias"] = bias
 
     def _local_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids as row numbers of this rank's part of the vocabulary, and a mask of the ids of other ranks' parts.
-       """
+        """Return ids as row numbers of this rank's part of the vocabulary, and a mask of other ranks' ids."""
         outside = (ids < 0) | (ids >= self.length)
         if ids.device.type == "cpu" and bool(outside.any()):
             raise ValueError(

@@ -91,8 +91,7 @@ class SequenceParallel(CutSequence):
             SplitRegions("cp", group_rank(self.group)).attach(present)
 
     def enter_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Refuse a length that cannot be cut, and convert the documents of `cu_seq_lens_q` to position ids. A pre-hook.
-       """
+        """Refuse a length that cannot be cut, and convert `cu_seq_lens_q` to position ids. A forward pre-hook."""
         given = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")] + [*args[:1]]
         ids = next((value for value in given if isinstance(value, Tensor) and value.dim() >= 2), None)
         kwargs = dict(kwargs)

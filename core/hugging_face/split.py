@@ -365,8 +365,10 @@ def whole_only(method: Callable[..., Any], sentence: str, *args: Any, **kwargs: 
 
 
 def generate_alike(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replacement for a split model's `generate`: gathers the logits and draws the same random numbers on all tp ranks.
-   """
+    """Replacement for a split model's `generate`.
+
+    It gathers the logits and draws the same random numbers on all ranks of the group.
+    """
     model: Any = getattr(method, "__self__")  # noqa: B009
     with gathering_logits(model), model.forward_stream.alike():
         return method(*args, **kwargs)

@@ -1,5 +1,4 @@
-"""Run pipeline stages of transformers models in a PipelineRunner: find a stage, step it, and describe its activations.
-"""
+"""Run pipeline stages of transformers models in a PipelineRunner: find, step, and describe a stage."""
 
 from __future__ import annotations
 

@@ -175,8 +175,7 @@ class _Reader:
         return Seam(name, word if isinstance(word, str) else "policy", how.before, how.after, tail, heads)
 
     def _cut(self, owner: str, name: str, parameter: nn.Parameter) -> tuple[Split | None, bool]:
-        """Return a parameter's cut, by its own rule or its module's, and True if it is unsplit with a partial gradient.
-       """
+        """Return a parameter's cut, by its own or its module's rule; and True if unsplit with a partial gradient."""
         own = _rule_for(name, self.rules)
         word = own or _rule_for(owner, self.rules)
         if word is None or id(getattr(self.modules[owner], "weight", None)) in self.whole_weights:

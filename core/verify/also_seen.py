@@ -156,8 +156,7 @@ def optimizers_alive() -> list[Any]:
 
 
 def params_of(optimizer: Any) -> Iterable[Tensor]:
-    """Return the parameters of an optimizer; for ours the models' parameters, which it updates through master weights.
-   """
+    """Return an optimizer's parameters; our optimizers update the models' parameters through master weights."""
     if isinstance(optimizer, MegatronOptimizer):
         return [param for chunk in optimizer.model_chunks for param in chunk.parameters()]
     return [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]

@@ -198,8 +198,7 @@ def buckets_of(ddp: DistributedDataParallel) -> Iterator[Bucket]:
 
 
 def _whole_bucket(bucket: Bucket) -> Tensor:
-    """Return the bucket's full gradients, with every scale that is left to the optimizer; gathers other ranks' shards.
-   """
+    """Return the bucket's full gradients, gathered from all shards, with every scale that is left to the optimizer."""
     if bucket.whole:
         return bucket.grad * bucket.pending_scale
     mine = bucket.owned_grad.to(bucket.device).contiguous()

@@ -391,8 +391,7 @@ class _LoopReference(Reference):
 
 
 def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Record a training forward. A module hook; it holds no check, so that copies of the module do not take one along.
-   """
+    """Record a training forward. A module hook without a reference to the check, so that modules can be copied."""
     check = _CHECKS.get(id(module))
     if check is not None and module.training and torch.is_grad_enabled():
         check.note_forward(args, kwargs)

@@ -1,4 +1,6 @@
-"""Find how often a loop's wrong gradient contains each microbatch: one may be skipped, or cleared by a late zero_grad.
+"""Find how often a loop's wrong gradient contains each microbatch.
+
+A microbatch may be skipped, or cleared by a late zero_grad.
 """
 
 from __future__ import annotations

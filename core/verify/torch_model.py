@@ -259,8 +259,7 @@ def wrapper_of(outer: nn.Module) -> Any:
 
 
 def gradient_of(param: Any) -> Any:
-    """Return a parameter's gradient, or None. Megatron Core's wrapper stores it in `main_grad` and leaves `grad` empty.
-   """
+    """Return a parameter's gradient, or None. Megatron Core's wrapper stores it in `main_grad`, not in `grad`."""
     return getattr(param, "main_grad", None) if param.grad is None else param.grad
 
 
