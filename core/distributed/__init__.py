@@ -1,4 +1,4 @@
-"""The gradient path: contracts, layout, buffers, buckets, the wrapper, and finalize_model_grads."""
+"""Gradient path: contracts, layout, buffers, buckets, the wrapper, and finalize_model_grads."""
 
 from core.distributed.contract.gradient_contract import ContractError, GradientContract, GradSyncRule, declare_gradient
 from core.distributed.contract.placement import MemStats, Placement

@@ -1,4 +1,4 @@
-"""Text about a wrapped model: the table behind `ddp.describe()`, and the sentence behind `ddp.where(name)`."""
+"""Text about a wrapped model: the table of `ddp.describe()`, and the sentence of `ddp.where(name)`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ def describe_model(
     reduce_microbatches: str,
     units: Sequence[ParamUnit],
 ) -> str:
-    """Buffers, their buckets and their parameters as text, one line each."""
+    """Return buffers, their buckets and their parameters as text, one line each.
+
+    Args:
+        plan: The model's plan.
+        buffers: Its buffers.
+        groups: Process groups of the model.
+        reduce_microbatches: 'every' or 'last', the choice in use.
+        units: Units of sharded parameters.
+    """
     lines = []
     for number, buffer in enumerate(buffers):
         key = buffer.layout.key
@@ -74,7 +82,10 @@ def _sharded_parameters(unit: ParamUnit) -> str:
 
 
 def _sharded_gradients(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:
-    """Cost of a sharded gradient with each way of accumulating microbatches; `nbytes` of the whole buffer."""
+    """Describe the cost of a sharded gradient for both ways of accumulation.
+
+    `nbytes` is the unsharded buffer's size.
+    """
     kept = nbytes // buffer.layout.shards
     pool = 0 if buffer.pool is None else buffer.pool.memory.nbytes
     sent = nbytes - kept  # (shards - 1) / shards
@@ -87,7 +98,16 @@ def _sharded_gradients(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str
 
 
 def where(name: str, buffers: Sequence[GradBuffer], frozen: Collection[str]) -> str:
-    """Say where the gradient of the parameter `name` is. frozen: names of parameters that were frozen at the wrap."""
+    """Describe the location of a parameter's gradient in one sentence.
+
+    Args:
+        name: Name of the parameter.
+        buffers: Buffers of the model.
+        frozen: Names of parameters that were frozen at the wrap.
+
+    Raises:
+        ValueError: If no parameter has this name.
+    """
     for number, buffer in enumerate(buffers):
         for bucket in buffer.buckets:
             for index, contract in enumerate(bucket.contracts):
@@ -137,7 +157,7 @@ def _in_flight(bucket: Bucket, index: int, place: str) -> str:
 
 
 def _held(bucket: Bucket, index: int) -> str:
-    """Name the part of the gradient that this rank holds."""
+    """Name the part of the gradient that is stored on this rank."""
     numel = bucket.params[index].numel()
     start, end = bucket.ranges[index]
     low, high = (max(min(bound, end), start) - start for bound in bucket.valid_range)
@@ -149,7 +169,7 @@ def _held(bucket: Bucket, index: int) -> str:
 
 
 def _shown(bucket: Bucket, index: int) -> str:
-    """Describe `.grad` of a gradient that is reduced."""
+    """Describe `.grad` of a reduced gradient."""
     grad = bucket.params[index].grad
     if grad is None:
         return "you have set `.grad` to None; the next backward makes a new gradient"

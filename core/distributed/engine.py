@@ -1,4 +1,4 @@
-"""Engine: the parts behind one wrapped model chunk."""
+"""Engine: the components of one wrapped model chunk."""
 
 from __future__ import annotations
 
@@ -46,9 +46,16 @@ from core.groups.rank_grid import COPY_AXES, DATA_KINDS
 
 
 class Engine:
-    """The parts that work for one wrapped model chunk, made in the order in which they need each other.
+    """Components of one wrapped model chunk, created in the order of their dependencies.
 
-    options: of `plan_model`. Collective over all ranks with this chunk.
+    Collective over all ranks with this chunk.
+
+    Args:
+        module: The chunk.
+        config: Config of the model, or None.
+        ddp_config: Config of the wrapper.
+        groups: Process groups of the model.
+        options: Keyword arguments of `plan_model`.
     """
 
     def __init__(
@@ -62,7 +69,7 @@ class Engine:
         _finish_begun_steps(groups)
         self.module = module
         self.plan = plan = _plan_together(module, config, ddp_config, groups, options)
-        self.ids = frozenset({id(module), *map(id, plan.params.values())})  # of the module and of what is reduced
+        self.ids = frozenset({id(module), *map(id, plan.params.values())})  # ids: module, reduced parameters
         self.collectives = plain = Collectives(
             ordered=ddp_config.deterministic_reduction
             or ddp_config.reduce_scatter_with_fp32_accumulation
@@ -70,7 +77,7 @@ class Engine:
             clock=clock_for(plan.device),
         )
         placement = ddp_config.placement
-        self.tier = None if placement is None else _tier(plan, placement, groups)  # of what is offloaded
+        self.tier = None if placement is None else _tier(plan, placement, groups)  # memory of offloaded shards
         places = Places() if placement is None else places_of(plan, ddp_config)
         units = units_of(plan, ddp_config, groups, self.tier, places) if ddp_config.shards_parameters else []
         shards = [[unit.shard for unit in of_buffer] for of_buffer in units[: len(plan.layout.buffers)]]
@@ -100,7 +107,7 @@ class Engine:
             self.params = Unsharder(list(itertools.chain(*units)), self.buckets, gathers, groups)
             if placement is not None:
                 _set_residents(self.params, self.buffers, placement, groups)
-        # Sharded gradients leave in backward without overlap too, or memory of all of them would be needed.
+        # Without overlap too, sharded gradients are reduced in backward: else all would need memory at once.
         unasked = Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
         asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked
         watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
@@ -126,12 +133,12 @@ class Engine:
 
     @functools.cached_property
     def first_steps(self) -> FirstSteps:
-        """The watch of the first two steps, made in the first of them."""
+        """Check of the first two steps, created in the first of them."""
         return self._make_first_steps()
 
 
 def _finish_begun_steps(groups: ProcessGroups) -> None:
-    """Launch what models on the same groups have begun, before this wrap's first collective."""
+    """Launch the rest of steps that models on the same groups have begun, before this wrap's first collective."""
     for name in DATA_KINDS:
         if groups.size(name) > 1:
             control = groups.control(name)
@@ -142,10 +149,10 @@ def _finish_begun_steps(groups: ProcessGroups) -> None:
 def _plan_together(
     module: nn.Module, config: Any, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups, options: Any
 ) -> ModelPlan:
-    """Plan locally, then compare with the other ranks before anything else is sent: all raise, or none.
+    """Plan locally, then compare the plan with other ranks before any other collective: all ranks raise, or none.
 
-    Collective over the data groups and the tensor-parallel groups. Raises LayoutMismatch on every rank where a rank has
-    another model or other options, and this rank's own error after the other ranks know of it.
+    Collective over the data groups and the tensor-parallel groups. Raises LayoutMismatch on every rank if a rank has
+    another model or other options. This rank's own error is raised after the other ranks know of it.
     """
     failure: Exception | None = None
     plan: ModelPlan | None = None
@@ -178,7 +185,7 @@ def _plan_together(
 
 
 def _tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> MemoryTier | None:
-    """Make the tier for offloaded shards. Collective over the data groups; raises on all ranks if it fails on one."""
+    """Create the memory for offloaded shards. Collective over the data groups; if it fails on one rank, all raise."""
     if not placement.offloads:
         return None
     tier: MemoryTier
@@ -194,7 +201,7 @@ def _tier(plan: ModelPlan, placement: Placement, groups: ProcessGroups) -> Memor
 def _place_grads(
     plan: ModelPlan, places: Places, groups: ProcessGroups, tier: MemoryTier
 ) -> list[dict[int, torch.Tensor]]:
-    """Memory of offloaded gradients: for each buffer, by index of a bucket. Collective; OSError without room."""
+    """Allocate memory of offloaded gradients: for each buffer, by bucket index. Collective; OSError without room."""
     offloaded: list[dict[int, torch.Tensor]] = [{} for _ in plan.layout.buffers]
     with agree.together(_data_groups(groups), "the memory of offloaded gradients"):
         for number, index in sorted(places.grads):
@@ -207,7 +214,7 @@ def _place_grads(
 def _set_residents(
     unsharder: Unsharder, buffers: Sequence[GradBuffer], placement: Placement, groups: ProcessGroups
 ) -> None:
-    """Say how many buckets stay whole: a few, or what a budget allows. ValueError on all ranks where two do not fit."""
+    """Set how many buckets stay gathered: a few, or up to a budget. ValueError on all ranks if two do not fit."""
     if placement.memory_budget_bytes is None:
         unsharder.eviction = Window(placement.prefetch)
         return

@@ -1,7 +1,7 @@
-"""Hooks on parameters and on the wrapped module, by which autograd and a forward reach the engine.
+"""Hooks on parameters and on the wrapped module, through which autograd and a forward call the engine.
 
-Hooks of modules are functions without state, which find the engine by the module's identity. So a copied or pickled
-module takes nothing of the engine along, and is a plain one.
+Hooks of modules are functions without state that find the engine by the module's identity. A copied or pickled module
+therefore contains nothing of the engine, and is a plain module.
 """
 
 from __future__ import annotations
@@ -21,22 +21,33 @@ from core.distributed.reduce.grad_reducer import arrived, arrived_at_sharded
 from core.distributed.sharded.unsharder import Unsharder
 from core.groups.agree import SyncError
 
-_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # all that live in this process
-_UNSHARDERS: weakref.WeakValueDictionary[int, Unsharder] = weakref.WeakValueDictionary()  # by their modules' identity
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()  # all engines of this process
+_UNSHARDERS: weakref.WeakValueDictionary[int, Unsharder] = weakref.WeakValueDictionary()  # keyed by id of the module
 
 
 def engine_of(part: nn.Module | torch.Tensor) -> Engine | None:
-    """The living engine of this wrapped module, or the one that reduces this parameter's gradient."""
+    """Return the engine of a wrapped module, or the one that reduces a parameter's gradient.
+
+    Args:
+        part: Module or parameter.
+
+    Returns:
+        The engine, or None if there is none or it is deleted.
+    """
     return next((engine for engine in _ENGINES if id(part) in engine.ids), None)
 
 
 def owned_params() -> frozenset[int]:
-    """Ids of the parameters that some engine reduces, and of the wrapped modules."""
+    """Return the ids of all parameters that engines reduce, and of the wrapped modules."""
     return frozenset().union(*(engine.ids for engine in _ENGINES))
 
 
 def hook(engine: Engine) -> None:
-    """Set the hooks of an engine. They are removed when the engine goes, which leaves a plain module."""
+    """Register the hooks of an engine. They are removed when the engine is deleted, which leaves a plain module.
+
+    Args:
+        engine: Engine of a wrapped chunk.
+    """
     module = engine.module  # calling it without the wrapper is the same
     hooks = [
         module.register_forward_pre_hook(_begin_forward, prepend=True, with_kwargs=True),
@@ -50,8 +61,8 @@ def hook(engine: Engine) -> None:
         hooks.append(part.register_state_dict_pre_hook(_refuse_without_values))
         hooks.append(part.register_load_state_dict_pre_hook(_refuse_without_values))
     hooks += [part.register_state_dict_post_hook(_own_memory) for part in module.modules() if part is not module]
-    # Weak: autograd holds hooks where Python's garbage collector does not see it. A module that reaches its wrapper, as
-    # through `config.grad_scale_func = optimizer.scale_loss`, would live for ever.
+    # Weak: Python's garbage collector does not see autograd's references to hooks. A module that refers to its wrapper,
+    # as through `config.grad_scale_func = optimizer.scale_loss`, would never be freed.
     reducer = weakref.ref(engine.reducer)
     note = arrived_at_sharded if engine.params.units else arrived
     for number, bucket in enumerate(engine.buckets):
@@ -66,7 +77,7 @@ def hook(engine: Engine) -> None:
 
 
 def _begin_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Note that a step begins. Raises SyncError where gradients would be reduced twice, or have no memory."""
+    """Record the beginning of a step. Raises SyncError if torch's DDP would reduce the gradients too."""
     engine = engine_of(module)
     if engine is None:
         return
@@ -91,14 +102,14 @@ def _finish_gathers(module: nn.Module, *_: Any) -> None:
 
 
 def _note_load(module: nn.Module, *_: Any) -> None:
-    """Have the next `finalize_model_grads` compare weights, if this rank alone loads them."""
+    """Record a load, so that the next `finalize_model_grads` compares weights if only some ranks have loaded them."""
     engine = engine_of(module)
     if engine is not None:
         engine.reducer.loads += 1
 
 
 def _enter(module: nn.Module, _inputs: Any) -> None:
-    """Parameters that are used from now on are gathered."""
+    """Begin to gather parameters that are used."""
     unsharder = _UNSHARDERS.get(id(module))
     if unsharder is not None:
         unsharder.enter()
@@ -111,7 +122,7 @@ def _leave(module: nn.Module, _inputs: Any, _outputs: Any) -> None:
 
 
 def _refuse_without_values(module: nn.Module, *arguments: Any) -> None:
-    """Raise SyncError where values would be saved, or loaded, that are not there."""
+    """Raise SyncError if parameters without values would be saved or loaded."""
     unsharder = _UNSHARDERS.get(id(module))
     keeps_vars = len(arguments) == 2 and arguments[1]  # state_dict(keep_vars=True) gives the parameters themselves
     if unsharder is not None and not (unsharder.is_held or unsharder.loaded is not None or keeps_vars):
@@ -123,12 +134,12 @@ def _refuse_without_values(module: nn.Module, *arguments: Any) -> None:
 
 
 def _own_memory(_part: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Give a part's state dict tensors of its own, where they are views into a buffer that holds more.
+    """Copy tensors of a submodule's state dict that are views into a larger buffer.
 
-    torch.save writes the whole memory of a view. A state dict of all modules is left as views, as torch gives it: its
-    buffers are written once. So are the parameters themselves, which keep_vars gives.
+    torch.save writes all memory under a view. A state dict of all modules keeps the views, as torch returns it, because
+    its buffers are written once. So do the parameters themselves, which keep_vars returns.
     """
-    if prefix:  # of a larger state dict
+    if prefix:  # part of a larger state dict
         return
     copies: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], torch.Tensor] = {}  # tied ones stay one
     for name, value in state.items():

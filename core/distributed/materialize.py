@@ -1,7 +1,7 @@
-"""materialize(): a module on the meta device gets its weights while it is wrapped, one part after another.
+"""materialize(): initializes a module on the meta device while it is wrapped, one part after another.
 
-A part is a module's own parameters and buffers. Where parameters are sharded each part is cut before the next is made,
-so that no rank ever holds the whole model.
+A part is the parameters and buffers of a single module without its children. If parameters are sharded, each part is
+sharded before the next one is initialized, so no rank ever holds the full model.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups, control_of_stage
 
 Init = Callable[[nn.Module], Any]
-GIVEN_BACK = 2**26  # bytes of cut weights after which the C library's freed memory goes back to the system
-MOVES = ("to", "cpu", "cuda", "xpu", "half", "bfloat16", "float", "double", "type")  # what modules call to be moved
-MARK = "weights_to_make"  # an attribute of a module whose wrap is to make its weights
+GIVEN_BACK = 2**26  # bytes of sharded weights after which memory freed in the C library is returned to the system
+MOVES = ("to", "cpu", "cuda", "xpu", "half", "bfloat16", "float", "double", "type")  # methods that move tensors
+MARK = "weights_to_make"  # attribute of a module whose weights are created at the wrap
 
 
 class DeferredParameter(nn.Parameter):
     """A parameter between `materialize` and the wrap: shape, dtype and device, and one NaN for all values.
 
-    Moved or cast it stays one number. torch would give it memory for all of them.
+    It stays a single number when it is moved or cast. torch would allocate memory for all values.
     """
 
     @classmethod
@@ -53,18 +53,29 @@ class DeferredParameter(nn.Parameter):
 
 
 def materialize(module: nn.Module, init: Init | None = None, *, device: torch.device | str = "cpu") -> nn.Module:
-    """Have a module that was built on the meta device get its weights on `device` while it is wrapped. Local.
+    """Initialize a module that was built on the meta device, on `device`, while it is wrapped. Local.
+
+    A model that is too large for one rank cannot be built before it is sharded. Built on the meta device, it has no
+    memory, and the wrap creates, initializes and shards one part after another.
 
         with torch.device("meta"):
             module = Model()
         model = DistributedDataParallel(None, config, materialize(module, init))
 
-    init: called with every module that has parameters or buffers of its own, children first, as by `module.apply`. It
-    writes all of them, and no other module's. None for the modules' own `reset_parameters`. Ranks that hold copies
-    draw equal weights, or the wrap refuses them or takes the first rank's: see initial_weights.
+    Args:
+        module: Module with all parameters on the meta device.
+        init: Called with every module that directly has parameters or buffers, children first, as by `module.apply`. It
+            writes all of them, and no other module's. None for the modules' own `reset_parameters`. Ranks that hold
+            copies must draw equal weights. Otherwise the wrap refuses them, or takes the first rank's: see
+            initial_weights.
+        device: Device of the weights.
 
-    Returns the module. Raises ValueError for a parameter that is not on the meta device, and for a module without
-    `reset_parameters` where init is None; the wrap raises it for a parameter that init has left out.
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: If a parameter is not on the meta device, or `init` is None and a module has no
+            `reset_parameters`. The wrap raises it for a parameter that `init` has not written.
     """
     params = dict(module.named_parameters())
     present = next((name for name, param in params.items() if not param.is_meta), None)
@@ -92,7 +103,12 @@ def materialize(module: nn.Module, init: Init | None = None, *, device: torch.de
 
 
 def make_all(module: nn.Module, init: Init) -> None:
-    """Make the whole model, where every rank holds it. Local."""
+    """Initialize the complete model, for ranks that hold all of it. Local.
+
+    Args:
+        module: The model.
+        init: Initializes one module.
+    """
     names = {id(param): name for name, param in module.named_parameters()}
     for part in _parts(module):
         _make(part, init, names)
@@ -107,9 +123,22 @@ def make_and_cut(
     groups: ProcessGroups,
     initial_weights: str,
 ) -> None:
-    """Make each part, compare or broadcast it, and keep this rank's shard alone. Collective over the model's stage.
+    """Initialize each part, compare or broadcast it, and keep only this rank's shard.
 
-    Raises what init raises, and RuntimeError on the other ranks; LayoutMismatch on all ranks for unequal copies.
+    Collective over the model's stage.
+
+    Raises the error of `init`, and RuntimeError on the other ranks.
+
+    Args:
+        module: The model.
+        init: Initializes one module.
+        params: Sharded parameters.
+        plan: The model's plan.
+        groups: Process groups of the model.
+        initial_weights: Option of the wrapper's config.
+
+    Raises:
+        LayoutMismatch: On all ranks, if copies of a weight differ.
     """
     parts = list(_parts(module))
     names = {id(param): name for name, param in plan.named.items()}
@@ -126,7 +155,7 @@ def make_and_cut(
             agree.refuse(error, control_of_stage(groups), "the initial weights")
         if error is not None:
             break
-        # A tied weight stays until the last module that has it, because each one's init writes it.
+        # A tied weight stays unsharded until its last module, because each module's init writes it.
         ready = {names[id(p)]: p for p in part.parameters(recurse=False) if last_use[id(p)] == number}
         if initial_weights == "broadcast":
             broadcast_weights(plan, groups, params.collectives, only=ready)
@@ -148,7 +177,14 @@ def make_and_cut(
 def broadcast_weights(
     plan: ModelPlan, groups: ProcessGroups, collectives: Collectives, only: Collection[str] | None = None
 ) -> None:
-    """Make all copies within a stage, or `only` these, equal to those of each group's first rank. Collective."""
+    """Overwrite all copies of weights within a stage with the copies on each group's first rank. Collective.
+
+    Args:
+        plan: The model's plan.
+        groups: Process groups of the model.
+        collectives: Issues the broadcasts.
+        only: Names of the weights, or None for all.
+    """
     for name, held in within_stage(plan, groups):
         for pack in packs_of(param for key, param in held.items() if only is None or key in only):
             in_place = len(pack) == 1 and pack[0].is_contiguous()
@@ -162,7 +198,7 @@ def broadcast_weights(
 def _make(part: nn.Module, init: Init, names: Mapping[int, str]) -> None:
     own = list(part.parameters(recurse=False))
     for param in own:
-        is_replaced = param.untyped_storage().nbytes() < param.nbytes  # torch has made another one on another device
+        is_replaced = param.untyped_storage().nbytes() < param.nbytes  # torch has replaced it by one on another device
         if type(param) is DeferredParameter or is_replaced:
             param.__class__ = nn.Parameter
             param.data = torch.full(param.shape, _unset(param), dtype=param.dtype, device=param.device)
@@ -181,7 +217,7 @@ def _make(part: nn.Module, init: Init, names: Mapping[int, str]) -> None:
 
 
 def _parts(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    """Modules with parameters or buffers of their own, in the order of `apply`: children first."""
+    """Yield modules that directly have parameters or buffers, in the order of `apply`: children first."""
     seen = set() if seen is None else seen
     for child in module.children():
         if id(child) not in seen:

@@ -1,1 +1,1 @@
-"""Comparisons between ranks, and refusals: other models, other copies, NaN, and calls out of order."""
+"""Guards: agreement between ranks, and checks of gradients and weights."""

@@ -1,8 +1,9 @@
-"""One small maximum a step, in which the ranks of a data group learn what happened on any of them, and decide alike.
+"""Agreement of ranks on a step: one small maximum, from which the ranks of a data group decide alike.
 
 It finds whether ranks are at the same step of the same model, which buckets got gradients after their launch, whether a
-rank reports a problem, and whether some ranks left a parameter unused or froze it. Where each backward is reduced,
-ranks also agree before each one. A rank that ends its step then meets one that begins another backward; both raise.
+rank reports a problem, and whether some ranks left a parameter unused or froze it. If each backward is reduced, ranks
+also agree before each one. A rank that ends its step is then paired with one that begins another backward, and both
+raise.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ from core.groups.agree import SyncError
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """The buckets of one data group, and a group of the same ranks for their agreement once a step.
+    """Buckets of one data group, and a group of the same ranks for their agreement once a step.
 
-    On CUDA `group` is the control group if there is one, so that reading the answer does not stop the stream; without
-    (create_gloo_process_groups=False) every step waits for the device once.
+    On CUDA `group` is the control group, if any, so that reading the answer does not stop the stream. Without a control
+    group (create_gloo_process_groups=False) every step waits for the device once.
     """
 
     name: str
     group: dist.ProcessGroup
     buckets: tuple[Bucket, ...]
-    model: int  # the number of the wrap on this group, the same on all its ranks
+    model: int  # number of the wrap on this group, the same on all its ranks
 
 
 class Moment(IntEnum):
-    """A rank's next action after the agreement."""
+    """Next action of a rank after the agreement."""
 
     BACKWARD = 0  # continues with a backward, which has produced its first gradient
-    END = 1  # launches the buckets that are left, after the last backward of the step
+    END = 1  # launches the remaining buckets, after the last backward of the step
     FINISH = 2  # waits for the reductions
-    DROP = 3  # forgets them
+    DROP = 3  # drops the reductions
 
 
 class StepAnswer(NamedTuple):
     """Result of the agreement on a step, known to all ranks."""
 
     late: set[int]  # ids of the buckets that got gradients after their launch on any rank
-    whole: set[dist.ProcessGroup]  # data groups of which a rank wants whole gradients
+    whole: set[dist.ProcessGroup]  # data groups with a rank that wants full gradients
     continues: bool  # True if some ranks begin a backward while others end the step
     written: tuple[bool, bool] = (False, False)  # weights seem to differ; weights were loaded on some ranks alone
 
@@ -70,13 +71,28 @@ def agree_on_step(
     gathers: Mapping[str, Sequence[str]] = MappingProxyType({}),
     loads: int = 0,
 ) -> StepAnswer:
-    """Agree with the other ranks on the end of the step; count a parameter as used where any rank has used it.
+    """Agree with the other ranks on the end of the step. A parameter counts as used if any rank has used it.
 
-    backwards: how many this rank has begun in this step, where each is reduced. launches: of buckets, ever. may_join:
-    True where a rank that ends its step can add zeros to a backward that another one begins. problems: in words.
-    begun_by_forward: True if only a forward says that there is a step. gathers: those of parameters over each data
-    group, in their order, in words. loads: of weights, since the last step. Raises SyncError on all ranks of a data
-    group if one has a problem, or if they are at different steps. Collective over the data groups.
+    Collective over the data groups.
+
+    Args:
+        control: The data groups and their buckets.
+        moment: This rank's next action.
+        backwards: Number of backwards that this rank has begun in this step, if each is reduced.
+        launches: Number of bucket launches since the wrap.
+        may_join: True if a rank that ends its step can add zeros to another rank's further backward.
+        problems: Messages about problems on this rank.
+        has_gradients: True if this rank got gradients in this step.
+        begun_by_forward: True if only a forward indicates that there is a step.
+        wants_whole: True if this rank wants full gradients.
+        gathers: Descriptions of the parameter gathers over each data group, in order.
+        loads: Number of loads of weights since the last step.
+
+    Returns:
+        The answer, the same on all ranks.
+
+    Raises:
+        SyncError: On all ranks of a data group, if one has a problem, or if they are at different steps.
     """
     late_buckets, wanting, continues, written = set[int](), set[dist.ProcessGroup](), False, (False, False)
     found: SyncError | None
@@ -108,7 +124,7 @@ def agree_on_step(
         what = f"the agreement of data group {entry.name}"
         least, largest = agree.bounds([*mine.values(), *late], entry.group, what)
         low, high = (dict(zip(mine, found, strict=False)) for found in (least, largest))
-        if low["moment"] != high["moment"]:  # what else differs follows from it
+        if low["moment"] != high["moment"]:  # other differences follow from it
             joins = (low["moment"], high["moment"]) == (Moment.BACKWARD, Moment.END) and low["model"] == high["model"]
             # The first group has all ranks of the others, so that all of them know.
             continues = continues or (may_join and joins and entry is control[0])
@@ -117,7 +133,7 @@ def agree_on_step(
             found = _unequal_backwards(entry, moment, backwards)
             failure = failure or found
             continue
-        found = None  # by a collective, which a rank that has a failure already makes too
+        found = None  # found by a collective, so ranks that already have a failure must take part
         if low["trains"] != high["trains"]:
             found = unequal_copies(members_of(entry.buckets), entry.group, f"data group {entry.name!r}")
         elif high["problem"]:
@@ -142,14 +158,14 @@ def agree_on_step(
 
 
 def _sample(buckets: Sequence[Bucket], launches: int) -> int:
-    """Hash a few elements of the parameters, of others in each step; on a CPU, where nothing is waited for."""
+    """Hash a few elements of the parameters, others in each step. Returns 0 on a device, to avoid a wait."""
     turn = launches // max(1, len(buckets))
     whole = [bucket for bucket in buckets if bucket.param_data is not None or bucket.param_shard is None]
     return sample_of(whole[turn % len(whole)].params, turn) if whole and whole[0].device.type == "cpu" else 0
 
 
 def _contradiction(entry: ControlGroup, low: dict[str, int], high: dict[str, int]) -> str | None:
-    """Return why the ranks of a data group cannot end this step together, from what all know. Pure."""
+    """Return why the ranks of a data group cannot end this step together, from the agreed facts. Pure."""
     if low["model"] != high["model"]:
         name = next((bucket.contracts[-1].name for bucket in reversed(entry.buckets)), "no parameter")
         return (
@@ -198,7 +214,13 @@ def _unequal_backwards(entry: ControlGroup, moment: Moment, backwards: int) -> S
 
 
 def unequal_gathers(name: str, group: dist.ProcessGroup, gathers: Sequence[str]) -> SyncError:
-    """The error for ranks of a data group that have gathered parameters in different orders. Collective."""
+    """Return the error for ranks that have gathered parameters in different orders. Collective.
+
+    Args:
+        name: Name of the data group.
+        group: Its control group.
+        gathers: Descriptions of this rank's gathers, in order.
+    """
     answers = agree.gather(list(gathers), group, "the order in which parameters were gathered")
     return SyncError(
         f"the ranks of data group {name!r} have gathered sharded parameters in different orders, so that they "
@@ -207,16 +229,25 @@ def unequal_gathers(name: str, group: dist.ProcessGroup, gathers: Sequence[str])
     )
 
 
-Member = tuple[Bucket, int]  # a parameter by its place: `bucket.params[index]`
+Member = tuple[Bucket, int]  # a parameter by its position: `bucket.params[index]`
 
 
 def members_of(buckets: Sequence[Bucket]) -> list[Member]:
-    """Every parameter of these buckets."""
+    """Return every parameter of these buckets.
+
+    Args:
+        buckets: Buckets in launch order.
+    """
     return [(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
 
 
 def share_used(members: Sequence[Member], group: dist.ProcessGroup) -> None:
-    """Count a parameter as used on all ranks of a group if any of them has used it. Collective."""
+    """Mark a parameter as used on all ranks of a group if any of them has used it. Collective.
+
+    Args:
+        members: Parameters, in an order that all ranks share.
+        group: Control group of the ranks.
+    """
     _, used = agree.bounds([bucket.used[i] for bucket, i in members], group, "the parameters that are used")
     for (bucket, i), flag in zip(members, used, strict=True):
         bucket.used[i] = flag
@@ -225,10 +256,13 @@ def share_used(members: Sequence[Member], group: dist.ProcessGroup) -> None:
 def unequal_copies(
     members: Sequence[Member], group: dist.ProcessGroup, group_name: str, alike: Sequence[int] = ()
 ) -> SyncError:
-    """The error for copies that only some ranks of a group train, or have used, naming the first. Collective.
+    """Return the error for copies that only some ranks of a group train or have used. Collective.
 
-    members: the copies in the order that all ranks share; a copy on another stage may have another name. alike: 1 for
-    each member that must have been used on all ranks or on none.
+    Args:
+        members: The copies, in an order that all ranks share. A copy on another stage may have another name.
+        group: Control group of the ranks.
+        group_name: Description of the group, for the message.
+        alike: 1 for each member that must have been used on all ranks or on none.
     """
     mine = [
         (bucket.contracts[i].name, bucket.params[i].requires_grad, not must or bucket.used[i] == 1)

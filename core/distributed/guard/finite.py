@@ -1,4 +1,4 @@
-"""The last look at gradients before the optimizer. Each check raises on all ranks or on none."""
+"""Final checks of gradients before the optimizer. Each check raises on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from core.groups.process_groups import ProcessGroups, world_groups
 from core.groups.rank_grid import DATA_KINDS, STAGE_CROSSING
 
 UNSEEN = 2**31 - 1
-# Gradients of copies are equal within this part of their norm: where all is computed in 32 bits or more, or in 16.
+# Gradients of copies are equal within this fraction of their norm, for computation in at least 32 bits, or in 16.
 FINE, COARSE = 1e-5, 1e-2
 MARKS_OFF = 1e-6  # equal marks of what is not finite differ by rounding
-NOISE = 0.05  # of the largest norm: a gradient that is zero but for rounding (a bias of keys) is not compared closer
+NOISE = 0.05  # fraction of the largest norm: no closer comparison of a gradient that is only rounding (a bias of keys)
 
-Finding = tuple[int, int, str]  # (order of importance, rank, what): `agree.first` gives all ranks the smallest
+Finding = tuple[int, int, str]  # (order of importance, rank, text): `agree.first` gives all ranks the smallest
 
 
 class NonFiniteGradientError(RuntimeError):
-    """A gradient of some rank holds a NaN or an infinity; raised on all ranks."""
+    """A gradient of some rank contains a NaN or an infinity. Raised on all ranks."""
 
 
 class ReplicaDriftError(RuntimeError):
-    """Gradients or weights that must be equal on several ranks are not."""
+    """Gradients or weights that must be equal on several ranks differ."""
 
 
 class GradWatch(Protocol):
-    """A check of each gradient that arrives, which can refuse the step."""
+    """Check of each gradient that arrives, which can refuse the step."""
 
     @property
     def problem(self) -> str | None: ...
@@ -48,9 +48,12 @@ class GradWatch(Protocol):
 
 
 class NonFiniteWatch:
-    """Remembers for each parameter in which microbatch its gradient stopped being finite.
+    """Records the microbatch in which each parameter's gradient became non-finite.
 
-    The hook of every parameter calls `look`: one small operation on the device, and no synchronisation with it.
+    The hook of every parameter calls `look`, which queues one small operation on the device and does not wait for it.
+
+    Args:
+        buckets: Buckets in launch order.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -77,19 +80,19 @@ class NonFiniteWatch:
             self.ends[n] = torch.aminmax(values) if values.numel() else self.nothing
 
     def _note(self) -> None:
-        """Note what the last backward left. What is not finite stays so in later ones."""
+        """Record results of the last backward. A non-finite gradient stays non-finite in later backwards."""
         if self.backwards:
             low, high = map(torch.stack, zip(*self.ends, strict=True))
             self.first_bad.clamp_(max=torch.where(_are_finite(low, high), UNSEEN, self.backwards - 1))
 
     def reset(self) -> None:
         self.first_bad.fill_(UNSEEN)
-        self.ends = [self.nothing] * len(self.names)  # of each gradient the smallest and the largest value
+        self.ends = [self.nothing] * len(self.names)  # smallest and largest value of each gradient
         self.arrivals = [0] * len(self.names)
         self.backwards = 0
 
     def first(self) -> tuple[str, int] | None:
-        """(parameter, microbatch) of this rank's earliest non-finite gradient; None when all were finite."""
+        """Return (parameter, microbatch) of this rank's earliest non-finite gradient, or None if all are finite."""
         self._note()
         if not self.names or int(self.first_bad.min()) == UNSEEN:
             return None
@@ -102,7 +105,15 @@ class NonFiniteWatch:
 
 
 def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> None:
-    """Raise NonFiniteGradientError on all ranks of the job if a gradient is not finite on any of them. Collective."""
+    """Check that all gradients of the job are finite. Collective: every rank of the job.
+
+    Args:
+        watches: Watches of this rank's chunks.
+        groups: Process groups of the model.
+
+    Raises:
+        NonFiniteGradientError: On all ranks, if a gradient is not finite on any of them.
+    """
     finding = agree.first(_find_bad(watches), world_groups(groups), "the guard against NaN")
     if finding is None:
         return
@@ -114,7 +125,7 @@ def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> No
 
 
 def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
-    """Find what is not finite here. A value of backward (0) has priority over a later one (1)."""
+    """Find a non-finite gradient on this rank. One from backward (0) has priority over a later one (1)."""
     rank = dist.get_rank()
     for watch in watches:
         seen = watch.finding()
@@ -133,28 +144,42 @@ def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
 
 
 def are_finite(buckets: Sequence[Bucket]) -> bool:
-    """True if this rank's reduced gradients are finite. Waits for the device once."""
+    """Return True if this rank's reduced gradients are finite. Waits for the device once.
+
+    Args:
+        buckets: Reduced buckets.
+    """
     found = [all_finite(bucket.valid_grad).to(bucket.device) for bucket in buckets]
     return not found or bool(torch.stack(found).all())
 
 
 def all_finite(values: torch.Tensor) -> torch.Tensor:
-    """0-dim bool on the device of the values. One pass over them, and no synchronisation with the device."""
+    """Return a 0-dim bool on the values' device, after one pass and without synchronization.
+
+    Args:
+        values: Any tensor of numbers.
+    """
     if values.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=values.device)
     return _are_finite(*torch.aminmax(values))  # on a CPU 20 times as fast as a norm with ord=inf
 
 
 def _are_finite(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """True where the smallest and the largest of some values are finite: then all are. NaN is both ends of its own."""
+    """Return True if values with this minimum and maximum are all finite. With a NaN, both are NaN."""
     return low * 0 == high * 0  # inf times 0 is NaN, and NaN equals nothing
 
 
 def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
-    """Raise ReplicaDriftError on all ranks if the copies of a parameter in some group got different gradients.
+    """Check that all copies of a parameter got equal gradients. Collective: every rank of the job.
 
-    buckets: those of all chunks of this rank, because copies may lie in other chunks on other ranks. Data ranks compare
-    too where gradients are not sharded. Collective: every rank of the job.
+    Data ranks are also compared if gradients are not sharded.
+
+    Args:
+        buckets: Buckets of all chunks of this rank, because copies may be in other chunks on other ranks.
+        groups: Process groups of the model.
+
+    Raises:
+        ReplicaDriftError: On all ranks, if copies in some group differ.
     """
     drift = agree.first(
         unequal_gradients(buckets, groups, data=True), world_groups(groups), "the guard of equal copies"
@@ -205,14 +230,21 @@ def _dropped_apart(name: str, members: Sequence[Member], group: dist.ProcessGrou
 def unequal_gradients(
     buckets: Sequence[Bucket], groups: ProcessGroups, *, data: bool = False, coarse: bool = False
 ) -> Finding | None:
-    """The first parameter whose copies over some group have got different gradients. Collective over these groups.
+    """Return the first parameter whose copies in some group got different gradients. Collective over these groups.
 
-    Four numbers a parameter travel, in one maximum a group: the norm of its valid part, a random projection, marks of
-    what is not finite, and the tolerance. Copies are compared within a tolerance and not by bits: each rank computes
-    the gradient of its copy with kernels that may add in another order. A missing reduction is off by far more.
+    Each parameter is reduced to four numbers, sent in one maximum for each group: the norm of its valid part, a random
+    projection, marks of non-finite elements, and the tolerance. Copies are compared within a tolerance and not by bits,
+    because each rank computes the gradient of its copy with kernels that may add in another order. A missing reduction
+    causes a far larger difference.
 
-    data: compare data ranks too, where gradients are not sharded. coarse: True if the model computes in 16 bits though
-    its parameters have more. Ranks of another group may not know of a finding; the caller lets all of them agree.
+    Args:
+        buckets: Reduced buckets of this rank.
+        groups: Process groups of the model.
+        data: Also compare data ranks, if gradients are not sharded.
+        coarse: True if the model computes in 16 bits although its parameters have more.
+
+    Returns:
+        A finding, or None. Ranks of another group may not know of it, so the caller must let all ranks agree.
     """
     by_group: dict[str, list[Member]] = {}
     for bucket, i in members_of(buckets):
@@ -232,7 +264,7 @@ def unequal_gradients(
 
 
 def _compare_over(name: str, served: Sequence[Member], group: dist.ProcessGroup, tolerance: float) -> str | None:
-    """The first difference between the ranks of a group, in words. served: in the order of backward."""
+    """Return a text about the first difference between the ranks of a group. `served` is in the order of backward."""
     directions: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     sketches = torch.stack(
         [_sketch(bucket.valid_part(i), tolerance, directions).to(bucket.device) for bucket, i in served]
@@ -259,7 +291,7 @@ def _compare_over(name: str, served: Sequence[Member], group: dist.ProcessGroup,
 
 
 def _cause(name: str, served: Sequence[Member], differs: Sequence[bool], first: int) -> str:
-    """Name the likeliest cause, from where in the model the copies differ, and its remedy. Pure."""
+    """Name the likeliest cause and its remedy, from the part of the model in which copies differ. Pure."""
     bucket, i = served[first]
     count = sum(differs)
     if name in DATA_KINDS:
@@ -270,7 +302,7 @@ def _cause(name: str, served: Sequence[Member], differs: Sequence[bool], first: 
             "none for this one, or something has changed it since"
         )
     contracts = [bucket.contracts[i] for bucket, i in served]
-    # What a rule makes equal says nothing about where the others begin to differ.
+    # Copies that a rule makes equal do not show where the others begin to differ.
     own = [
         is_bad
         for contract, is_bad in zip(contracts, differs, strict=True)
@@ -304,10 +336,10 @@ def _cause(name: str, served: Sequence[Member], differs: Sequence[bool], first: 
 def _sketch(
     part: torch.Tensor, tolerance: float, directions: dict[int, tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """[norm, projection, projection of marks, tolerance], in fp64; no synchronisation with the device.
+    """Return [norm, projection, projection of marks, tolerance] in fp64, without synchronization.
 
-    The first two leave out what is not finite, because NaN equals nothing. The marks stand for NaN, Inf and -Inf. The
-    projection is on a fixed direction of rank one, of which two vectors of sqrt(numel) numbers are drawn.
+    The first two leave out non-finite elements, because NaN equals nothing. The marks represent NaN, Inf and -Inf. The
+    projection is on a fixed direction of rank one, drawn as two vectors of sqrt(numel) numbers.
     """
     values = part.detach().to(torch.promote_types(part.dtype, torch.float32))
     if values.numel() not in directions:
@@ -320,7 +352,7 @@ def _sketch(
 
 
 def _direction(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two normal vectors, of columns and of rows, so that a projection is about as large as what is projected."""
+    """Return normal vectors for columns and rows, so that a projection is about as large as the projected values."""
     columns = max(1, math.isqrt(values.numel()))
     rows = -(-values.numel() // columns)
     generator = torch.Generator("cpu").manual_seed(values.numel())  # the same numbers for every kind of device
@@ -329,7 +361,7 @@ def _direction(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _project(flat: torch.Tensor, across: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """0-dim fp64: the sum over rows and columns of value x across x down. The last row may be shorter."""
+    """Return the sum over rows and columns of value x across x down, 0-dim fp64. The last row may be shorter."""
     columns = across.numel()
     body = flat.numel() // columns * columns
     across = across.to(flat.dtype)

@@ -1,11 +1,12 @@
-"""The watch of a wrapped model's first two steps, because most mistakes of a program are there from the first step.
+"""FirstSteps: checks of a wrapped model's first two steps, because most program errors show in the first step.
 
-Only relations that the contracts declare are errors, because all else is right in some program: copies of a gradient
-are equal after the first backward, no two stages hold one parameter that no rule adds, and copies of a weight are equal
-after the first two steps (`guard.weights`). If one is broken, the ranks compare their weights, inputs, or optimizers'
-steps and settings, and the error names a difference as the likeliest cause. All ranks raise, before the step.
+Only violations of the contracts are errors, because everything else is correct in some program. Copies of a gradient
+must be equal after the first backward. A parameter on two stages must have a rule that adds its gradients. Copies of a
+weight must be equal after the first two steps (`guard.weights`). After a violation, the ranks compare their weights,
+inputs, or optimizers' steps and settings, and the error names a difference as the likeliest cause. All ranks raise,
+before the step.
 
-A first step in which a gradient is not finite, as with a loss scale that is still too high, counts as no step.
+A first step with a non-finite gradient, as with a loss scale that is still too high, does not count.
 """
 
 from __future__ import annotations
@@ -27,14 +28,20 @@ from core.distributed.layout.model_plan import ModelPlan
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups, world_chain, world_groups
 
-MOST_TRIES = 64  # first steps that overflow
+MOST_TRIES = 64  # limit for first steps that overflow
 ADVICE = "If it is right all the same, set first_steps='warn' in DistributedDataParallelConfig"
 
 
 class FirstSteps:
-    """The watch of one wrapped chunk until its first step has been compared.
+    """Check of one wrapped chunk until its first step has been compared.
 
-    module, plan, buckets: of the chunk. config: of the model, or None.
+    Args:
+        module: The chunk.
+        plan: Its plan.
+        buckets: Its buckets.
+        groups: Process groups of the model.
+        ddp_config: Config of the wrapper.
+        config: Config of the model, or None.
     """
 
     def __init__(
@@ -59,24 +66,33 @@ class FirstSteps:
 
     @property
     def active(self) -> bool:
-        """True while forwards are noted and gradients are compared."""
+        """True while forwards are recorded and gradients are compared."""
         return self.looks and not self.is_paused
 
     def note_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """A forward that records gradients begins."""
+        """Record a forward that records gradients.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+        """
         lower = torch.get_float32_matmul_precision() != "highest"
         self.computes_in_16_bits |= torch.is_autocast_enabled(self.plan.device.type) or lower
         if self.groups.size("tp") > 1:
             self.inputs.note({**dict(enumerate(args)), **kwargs})
 
     def cuts_inputs(self) -> bool:
-        """True if ranks of tensor parallelism may be given parts of a sequence or of a batch."""
+        """Return True if tensor-parallel ranks may get parts of a sequence or of a batch."""
         tags = (getattr(param, "sequence_parallel", False) for param in self.plan.named.values())
         averaged = any(contract.averaged_over for contract in self.plan.contracts.values())
         return bool(getattr(self.config, "sequence_parallel", False)) or averaged or any(tags)
 
     def end_step(self, *, counts: bool) -> None:
-        """A step has been compared."""
+        """Finish the comparison of a step.
+
+        Args:
+            counts: False if the step overflowed.
+        """
         self.tries += 1
         self.inputs = Inputs()
         self.looks = not counts and self.tries < MOST_TRIES
@@ -84,7 +100,11 @@ class FirstSteps:
 
 @contextmanager
 def paused(watches: Sequence[FirstSteps]) -> Iterator[None]:
-    """Steps in here are not compared and do not count, because the caller compares more."""
+    """Return a context whose steps are not compared and do not count, because the caller compares more.
+
+    Args:
+        watches: Checks to pause.
+    """
     counted = [watch for watch in watches if not watch.is_paused]
     for watch in counted:
         watch.is_paused = True
@@ -96,10 +116,17 @@ def paused(watches: Sequence[FirstSteps]) -> Iterator[None]:
 
 
 def look(watches: Sequence[FirstSteps], weights: Sequence[WeightWatch], groups: ProcessGroups) -> None:
-    """Compare the gradients of one model's first step, which are reduced and not handed to the optimizer yet.
+    """Compare the gradients of one model's first step, after the reduction and before the optimizer gets them.
 
-    watches, weights: of the model's chunks on this rank. Collective: every rank of the job. Raises ReplicaDriftError
-    on all of them.
+    Collective: every rank of the job.
+
+    Args:
+        watches: Checks of the model's chunks on this rank.
+        weights: Weight checks of these chunks.
+        groups: Process groups of the model.
+
+    Raises:
+        ReplicaDriftError: On all ranks, if copies of a gradient differ or two stages hold one parameter.
     """
     buckets = [bucket for watch in watches for bucket in watch.buckets]
     coarse = any(watch.computes_in_16_bits for watch in watches)

@@ -1,4 +1,7 @@
-"""Inputs over tensor parallelism, as checksums that explain why copies of a gradient differ. They are never a fault."""
+"""Inputs over tensor parallelism, as checksums that explain why copies of a gradient differ.
+
+They are never an error.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from core.distributed.guard.replicas import checksum
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 
-MOST_FORWARDS = 16  # of a step that are noted
-MOST_DEPTH = 4  # of containers inside one another
+MOST_FORWARDS = 16  # number of forwards recorded in a step
+MOST_DEPTH = 4  # depth of nested containers
 
 
 class Inputs:
-    """Checksums of the whole numbers, such as tokens, among the inputs of one step.
+    """Checksums of the integer inputs of one step, such as tokens.
 
-    Numbers with a fraction may be activations, which differ by rounding.
+    Floating-point inputs may be activations, which differ by rounding.
     """
 
     def __init__(self) -> None:
@@ -26,14 +29,27 @@ class Inputs:
         self.forwards = 0
 
     def note(self, given: Any) -> None:
-        """Note the tensors of one forward. A few small operations a tensor on its device, which is not waited for."""
+        """Record the tensors of one forward.
+
+        Queues a few small operations for each tensor on its device, without waiting.
+
+        Args:
+            given: Arguments of the forward.
+        """
         for path, tensor in _leaves(given, "", MOST_DEPTH) if self.forwards < MOST_FORWARDS else ():
             if tensor.dim() and not tensor.is_floating_point() and is_readable(tensor):
                 self.noted[f"forward {self.forwards}{path}"] = tuple(tensor.shape), checksum(tensor)
         self.forwards += 1
 
     def difference(self, groups: ProcessGroups) -> str | None:
-        """Name the first input that differs between the ranks of tensor parallelism. Collective over them."""
+        """Name the first input that differs between tensor-parallel ranks. Collective over them.
+
+        Args:
+            groups: Process groups of the model.
+
+        Returns:
+            A text, or None if all inputs are equal.
+        """
         mine = {path: (shape, sums.tolist()) for path, (shape, sums) in self.noted.items()}
         answers = agree.gather(mine, groups.control("tp"), "the inputs over group tp")
         (rank, reference), *others = answers.items()
@@ -57,7 +73,11 @@ def _leaves(given: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tens
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """True for a plain tensor with values, which can be read without changing the program."""
+    """Return True for a plain tensor with values, which can be read without changing the program.
+
+    Args:
+        tensor: Any tensor.
+    """
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
     if not plain or tensor.is_complex() or tensor.is_quantized or torch.compiler.is_compiling():
         return False

@@ -1,4 +1,4 @@
-"""Misuse that would raise no error: a model changed after its wrap, a step on gradients that are not reduced."""
+"""Checks for misuse that would raise no error: a model changed after its wrap, a step on unreduced gradients."""
 
 from __future__ import annotations
 
@@ -23,19 +23,24 @@ REMEDY = "Do it before wrapping, or delete the wrapper and wrap the model again"
 
 
 class Snapshot(NamedTuple):
-    """State of a wrapped model when ModelWatch looked: identities and addresses only."""
+    """State of a wrapped model: identities and addresses only."""
 
-    thawed: list[bool]  # of the parameters without a place in a buffer
-    dtypes: list[torch.dtype]  # of all parameters
+    thawed: list[bool]  # requires_grad of parameters without a place in a buffer
+    dtypes: list[torch.dtype]  # dtypes of all parameters
     grads: list[int]  # addresses of their gradients
-    housed: list[int]  # addresses of the parameters that lie in buffers
-    tables: int  # a hash of what modules hold
+    housed: list[int]  # addresses of parameters in buffers
+    tables: int  # hash of the modules' contents
 
 
 class ModelWatch:
     """Finds changes of a wrapped model that its buffers cannot follow.
 
-    It looks once a step, in one pass over modules and parameters. Only where that shows a change it asks which.
+    It checks once a step, in one pass over modules and parameters. Only after a change it looks for the details.
+
+    Args:
+        module: The wrapped module.
+        plan: Its plan.
+        buckets: Its buckets.
     """
 
     def __init__(self, module: nn.Module, plan: ModelPlan, buckets: Sequence[Bucket]) -> None:
@@ -52,7 +57,7 @@ class ModelWatch:
         self.before = self._look()
 
     def problems(self) -> list[str]:
-        """The first problem of each kind, in words; empty if there is none."""
+        """Return a message about the first problem of each kind; empty without problems."""
         now = self._look()
         if now == self.before:
             return []
@@ -74,7 +79,7 @@ class ModelWatch:
         )
 
     def _unplaced(self) -> list[str]:
-        """The first parameter that trains and has no place in a buffer, whenever it came."""
+        """Return a message about the first trained parameter without a place in a buffer, whenever it was added."""
         frozen = set(map(id, self.plan.frozen.values()))
         for name, param in self.module.named_parameters():
             if param.requires_grad and id(param) not in self.placed:
@@ -107,13 +112,13 @@ class ModelWatch:
 
     def _watch_tables(self) -> None:
         tables = chain.from_iterable((module._parameters, module._modules) for module in self.module.modules())
-        self.tables = [table.values() for table in tables]  # views, which show later changes
+        self.tables = [table.values() for table in tables]  # live views, which show later changes
         self.kept = list(chain.from_iterable(self.tables))  # keep references, so that no id is used again
         self.unplaced = [param for param in self.module.parameters() if id(param) not in self.placed]
 
 
 class Reduction(Protocol):
-    """A reducer as StepGuard reads it."""
+    """Interface of a reducer for StepGuard."""
 
     buckets: list[Bucket]
     gradients: int
@@ -123,12 +128,16 @@ class Reduction(Protocol):
 
 
 class StepGuard:
-    """Refuses an optimizer's step on gradients of one wrapped model chunk that are not reduced yet.
+    """Refuses an optimizer's step on unreduced gradients of one wrapped model chunk.
 
-    Without `finalize_model_grads` every rank would train on its own data, without any error. torch calls a hook
-    before every `optimizer.step()`; a look costs one flag, and one pass over the parameters of a new optimizer.
+    Without `finalize_model_grads` every rank would train on its own data, without any error. torch calls a hook before
+    every `optimizer.step()`. The check costs one flag, and one pass over the parameters of a new optimizer.
 
-    owner: the hooks are removed when it goes. params: ids of those that are reduced. weights: compared after each step.
+    Args:
+        owner: The hooks are removed when it is deleted.
+        reducer: Reducer of the chunk.
+        params: Ids of the reduced parameters.
+        weights: Weight check that runs after each step.
     """
 
     def __init__(self, owner: nn.Module, reducer: Reduction, params: Collection[int], weights: WeightWatch) -> None:
@@ -136,13 +145,20 @@ class StepGuard:
         self.params = params
         self.weights = weights
         self.needs_rules = any(contract.rules for bucket in reducer.buckets for contract in bucket.contracts)
-        self.steps = 0  # of such optimizers, ever
+        self.steps = 0  # steps of such optimizers since the wrap
         self.concerned: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         weakref.finalize(owner, register_optimizer_step_pre_hook(weakly(self.check)).remove)
         weakref.finalize(owner, register_optimizer_step_post_hook(weakly(self.note_step)).remove)
 
     def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise SyncError if this optimizer is about to use gradients of ours that are not whole."""
+        """Refuse a step of an optimizer that is about to use incomplete gradients.
+
+        Args:
+            optimizer: Any optimizer.
+
+        Raises:
+            SyncError: If it has parameters of this chunk whose gradients are incomplete.
+        """
         ours = self.concerned.get(optimizer)
         if ours is None:
             held = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
@@ -170,7 +186,11 @@ class StepGuard:
         self.steps += 1
 
     def note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer has stepped."""
+        """Record an optimizer's step.
+
+        Args:
+            optimizer: Any optimizer.
+        """
         if self.concerned.get(optimizer):
             self.weights.note(again=True)
 
@@ -186,7 +206,7 @@ class StepGuard:
         return lines
 
     def not_ready(self) -> str | None:
-        """Return why an optimizer may not step now; None if it may."""
+        """Return why an optimizer may not step now, or None if it may."""
         reducer = self.reducer
         if reducer.open:
             return "on gradients that were not reduced over the data-parallel ranks" if reducer.gradients else None
@@ -196,7 +216,16 @@ class StepGuard:
 
 
 def refuse_reshaped(names: Sequence[str], params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
-    """SyncError for the first parameter whose shape is not that of the wrap any more. Local."""
+    """Check that parameters have their shapes from the wrap. Local.
+
+    Args:
+        names: Names of the parameters.
+        params: Parameters.
+        shapes: Shapes at the wrap.
+
+    Raises:
+        SyncError: If a parameter has another shape.
+    """
     for name, param, was in zip(names, params, shapes, strict=True):
         if param.shape != was:
             raise SyncError(

@@ -1,4 +1,4 @@
-"""Copies of a weight must be equal on all ranks that hold one. Buffers of modules are not compared."""
+"""Comparison of weight copies, which must be equal on all ranks. Buffers of modules are not compared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AFTER_THE_WRAP = (
     "Some ranks have initialised, loaded or written them since. Do it before the wrap, or on all ranks alike."
 )
 RESTART = "Otherwise restart from a checkpoint that was saved before, and look for a lost message or damaged memory"
-# Causes of weights that have become unequal in training, likeliest first.
+# Causes of unequal weights in training, likeliest first.
 STEPS = (
     "a rank left out an optimizer's step, clipped alone, or stepped with another learning rate, decay or seed; or "
     "weights were initialised or loaded again on some ranks. " + RESTART
@@ -48,10 +48,17 @@ CLIPS = (
 def first_unequal(
     named: Iterable[tuple[str, Sequence[torch.Tensor]]], group: dist.ProcessGroup, group_name: str
 ) -> str | None:
-    """The first parameter whose copies are not equal on all ranks of a group, in words. Collective over `group`.
+    """Return a text about the first parameter whose copies differ between ranks of a group. Collective over `group`.
 
-    named: (name, the copies that this rank holds), in one order on all ranks; names may differ between stages. A hash
-    travels; the checksums of single parameters only where hashes differ.
+    Only a hash is sent. The checksums of single parameters are sent only if hashes differ.
+
+    Args:
+        named: (name, copies on this rank), in one order on all ranks. Names may differ between stages.
+        group: Control group of the ranks.
+        group_name: Its name, for the text.
+
+    Returns:
+        The text, or None if all copies are equal.
     """
     named, rank, what = list(named), dist.get_rank(), f"the weights of group {group_name}"
     with torch.inference_mode():  # autograd keeps no account of the views
@@ -78,17 +85,20 @@ def first_unequal(
 
 
 def _sums(copies: Sequence[torch.Tensor], rank: int) -> tuple[object, ...]:
-    """The checksum of equal copies. Where a rank's own copies differ, the result differs from that of every rank."""
+    """Return the checksum of equal copies. If a rank's copies differ, its result differs from every other rank's."""
     sums = {tuple(checksum(copy).tolist()) for copy in copies}
     return sums.pop() if len(sums) == 1 else (rank, *sorted(sums))
 
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Three int64 sums [3] over the bits of a tensor: plain, weighted by column and by row of a table 61 wide.
+    """Return three int64 sums [3] over the bits of a tensor: plain, weighted by column and by row of a table 61 wide.
 
-    Equal for equal tensors; one changed element, or two exchanged ones, change at least one of the sums. They lie on
-    the tensor's device, which is not waited for.
+    Equal for equal tensors. One changed element, or two exchanged ones, change at least one of the sums. They are on
+    the tensor's device, and the host does not wait for them.
+
+    Args:
+        tensor: Any dense tensor.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
@@ -106,7 +116,14 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """(group, parameters of which each of its ranks holds a copy), in one order of groups on all ranks."""
+    """Yield each group within the stage with the parameters that all its ranks hold copies of.
+
+    The order of groups is the same on all ranks.
+
+    Args:
+        plan: The model's plan.
+        groups: Process groups of the model.
+    """
     others = (rule.group for rule in plan.rules if rule.group not in STAGE_CROSSING)
     for name in dict.fromkeys((*DATA_KINDS, *COPY_AXES, *others)):
         if groups.size(name) > 1:
@@ -116,9 +133,17 @@ def within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, 
 def copies_of_stage(
     plan: ModelPlan, groups: ProcessGroups, shards: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """List by group the weights of which its ranks hold copies; of sharded parameters this rank's `shards`.
+    """Return the weights that ranks of each group hold copies of.
 
-    Data ranks hold no copies of shards, but those of other optimizer instances do.
+    Data ranks hold no copies of shards, but the ranks of other optimizer instances do.
+
+    Args:
+        plan: The model's plan.
+        groups: Process groups of the model.
+        shards: This rank's shards of sharded parameters, by name.
+
+    Returns:
+        Weights by group and name; for sharded parameters this rank's shard.
     """
     shards = shards or {}
     held_over = dict(within_stage(plan, groups))
@@ -133,7 +158,9 @@ def copies_of_stage(
 def unequal_within_stage(copies: Mapping[str, Mapping[str, torch.Tensor]], groups: ProcessGroups) -> Finding | None:
     """Find the first weight of a model chunk whose copies within its stage differ. Collective over their groups.
 
-    copies: from `copies_of_stage`; a weight may be replaced by its checksum.
+    Args:
+        copies: From `copies_of_stage`; a weight may be replaced by its checksum.
+        groups: Process groups of the model.
     """
     finding: Finding | None = None
     for name, held in copies.items():
@@ -146,7 +173,12 @@ def unequal_within_stage(copies: Mapping[str, Mapping[str, torch.Tensor]], group
 
 
 def copies_across_stages(plan: ModelPlan, groups: ProcessGroups) -> dict[str, dict[str, torch.Tensor]]:
-    """List by group the weights of a chunk of which other pipeline stages hold copies."""
+    """Return the weights of a chunk that other pipeline stages hold copies of, by group and name.
+
+    Args:
+        plan: The chunk's plan.
+        groups: Process groups of the model.
+    """
     names = (*sorted(STAGE_CROSSING - {"pp"}), "pp")  # as in check_stages
     return {name: dict(plan.copies_over(name)) for name in names if groups.size(name) > 1}
 
@@ -156,8 +188,10 @@ def unequal_across_stages(
 ) -> Finding | None:
     """Find the first weight whose copies on several pipeline stages differ. Collective over groups across stages.
 
-    chunks: from `copies_across_stages`, of one model's chunks on this rank, in the model's order; a weight of one name
-    in several is one weight. Sharded ones are read unsharded, because stages cut them at other elements.
+    Args:
+        chunks: From `copies_across_stages`, for one model's chunks on this rank, in the model's order. Equal names in
+            several chunks mean one weight. Sharded ones must be read unsharded, because stages shard them differently.
+        groups: Process groups of the model.
     """
     finding: Finding | None = None
     for name in chunks[0]:
@@ -172,9 +206,14 @@ def unequal_across_stages(
 
 
 def held_twice(chunks: Sequence[tuple[nn.Module, ModelPlan]], groups: ProcessGroups) -> Finding | None:
-    """A parameter that two stages hold by its name in the whole model, and no rule adds. Collective over the stages.
+    """Find a parameter that two stages hold under one global name although no rule adds its gradients.
 
-    chunks: of this rank. A name counts if a module says it (`global_names`): else stages number their own layers.
+    Collective over the stages. Names count only if a module declares them (`global_names`), because stages number their
+    own layers otherwise.
+
+    Args:
+        chunks: Modules and plans of this rank.
+        groups: Process groups of the model.
     """
     if groups.size("pp") == 1:
         return None
@@ -203,10 +242,20 @@ def held_twice(chunks: Sequence[tuple[nn.Module, ModelPlan]], groups: ProcessGro
 def refuse_unequal(
     finding: Finding | None, groups: ProcessGroups, *, step: int, warns: bool = False, describe: Describe = list
 ) -> None:
-    """Raise the finding of any rank on all of them.
+    """Raise the finding of any rank on all ranks.
 
-    Collective: at the wrap over one stage, later over the job. step: 0 at the wrap, then the step of the comparison.
-    warns: give a warning in place of an error. describe: returns lines that explain the finding if ranks differ.
+    Collective: at the wrap over one stage, later over the job.
+
+    Args:
+        finding: This rank's finding, or None.
+        groups: Process groups of the model.
+        step: 0 at the wrap, then the step of the comparison.
+        warns: Warn instead of raising an error.
+        describe: Returns lines that explain the finding if ranks differ.
+
+    Raises:
+        LayoutMismatch: If copies differed from the start.
+        ReplicaDriftError: If copies have become different in training.
     """
     asked = control_of_stage(groups) if step == 0 else world_groups(groups)
     finding = agree.first(finding, asked, "the guard of equal weights")
@@ -228,7 +277,13 @@ def refuse_unequal(
 
 
 def raise_or_warn(error: Exception, rank: int, *, warns: bool) -> None:
-    """Raise an error that all ranks have, or give it as a warning of one rank."""
+    """Raise an error that all ranks have, or warn on one rank.
+
+    Args:
+        error: The error.
+        rank: Rank that warns.
+        warns: Warn instead of raising.
+    """
     if not warns:
         raise error
     if dist.get_rank() == rank:

@@ -1,8 +1,9 @@
-"""Weights of which several ranks hold copies, compared when they must be equal: between an optimizer's steps.
+"""Comparison of weight copies at times when they must be equal: between an optimizer's steps.
 
-Within a step a program may move each rank's copies apart, as sharpness-aware minimization and noise of each rank do.
-So checksums are taken when an optimizer has stepped, or when the next step begins, and `finalize_model_grads` compares
-them; weights differ if they do so there too. Our optimizer compares before it writes, as a gather would mix them.
+Within a step a program may change each rank's copies differently, as sharpness-aware minimization and per-rank noise
+do. So checksums are computed after an optimizer's step, or when the next step begins, and `finalize_model_grads`
+compares them. Weights differ only if they also differ there. Our optimizer compares before it writes, because a gather
+would mix different weights.
 """
 
 from __future__ import annotations
@@ -29,18 +30,25 @@ from core.distributed.wire.packs import flat_of, packs_of
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups, world_groups
 
-WATCHED = 2  # first steps after which weights are compared
+WATCHED = 2  # number of first steps after which weights are compared
 
 
 class Parameters(Protocol):
-    """Parameters as WeightWatch reads them."""
+    """Interface of parameters for WeightWatch."""
 
     def own_part_of(self, param: torch.nn.Parameter) -> tuple[int, torch.Tensor] | None: ...
     def reading(self) -> AbstractContextManager[None]: ...
 
 
 class WeightWatch:
-    """The weights of one wrapped chunk, and when they are compared."""
+    """Weights of one wrapped chunk, and the steps after which they are compared.
+
+    Args:
+        plan: The chunk's plan.
+        groups: Process groups of the model.
+        params: Parameters of the chunk.
+        ddp_config: Config of the wrapper.
+    """
 
     def __init__(
         self, plan: ModelPlan, groups: ProcessGroups, params: Parameters, ddp_config: DistributedDataParallelConfig
@@ -51,49 +59,65 @@ class WeightWatch:
         self.interval = ddp_config.check_weights_interval
         self.left = WATCHED if ddp_config.first_steps != "ignore" else 0
         self.is_due = False  # equal on all ranks
-        self.sums: dict[str, list[torch.Tensor]] | None = None  # by group, since the last optimizer's step
+        self.sums: dict[str, list[torch.Tensor]] | None = None  # checksums by group, since the last optimizer's step
 
     def note(self, *, again: bool = False) -> None:
-        """Take the checksums, if they are due, and not taken yet or `again`. Local; does not wait for the device."""
+        """Compute the checksums if they are due. Local; does not wait for the device.
+
+        Args:
+            again: Replace checksums that were already computed.
+        """
         if self.is_due and (again or self.sums is None):
             self.sums = self._sums()
 
     def _sums(self) -> dict[str, list[torch.Tensor]]:
         is_sharded = any(self.params.own_part_of(param) is not None for param in self.plan.named.values())
         across = {} if is_sharded else copies_across_stages(self.plan, self.groups)
-        with torch.inference_mode():  # autograd keeps no account of the views
+        with torch.inference_mode():  # autograd does not track the views
             return {
                 name: [checksum(flat_of(pack)) for pack in packs_of(held.values())]
                 for name, held in (*self.copies().items(), *across.items())
             }
 
     def copies(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Weights of which ranks of this stage hold copies, by group.
+        """Return the weights that ranks of this stage hold copies of, by group.
 
-        Frozen parameters that are sharded are left out: nothing writes them.
+        Frozen parameters that are sharded are left out, because nothing writes them.
         """
         parts = ((name, self.params.own_part_of(param)) for name, param in self.plan.named.items())
         shards = {n: part[1][:0] if n in self.plan.frozen else part[1] for n, part in parts if part is not None}
         return copies_of_stage(self.plan, self.groups, shards)
 
     def moved(self) -> bool:
-        """True if copies differed when the checksums were taken. Collective over the groups of copies."""
+        """Return True if copies differed when the checksums were computed. Collective over the groups of copies."""
         sums, self.sums = self.sums or self._sums(), None
         what = "the weights after the last step"
         equal = [agree.equal([s.tolist() for s in of], self.groups.control(name), what) for name, of in sums.items()]
         return not all(equal)
 
     def next_is_due(self, step: int, *, counts: bool) -> None:
-        """Set whether weights are compared after this step. counts: False if the step is not one of the first."""
+        """Decide if weights are compared after this step.
+
+        Args:
+            step: Number of the step.
+            counts: False if the step is not one of the first steps.
+        """
         self.is_due = (counts and self.left > 0) or (self.interval > 0 and (step + 1) % self.interval == 0)
         self.left -= counts and self.left > 0
 
 
 def compare_weights(watches: Sequence[WeightWatch], step: int, describe: Describe, *, at_once: bool = False) -> None:
-    """Compare the copies of one model's weights, if that is due. Raises on all ranks alike.
+    """Compare the copies of one model's weights, if that is due. Collective: every rank of the job.
 
-    watches: of the model's chunks on this rank. describe: returns lines about this rank's optimizers. at_once: as they
-    are now, before an optimizer writes them. Collective: every rank of the job.
+    Args:
+        watches: Watches of the model's chunks on this rank.
+        step: Number of the step.
+        describe: Returns lines about this rank's optimizers.
+        at_once: Compare the current values, before an optimizer writes them.
+
+    Raises:
+        LayoutMismatch: On all ranks, if copies differed from the start.
+        ReplicaDriftError: On all ranks, if copies have become different in training.
     """
     first, groups = watches[0], watches[0].groups
     if not first.compares or not (first.is_due or step == 1):
