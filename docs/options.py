@@ -38,8 +38,8 @@ CLASSES = (
     *(f"core.training.config.{name}Options" for name in ("Data", "Checkpoint", "Logging")),
 )
 FLAGS = "core.training.config"  # the sections of this module are given as flags
-# `name: meaning`, `name, name: meaning`, `first .. last: meaning`, at the start of a sentence.
-ARGUMENT = re.compile(r"(?:^|(?<=[.;] ))(\*?\w+(?:, \*?\w+)*| ?\w+ \.\. \w+): ")
+# `name: meaning`, `name, name: meaning`, `first .. last: meaning`, at the start of a sentence or of a section.
+ARGUMENT = re.compile(r"(?:^(?:Args: |Attributes: )?|(?<=[.;] ))(\*?\w+(?:, \*?\w+)*| ?\w+ \.\. \w+): ")
 
 
 class Option(NamedTuple):
