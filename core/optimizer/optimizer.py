@@ -107,8 +107,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
         )
         me = weakref.ref(self)
         for chunk in self.model_chunks:
-            in_pipeline = chunk.groups.size("pp") > 1
-            chunk.reducer.scale_watch = ScaleWatch(lambda: getattr(me(), "grad_scaler", None), in_pipeline=in_pipeline)
+            watch = ScaleWatch(lambda: getattr(me(), "grad_scaler", None), in_pipeline=chunk.groups.size("pp") > 1)
+            chunk.reducer.scale_watch = None if self.grad_scaler is None else watch
         self.steps_skipped = 0
         self.skip_log = SkipLog()
         self.note_step(skipped=False)

@@ -111,10 +111,12 @@ class ModelWatch:
         return []
 
     def _watch_tables(self) -> None:
-        tables = chain.from_iterable((module._parameters, module._modules) for module in self.module.modules())
-        self.tables = [table.values() for table in tables]  # live views, which show later changes
+        modules = list(self.module.modules())
+        held = [module._parameters.values() for module in modules]  # live views, which show later changes
+        self.tables = [*held, *(module._modules.values() for module in modules)]
         self.kept = list(chain.from_iterable(self.tables))  # keep references, so that no id is used again
-        self.unplaced = [param for param in self.module.parameters() if id(param) not in self.placed]
+        params = chain.from_iterable(held)
+        self.unplaced = [param for param in params if param is not None and id(param) not in self.placed]
 
 
 class Reduction(Protocol):

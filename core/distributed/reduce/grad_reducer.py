@@ -100,7 +100,9 @@ class GradReducer:
         take_gathers: Callable[[], dict[str, list[str]]],
     ) -> None:
         self.buckets = list(buckets)  # in launch order
-        self.producers = ProducerStreams.of(self.buckets[0].device) if self.buckets else None  # None on the CPU
+        on_device = self.buckets and self.buckets[0].device.type not in ("cpu", "meta")
+        self.producers = ProducerStreams(self.buckets[0].device) if on_device else None
+        self._join_streams: Callable[[], object] = int if self.producers is None else self.producers.join
         self.collectives = collectives
         self.control = list(control)
         self.problems = problems
@@ -187,11 +189,6 @@ class GradReducer:
         except RuntimeError:
             with self.named("backward"):
                 raise
-
-    def _join_streams(self) -> None:
-        """Make the current stream wait for every stream on which this model's gradients arrived."""
-        if self.producers is not None:
-            self.producers.join()
 
     def _launch_next(self, *, watched: bool = True) -> None:
         bucket = self.buckets[self.next]

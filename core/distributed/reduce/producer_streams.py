@@ -20,11 +20,6 @@ class ProducerStreams:
         self.device = device
         self._seen: set[torch.Stream] = set()
 
-    @staticmethod
-    def of(device: torch.device) -> ProducerStreams | None:
-        """Return the streams of an accelerator, or None on the CPU, which has no streams."""
-        return None if device.type in ("cpu", "meta") else ProducerStreams(device)
-
     def record(self) -> torch.Stream:
         """Record the current stream, on which a gradient has arrived, and return it."""
         stream = torch.accelerator.current_stream(self.device)

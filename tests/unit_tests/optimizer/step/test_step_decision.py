@@ -49,7 +49,8 @@ def one_step(chunks: list[Any], optimizer: Any, poison: tuple[int, str, float] |
     optimizer.zero_grad()
     for number, chunk in enumerate(chunks):
         module = chunk.module
-        sum((number + 1) * 0.25 * p.float().sum() for p in module.parameters() if p.requires_grad).backward()
+        loss = sum((number + 1) * 0.25 * p.float().sum() for p in module.parameters() if p.requires_grad)
+        optimizer.scale_loss(loss).backward()
     finalize_model_grads(chunks)
     if poison is not None and poison[0] == dist.get_rank():
         buffers = (*chunks[-1].grad_buffers, *chunks[-1].expert_parallel_buffers)
