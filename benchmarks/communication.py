@@ -185,7 +185,7 @@ def written_bytes() -> int | None:
 
 
 def measure(case: Case, *, share_host_memory: bool) -> tuple[Count, float | None]:
-    """The core's count of the third step, the first unwatched one, and the kernel's, over all ranks. Collective."""
+    """Return the core's and the kernel's count of the fourth step, the first unwatched one. Collective."""
     config = ModelParallelConfig(
         tensor_model_parallel_size=case.tensor,
         pipeline_model_parallel_size=case.pipeline,
@@ -208,7 +208,7 @@ def measure(case: Case, *, share_host_memory: bool) -> tuple[Count, float | None
     )
     ddp = DistributedDataParallel(config, ddp_config, Parameters(case))
     gathers = ddp.param_sync.collectives.traffic
-    for _ in range(3):
+    for _ in range(4):
         dist.barrier()
         ddp.param_sync.collectives.begin_step()
         before = written_bytes()

@@ -95,7 +95,7 @@ def compare_configurations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
     }
     for option, (before, after) in differences.items():
         section, _, name = option.partition(".")
-        if section in ("model", "lora") and name not in FREE_MODEL_OPTIONS:
+        if section == "model" and name not in FREE_MODEL_OPTIONS:
             raise ConfigError(
                 f"the checkpoint was saved with --{option.replace('_', '-')} {before}, and this run has {after}; "
                 "resume with the same model, or begin another run in another --checkpoint.dir"

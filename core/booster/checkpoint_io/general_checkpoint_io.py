@@ -159,9 +159,9 @@ class CheckpointIO:
 
         A directory of adapters loads into a model with these adapters.
         """
-        if (Path(checkpoint) / ADAPTER_CONFIG).is_file():
-            return self._load_adapters(model, Path(checkpoint))
         path = self._find(checkpoint, optimizer=False, prefix=None)
+        if path.name == ADAPTER_CONFIG:
+            return self._load_adapters(model, path.parent)
 
         def load() -> None:
             if index.is_index(path):
@@ -367,11 +367,15 @@ class CheckpointIO:
         return path
 
     def _find(self, checkpoint: StrPath, *, optimizer: bool, prefix: str | None) -> Path:
-        """Return the file or the index of a load. An error of one rank is raised on every rank."""
+        """Return the file or the index of a load, or the configuration of adapters. An error is raised on all ranks."""
         self.synchronize()
-        found: Path = self._checked(
-            lambda: index.find_checkpoint(checkpoint, optimizer=optimizer, prefix=prefix), checkpoint
-        )
+
+        def find() -> Path:
+            adapters = Path(checkpoint) / ADAPTER_CONFIG
+            has_adapters = not optimizer and adapters.is_file()
+            return adapters if has_adapters else index.find_checkpoint(checkpoint, optimizer=optimizer, prefix=prefix)
+
+        found: Path = self._checked(find, checkpoint)
         return found
 
     def synchronize(self) -> None:

@@ -316,8 +316,6 @@ def test_another_model_is_refused_and_other_options_are_reported() -> None:
     assert compare_configurations(saved, now) == [
         "other options: model.recompute_granularity None -> full, parallel.tp 2 -> 1"
     ]
-    tuned = [{"lora": {"r": 8, "merge": merge}} for merge in (True, False)]  # what is written at the end
-    assert compare_configurations(*tuned) == ["other options: lora.merge True -> False"]
     older = {section: dict(options) for section, options in saved.items()}
     older["model"].pop("activation")  # saved before there was such an option
     assert compare_configurations(older, changed(model={"activation": "swiglu"})) == []
