@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from core import parallel_state
 from core.checkpoint.snapshot import SnapshotMemory
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, Placement, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.verify.rank_pool import RankPool
 from tests.unit_tests.second_device import device as second
 from tests.unit_tests.second_device import left_out
+from tests.unit_tests.second_device.conftest import Runner
 from tests.unit_tests.second_device.order import RaceError, ordered
 from tests.unit_tests.second_device.test_second_device import ENGINE, ON_HOST, batch, layers
 
@@ -30,22 +30,6 @@ pytestmark = [
     pytest.mark.skipif(second.why_not() is not None, reason=str(second.why_not())),
     pytest.mark.timeout(600),
 ]
-Runner = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """Calls a function with the second device, on each of some ranks; gives what rank 0 returns."""
-    folder = tmp_path_factory.mktemp("second")
-    built = second.build(tmp_path_factory.getbasetemp().parent)
-    count = itertools.count()
-    with RankPool(2) as pool:
-
-        def call(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
-            store = folder / f"store-{next(count)}"
-            return pool.run(second.on_second_device, world, (built, store, function, *arguments), limit_s=300)
-
-        yield call
 
 
 def raced(program: Callable[[], None], **names: torch.Tensor) -> str:

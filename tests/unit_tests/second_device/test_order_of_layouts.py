@@ -1,7 +1,5 @@
 """Layouts of a GPT on the second device: gradients equal the CPU's, and every access is in order."""
 
-import itertools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +7,17 @@ import pytest
 import torch
 
 import core
-from core.verify.rank_pool import RankPool
 from tests.layouts.gpt import global_batch, groups_of, job_of, wrapper_config
 from tests.layouts.layouts import Layout
 from tests.unit_tests.second_device import device as second
 from tests.unit_tests.second_device import left_out
+from tests.unit_tests.second_device.conftest import Runner
 from tests.unit_tests.second_device.order import RaceError, ordered
 
 pytestmark = [
     pytest.mark.skipif(second.why_not() is not None, reason=str(second.why_not())),
     pytest.mark.timeout(600),
 ]
-Runner = Callable[..., Any]
 TP = {"tp": 2, "sp": True, "overlap": True, "microbatches": 2}
 PP = {"pp": 2, "overlap": True, "microbatches": 4, "strategy": "optim"}
 LAYOUTS = [
@@ -36,21 +33,6 @@ LAYOUTS = [
     Layout(dp=2, ep=2, experts="alltoall", aux="seq_aux_loss", shared=True, overlap=True),
     Layout(dp=2, ep=2, experts="allgather", expert_bias=True, strategy="optim_grads", microbatches=2, overlap=True),
 ]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """Calls a function with the second device, on each of some ranks; gives what rank 0 returns."""
-    folder = tmp_path_factory.mktemp("second")
-    built = second.build(tmp_path_factory.getbasetemp().parent)
-    count = itertools.count()
-    with RankPool(2) as pool:
-
-        def call(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
-            store = folder / f"store-{next(count)}"
-            return pool.run(second.on_second_device, world, (built, store, function, *arguments), limit_s=300)
-
-        yield call
 
 
 def gradients(device: torch.device, layout: Layout) -> dict[Any, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +27,8 @@ from core.distributed import (
 from core.distributed.sharded.param_unit import ParamUnit
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, state_bytes
-from core.verify.rank_pool import RankPool
 from tests.unit_tests.second_device import device as second
+from tests.unit_tests.second_device.conftest import Runner
 
 CPU = torch.device("cpu")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -38,22 +37,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-Runner = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """Calls a function with the second device, on each of some ranks; gives what rank 0 returns."""
-    folder = tmp_path_factory.mktemp("second")
-    built = second.build(tmp_path_factory.getbasetemp().parent)
-    count = itertools.count()
-    with RankPool(2) as pool:
-
-        def call(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
-            store = folder / f"store-{next(count)}"
-            return pool.run(second.on_second_device, world, (built, store, function, *arguments), limit_s=300)
-
-        yield call
 
 
 def layers(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Sequential:

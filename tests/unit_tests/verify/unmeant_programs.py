@@ -16,10 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from core.context_parallel import get_batch_on_this_cp_rank
 from core.distributed import finalize_model_grads
-from core.pipeline_parallel import PipelineRunner
-from core.pipeline_parallel.layout import PipelineLayout
 from core.verify import note
-from tests.unit_tests.distributed.guard.loops import CLASSES, WIDTH, Net, samples, tokens
+from tests.unit_tests.distributed.guard.loops import CLASSES, Net, samples, tokens
 from tests.unit_tests.reference import wrap
 
 Steps = Iterator[None]
@@ -164,29 +162,6 @@ def parts_of_two_batches() -> Steps:
         finalize_model_grads([model])
         yield
         optimizer.step()
-
-
-def other_labels_on_the_last_stage() -> Steps:
-    torch.manual_seed(3)
-    rank = dist.get_rank()
-    model = wrap(nn.Embedding(11, WIDTH) if rank == 0 else nn.Linear(WIDTH, CLASSES))
-    model.module.global_names = {"": str(rank)}
-
-    def forward(chunk: nn.Module, batch: dict[str, Tensor], hidden: Tensor | None) -> Tensor:
-        hidden = chunk(batch["tokens"]) if hidden is None else hidden
-        if isinstance(chunk, nn.Sequential):
-            hidden = hidden[..., :CLASSES]
-        elif rank == 1:
-            hidden = chunk(hidden)
-        return nn.functional.cross_entropy(hidden.flatten(0, 1), batch["labels"].flatten()) if rank else hidden
-
-    shape = [torch.empty(3, 4, WIDTH, device="meta")]
-    runner = PipelineRunner([model], PipelineLayout((1, 1), 2), forward, shape)
-    for step in range(4):
-        model.zero_grad_buffer()
-        pairs = [tokens(10 * step + n, rank) for n in range(2)]
-        runner.step([{"tokens": x, "labels": y} for x, y in pairs])
-        yield
 
 
 # name -> (program, what the report says, True if it says that gradients are right)
