@@ -31,7 +31,6 @@ from benchmarks.report import circumstances
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
 from core.groups import agree
-from core.hugging_face.check import STEPS, Verdict, projected, ranks_of
 from core.hugging_face.example import with_labels
 from core.hugging_face.precision import cast_model, rounded_otherwise
 from core.hugging_face.sequence import MODES, OVER_CONTEXT
@@ -39,6 +38,7 @@ from core.hugging_face.tiny import INPUTS, all_families, tiny_config, tiny_input
 from core.hugging_face.transformers_plans import transformers_package
 from core.verify.in_double import InDouble
 from core.verify.rank_pool import RankFailure, RankPool
+from tests.families.check import STEPS, Verdict, projected, ranks_of
 
 TOLERANCE = 1e-8
 MOVES = 0.05  # how far the first step moves the weight with the largest gradient

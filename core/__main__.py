@@ -17,7 +17,6 @@ other commands, each with --help:
   python -m core.plan               memory and time of a run before it starts, and which layouts fit
   python -m core.verify             compare gradients of your model or job with one process
   python -m core.checkpoint         look at checkpoints, check them, turn them into other files
-  python -m core.hugging_face       which families of models can be split, and whether one is right
   python -m core.compat             list what a program for Megatron or ColossalAI would meet, unrun
   python -m core.compat.megatron    run a program that imports megatron.core
   python -m core.compat.colossalai  run a program that imports colossalai"""

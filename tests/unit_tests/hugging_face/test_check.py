@@ -4,10 +4,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from core.hugging_face.__main__ import main
-from core.hugging_face.check import Verdict, table
 from core.hugging_face.tiny import families
 from core.hugging_face.transformers_plans import transformers_package
+from tests.families.__main__ import main
+from tests.families.check import Verdict, table
 
 
 def test_check_says_equal_and_refused_of_families(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,12 @@ from core import parallel_state
 from core.booster import Booster
 from core.finetune.arguments import Arguments, load_config, read_arguments
 from core.finetune.model import check_model, load_tokenizer
-from core.hugging_face.__main__ import main as check_family
 from core.hugging_face.checkpoint import load_split
 from core.hugging_face.directory import read_configuration
 from core.jobs import convert
 from core.plan.command import main as plan
 from core.training.errors import ConfigError
+from tests.families.__main__ import main as check_family
 from tests.unit_tests.hugging_face.models import small
 from tests.unit_tests.ranks import ranks
 

@@ -22,12 +22,12 @@ from core.hugging_face import (
     stage_forward_step,
     stages_config,
 )
-from core.hugging_face.check import check_on_rank, whole_tensor
 from core.hugging_face.experts import ExpertsForward
 from core.hugging_face.slices import whole_of
 from core.hugging_face.tiny import families
 from core.pipeline_parallel import PipelineRunner, plan_pipeline, wrap_stages
 from core.verify.in_double import InDouble
+from tests.families.check import check_on_rank, whole_tensor
 from tests.unit_tests.hugging_face.models import small, tokens, whole_copy
 from tests.unit_tests.ranks import ranks
 

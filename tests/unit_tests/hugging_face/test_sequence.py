@@ -18,12 +18,12 @@ from core.context_parallel.cut_sequence import CutSequence
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.guard.finite import ReplicaDriftError
 from core.hugging_face import PlanError, sequence, split_model
-from core.hugging_face.check import Verdict, check_on_rank
 from core.hugging_face.sequence import MODES, OVER_CONTEXT
 from core.hugging_face.tiny import families, families_with_policy
 from core.hugging_face.transformers_plans import checkpoint_each_layer
 from core.tensor_parallel import mappings
 from core.verify.in_double import InDouble
+from tests.families.check import Verdict, check_on_rank
 from tests.unit_tests.hugging_face.models import grad_times, small, tokens, whole
 from tests.unit_tests.ranks import ranks
 

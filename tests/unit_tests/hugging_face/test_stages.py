@@ -14,7 +14,6 @@ from core import parallel_state
 from core.distributed import DistributedDataParallelConfig
 from core.groups import agree
 from core.hugging_face import PlanError, split_stages, stage_activations, stage_forward_step, stages_config
-from core.hugging_face.check import check_on_rank
 from core.hugging_face.cut_parts import keep_stage
 from core.hugging_face.cut_places import find_cut, watch_order
 from core.hugging_face.prove import Shown, refuse_other_output
@@ -22,6 +21,7 @@ from core.hugging_face.stage_forward import StageForward
 from core.hugging_face.tiny import families
 from core.pipeline_parallel import PipelineRunner, StageSpec, plan_pipeline, wrap_stages
 from core.verify.in_double import InDouble
+from tests.families.check import check_on_rank
 from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
 

@@ -1,4 +1,4 @@
-"""`python -m core.hugging_face check FAMILY --tp 2`: is a family right when it is split? `... families`: all of them.
+"""`python -m tests.families check FAMILY --tp 2`: is a family right when it is split? `... families`: all of them.
 
 A tiny random copy is made offline, split on processes of this machine, and compared with one process. Exit status 0:
 nothing is wrong.
@@ -14,15 +14,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from core.hugging_face.check import check_families, table
 from core.hugging_face.directory import read_configuration
 from core.hugging_face.sequence import MODES
 from core.hugging_face.tiny import all_families
+from tests.families.check import check_families, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, run the command, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m core.hugging_face", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.families", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="one family")
     check.add_argument("family", help="model type (qwen3_moe), family/ConfigClass, or a directory with a config.json")
