@@ -275,7 +275,7 @@ def table(result: dict[str, Any]) -> str:
 
 def draw_curves(path: Path, results: Sequence[dict[str, Any]]) -> None:
     """Step time and hidden share over the bucket size, one column a ratio; predictions dashed."""
-    from core.training.extras import require
+    from core.extras import require
     from core.training.plots import figure
 
     picture = figure(12, 5)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
+from core.extras import require
 from core.finetune.config import TASKS, TINY, TuneConfig, TuneOptions
 from core.training.config import RunOptions
 from core.training.errors import ConfigError
-from core.training.extras import require
 
 SHORT = {"--model": "--model_name_or_path", "--steps": "--max_steps"}
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from core import integrations, parallel_state
 from core.checkpoint import StopSignal
 from core.checkpoint.weights.index import weight_files
+from core.extras import require
 from core.finetune.arguments import Arguments, read_arguments
 from core.finetune.config import TASKS, TuneConfig
 from core.finetune.data import Data, describe, read_data, tokenized
@@ -25,7 +26,6 @@ from core.hugging_face.ties import untie_by_files
 from core.hugging_face.transformers_plans import transformers_package
 from core.jobs.model_directory import classifies, one_line
 from core.training.errors import ConfigError
-from core.training.extras import require
 from core.training.hub import is_hub_name
 from core.training.job import on_started_ranks
 from core.training.launch import Launch

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from core.extras import require_installed
 from core.finetune.arguments import load_config, read_arguments
 from core.finetune.config import TuneConfig
 from core.finetune.model import check_sizes
 from core.training.errors import ConfigError
-from core.training.extras import require_installed
 from core.training.launch import Launch
 from core.training.main import Command, run_command
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from core.extras import require
 from core.integrations.for_transformers import over
 from core.integrations.loop_optimizer import LoopOptimizer
-from core.training.extras import require
 
 _PLACES = {"Accelerator": "for_accelerate", "Trainer": "for_transformers", "FabricStrategy": "for_fabric"}
 _OF_TRL = ("SFTTrainer", "DPOTrainer", "RewardTrainer")

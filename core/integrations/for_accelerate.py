@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.extras import require
 from core.integrations.evaluation import EvaluationLoader, concatenated
 from core.integrations.loop_optimizer import LoopOptimizer, config_or_default, data_parallel_groups, finalize_new
 from core.optimizer.grad_scaler import GradScaler
-from core.training.extras import require
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as Base

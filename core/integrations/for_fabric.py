@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.extras import require
 from core.integrations.loop_optimizer import LoopOptimizer, config_or_default, data_parallel_groups, finalize_new
 from core.optimizer.grad_scaler import GradScaler
-from core.training.extras import require
 
 if TYPE_CHECKING:
     from lightning_fabric.strategies import DDPStrategy as Base

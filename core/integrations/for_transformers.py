@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.extras import require
 from core.integrations import for_accelerate
 from core.integrations.evaluation import EvaluationLoader
 from core.integrations.loop_optimizer import LoopOptimizer
 from core.integrations.trainer_layout import LayoutParts
-from core.training.extras import require
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base

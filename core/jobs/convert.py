@@ -19,6 +19,7 @@ from core.checkpoint import CheckpointError, save_checkpoint
 from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.convert import parse_size
 from core.checkpoint.transformers_files import CONFIG, is_of_transformers, read_transformers, write_transformers
+from core.extras import MissingExtra
 from core.hugging_face.directory import look_at
 from core.jobs.generate import UNKNOWN, load_trained, load_tuned, words_of
 from core.jobs.model_directory import AUTO_CLASS, CLASSIFIER, Tuned
@@ -26,7 +27,6 @@ from core.models.gpt import GPTModel
 from core.models.transformers_layouts import DTYPES, layout_of
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.errors import ConfigError
-from core.training.extras import MissingExtra
 from core.training.hub import cached_model
 from core.training.model_config import transformer_config
 from core.training.run_directory import CHECKPOINTS

@@ -18,6 +18,7 @@ from torch import Tensor
 from core import parallel_state
 from core.checkpoint import CheckpointError, find_intact, load_checkpoint
 from core.checkpoint.transformers_files import is_of_transformers
+from core.extras import MissingExtra, require_installed
 from core.hugging_face import load_split
 from core.hugging_face.transformers_plans import transformers_package
 from core.jobs.model_directory import Tuned, load_directory, model_directory, prompt_ids
@@ -25,7 +26,6 @@ from core.models.gpt import GPTModel
 from core.training.config import JobConfig, ModelOptions, ParallelOptions
 from core.training.config_file import saved_options
 from core.training.errors import ConfigError
-from core.training.extras import MissingExtra, require_installed
 from core.training.hub import cached_model, how_to_download
 from core.training.job import on_started_ranks
 from core.training.launch import Launch, find_launch, say_once

@@ -14,10 +14,10 @@ from core.checkpoint.errors import CheckpointError
 from core.checkpoint.transformers_files import is_of_transformers
 from core.checkpoint.weights.index import weight_files
 from core.checkpoint.weights.one_file import SAFE_SUFFIX, Description, describe, is_kind_with_point
+from core.extras import require_installed
 from core.hugging_face.directory import check_files, look_at, read_configuration
 from core.hugging_face.transformers_plans import transformers_package
 from core.training.errors import ConfigError
-from core.training.extras import require_installed
 from core.training.hub import cached_model, how_to_download
 
 ADAPTER = "adapter_config.json"

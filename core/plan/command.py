@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
+from core.extras import MissingExtra, require
 from core.hugging_face.sequence import MODES
 from core.plan.advise import advise
 from core.plan.calibrate import calibrate
@@ -25,7 +26,6 @@ from core.plan.suggestions import advice
 from core.training.config import AXIS_OPTIONS, JobConfig
 from core.training.config_file import given_options, load_config, read_toml, spell_out
 from core.training.errors import ConfigError
-from core.training.extras import MissingExtra, require
 from core.training.limits import check_numbers
 from core.training.run_directory import check_writable
 

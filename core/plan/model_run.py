@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from core.extras import require_installed
 from core.hugging_face.directory import MOST_LAYERS, read_configuration
 from core.hugging_face.sequence import MODES, OVER_CONTEXT, OVER_TENSOR
 from core.hugging_face.tiny import tiny_of_bytes
@@ -23,7 +24,6 @@ from core.plan.hugging_face_source import (
 from core.plan.run_memory import Run
 from core.training.config import OptimizerOptions, ParallelOptions
 from core.training.errors import ConfigError
-from core.training.extras import require_installed
 from core.training.hub import how_to_download
 from core.training.model_config import DTYPES, optimizer_config, zero_config
 from core.training.plan import share_batch

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from core.extras import require
 from core.plan.plan_run import RunPlan
 from core.plan.report import KINDS
 from core.plan.step_time import flops_of, model_flops
-from core.training.extras import require
 from core.training.plots import SPAN_COLORS, figure
 
 GIB = 1 << 30

@@ -20,9 +20,9 @@ from typing import Any, Literal, TypeVar, Union
 
 from core.checkpoint.bounded_read import read_bytes
 from core.distributed.distributed_data_parallel_config import RESIDENCIES, DistributedDataParallelConfig
+from core.extras import require
 from core.training.config import AXIS_OPTIONS, JobConfig, RunConfig
 from core.training.errors import ConfigError
-from core.training.extras import require
 from core.training.help_text import asks_for_help, help_text
 from core.training.limits import flag
 

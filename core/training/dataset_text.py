@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.extras import require
 from core.training.config import DataOptions
-from core.training.extras import require
 from core.training.text import digest_of
 
 FILE_KINDS = ("json", "csv", "parquet", "text", "arrow")

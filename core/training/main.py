@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from core.extras import MissingExtra, require_installed
 from core.training.checkpoint_options import after_restart, check_root, check_saved_model
 from core.training.config import DataOptions, JobConfig, RunConfig
 from core.training.config_file import load_config
 from core.training.dataset_text import FILE_KINDS, open_dataset
 from core.training.errors import ConfigError
-from core.training.extras import MissingExtra, require_installed
 from core.training.indexed_tokens import read_index
 from core.training.launch import Launch, find_launch, say_once
 from core.training.memory import device_memory_bytes, host_memory_bytes

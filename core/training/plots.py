@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from core.training.extras import require
+from core.extras import require
 from core.training.step_log import StepRecord
 from core.training.step_trace import StepTrace
 

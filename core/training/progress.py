@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from core.training.extras import require
+from core.extras import require
 from core.training.step_log import StepRecord
 
 RECENT = 20  # steps that the remaining time is judged by

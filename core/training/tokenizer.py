@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from core.checkpoint.bounded_read import read_bytes
-from core.training.extras import require
+from core.extras import require
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from core.training.extras import require, require_installed
+from core.extras import require, require_installed
 
 Config = Mapping[str, Any]  # of a job, as nested dictionaries
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("tyro")
 
-from core.training import extras
+from core import extras
 from core.training.config import JobConfig
 from core.training.config_file import FOREIGN_NAMES, ConfigError, load_config, merge, named_in, to_json
 from core.training.plan import plan_job

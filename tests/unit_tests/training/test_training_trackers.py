@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from core.extras import MissingExtra
 from core.training.config import JobConfig
 from core.training.config_file import load_config
-from core.training.extras import MissingExtra
 from core.training.main import check_extras
 from core.training.step_log import StepLog, StepRecord
 from core.training.trackers import TRACKERS
