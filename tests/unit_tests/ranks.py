@@ -260,7 +260,10 @@ class Pool:
                     outcome = worker.pipe.recv()
                 except (EOFError, ConnectionResetError):
                     worker.process.join()
-                    text = f"the process ended with exit code {worker.process.exitcode} inside the test"
+                    code = worker.process.exitcode
+                    crashed = code is not None and code < 0 and worker.stuck_file.exists()
+                    text = f"the process ended with exit code {code} inside the test"
+                    text += f"\n{worker.stuck_file.read_text()}" if crashed else ""
                     outcome = Outcome(rank, "ended", time.monotonic(), text)
                 outcomes.append(outcome)
                 if outcome.kind in ("failed", "ended"):
@@ -334,6 +337,7 @@ def _worker_main(pipe: connection.Connection, store_port: int, stuck_file: str) 
     _seed_what_is_there_only()
     stuck = open(stuck_file, "w")  # noqa: SIM115  faulthandler needs the descriptor for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stuck, all_threads=False)
+    faulthandler.enable(file=stuck)  # a crash of native code leaves the frames of all threads
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def read_pipe() -> None:

@@ -1,5 +1,6 @@
 """The pool of ranks itself: what a test gets, and what a failing one leaves behind."""
 
+import ctypes
 import gc
 import importlib
 import os
@@ -58,6 +59,10 @@ def _fail_on_rank_1_while_others_wait(rank: int) -> None:
     if rank == 1:
         assert expected == [1, 6]
     dist.barrier()
+
+
+def _read_address_0(rank: int) -> None:
+    ctypes.string_at(0)
 
 
 def _crash_on_rank_2(rank: int) -> None:
@@ -133,6 +138,11 @@ def test_a_crash_is_named_with_its_exit_code_and_the_next_test_runs() -> None:
     with pytest.raises(RankFailure, match="rank 2 of 4:\nthe process ended with exit code 7"):
         run_on_ranks(_crash_on_rank_2, 4, {})
     run_on_ranks(_sum, 4, {})
+
+
+def test_a_crash_of_native_code_shows_where_it_was() -> None:
+    with pytest.raises(RankFailure, match=r"(?s)exit code -11 .*Segmentation fault.*in _read_address_0"):
+        run_on_ranks(_read_address_0, 1, {})
 
 
 def test_a_hang_is_ended_at_the_limit_and_shows_where_it_was() -> None:

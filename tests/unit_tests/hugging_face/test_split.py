@@ -80,6 +80,7 @@ def trained(model: Any, steps: int, data_ranks: int, sharded: bool = False) -> l
             loss.backward()
             finalize_model_grads([model])
             optimizer.step()
+            loss = loss.detach()  # gloo divides a mean in a thread of its own, where autograd would record it
             torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG, group=groups.dp_cp)
         losses.append(float(loss.detach()))
     return losses
