@@ -19,6 +19,7 @@ train: $(VENV)/.ready
 
 check: $(VENV)/.ready
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check --quiet .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m sphinx -W -q -b html docs/source docs/build/html
 

@@ -59,8 +59,7 @@ class CutSequence:
         return joined.index_select(0, self._order(len(joined), part.device).argsort()).transpose(0, dim).contiguous()
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Apply `part` to [..., s, h], and average the gathered gradient: Note [Gradients of a part of the sequence].
-        """
+        """Apply `part` to [..., s, h] and average the gathered gradient: Note [Gradients of a part of the sequence]."""
         part: Tensor = _LinearMap.apply(whole, partial(self.part, dim=-2), lambda grad: self.join(grad, -2) / self.size)
         return part
 

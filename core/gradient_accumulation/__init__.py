@@ -205,8 +205,7 @@ class GradAccumLrSchedulerByStep(StandIn, LRScheduler):
         return rates
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner scheduler's state, and the number of calls since its last step if this wrapper counts calls.
-        """
+        """Return the inner scheduler's state, with the number of calls since its last step if calls are counted."""
         count = {"accumulate_step": self.accumulation.count} if self.alone else {}
         return {**self.lr_scheduler.state_dict(), **count}
 

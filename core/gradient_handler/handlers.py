@@ -254,8 +254,7 @@ def _stages_of(param: nn.Parameter) -> Any:
 
 
 def is_expert(param: nn.Parameter) -> bool:
-    """True for an expert's parameter, marked in our way (`allreduce=False`) or ColossalAI's (`moe_info`, `ep_group`).
-    """
+    """True for an expert's parameter, marked by `allreduce=False` or in ColossalAI's way (`moe_info`, `ep_group`)."""
     if data_group_of(param) == "expt_dp" or getattr(param, "ep_group", None) is not None:
         return True
     info = getattr(param, "moe_info", None)

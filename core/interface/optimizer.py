@@ -164,8 +164,7 @@ class OptimizerWrapper:
         raise NotImplementedError(f"{type(self).__name__} has no loss scale; unscale_grad is for fp16 mixed precision")
 
     def agree_on_overflow(self, found: bool) -> bool:
-        """Return True if any rank with a part of this gradient found inf or NaN. Here every rank has the full gradient.
-        """
+        """Return True if any rank with a part of the gradient found inf or NaN. Here each rank has all of it."""
         return self.optim.agree_on_overflow(found) if isinstance(self.optim, OptimizerWrapper) else found
 
     # -- state ----------------------------------------------------------------------------------------------------

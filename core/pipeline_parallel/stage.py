@@ -146,8 +146,7 @@ class Stage(PipelineStage):
         _let_go(self.leaving_back, list(self.leaving_back))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a microbatch. Errors of the model are raised unchanged, without torch's dump of tensors.
-        """
+        """Run the forward of a microbatch. Errors of the model are raised unchanged, without a dump of tensors."""
         self.microbatch = fwd_chunk_id
         if self.arrived is not None and not self.is_first:
             received = self.stage_index, fwd_chunk_id

@@ -490,8 +490,7 @@ def add_product(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
 
 @functools.cache
 def _apex_kernel() -> ModuleType | None:
-    """Return apex's fused weight-gradient kernel, recognized by its symbols because other packages are called apex too.
-    """
+    """Return apex's fused weight-gradient kernel. Its symbols identify it: other packages are called apex too."""
     try:
         import fused_weight_gradient_mlp_cuda as kernel
     except ImportError:

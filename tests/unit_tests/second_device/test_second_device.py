@@ -38,7 +38,6 @@ pytestmark = [
 ]
 
 
-
 def layers(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """Buckets of different lengths."""
     torch.manual_seed(1)
