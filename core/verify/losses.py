@@ -32,10 +32,10 @@ def loss_of_stages(runner: PipelineRunner) -> Callable[..., Any]:
 
 def is_weighted(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """True if every label of the global batch has the same weight, in any microbatch."""
-    from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
+    from core.booster.plugin.label_mean import LabelMeanModel
     from core.hugging_face.label_counts import count_labels
 
-    is_boosted = isinstance(model, LowLevelZeroModel)
+    is_boosted = isinstance(model, LabelMeanModel)
     own = model.unwrap() if is_boosted else model
     by_items = kwargs.get(NUM_ITEMS) is not None
     by_plugin = is_boosted and model.takes_mean_over_labels

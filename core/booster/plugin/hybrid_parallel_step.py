@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, add_over_replicas, given_items, share_of
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
+from core.booster.plugin.label_mean import NUM_ITEMS, add_over_replicas, given_items, share_of
 from core.booster.plugin.microbatches import joined_outputs, microbatches_of
 from core.groups import agree
 from core.groups.process_groups import world_groups
@@ -80,7 +80,7 @@ def run_pipeline(
     total = count_labels(head, batch)
     if total is not None:
         total, items = total.to(head.device), given_items(batch, head.device)
-        total = items if items is not None else add_over_replicas(total, groups) if trains else total
+        total = items if items is not None else add_over_replicas(total, model.data_groups) if trains else total
 
     def forward_step(chunk: nn.Module, microbatch: dict[str, Any], hidden: Any) -> Any:
         count = None if total is None else count_labels(head, microbatch)
@@ -119,7 +119,7 @@ def run_pipeline(
         outcome = runner.step(parts, finalize=is_syncing, activations=shape)
     else:
         outcome = runner.evaluate(parts, activations=shape)
-    loss = add_over_replicas(outcome.loss.clone(), groups) / replicas if trains else outcome.loss
+    loss = add_over_replicas(outcome.loss.clone(), model.data_groups) / replicas if trains else outcome.loss
     return {
         "loss": loss.float() if returns_loss else None,
         "outputs": joined_outputs(outputs) if returns_outputs and outputs else None,

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as tree
 
-from core.booster.plugin.hybrid_parallel_loss import NUM_ITEMS, given_items, loss_of_whole_batch
+from core.booster.plugin.label_mean import LabelMeanModel
 from core.distributed import DistributedDataParallel
-from core.groups.process_groups import ProcessGroups
-from core.hugging_face.label_counts import count_labels
-from core.interface import AMPModelMixin, ModelWrapper
+from core.interface import AMPModelMixin
 from core.interface.model import all_of
 
 if TYPE_CHECKING:
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
     from core.optimizer.adopted_optimizer import AdoptedOptimizer
 
 
-class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
+class LowLevelZeroModel(LabelMeanModel, AMPModelMixin):
     """Boosted model of a ZeRO plugin.
 
     `module` is the engine's wrapper (the plain module without an optimizer), or a list of this rank's pipeline stages.
@@ -36,12 +33,8 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         cast_to: Dtype that floating-point tensors in the arguments are cast to, at any depth; None to leave them.
         engine: The sharded optimizer, or None.
         outputs_fp32: True to cast floating-point tensors in the forward's result to fp32, at any depth.
-        loss_groups: Groups whose 'dp' ranks share one mean over labels: the loss that a transformers model computes
-            from `labels` is then the mean over all their labels. This needs a small collective, and applies if there is
-            an optimizer and gradients are recorded. None for the rank's own loss.
+        data_groups: Groups of data ranks, whose labels one loss is the mean of.
     """
-
-    losses_are_local = False  # True: with num_items_in_batch the loss is over this rank's rows, as under torch's DDP
 
     def __init__(
         self,
@@ -51,7 +44,7 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         engine: AdoptedOptimizer | None,
         *,
         outputs_fp32: bool,
-        loss_groups: ProcessGroups | None = None,
+        data_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         super().__init__(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks))
         self.cut = cut
@@ -59,7 +52,7 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         self.cast_to = cast_to
         self.engine = engine
         self.outputs_fp32 = outputs_fp32
-        self.loss_groups = loss_groups
+        self.data_groups = data_groups
 
     def parts(self) -> list[Any]:
         """Return the plain modules of this rank's chunks."""
@@ -92,48 +85,22 @@ class LowLevelZeroModel(ModelWrapper, AMPModelMixin):
         with all_of(chunk.engine.params.loading() for chunk in self.wrapped):
             yield
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, with inputs and outputs cast, and with the loss over all data ranks' labels.
+    @property
+    def takes_mean_over_labels(self) -> bool:
+        """True if there is an optimizer: without one, ranks evaluate their own batches."""
+        return self.engine is not None
+
+    def run_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, with inputs and outputs cast.
 
         Args:
             *args: Arguments of the module.
             **kwargs: Arguments of the module.
         """
-        count = total = None
-        is_local = self.losses_are_local and kwargs.get(NUM_ITEMS) is not None
-        if self.takes_mean_over_labels and torch.is_grad_enabled() and not is_local:
-            names = self._positional if args else ()
-            count = count_labels(self.unwrap(), {**dict(zip(names, args, strict=False)), **kwargs})
-        if count is not None:
-            total = given_items(kwargs, count.device)
-            kwargs.pop(NUM_ITEMS, None)
         if self.cast_to is not None:
             args, kwargs = tree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         outputs = self.module(*args, **kwargs)
-        if self.outputs_fp32:
-            outputs = tree.tree_map_only(torch.Tensor, _to_fp32, outputs)
-        return outputs if count is None else self._with_loss_of_batch(outputs, count, total)
-
-    @property
-    def takes_mean_over_labels(self) -> bool:
-        """True if the loss that a forward computes from labels is the mean over all data ranks' labels."""
-        return self.loss_groups is not None and self.engine is not None
-
-    @cached_property
-    def _positional(self) -> list[str]:
-        """Names of the positional arguments of the model's forward."""
-        return list(inspect.signature(type(self.unwrap()).forward).parameters)[1:]
-
-    def _with_loss_of_batch(self, output: Any, count: torch.Tensor, total: torch.Tensor | None) -> Any:
-        """Replace the loss of this rank's rows in a model's output, if there is one. Collective over 'dp'."""
-        assert self.loss_groups is not None
-        if isinstance(output, tuple):
-            loss = loss_of_whole_batch(output[0], count, total, self.loss_groups) if output[0].dim() == 0 else output[0]
-            return (loss, *output[1:])
-        if output.get("loss") is None:
-            return output
-        output["loss"] = loss_of_whole_batch(output["loss"], count, total, self.loss_groups)
-        return output
+        return tree.tree_map_only(torch.Tensor, _to_fp32, outputs) if self.outputs_fp32 else outputs
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call a transformers model's own `generate`. Sharded parameters are gathered on each rank during it."""

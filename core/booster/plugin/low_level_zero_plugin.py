@@ -40,8 +40,6 @@ class LowLevelZeroPlugin(ZeroPluginBase):
         TorchDDPPlugin does; for models that save any.
     """
 
-    takes_mean_over_labels = False  # forwards are local to a rank: others may run fewer
-
     def __init__(
         self,
         stage: int = 1,

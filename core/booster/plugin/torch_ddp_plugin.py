@@ -13,10 +13,11 @@ from torch import nn
 
 from core.booster.checkpoint_io import TorchDDPCheckpointIO
 from core.booster.plugin.dp_plugin_base import DPPluginBase
+from core.booster.plugin.label_mean import LabelMeanModel
 from core.booster.plugin.one_backward import OneBackward
 from core.booster.plugin.plugin_base import Boosted
 from core.distributed.wire.fp8_communication import all_reduce as fp8_all_reduce
-from core.interface import ModelWrapper, OptimizerWrapper
+from core.interface import OptimizerWrapper
 from core.watch.warn_user import warn_user
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -27,8 +28,16 @@ OPTIONS = (
 )
 
 
-class TorchDDPModel(ModelWrapper):
-    """Boosted model; `module` is torch's DistributedDataParallel."""
+class TorchDDPModel(LabelMeanModel):
+    """Boosted model; `module` is torch's DistributedDataParallel.
+
+    Args:
+        module: torch's wrapper of the model.
+    """
+
+    def __init__(self, module: nn.parallel.DistributedDataParallel) -> None:
+        super().__init__(module)
+        self.data_groups = [module.process_group]
 
 
 class TorchDDPPlugin(DPPluginBase):

@@ -35,21 +35,31 @@ from core.booster.plugin.fsdp_options import (
     own_modules,
     units_of,
 )
+from core.booster.plugin.label_mean import LabelMeanModel
 from core.booster.plugin.limit_agreement import check_limit
 from core.booster.plugin.model_agreement import agree_on_model
 from core.booster.plugin.plugin_base import Boosted
 from core.groups import agree
 from core.hugging_face.precision import kept_dtypes
-from core.interface import ModelWrapper, OptimizerWrapper
+from core.interface import OptimizerWrapper
 from core.interface.optimizer import check_clip_value, check_max_norm
 from core.optimizer.loss_scaler import DynamicLossScaler
 from core.watch.waiting import waiting
 
 
-class TorchFSDPModel(ModelWrapper):
-    """Boosted model whose units are sharded; `module` is the user's own module, whose parameters are DTensors."""
+class TorchFSDPModel(LabelMeanModel):
+    """Boosted model whose units are sharded; `module` is the user's own module, whose parameters are DTensors.
+
+    Args:
+        module: The sharded module.
+        data_groups: Groups of ranks that shard, and of ranks that replicate.
+    """
 
     _syncs = True
+
+    def __init__(self, module: nn.Module, data_groups: Sequence[dist.ProcessGroup]) -> None:
+        super().__init__(module)
+        self.data_groups = data_groups
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -276,8 +286,9 @@ class TorchFSDPPlugin(DPPluginBase):
         tied = _tied_names(model)
         buffer_dtype = getattr(self.mixed_precision, "buffer_dtype", None)
         kept = () if buffer_dtype is None else kept_dtypes(model, buffer_dtype).keys()
-        for dim in range(mesh.ndim):
-            agree_on_model(model, mesh.get_group(dim), "TorchFSDPPlugin", warn_of_values=not self.sync_module_states)
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        for group in groups:
+            agree_on_model(model, group, "TorchFSDPPlugin", warn_of_values=not self.sync_module_states)
         for unit in units:
             borders = {other.module for other in units} | ignored
             self._prepare(unit, borders, mesh, device, kept)
@@ -289,13 +300,11 @@ class TorchFSDPPlugin(DPPluginBase):
             self._shard(unit, mesh, device, ignored_params)
         if optimizer is not None:
             replace_parameters(optimizer, originals, dict(model.named_parameters()))
-            optimizer = FSDPOptimizerWrapper(
-                optimizer, model, [mesh.get_group(dim) for dim in range(mesh.ndim)], device
-            )
+            optimizer = FSDPOptimizerWrapper(optimizer, model, groups, device)
             optimizer.name_parameters(model)
             if self._is_fp16():
                 optimizer = TorchAMPOptimizer(optimizer, self.loss_scaler or FP16TorchMixedPrecision().new_scaler())
-        return TorchFSDPModel(model), optimizer, criterion, dataloader, lr_scheduler
+        return TorchFSDPModel(model, groups), optimizer, criterion, dataloader, lr_scheduler
 
     def _prepare(
         self, unit: Unit, borders: set[nn.Module], mesh: DeviceMesh, device: torch.device, kept: Collection[str]

@@ -20,6 +20,7 @@ from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpoin
 from core.booster.mixed_precision.fp8 import use_fp8_linears, why_not
 from core.booster.plugin.dp_plugin_base import DPPluginBase
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
+from core.booster.plugin.label_mean import replicas_of
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
 from core.booster.plugin.low_level_zero_optimizer import LowLevelZeroOptimizer
 from core.booster.plugin.plugin_base import Boosted
@@ -80,7 +81,6 @@ class ZeroPluginBase(DPPluginBase):
     dp_outside = True  # True if ranks of one replica of a split model are neighbours; False if ranks of one stage are
     _outside = "dp_outside"  # name of that option, for messages
     broadcast_buffers = True
-    takes_mean_over_labels = True  # False: each data rank has its own loss, and gradients are averaged
     force_outputs_fp32 = False  # True to cast floating-point outputs of the forward to fp32
     ddp_config: DistributedDataParallelConfig
     optimizer_config: OptimizerConfig
@@ -406,8 +406,8 @@ class ZeroPluginBase(DPPluginBase):
                 print(f"{self._title}, {self.precision}:\n{chunks[0].describe()}", flush=True)
         cast_to = DTYPES[self.precision] if self.cast_inputs else None
         kind = LowLevelZeroModel if self.cutting is None else HybridParallelModel
-        loss_groups = self.groups() if self.takes_mean_over_labels else None
-        model = kind(cut, chunks, cast_to, engine, outputs_fp32=self.force_outputs_fp32, loss_groups=loss_groups)
+        data_groups = replicas_of(self.groups())
+        model = kind(cut, chunks, cast_to, engine, outputs_fp32=self.force_outputs_fp32, data_groups=data_groups)
         return model, wrapped
 
     # -- groups -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The loss under HybridParallelPlugin and GeminiPlugin: the mean over the whole batch's labels, in every layout."""
+"""The loss of a model with labels: the mean over the whole batch's labels, under every plugin and in every layout."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import ShardingStrategy
 
 pytest.importorskip("transformers")
 
@@ -13,9 +15,16 @@ import transformers
 
 from core import parallel_state
 from core.booster import Booster
-from core.booster.plugin import GeminiPlugin, HybridParallelPlugin, MoeHybridParallelPlugin
+from core.booster.plugin import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    MoeHybridParallelPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from core.verify.in_double import InDouble
-from tests.unit_tests.booster.booster_reference import own_loss, sequence
+from tests.unit_tests.booster.booster_reference import own_loss, sequence, whole_weights
 from tests.unit_tests.hugging_face.models import VOCABULARY, small, tokens
 from tests.unit_tests.ranks import ranks
 
@@ -96,7 +105,29 @@ def trained_alone(kind: str, data_ranks: int, loss_of: Callable[..., torch.Tenso
     return model, losses
 
 
+def hybrid_sharded() -> TorchFSDPPlugin:
+    """Shards of two ranks, and two copies of them."""
+    pairs = [[dist.new_group(pair) for pair in sides] for sides in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
+    rank = dist.get_rank()
+    groups = pairs[0][rank // 2], pairs[1][rank % 2]
+    return TorchFSDPPlugin(groups, ShardingStrategy.HYBRID_SHARD)
+
+
+DATA_PLUGINS: dict[str, Callable[[], Any]] = {
+    "torch's DDP": TorchDDPPlugin,
+    "torch's FSDP": TorchFSDPPlugin,
+    "torch's FSDP, hybrid": hybrid_sharded,
+    "ZeRO 1": lambda: LowLevelZeroPlugin(stage=1, precision="fp32"),
+    "ZeRO 2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
+}
+
+
 def boosted(kind: str, tp: int, pp: int, **options: Any) -> tuple[Booster, Any, Any]:
+    if "plugin" in options:
+        booster = Booster(plugin=DATA_PLUGINS[options["plugin"]]())
+        model = built(kind)
+        model, optimizer, *_ = booster.boost(model, descent(model))
+        return booster, model, optimizer
     if options.pop("gemini", False):
         chunks = {"min_chunk_size_m": 0, "search_range_m": 0, "hidden_dim": 4096}
         booster = Booster(plugin=GeminiPlugin(tp_size=tp, precision="fp32", **chunks, **options))
@@ -114,7 +145,8 @@ def boosted(kind: str, tp: int, pp: int, **options: Any) -> tuple[Booster, Any, 
 def assert_trained(booster: Booster, model: Any, reference: Any, kind: str) -> None:
     start = dict(built(kind).named_parameters())
     moved = []
-    for name, value in booster.checkpoint_io.model_tensors(model):
+    of_torch = isinstance(booster.plugin, (TorchDDPPlugin, TorchFSDPPlugin))
+    for name, value in whole_weights(model).items() if of_torch else booster.checkpoint_io.model_tensors(model):
         if name in start:
             wanted = reference.get_parameter(name).detach()
             torch.testing.assert_close(value.to(wanted), wanted, rtol=1e-7, atol=1e-9)
@@ -213,6 +245,19 @@ def test_num_items_in_batch_is_what_the_sum_is_divided_by(rank: int, world: int,
     check("causal", 1, pp, world, num_items=True, accumulate=accumulate, **options)
     parallel_state.destroy_model_parallel()
     check("masked", 1, pp, world, num_items=True, accumulate=accumulate, **options)
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", [name for name in DATA_PLUGINS if "hybrid" not in name])
+def test_plugins_of_data_ranks_take_that_mean_too(rank: int, world: int, plugin: str) -> None:
+    """With TorchDDPPlugin, TorchFSDPPlugin and LowLevelZeroPlugin a user had the mean of the ranks' means."""
+    check("causal", 1, 1, world, plugin=plugin)
+    check("masked", 1, 1, world, plugin=plugin, num_items=True, accumulate=True)
+
+
+@ranks(4)
+def test_a_hybrid_of_shards_and_copies_takes_that_mean_too(rank: int, world: int) -> None:
+    check("causal", 1, 1, world, plugin="torch's FSDP, hybrid")
 
 
 @ranks(2)
