@@ -136,7 +136,9 @@ def given_items(inputs: Any, device: torch.device) -> Tensor | None:
     return None if given is None else torch.as_tensor(given, dtype=torch.float64, device=device).reshape(())
 
 
-def loss_of_whole_batch(loss: Tensor, count: Tensor, total: Tensor | None, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+def loss_of_whole_batch(
+    loss: Tensor, count: Tensor, total: Tensor | None, groups: Sequence[dist.ProcessGroup]
+) -> Tensor:
     """Return the entire batch's loss, equal on all data ranks, with the gradient of this rank's part.
 
     The gradient fits an average over data ranks. Collective over the groups.
