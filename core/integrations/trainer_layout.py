@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
-from core.booster.plugin.label_mean import NUM_ITEMS
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
+from core.booster.plugin.label_mean import NUM_ITEMS
 from core.integrations import for_accelerate, token_scores
 
 if TYPE_CHECKING:
