@@ -30,7 +30,7 @@ class Range:
 
     def __str__(self) -> str:
         finite = self.kind is Real and self.open_high and self.high == math.inf
-        words = "a whole number" if self.kind is Integral else "a finite number" if finite else "a number"
+        words = "an integer" if self.kind is Integral else "a finite number" if finite else "a number"
         if self.low > -math.inf:
             words += f" {'above' if self.open_low else 'of at least'} {self.low}"
         if self.high < math.inf:

@@ -94,7 +94,7 @@ def entries_of(stream: BinaryIO, start: int, length: int) -> dict[str, int]:
     try:
         entries = zipfile.ZipFile(Part(read, length)).infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError, MemoryError):
-        raise BadArchive("is no whole zip file") from None
+        raise BadArchive("is not a complete zip file") from None
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
         sum(entry.file_size for entry in entries) > length
     ):

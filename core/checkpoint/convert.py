@@ -272,7 +272,9 @@ def convert(options: argparse.Namespace) -> str:
     if kind is None:
         from_checkpoint = source_path.exists() and kind_of(source_path) == "checkpoint"
         if from_checkpoint:
-            raise ValueError(f"what is {target} to be? Say --to safetensors, or name a file ending in .pt")
+            raise ValueError(
+                f"the format to write to {target} is unknown; add --to safetensors, or give a file name ending in .pt"
+            )
         kind = "checkpoint"
     if kind == "state_dict" and target.suffix not in PLAIN_SUFFIXES:
         raise ValueError(f"{target}: name a state_dict file with one of {', '.join(PLAIN_SUFFIXES)}")

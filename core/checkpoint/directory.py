@@ -98,7 +98,7 @@ def find_intact(
     if not isinstance(root, (str, os.PathLike)):
         wrong = f"root is {root!r}; it is the path of a directory"
     elif step is not None and whole_number(step) is None:
-        wrong = f"step is {step!r}; it is a whole number, or None for the newest checkpoint"
+        wrong = f"step is {step!r}; expected an integer, or None for the newest checkpoint"
     ranks.agree_on_arguments(wrong, {"step": step}, CheckpointError)
     path = Path(os.path.realpath(root))
     until = time.monotonic() + RELIST_S

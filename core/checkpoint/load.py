@@ -219,8 +219,8 @@ def _refuse_together(
         more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
         where = " (its configuration is in the manifest)" if directory.meta.get("configuration") else ""
         raise CheckpointError(
-            f"cannot load {directory.path}: {'; '.join(found[:3])}{more}. Nothing was changed. Build the model that "
-            f"was saved{where}, or load what fits with strict=False"
+            f"cannot load {directory.path}: {'; '.join(found[:3])}{more}. Nothing was changed. Use the model of the "
+            f"saved run{where}, or load the matching part with strict=False"
         )
 
 
@@ -288,7 +288,10 @@ def _saved_groups(optimizer: Any, meta: Mapping[str, Any]) -> list[list[dict[str
     for leaf, record in zip(mine, saved, strict=True):
         theirs, ours = _algorithms(record["param_groups"]), _algorithms(leaf.param_groups)
         if theirs != ours:
-            raise ValueError(f"load_hyperparameters: those of {sorted(theirs)} were saved, and here is {sorted(ours)}")
+            raise ValueError(
+                f"load_hyperparameters: the checkpoint has the hyperparameters of {sorted(theirs)}, expected "
+                f"{sorted(ours)}"
+            )
         groups = _with_tuples(record["param_groups"])
         load_groups([dict(group) for group in leaf.param_groups], groups)  # try on copies first
         found.append(groups)

@@ -245,7 +245,7 @@ def _file_from(tree: dict[str, Any]) -> FileRecord:
             str(name), _whole(offset), _whole(length), int(crc, 16), box and tuple(map(_whole_numbers, box))
         )
         if part.offset < end or part.end > size:
-            raise ValueError(f"{name!r} lies at bytes {part.offset} to {part.end} of a file of {size}")
+            raise ValueError(f"{name!r} is at bytes {part.offset} to {part.end} of a file of {size}")
         end = part.end
         segments.append(part)
     return FileRecord(file_name(tree["name"]), _whole(tree["rank"]), size, int(tree["crc32"], 16), tuple(segments))

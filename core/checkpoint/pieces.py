@@ -111,10 +111,9 @@ def local_tensors(chunks: Sequence[Any]) -> list[LocalTensor]:
         other = seen.setdefault(local.slice.name, local)
         if other is not local:
             raise ValueError(
-                f"two tensors of this rank are both {local.slice.name!r} in the whole model: "
-                f"{other.slice.local_name!r} of chunk {other.chunk} and {local.slice.local_name!r} of chunk "
-                f"{local.chunk}. Say what the parts of a stage are called in the whole model: "
-                "module.global_names = {'layers.0': 'layers.12'}"
+                f"two tensors of this rank have the global name {local.slice.name!r}: {other.slice.local_name!r} of "
+                f"chunk {other.chunk} and {local.slice.local_name!r} of chunk {local.chunk}. Set the stage modules' "
+                f"names in the full model, for example module.global_names = {{'layers.0': 'layers.12'}}"
             )
     return found
 

@@ -130,8 +130,8 @@ def _check_cover(key: str, shape: list[int], chunks: list[tuple[int, ChunkStorag
                 if _overlap(chunk, other):
                     raise ValueError(
                         f"ranks {other_rank} and {rank} both write a part of {key!r} (offset {list(chunk.offsets)}, "
-                        f"size {list(chunk.sizes)}). Two pipeline stages may use one name for different parameters: "
-                        "say what they are called in the whole model, module.global_names"
+                        f"size {list(chunk.sizes)}). If two pipeline stages use one name for different parameters, set "
+                        "module.global_names to their names in the full model"
                     )
             active.append((rank, chunk))
     covered = sum(math.prod(chunk.sizes) for _, chunk in chunks)

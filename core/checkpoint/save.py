@@ -154,7 +154,9 @@ def checked_chunks(model_chunks: Sequence[Any]) -> list[Any]:
         ValueError: If a model is passed instead of a list, or the list is empty.
     """
     if isinstance(model_chunks, torch.nn.Module) and not isinstance(model_chunks, torch.nn.ModuleList):
-        raise ValueError("model_chunks is a model; pass a list of this rank's chunks, [model] where there is one")
+        raise ValueError(
+            "model_chunks is a model, expected a list of this rank's chunks; pass [model] for a single chunk"
+        )
     chunks = [_wrapper_in(chunk) for chunk in model_chunks]
     if not chunks:
         raise ValueError("model_chunks is empty; pass this rank's wrapped chunks")

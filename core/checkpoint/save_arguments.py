@@ -37,7 +37,7 @@ def wrong_keep_last(keep_last: Any) -> str | None:
         return None
     number = whole_number(keep_last)
     if number is None:
-        return f"keep_last={keep_last!r}; it is a whole number, or None to keep all."
+        return f"keep_last={keep_last!r}; expected an integer, or None to keep all."
     return f"keep_last={keep_last}: at least the newest checkpoint is kept; None keeps all." if number < 1 else None
 
 
@@ -49,7 +49,7 @@ def checked_step(step: Any) -> int:
     """
     number = whole_number(step)
     if number is None or number < 0:
-        raise ValueError(f"step={step!r}; a step is a whole number from 0 on.")
+        raise ValueError(f"step={step!r}; expected an integer of at least 0.")
     return number
 
 

@@ -238,8 +238,8 @@ class CheckpointSaver:
         if blind:
             named = ", ".join(f"{self.ranks.global_rank(rank)} ({hosts[rank]})" for rank in blind)
             raise CheckpointError(
-                f"All ranks must save to one file system, and ranks {named} do not see in {self.root.path} what rank "
-                f"{self.ranks.global_rank(0)} ({hosts[0]}) writes there. Give a directory that all machines share."
+                f"ranks {named} cannot see the files that rank {self.ranks.global_rank(0)} ({hosts[0]}) writes to "
+                f"{self.root.path}. Give a directory on a file system that all machines share"
             )
 
     def _begin(self, step: int, meta: dict[str, Any], waited_s: float) -> PendingSave:

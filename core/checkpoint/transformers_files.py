@@ -136,8 +136,8 @@ def load_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
 def _config_of_whole(model: Any, what: str) -> TransformerConfig:
     if not (model.pre_process and model.post_process and model.output_layer.tp_size == 1):
         raise ValueError(
-            f"{what} is for a whole model, and this is a part of one; save with save_checkpoint (or Megatron's "
-            "dist_checkpointing.save), and load in one process, or the other way round: it loads at any layout"
+            f"{what} needs a complete model, and this is a part of one; save with save_checkpoint (or Megatron's "
+            "dist_checkpointing.save), which loads at any layout, then load it in one process"
         )
     config: TransformerConfig = model.config
     return config

@@ -42,8 +42,8 @@ class ShardedTensor:
     def __post_init__(self) -> None:
         if self.flattened_range is not None or self.allow_shape_mismatch:
             raise ValueError(
-                f"ShardedTensor {self.key!r}: flattened_range and allow_shape_mismatch are not supported; give boxes "
-                "of whole tensors, which load at any layout"
+                f"ShardedTensor {self.key!r}: flattened_range and allow_shape_mismatch are not supported; describe "
+                "each shard as a box of the full tensor, which loads at any layout"
             )
 
     @classmethod
@@ -144,8 +144,8 @@ class OptimizerState:
         """
         if not self.loaded or self.optimizer is not optimizer:
             raise ValueError(
-                "this optimizer state was not loaded; put optimizer.sharded_state_dict(...), or core.checkpoint."
-                "OptimizerState(optimizer), into the tree that is loaded, and take what the load returned"
+                "this optimizer state was not loaded; put optimizer.sharded_state_dict(...), or "
+                "core.checkpoint.OptimizerState(optimizer), into the tree to load, and use the tree that load returns"
             )
 
 

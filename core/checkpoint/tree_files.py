@@ -85,8 +85,8 @@ def module_tree(chunk: Any, prefix: str = "") -> StateDict:
     for name, piece in slices.items():
         if isinstance(tensors[name], ShardedParameter):
             raise ValueError(
-                f"parameter {name!r} is sharded over data ranks (optim_grads_params) and has no values of its own; "
-                "save with core.checkpoint.save_checkpoint(root, step, [model], optimizer)"
+                f"parameter {name!r} is sharded over data-parallel ranks (optim_grads_params), so this rank lacks its "
+                "full values; save with core.checkpoint.save_checkpoint(root, step, [model], optimizer)"
             )
         found[prefix + name] = _leaf(prefix + piece.name, piece, tensors[name].detach())
     return found

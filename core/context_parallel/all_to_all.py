@@ -72,10 +72,10 @@ def check_heads(heads: int, groups: int, cp: int) -> None:
         return
     more = -(-groups // cp) * cp
     raise ValueError(
-        f"cp_comm_type 'a2a' gives each of {cp} context-parallel ranks whole heads, and a tensor-parallel rank has "
-        f"{groups} of keys and values and {heads} of queries: {groups} / {cp} = {groups / cp:g}; use "
-        f"context_parallel_size {either(nearest_divisors(groups, cp))}, {more} key/value heads, or cp_comm_type "
-        f"'p2p' or 'all_gather'"
+        f"cp_comm_type 'a2a' distributes heads over {cp} context-parallel ranks, but a tensor-parallel rank has "
+        f"{groups} key/value heads for {heads} query heads ({groups} / {cp} = {groups / cp:g}); use "
+        f"context_parallel_size {either(nearest_divisors(groups, cp))}, {more} key/value heads, or cp_comm_type 'p2p' "
+        "or 'all_gather'"
     )
 
 

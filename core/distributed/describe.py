@@ -116,7 +116,7 @@ def where(name: str, buffers: Sequence[GradBuffer], frozen: Collection[str]) -> 
                     return f"the gradient of {name!r} {_state_of(bucket, index, place)}"
     if name in frozen:
         return f"{name!r} was frozen when the model was wrapped, so it has no gradient"
-    raise ValueError(f"no parameter is called {name!r}; names are those of ddp.module.named_parameters()")
+    raise ValueError(f"no parameter is called {name!r}; use a name from ddp.module.named_parameters()")
 
 
 def _state_of(bucket: Bucket, index: int, place: str) -> str:

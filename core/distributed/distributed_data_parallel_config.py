@@ -231,19 +231,20 @@ class DistributedDataParallelConfig:
         ):
             raise ValueError(
                 f"placement has shard_param_frac {placed.shard_param_frac}, offload_param_frac "
-                f"{placed.offload_param_frac} and prefetch {placed.prefetch}, and strategy {self.strategy!r} keeps all "
-                "parameters whole; set data_parallel_sharding_strategy='optim_grads_params', or leave them 1, 0, None"
+                f"{placed.offload_param_frac} and prefetch {placed.prefetch}, but strategy {self.strategy!r} does not "
+                "shard parameters; set data_parallel_sharding_strategy='optim_grads_params', or leave them 1, 0 and "
+                "None"
             )
         if placed.offload_grad_frac and not self.shards_gradients:
             raise ValueError(
-                f"placement has offload_grad_frac {placed.offload_grad_frac}, and strategy {self.strategy!r} keeps "
-                "whole gradients, which autograd adds to; set data_parallel_sharding_strategy='optim_grads' or "
-                "'optim_grads_params', or leave it 0"
+                f"placement has offload_grad_frac {placed.offload_grad_frac}, but strategy {self.strategy!r} does not "
+                "shard gradients; set data_parallel_sharding_strategy='optim_grads' or 'optim_grads_params', or leave "
+                "it 0"
             )
         if placed.memory_budget_bytes is not None and not self.reshard_after_forward:
             raise ValueError(
-                "reshard_after_forward=False keeps all buckets, and the "
-                f"placement allows {placed.memory_budget_bytes} bytes for whole ones; leave it True"
+                "reshard_after_forward=False keeps every bucket unsharded, but placement.memory_budget_bytes limits "
+                f"unsharded buckets to {placed.memory_budget_bytes} bytes; leave reshard_after_forward True"
             )
 
     @property

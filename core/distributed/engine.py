@@ -167,9 +167,9 @@ def _plan_together(
         for name, param in plan.named.items() if ddp_config.shards_parameters else ():
             if type(param) not in (nn.Parameter, DeferredParameter):
                 raise ValueError(
-                    f"parameter {name!r} is a {type(param).__name__}, and what asks for that class would take another "
-                    "way, because a sharded parameter changes its class; set data_parallel_sharding_strategy="
-                    "'optim_grads', or use a plain torch.nn.Parameter"
+                    f"parameter {name!r} is a {type(param).__name__}, and code that checks for this class would behave "
+                    "differently, because sharding a parameter changes its class; use a plain torch.nn.Parameter, or "
+                    "set data_parallel_sharding_strategy='optim_grads'"
                 )
     except (ValueError, RuntimeError, TypeError) as error:
         failure = error

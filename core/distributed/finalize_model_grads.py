@@ -134,7 +134,7 @@ def wrapped_chunks(model: nn.Module | Sequence[nn.Module], call: str) -> list[Di
     containers = (nn.ModuleList, nn.Sequential)
     chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, containers) else model
     if not isinstance(chunks, Iterable) or isinstance(chunks, (str, Mapping)):
-        raise TypeError(f"{type(model).__name__} was given where wrapped model chunks belong; call {call}")
+        raise TypeError(f"{type(model).__name__} is not a list of wrapped model chunks; call {call}")
     found = [_wrapper_of(chunk, call) for chunk in chunks]
     if not found:
         raise ValueError(f"no model chunk was given; pass this rank's wrapped chunks: {call}")

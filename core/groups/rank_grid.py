@@ -154,7 +154,7 @@ class RankGrid:
         self.sizes: dict[str, Any] = {**known, **sizes}
         for name, size in {"world_size": world_size, **self.sizes}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}.")
+                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}.")
         self.sizes |= {"dp": self._remaining(False), "expt_dp": self._remaining(True)}
         self._token_sizes = {
             expert: {axis.token: self.sizes[axis.name] for axis in axes_of(expert)} for expert in (False, True)
@@ -259,8 +259,8 @@ class RankGrid:
             size = max(self.size(token), self.size(token, expert=True))
             if size > 1:
                 raise RuntimeError(
-                    f"The size of ({token}) is ({size}), but you haven't specified the order ({self.order}): put "
-                    f"'{token}' into it where its stride belongs, for example '{DEFAULT_ORDER}'."
+                    f"The size of ({token}) is ({size}), but you haven't specified the order ({self.order}): add "
+                    f"'{token}' to the order, for example '{DEFAULT_ORDER}'."
                 )
         return (*tokens, *missing)
 

@@ -370,8 +370,8 @@ def _cut_of_part(family: str, key: str, split: Split, cut: Cut, converter: Any) 
     if axis == "tp" and not rest and stacked and dim > 0:
         return axis, dim - 1, blocks, multiple
     raise PlanError(
-        f"{family}: {key!r} becomes {split.parameter!r} by {', '.join(kinds)}, of which no part can be made alone. "
-        "Load the whole model by from_pretrained on every rank, then split_model"
+        f"{family}: {key!r} becomes {split.parameter!r} through {', '.join(kinds)}, and this conversion needs the full "
+        "tensor. Load the unsplit model with from_pretrained on every rank, then call split_model"
     )
 
 

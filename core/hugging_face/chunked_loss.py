@@ -74,7 +74,7 @@ def why_not_in_chunks(model: Any) -> str | None:
         return f"its output layer is a {type(head).__name__}, not nn.Linear"
     seam = getattr(vars(head).get("forward"), "seam", None)
     if "forward" in vars(head) and seam is None:
-        return "its output layer has a forward of its own on the instance"
+        return "its output layer has a forward that was replaced on the instance"
     if seam is not None and seam.after:
         return "each rank gathers the logits of the whole vocabulary (parallel_output=False)"
     own = model.loss_function

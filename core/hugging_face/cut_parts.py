@@ -144,12 +144,14 @@ def keep_stage(model: Any, cut: ModelCut, layout: PipelineLayout, index: int, st
     if not part.layer_numbers:
         raise PlanError(f"{cut.family}: stage {index} of {list(layout.layers_per_stage)} has no layer; give each one")
     if "forward" in vars(model):
-        raise PlanError(f"{cut.family}: the model has a forward of its own on the instance; cut it into stages before")
+        raise PlanError(
+            f"{cut.family}: forward was replaced on the model instance; cut the model into stages before replacing it"
+        )
     modules = dict(model.named_modules())  # all modules, before any are removed
     if streams is None and len(lists_of_layers(model)) > 1:
         raise PlanError(
-            f"{cut.family}: what passes between the stages of a model with several lists of layers is seen in a "
-            "forward of the whole model; load it with its values (from_pretrained) on every rank"
+            f"{cut.family}: a model with several lists of layers runs one forward to find the tensors that stages "
+            "send, and its weights are not loaded; load the full model with from_pretrained on every rank"
         )
     deep = len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
     if deep > layout.layers_per_stage[0]:

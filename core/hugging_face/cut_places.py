@@ -192,8 +192,8 @@ def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[Watched, Any]:
     for tower in towers:
         if not any(name.startswith(f"{tower}.") for name in order):
             raise PlanError(
-                f"{cut.family}: the example does not reach {tower!r}, so what becomes of it in stages is unknown; pass "
-                "example= with images, equal on all ranks, to the plugin or split_stages"
+                f"{cut.family}: the example does not reach {tower!r}, so this module cannot be assigned to a stage; "
+                "pass the plugin or split_stages an example= with images, equal on all ranks"
             )
     more = next((name for name, taken in seen.called if len(taken) > 1), None)
     if more is not None:

@@ -72,9 +72,9 @@ def look_at(place: str | os.PathLike[str], *, trust_remote_code: bool = False) -
         raise ValueError(f"its configuration says model_type {kind!r}; expected a family's name")
     if content.get("auto_map") and not trust_remote_code and kind not in transformers_package().CONFIG_MAPPING:
         raise ValueError(
-            f"its configuration needs code of its own directory (auto_map): transformers has no family {kind!r}. "
-            "No command of this project runs such code; if you trust it, call "
-            "load_split(..., trust_remote_code=True) in your own program"
+            f"transformers has no family {kind!r}, and the configuration loads code from its directory (auto_map), "
+            "which no command of this project runs; if you trust it, call load_split(..., trust_remote_code=True) in "
+            "your own program"
         )
     for name, count in _counts(content):
         if count > MOST_LAYERS:

@@ -147,7 +147,7 @@ class ForwardStream:
         elif len(seeded) < len(answers):
             raise RuntimeError(
                 f"ranks {seeded} of {list(answers)} have called model_parallel_manual_seed and the others have not, so "
-                "dropout of what they have copies of would differ; call it on every rank"
+                "dropout would differ between copies of the same activations; call it on every rank"
             )
 
 

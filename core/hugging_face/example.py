@@ -161,7 +161,7 @@ def _main_input(model: Any, length: int) -> dict[str, Any]:
         return {name: _random(model, ROWS, model.config.num_mel_bins, 2 * model.config.max_source_positions)}
     if name == "input_values":
         return {name: _random(model, ROWS, SAMPLES)}
-    raise PlanError(f"{type(model).__name__} takes {name!r}, and no example of it is made here; pass {PASS}")
+    raise PlanError(f"{type(model).__name__} takes {name!r}, and no example input can be generated for it; pass {PASS}")
 
 
 def _ids(model: Any, length: int) -> Tensor:

@@ -44,8 +44,8 @@ def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
     experts = check_experts(model, ep)
     if expt_tp not in (1, tp):
         raise PlanError(
-            f"{plan.family}: expert_tensor_parallel_size is {expt_tp}; experts are whole (1) or split as all else is "
-            f"({tp}, the tensor-parallel size)"
+            f"{plan.family}: expert_tensor_parallel_size is {expt_tp}, expected 1 (unsplit experts) or {tp} (the "
+            "tensor-parallel size)"
         )
     splits, seams, whole = dict(plan.splits), dict(plan.seams), dict(plan.whole)
     for name, parameters in experts.items():
@@ -55,8 +55,8 @@ def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
                 split = replace(plan.splits.get(parameter, split), axes=("ep", "tp"))
                 if split.dim == 0:
                     raise PlanError(
-                        f"{plan.family}: {parameter!r} has no rule that splits it over tensor parallelism; give "
-                        "initialize_model_parallel expert_tensor_parallel_size=1, so that experts stay whole"
+                        f"{plan.family}: no rule splits {parameter!r} over tensor parallelism; call "
+                        "initialize_model_parallel with expert_tensor_parallel_size=1 to keep experts unsplit"
                     )
             splits[parameter] = split
             whole.pop(parameter, None)

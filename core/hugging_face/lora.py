@@ -207,8 +207,8 @@ def _check_options(config: Any, kind: type) -> None:
     start = getattr(config, "init_lora_weights", True)
     if start not in (True, False, "gaussian"):
         raise PlanError(
-            f"LoRA on a split model starts adapters by init_lora_weights True, False or 'gaussian', and the LoraConfig "
-            f"has {start!r}, which reads whole base weights"
+            f"LoraConfig has init_lora_weights={start!r}, which needs the unsplit base weights; LoRA on a split model "
+            "supports True, False and 'gaussian'"
         )
 
 
@@ -273,9 +273,9 @@ def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
     others = {kind for kind in map(_method_of, model.peft_config.values()) if kind != "LORA"}
     if others:
         raise ValueError(
-            f"the model has adapters of {', '.join(sorted(others))}, and only those of LORA are split with a model. "
-            "Keep the model whole on each rank (tp_size=1, pp_size=1, and no sequence parallelism; zero_stage=3 shards "
-            "it), or train LoRA"
+            f"the model has adapters of type {', '.join(sorted(others))}, and only LoRA adapters can be split with a "
+            "model. Keep the model unsplit (tp_size=1, pp_size=1, no sequence parallelism; zero_stage=3 shards it), "
+            "or train LoRA"
         )
     if len(model.peft_config) != 1:
         raise ValueError(

@@ -199,14 +199,14 @@ def refuse_other_output(
             continue
         if value.shape != expected.shape:
             raise PlanError(
-                f"{plan.family}: {how}, its {what} for the example is {list(value.shape)} and that of the whole model "
-                f"{list(expected.shape)}, so {why}. {AGAIN}"
+                f"{plan.family}: {how}, its {what} for the example has shape {list(value.shape)}, expected "
+                f"{list(expected.shape)} as from the unsplit model, so {why}. {AGAIN}"
             )
         off = distance_of(value, expected)
         if not off <= limit:
             raise PlanError(
-                f"{plan.family}: {how}, its {what} for the example is {off:.2g} away from that of the whole model "
-                f"(relative to its norm), so {why}. {AGAIN}"
+                f"{plan.family}: {how}, its {what} for the example differs from the unsplit model's by {off:.2g} "
+                f"(relative to the norm), so {why}. {AGAIN}"
             )
 
 

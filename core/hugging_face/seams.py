@@ -121,8 +121,8 @@ class SeamForward:
     def __init__(self, module: nn.Module, seam: Seam, groups: ProcessGroups, length: int, multiple: int = 1) -> None:
         if "forward" in vars(module):
             raise PlanError(
-                f"module {seam.module!r} has a forward of its own on the instance, put there by other code; split "
-                "the model before it is changed"
+                f"forward of module {seam.module!r} was already replaced on the instance by other code; split the "
+                "model before changing it"
             )
         self.module, self.seam, self.group, self.length = module, seam, groups.tp, length
         self.watch: Dataflow | None = None
@@ -268,8 +268,8 @@ class SeamForward:
         outside = (ids < 0) | (ids >= self.length)
         if ids.device.type == "cpu" and bool(outside.any()):
             raise ValueError(
-                f"module {self.seam.module!r}: token ids lie in [{int(ids.min())}, {int(ids.max())}], expected "
-                f"0 <= id < {self.length}, the size of the vocabulary"
+                f"module {self.seam.module!r}: token ids are in [{int(ids.min())}, {int(ids.max())}], expected 0 <= id "
+                f"< {self.length}, the size of the vocabulary"
             )
         local = ids - group_rank(self.group) * self.rows
         elsewhere = (local < 0) | (local >= self.rows)

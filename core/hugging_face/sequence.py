@@ -190,7 +190,9 @@ def over_sequence(model: nn.Module, plan: Plan, layers: str) -> Plan:
         for inner, module in _parts(name, model.get_submodule(name)):
             seams.update(_seams_of(inner, module, plan))
         if name in seams:
-            raise PlanError(f"{plan.family}: layer {name!r} has a rule of its own, so its sequence cannot be split")
+            raise PlanError(
+                f"{plan.family}: layer {name!r} has a separate rule in the plan, so its sequence cannot be split"
+            )
     for name in {present[0], present[-1]}:
         before, after = name == present[0], name == present[-1]
         seams[name] = Seam(name, STYLE, "split sequence" if before else "", "join sequence" if after else "")

@@ -87,8 +87,8 @@ def all_to_all_attention(
     _refuse_unknown("all_to_all", options)
     if heads % size:
         raise ValueError(
-            f"'all_to_all' gives each of {size} ranks whole heads, and a rank has {heads} of them, which does not "
-            "divide; use fewer ranks, or 'ring_attn'"
+            f"'all_to_all' distributes heads over {size} ranks, but a rank's {heads} heads are not divisible by "
+            f"{size}; use fewer ranks, or 'ring_attn'"
         )
     repeats = math.lcm(groups, size) // groups
     key, value = (part.repeat_interleave(repeats, dim=1) if repeats > 1 else part for part in (key, value))
@@ -150,7 +150,7 @@ def _of_one_width(query: Tensor, key: Tensor, value: Tensor, scaling: float | No
 
 def _refuse_dropout(what: str, dropout: float) -> None:
     if dropout:
-        raise ValueError(f"{what} has no dropout of its own, and it is {dropout}; set it to 0.0 in the config")
+        raise ValueError(f"{what} does not support attention dropout, got {dropout}; set it to 0.0 in the config")
 
 
 def ring_of_documents(

@@ -231,8 +231,8 @@ def finish_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], ho
             sent = output if isinstance(output, tuple) else (Shown.of(output).output,)
             if any(bool(value.isnan().any()) for value in sent):
                 raise PlanError(
-                    f"{plan.family}: the layers of stage {stage.part.index} use something of the embeddings, or of "
-                    f"earlier layers, in addition to what they are sent. {ALONE}"
+                    f"{plan.family}: the layers of stage {stage.part.index} read a value of the embeddings or of "
+                    f"earlier layers that is not sent between stages. {ALONE}"
                 )
             for name in stage.cut.around:
                 part.get_parameter(name).pipeline_parallel = True
@@ -259,7 +259,7 @@ def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitti
         except PlanError as error:
             why = str(error).strip().removeprefix(f"{plan.family}: ")
         if why is not None and how.parallel_output is True:
-            raise PlanError(f"{plan.family}: {why}; leave the logits whole (parallel_output=False)")
+            raise PlanError(f"{plan.family}: {why}; set parallel_output=False, so that each rank gets full logits")
         if why is not None:
             warnings.warn(f"{plan.family}: logits stay whole on each rank: {why}", stacklevel=2)
         parallel_output = why is None
@@ -339,8 +339,8 @@ def declare_whole(
     both = sorted(flow.partial & flow.complete)
     if both:
         raise PlanError(
-            f"{plan.family}: parameter {both[0]!r} is used with split tensors and with whole ones, so its gradient "
-            f"is neither whole nor a part of a sum over tp. {AGAIN}"
+            f"{plan.family}: parameter {both[0]!r} is used both with split and with full tensors, so its gradient is "
+            f"neither complete nor a partial sum over tp. {AGAIN}"
         )
     whole = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in plan.splits}
     unseen = whole.keys() - flow.partial - flow.complete

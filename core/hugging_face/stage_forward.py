@@ -203,7 +203,8 @@ class StageForward:
         values = tuple(slots.get(name) for name in names)
         if not all(isinstance(value, Tensor) for value in values):
             raise PlanError(
-                f"{self.cut.family}: its layers are called without {HIDDEN}, so what a stage would send is unknown"
+                f"{self.cut.family}: its layers are called without {HIDDEN}, so the tensor to send to the next stage "
+                "is unknown"
             )
         raise _Leave(values)
 
@@ -221,8 +222,8 @@ class StageForward:
     def absent_exit(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Forward of a last-stage module on another stage. Nothing should call it, so it raises PlanError."""
         raise PlanError(
-            f"{self.cut.family}: {name!r} is used before the last layer, and was taken to belong to the last stage; "
-            "load the whole model by from_pretrained, whose forward shows where it belongs"
+            f"{self.cut.family}: {name!r} was assigned to the last stage but is used before the last layer; load the "
+            "full model with from_pretrained, so that a forward can find its stage"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageForward:

@@ -46,8 +46,8 @@ class AcceleratorParts(Base):
         self.replica_ranks = list(range(self.num_processes))  # one rank of each replica of the model
         if str(self.distributed_type.value) not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise ValueError(
-                f"accelerate is set up for {self.distributed_type.value}, which wraps models itself; leave its plugin "
-                "out, and say in ddp_config what to shard"
+                f"accelerate is configured for {self.distributed_type.value}, which wraps models itself; remove its "
+                "plugin, and set the sharding in ddp_config"
             )
         _check_handler(self.ddp_handler, warns=self.use_distributed and self.is_main_process)
         if self.mixed_precision == "fp16" and self.use_distributed:

@@ -59,7 +59,7 @@ class LoopOptimizer(AdoptedOptimizer):
         check_max_norm(max_norm)
         if norm_type != self.config.grad_norm_type:
             raise ValueError(
-                f"norm_type is {norm_type}, and gradients that lie in shards are measured by the "
+                f"norm_type is {norm_type}, but the norm of sharded gradients is the "
                 f"{self.config.grad_norm_type:g}-norm; leave it out"
             )
         self.prepare_grads()
@@ -141,9 +141,9 @@ def data_parallel_groups(library: str) -> Any:
     world = torch.distributed.get_world_size()
     if groups.size("dp") != world:
         raise ValueError(
-            f"{library} deals out batches to {world} ranks, and parallel_state has a data group of "
-            f"{groups.size('dp')}; ranks of one model would train on different batches. Use a loop of yours "
-            "(docs/source/your_own_loop.md) for that layout"
+            f"{library} distributes batches to {world} ranks, but parallel_state has a data group of "
+            f"{groups.size('dp')}, so ranks of one model would train on different batches. Write your own loop for "
+            "that layout (docs/source/your_own_loop.md)"
         )
     return groups
 

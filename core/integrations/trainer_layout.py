@@ -260,7 +260,10 @@ def _dealt_to(rank: int, replicas: int) -> Iterator[None]:
 def _check_given(plugin: HybridParallelPlugin, given: dict[str, Any]) -> None:
     """ValueError for arguments of Trainer that a split model cannot serve."""
     if given.get("ddp_config") is not None:
-        raise ValueError("Trainer was given ddp_config and plugin; the plugin's zero_stage says what is sharded")
+        raise ValueError(
+            "Trainer got both ddp_config and plugin; drop ddp_config, and set the sharding with the plugin's "
+            "zero_stage"
+        )
     if given.get("model_init") is not None:
         raise ValueError("Trainer with a plugin: model_init would make a second model; make the model before")
     for name, why in NOT_IN_STAGES.items() if plugin.pp_size > 1 else ():

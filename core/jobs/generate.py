@@ -110,8 +110,8 @@ def load_trained(place: Path, step: int | None = None) -> Trained:
     saved = found.meta.get("configuration", {})
     if "model" not in saved:
         raise ConfigError(
-            f"{found.path} does not say what model it holds; give a checkpoint of the main job, or one that "
-            "python -m core.convert has written"
+            f"{found.path} does not contain the model's configuration; give a checkpoint of the main job, or one "
+            "written by python -m core.convert"
         )
     options = saved_options(ModelOptions, saved["model"])
     counted = int(found.meta.get("extra", {}).get("text", {}).get("vocab_size") or options.vocab_size or 0)
@@ -211,7 +211,10 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def print_ours(options: argparse.Namespace) -> None:
     """Print the text and what the main job's GPT makes of it, as it comes."""
     if options.chat or options.tp > 1:
-        raise ConfigError(f"--chat and --tp are for models of transformers, and {options.place} has a GPT of ours")
+        raise ConfigError(
+            f"--chat and --tp are for transformers models, but {options.place} contains a GPT of this project; leave "
+            "them out"
+        )
     trained = load_trained(options.place, options.step)
     words = words_of(options.place, trained, options.tokenizer)
     tokens = words.encode(options.prompt)
@@ -245,7 +248,10 @@ def print_theirs(tuned: Tuned, options: argparse.Namespace, shows: bool = True) 
     """
     model, tokenizer = tuned
     if options.tokenizer is not None:
-        raise ConfigError("--tokenizer is for a GPT of ours; a model of transformers has its own in its directory")
+        raise ConfigError(
+            "--tokenizer is for a GPT of this project; a transformers model uses the tokenizer in its directory, so "
+            "leave it out"
+        )
     if not model.can_generate():
         raise ConfigError(
             f"{options.place} holds a {type(model).__name__}, which continues no text; give it texts by "

@@ -93,8 +93,9 @@ def load_directory(directory: Path, dtype: torch.dtype | str = "auto") -> Tuned:
     found = cached_model(str(base or ""))
     if not is_of_transformers(Path(found)):
         raise ConfigError(
-            f"{directory / ADAPTER} names the base model {base!r}, which is no model's directory (from {Path.cwd()}); "
-            f"start where it was trained, or write the right path there{how_to_download(found, 'model')}"
+            f"{directory / ADAPTER} names the base model {base!r}, which is not a model's directory (relative to "
+            f"{Path.cwd()}); start in the directory of the training run, or correct the path in the "
+            f"file{how_to_download(found, 'model')}"
         )
     scored = settings.get("task_type") == "SEQ_CLS"
     heads = (lambda model: {name for name, _ in model.named_parameters() if "score" in name}) if scored else None

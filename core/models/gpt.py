@@ -52,8 +52,8 @@ class GPTModel(nn.Module):
         groups = resolve_groups(pg_collection)
         if config.pipeline_model_parallel_size > 1 and pre_process and post_process:
             raise ValueError(
-                f"config.pipeline_model_parallel_size is {config.pipeline_model_parallel_size} and this GPTModel would "
-                "be whole; pass pre_process, post_process and layer_numbers of its stage"
+                f"config.pipeline_model_parallel_size is {config.pipeline_model_parallel_size}, but this GPTModel "
+                "would hold every layer; pass pre_process, post_process and layer_numbers of its stage"
             )
         tensor_parallel_group(config, groups)  # refuses a config made for another size
         self.cp_group = context_parallel_group(config, groups)

@@ -106,7 +106,7 @@ def get_megatron_optimizer(
     """
     call = "get_megatron_optimizer(OptimizerConfig(...), [model])"
     if not isinstance(config, OptimizerConfig):
-        raise TypeError(f"{type(config).__name__} was given where an OptimizerConfig belongs; call {call}")
+        raise TypeError(f"expected an OptimizerConfig, got {type(config).__name__}; call {call}")
     chunks = wrapped_chunks(model_chunks, call)
     if isinstance(no_weight_decay_cond, Mapping) and config_overrides is None:
         config_overrides, no_weight_decay_cond = no_weight_decay_cond, None

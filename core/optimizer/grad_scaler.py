@@ -102,9 +102,9 @@ class GradScaler(torch.amp.GradScaler):
 def _check(optimizer: MegatronOptimizer) -> None:
     if optimizer.grad_scaler is not None:
         raise ValueError(
-            "the optimizer has a loss scale of its own (OptimizerConfig.fp16 or loss_scale), and its step would divide "
-            "a second time; leave the GradScaler out and call optimizer.scale_loss(loss).backward(), or leave the "
-            "option out"
+            "the optimizer already scales the loss (OptimizerConfig.fp16 or loss_scale), and GradScaler's step would "
+            "unscale a second time; drop the GradScaler and call optimizer.scale_loss(loss).backward(), or drop the "
+            "option"
         )
     for masters in optimizer.masters:
         if masters.grad.dtype is torch.float16:

@@ -365,9 +365,9 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """
         if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
             raise TypeError(
-                "torch.distributed.checkpoint's helpers for optimizers take one that lists whole parameters, and this "
-                "one lists the master weights of a rank's shards; save with core.checkpoint.save_checkpoint, which any "
-                "layout can load, or each rank's state_dict()"
+                "torch.distributed.checkpoint's optimizer helpers need an optimizer over full parameters, but this "
+                "one has master weights of a rank's shards; save with core.checkpoint.save_checkpoint, which loads at "
+                "any layout, or save each rank's state_dict()"
             )
         return self.optimizer.state
 

@@ -164,8 +164,8 @@ class OptimizerConfig:
         own = label(self.optimizer) in ("adam", "sgd", "lion", "muon")
         if own and self.optimizer_kwargs:
             raise ValueError(
-                f"optimizer_kwargs {dict(self.optimizer_kwargs)} are for torch.optim classes; {self.optimizer!r} has "
-                "fields of its own in OptimizerConfig"
+                f"optimizer_kwargs {dict(self.optimizer_kwargs)} are for torch.optim classes; set the options of "
+                f"{self.optimizer!r} as fields of OptimizerConfig"
             )
         choices = {
             "optimizer_backend": BACKENDS,

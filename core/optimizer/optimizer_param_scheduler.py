@@ -275,14 +275,16 @@ def check_schedule(numbers: Mapping[str, Any]) -> None:
     if end <= 0:
         raise ValueError(f"lr_decay_steps is {end}; it must be above 0")
     if not 0 <= warmup <= end:
-        raise ValueError(f"lr_warmup_steps {warmup} and lr_decay_steps {end}: the warm-up must lie within the decay")
+        raise ValueError(
+            f"lr_warmup_steps is {warmup} and lr_decay_steps {end}; expected 0 <= lr_warmup_steps < lr_decay_steps"
+        )
     if style == "WSD":
         plateau_end, wsd_style = numbers["wsd_decay_steps"], numbers["lr_wsd_decay_style"]
         if wsd_style not in WSD_DECAYS:
             raise ValueError(f"lr_wsd_decay_style {wsd_style!r} is not one of {', '.join(WSD_DECAYS)}")
         if plateau_end is None or not 0 < plateau_end <= end - warmup:
             raise ValueError(
-                f"wsd_decay_steps {plateau_end}: expected 1 to {end - warmup}, what lies between lr_warmup_steps "
+                f"wsd_decay_steps is {plateau_end}; expected 1 to {end - warmup}, the steps between lr_warmup_steps "
                 f"{warmup} and lr_decay_steps {end}"
             )
     start_wd, end_wd, wd_steps = numbers["start_wd"], numbers["end_wd"], numbers["wd_incr_steps"]

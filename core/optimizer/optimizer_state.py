@@ -131,10 +131,10 @@ def needed_part(name: str, shard: ParamShard, saved: Entry | Sequence[Entry]) ->
             return _joined(parts)
     covered = ", ".join(f"[{entry['offset']}, {entry['offset'] + entry['numel']})" for entry in entries)
     raise ValueError(
-        f"the saved optimizer state of {name!r} covers elements {covered or 'none'} and this rank needs "
-        f"[{first}, {last}); it was saved by another rank, with other data-parallel sizes or another bucket_size "
-        "(or num_buckets). Load what this rank saved, with the bucket_size= of the run that saved it, or a checkpoint "
-        "of core.checkpoint, which any layout can load"
+        f"the saved optimizer state of {name!r} covers elements {covered or 'none'} and this rank needs [{first}, "
+        f"{last}): it was saved by another rank, or with other data-parallel sizes or another bucket_size (or "
+        "num_buckets). Load this rank's own file with the bucket_size= of the run that saved it, or a checkpoint of "
+        "core.checkpoint, which loads at any layout"
     )
 
 

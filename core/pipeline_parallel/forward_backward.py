@@ -157,8 +157,8 @@ def _takes_input(chunk: nn.Module) -> Any:
     while not hasattr(part, "set_input_tensor"):
         if not hasattr(part, "module"):
             raise ValueError(
-                f"a {type(part).__name__} was given as a model chunk and has no set_input_tensor(hidden), by which a "
-                "stage takes what the stage before sent"
+                f"a model chunk is a {type(part).__name__} without set_input_tensor(hidden), which receives the "
+                "previous stage's output; add the method to it"
             )
         part = part.module
     return part

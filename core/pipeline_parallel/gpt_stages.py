@@ -156,6 +156,6 @@ def check_embedding_group(layout: PipelineLayout, groups: ProcessGroups) -> None
     mine = groups.ranks("pp")[groups.rank("pp")]
     if found != (expected if mine in expected else []):
         raise ValueError(
-            f"rank {mine}: the tied embedding lies on ranks {expected}, and group 'embd' has {found or 'no ranks here'}"
-            "; call initialize_model_parallel with get_embedding_ranks=layout.embedding_ranks"
+            f"rank {mine}: the tied embedding is on ranks {expected}, but group 'embd' has {found or 'no ranks here'}; "
+            "call initialize_model_parallel with get_embedding_ranks=layout.embedding_ranks"
         )

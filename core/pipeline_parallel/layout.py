@@ -60,7 +60,7 @@ class PipelineLayout:
         if self.pp < 1:
             raise ValueError(f"a pipeline needs at least one rank, got pp {self.pp}")
         if any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in counts):
-            raise ValueError(f"layers_per_stage is {list(counts)}; expected whole numbers of at least 0")
+            raise ValueError(f"layers_per_stage is {list(counts)}; expected integers of at least 0")
         if not counts or len(counts) % self.pp:
             raise ValueError(
                 f"layers_per_stage {list(counts)} names {len(counts)} stages, which {self.pp} ranks cannot share "

@@ -36,7 +36,7 @@ def calibrate(arguments: Sequence[str]) -> int:
         )
     if ranks == 1 and options.links_from is None:
         raise ConfigError(
-            "one rank has no links to measure; --links-from takes those of a known device: "
+            "one rank has no links to measure; use --links-from to copy the links of a known device: "
             f"{', '.join(known_devices())}"
         )
     if not 0 < options.seconds <= MOST_SECONDS:

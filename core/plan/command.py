@@ -83,7 +83,7 @@ def _plan(arguments: list[str]) -> int:
     if options.advise:
         return _advise(options, more)
     if options.compare is not None:
-        raise ConfigError("--compare says where a layout stands among those of --advise; give --advise too")
+        raise ConfigError("--compare ranks a layout among the layouts of --advise; add --advise")
     if options.picture is not None:
         check_writable(options.picture, "--picture")
         require("matplotlib", "drawing the plots")
@@ -173,7 +173,7 @@ def _check_sizes(options: argparse.Namespace) -> None:
     for name in ("ranks", *NAMES, *AXIS_OPTIONS, "make_vocab_size_divisible_by"):
         size = getattr(options, name)
         if size is not None and size < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {size}; expected a whole number of at least 1")
+            raise ConfigError(f"--{name.replace('_', '-')} is {size}; expected an integer of at least 1")
     if options.zero is not None and options.zero not in range(len(STRATEGIES)):
         raise ConfigError(f"--zero is {options.zero}; expected 0 to {len(STRATEGIES) - 1}")
     if options.logits_chunk is not None and options.logits_chunk < 0:

@@ -200,8 +200,8 @@ def read_device(name: str) -> Device:
     path = Path(name) if name.endswith(".json") else FILES / f"{name.lower()}.json"
     if not path.is_file():
         raise ConfigError(
-            f"--device {name} is not known; known are {', '.join(known_devices())}, or the path of a .json file with "
-            "such figures: python -m core.plan calibrate --out FILE measures those of the machine it runs on"
+            f"--device {name} is unknown; expected {', '.join(known_devices())}, or the path of a .json file, which "
+            "python -m core.plan calibrate --out FILE writes for the machine it runs on"
         )
     try:
         if path.stat().st_size > LONGEST_FILE:

@@ -72,8 +72,8 @@ def refuse_what_cannot_fit(config: JobConfig | Plannable, options: RunOptions, r
     advice = f"it would fit with {' or '.join(words for words, _ in changes)}; " if changes else ""
     what = f"{ranks_here} ranks of this machine" if device.is_host else f"rank {plan.fullest.rank}"
     raise ConfigError(
-        f"{what} would hold {gib(needed)} at the highest point of a step, and {gib(device.memory_bytes)} are there; "
-        f"{advice}--dry-run shows what is held, and --run.no-check-memory starts the job all the same"
+        f"{what} would need {gib(needed)} at the peak of a step, but the device has {gib(device.memory_bytes)}; "
+        f"{advice}--dry-run lists the memory by kind, and --run.no-check-memory skips this check"
     )
 
 

@@ -210,8 +210,8 @@ def _check_lengths(config: ModelRun, text: Any) -> None:
         raise ConfigError(f"--use-fp8 gives products in bf16, and --dtype is {config.dtype}; give --dtype bfloat16")
     if config.use_fp8 and config.tp * config.pp * config.cp > 1:
         raise ConfigError(
-            f"--use-fp8 is for the linear layers of whole models: tp {config.tp} x pp {config.pp} x cp {config.cp} is "
-            "to be 1; leave --use-fp8 or these sizes out"
+            f"--use-fp8 supports unsplit linear layers only, got tp {config.tp} x pp {config.pp} x cp {config.cp}; set "
+            "these sizes to 1, or leave --use-fp8 out"
         )
     longest = getattr(text, "max_position_embeddings", None)
     if isinstance(longest, int) and longest > 0 and config.sequence_length > longest:

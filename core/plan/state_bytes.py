@@ -131,9 +131,9 @@ def _check_placement(ddp_config: DistributedDataParallelConfig, *, on_cpu: bool)
         return
     if placement.memory_budget_bytes is not None:
         raise ConfigError(
-            f"placement.memory_budget_bytes is {placement.memory_budget_bytes}: which buckets a budget keeps whole is "
-            "known when the first step has run, so it cannot be planned; plan with fractions, offload_param_frac and "
-            "its kin, or without a placement"
+            f"placement.memory_budget_bytes is {placement.memory_budget_bytes}, but the buckets that stay unsharded "
+            "under a budget are only known after the first step, so this cannot be planned; plan with fractions such "
+            "as offload_param_frac, or without a placement"
         )
     try:
         placement.check_for("cpu" if on_cpu else "cuda")

@@ -98,14 +98,14 @@ def check_target(
         )
     if target.shape != shape:
         raise ValueError(
-            f"vocab_parallel_cross_entropy: target has shape {list(target.shape)}, expected "
-            f"{list(shape)}, that of the logits without their last dimension"
+            f"vocab_parallel_cross_entropy: target has shape {list(target.shape)}, expected {list(shape)}, the logits' "
+            "shape without the last dimension"
         )
     # Looking at the values would stop a GPU's stream; there a target out of range counts as no token of any rank.
     if target.device.type == "cpu" and target.numel():
         lowest, highest = int(target.min()), int(target.max())
         if lowest < 0 or highest >= vocab_size:
-            raise ValueError(f"target ids lie in [{lowest}, {highest}], expected 0 <= id < vocab_size {vocab_size}")
+            raise ValueError(f"target ids are in [{lowest}, {highest}], expected 0 <= id < vocab_size {vocab_size}")
     return vocab_size
 
 

@@ -128,8 +128,8 @@ class ColumnParallelLinear(_ParallelLayer):
         super().__init__(config, tp_group, pg_collection)
         if gather_output and self.sequence_parallel:
             raise ValueError(
-                f"ColumnParallelLinear {name or ''}: gather_output=True with sequence_parallel=True would hold the "
-                "whole sequence times all features on every rank; choose one of the two"
+                f"ColumnParallelLinear {name or ''}: gather_output=True with sequence_parallel=True would gather all "
+                "features of the full sequence on every rank; set one of them to False"
             )
         if allow_padding and stride == 1:
             output_size_padded = padded_vocab_size(output_size, self.tp_size)
@@ -291,7 +291,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         outside = (input_ < 0) | (input_ >= self.num_embeddings)
         if input_.device.type == "cpu" and bool(outside.any()):
             raise ValueError(
-                f"token ids lie in [{int(input_.min())}, {int(input_.max())}], expected 0 <= id < "
+                f"token ids are in [{int(input_.min())}, {int(input_.max())}], expected 0 <= id < "
                 f"{self.num_embeddings}, the size of the vocabulary"
             )
         row = input_ - self.vocab_start_index

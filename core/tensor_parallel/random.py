@@ -114,7 +114,9 @@ class RNGStatesTracker:
         if name in self._states:
             raise ValueError(f"random stream {name!r} exists already; reset() the tracker before seeding it again")
         if seed in self._seeds:
-            raise ValueError(f"seed {seed} of random stream {name!r} is that of another stream; choose another")
+            raise ValueError(
+                f"seed {seed} of random stream {name!r} is already used by another stream; choose another seed"
+            )
         before = current_state()
         begin_state(seed)
         self._states[name] = current_state(seed)

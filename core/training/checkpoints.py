@@ -185,8 +185,8 @@ def kept_of(extra: Mapping[str, Any], path: Path, *names: str) -> list[Any]:
     missing = [name for name in names if name not in extra]
     if missing:
         raise ConfigError(
-            f"{path} was not saved by this job: its manifest has no {' and no '.join(map(repr, missing))} under "
-            "'extra', so the run cannot continue where it was. Begin another run in another --checkpoint.dir"
+            f"{path} was not saved by this job, so it cannot be resumed: its manifest lacks "
+            f"{' and '.join(map(repr, missing))} under 'extra'. Start a new run with another --checkpoint.dir"
         )
     return [extra[name] for name in names]
 

@@ -69,8 +69,8 @@ def read_index(prefix: Path) -> Index:
         ends = np.cumsum(lengths, dtype=np.int64) * width
         if pointers[0] != 0 or not np.array_equal(pointers[1:], ends[:-1]):
             raise ValueError(
-                f"--data.megatron {idx_path}: its sequences do not lie one after the other in {bin_path.name}, so a "
-                "window over them would hold something else"
+                f"--data.megatron {idx_path}: its sequences are not contiguous in {bin_path.name}, so a window over "
+                "them would contain other tokens"
             )
     if tokens == 0:
         raise ValueError(f"--data.megatron {bin_path} holds no token")

@@ -340,8 +340,8 @@ def prepared_by_one(prepare: Callable[[], str], prepares_data: bool, cache: Path
     for rank, theirs in names.items():
         if theirs != names[first]:
             raise ConfigError(
-                f"the text or the tokenizer of rank {rank} is another one than that of rank {first} (token files "
-                f"{theirs} and {names[first]}); give all machines the same files"
+                f"the text or the tokenizer of rank {rank} differs from rank {first} (token files {theirs} and "
+                f"{names[first]}); give all machines the same files"
             )
     return names[first]
 

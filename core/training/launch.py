@@ -111,7 +111,7 @@ def read_number(
     text = environment.get(name)
     if text is None and default is not None:
         return default
-    wanted = f"a whole number of at least {at_least}" + ("" if below is None else f" and below {below}")
+    wanted = f"an integer of at least {at_least}" + ("" if below is None else f" and below {below}")
     if text is None:
         raise ConfigError(f"{name} is not set; a launcher sets it to {wanted}")
     if re.fullmatch(r"[0-9]{1,9}", text) is None or int(text) < at_least or (below is not None and int(text) >= below):

@@ -264,7 +264,7 @@ def check_source(data: DataOptions) -> int | None:
             raise ValueError(f"--data.dataset {data.dataset} reads files, and none are given; name them by --data.text")
         given.remove("text")
     if len(given) > 1:
-        raise ValueError(f"--data.{given[0]} and --data.{given[1]} both say what to train on; give one")
+        raise ValueError(f"--data.{given[0]} and --data.{given[1]} both set the training text; pass one of them")
     if data.dataset is None:
         defaults = DataOptions()
         for name in ("split", "column", "documents", "streaming"):

@@ -149,7 +149,7 @@ def _check_the_rest(config: JobConfig) -> None:
     known = None if tokens is None else check_vocabulary(tokens, config.model, config.parallel.tp)
     if config.optimizer.name == "muon" and config.ddp.sharded and not config.ddp.keep_params_whole:
         raise ConfigError(
-            "--optimizer.name muon updates whole matrices, and a sharded optimizer cuts them anywhere; add "
+            "--optimizer.name muon updates full matrices, but a sharded optimizer splits them at any element; add "
             "--ddp.keep-params-whole True, or use --ddp.no-use-distributed-optimizer"
         )
     try:
@@ -172,9 +172,9 @@ def check_run(config: RunConfig) -> None:
     checkpoint = config.checkpoint
     asks = checkpoint.every is not None or checkpoint.resume or checkpoint.step is not None
     if checkpoint.dir is None and asks:
-        raise ConfigError("--checkpoint.every, resume and step need --checkpoint.dir, where the checkpoints are")
+        raise ConfigError("--checkpoint.every, resume and step need --checkpoint.dir, the directory of checkpoints")
     if checkpoint.keep_best and checkpoint.dir is None and not checkpoint.at_end:
-        raise ConfigError("--checkpoint.keep-best needs --checkpoint.dir, where it is kept")
+        raise ConfigError("--checkpoint.keep-best needs --checkpoint.dir, the directory of checkpoints")
     if checkpoint.keep_best and config.run.validate_every == 0:
         raise ConfigError(
             "--checkpoint.keep-best compares validation losses, and --run.validate-every 0 takes one at the end only; "

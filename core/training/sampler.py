@@ -56,7 +56,7 @@ class GlobalBatchSampler:
                 )
         if state["consumed"] not in whole(0):
             raise ValueError(
-                f"the saved sampler position is {state['consumed']!r}, and a position is the whole number of windows "
+                f"the saved sampler position is {state['consumed']!r}, expected the number of windows "
                 "dealt so far; load another checkpoint"
             )
         self.consumed = state["consumed"]

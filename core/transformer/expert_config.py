@@ -108,9 +108,8 @@ class ExpertConfig(ModelParallelConfig):
         if experts % ep:
             raise ValueError(
                 f"num_moe_experts {experts} is not divisible by expert_model_parallel_size {ep} ({experts} / {ep} = "
-                f"{experts / ep:g}): each rank must hold whole experts. Use "
-                f"{either(nearest_multiples(experts, ep))} experts, or an expert-parallel size of "
-                f"{either(nearest_divisors(experts, ep))}"
+                f"{experts / ep:g}). Use {either(nearest_multiples(experts, ep))} experts, or an expert-parallel size "
+                f"of {either(nearest_divisors(experts, ep))}"
             )
         if not 1 <= self.moe_router_topk <= experts:
             raise ValueError(
@@ -137,8 +136,8 @@ class ExpertConfig(ModelParallelConfig):
             raise ValueError("moe_router_pre_softmax=True with moe_router_score_function='sigmoid'; clear one of them")
         if self.moe_router_enable_expert_bias and softmax:
             raise ValueError(
-                "moe_router_enable_expert_bias=True with moe_router_score_function='softmax': the bias is made for "
-                "scores between 0 and 1 that do not compete; set moe_router_score_function='sigmoid'"
+                "moe_router_enable_expert_bias=True with moe_router_score_function='softmax': the bias needs "
+                "independent scores between 0 and 1; set moe_router_score_function='sigmoid'"
             )
 
     def _check_frequency(self, num_layers: int) -> None:

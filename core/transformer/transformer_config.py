@@ -133,9 +133,9 @@ class TransformerConfig(ExpertConfig):
         self._divides("num_attention_heads", self.num_attention_heads, "tensor_model_parallel_size", tp)
         if self.query_groups % tp:
             raise ValueError(
-                f"num_query_groups {self.query_groups} is not divisible by tensor_model_parallel_size {tp}: each rank "
-                f"must hold whole key/value heads ({self.query_groups} / {tp} = {self.query_groups / tp:g}). Use a "
-                f"tensor-parallel size that divides {self.query_groups}, or more query groups"
+                f"num_query_groups {self.query_groups} is not divisible by tensor_model_parallel_size {tp} "
+                f"({self.query_groups} / {tp} = {self.query_groups / tp:g}), and key/value heads cannot be split. Use "
+                f"a tensor-parallel size that divides {self.query_groups}, or more query groups"
             )
         cp = self.context_parallel_size
         if cp > 1 and self.attention_dropout > 0.0:

@@ -119,8 +119,8 @@ def check_gradients(
             return report
     if not dist.is_initialized():
         raise RuntimeError(
-            "check_gradients compares ranks, and torch.distributed is not started; start it (torchrun), or pass "
-            "ranks=4 to let check_gradients start processes of its own"
+            "check_gradients compares ranks, but torch.distributed is not initialized; start the program with "
+            "torchrun, or pass ranks=4 to let check_gradients start processes"
         )
     with _groups(pg_collection, sizes) as groups:
         model = model_fn()
@@ -149,9 +149,9 @@ def check_gradients(
 def _check_axes(groups: ProcessGroups, model: Any, split_fn: SplitFn | None) -> None:
     if groups.size("pp") > 1 and not isinstance(model, PipelineRunner):
         raise ValueError(
-            f"pipeline_model_parallel_size is {groups.size('pp')}, and model_fn gave a {type(model).__name__}: how "
-            "stages run is the schedule's affair. Let model_fn return a PipelineRunner over the wrapped stages, and "
-            "pass reference_fn, which builds the whole model"
+            f"pipeline_model_parallel_size is {groups.size('pp')}, but model_fn returned a {type(model).__name__}, "
+            "which does not schedule stages. Return a PipelineRunner over the wrapped stages from model_fn, and pass "
+            "a reference_fn that builds the unsplit model"
         )
     if groups.size("cp") > 1 and split_fn is None:
         raise ValueError(
@@ -201,7 +201,7 @@ def _reference_builder(
     if of_gpt is not None:
         return of_gpt
     if isinstance(model, PipelineRunner):
-        raise ValueError("this model comes in stages; pass reference_fn, which builds it whole")
+        raise ValueError("this model is split into stages; pass a reference_fn that builds the unsplit model")
     if job.model.is_split:
         raise ValueError(
             "this model is split over tensor or expert parallelism; pass reference_fn, which builds it without any "

@@ -228,15 +228,15 @@ def load_whole_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> N
         parts += [f"the reference has no {more[0]!r} ({len(more)} in all)"] if more else []
         raise ValueError(
             f"the parameters differ: {', and '.join(parts)}; reference_fn must build the same model without any "
-            "splitting, and stages and experts must say what theirs are called in it (global_names)"
+            "splitting, and stages and experts must set global_names, their parameters' names in it"
         )
     with torch.no_grad():
         for name, target in targets.items():
             if weights[name].shape != target.shape:
                 raise ValueError(
-                    f"parameter {name!r} is {list(weights[name].shape)} put together and {list(target.shape)} in the "
-                    "reference; say along which dimension ranks hold slices (partition_dim, or declare_splits), and of "
-                    "what length it is without padding (partition_length)"
+                    f"parameter {name!r} has shape {list(weights[name].shape)} gathered from the ranks and "
+                    f"{list(target.shape)} in the reference; set the dimension along which ranks hold slices "
+                    "(partition_dim, or declare_splits), and its length without padding (partition_length)"
                 )
             target.copy_(weights[name])
 
@@ -263,7 +263,7 @@ def first_tensor(batch: Any) -> Tensor:
     found: list[Tensor] = []
     on_tensors(found.append, batch)
     if not found:
-        raise ValueError("the batch holds no tensor; pass the whole global batch")
+        raise ValueError("the batch holds no tensor; pass the global batch")
     return found[0]
 
 

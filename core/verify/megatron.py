@@ -44,8 +44,8 @@ def places(outer: nn.Module) -> tuple[list[int], list[int]] | None:
     others += ["use_distributed_optimizer" for part in wrappers if part.ddp_config.use_distributed_optimizer][:1]
     if others:
         raise ValueError(
-            f"Megatron Core runs with {' and '.join(others)}; of its own modules only tensor and data parallelism "
-            "are compared. With the import lines of core.compat.megatron all of it is"
+            f"Megatron Core runs with {' and '.join(others)}, but for Megatron's modules only tensor and data "
+            "parallelism can be compared; use the import lines of core.compat.megatron to compare the other axes"
         )
     return (
         dist.get_process_group_ranks(state.get_data_parallel_group()),

@@ -96,8 +96,8 @@ def _join(column: Sequence[Tensor], lengths: set[int], join: JoinFn | None) -> T
         return join(column)
     if column[0].dim() < 2:
         raise ValueError(
-            f"tensors of shape {list(column[0].shape)} differ between the ranks of a context-parallel group, and a "
-            "sequence is expected in dim 1; pass join_fn, which makes the whole of the ranks' parts"
+            f"tensors of shape {list(column[0].shape)} differ between the ranks of a context-parallel group, expected "
+            "the sequence in dim 1; pass a join_fn that joins the ranks' parts"
         )
     return join_sequence(torch.cat(list(column), dim=1), 1, len(column))
 

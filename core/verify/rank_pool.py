@@ -76,9 +76,9 @@ class _Worker:
             except (EOFError, ConnectionResetError):
                 self.process.join()
                 raise RankFailure(
-                    f"a process ended with exit code {self.process.exitcode} while it started. It runs the program's "
-                    "file first: keep what starts processes under `if __name__ == '__main__':`; what else went wrong "
-                    "there is in its own traceback, above"
+                    f"a process ended with exit code {self.process.exitcode} while it started, and it runs the "
+                    "program's file first. Move the code that starts processes under `if __name__ == '__main__':`; "
+                    "for other failures, see the process's traceback above"
                 ) from None
             self.ready = True
 

@@ -65,9 +65,7 @@ def with_memory(structure: nn.Module, buffers: Mapping[str, Tensor]) -> nn.Modul
     model = _with_zeros(structure, "cpu")
     for name in buffers_without_values(model):
         if name not in buffers:
-            raise ValueError(
-                f"no rank has values of the buffer {name!r}, so the whole model cannot be made of its parts"
-            )
+            raise ValueError(f"no rank has values of the buffer {name!r}, so the unsplit model cannot be built")
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, buffers[name].clone())
     return model.train()

@@ -296,8 +296,8 @@ def _places(outer: nn.Module, placed: Mapping[str, DTensor], mesh: DeviceMesh | 
         data = dist.get_process_group_ranks(ddp.process_group)
         if getattr(ddp, "device_mesh", None) is not None and len(data) < len(world):
             raise ValueError(
-                "torch's DDP has made plain tensors of the model's DTensors, so it is not known what a rank holds; "
-                "python -m core.verify sees the model before the wrap: run the program with it, and with --whole"
+                "torch's DDP has replaced the model's DTensors by plain tensors, so the parts that ranks hold are "
+                "unknown; run the program with python -m core.verify --whole, which reads the model before the wrap"
             )
         place = data.index(rank)
         answers = agree.gather(place, None, "the places in the data groups")

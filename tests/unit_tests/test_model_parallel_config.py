@@ -27,13 +27,13 @@ OPTIONAL = ["virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "2"])
 def test_a_size_that_is_not_a_count_is_refused_by_name(name, size):
-    with pytest.raises(ValueError, match=rf"{name} must be a whole number of at least 1(, or None)?, got {size!r}"):
+    with pytest.raises(ValueError, match=rf"{name} must be an integer of at least 1(, or None)?, got {size!r}"):
         ModelParallelConfig(**{name: size})
 
 
 @pytest.mark.parametrize("name", [name for name in SIZES if name not in OPTIONAL])
 def test_a_size_that_is_needed_may_not_be_none(name):
-    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got None"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got None"):
         ModelParallelConfig(**{name: None})
 
 

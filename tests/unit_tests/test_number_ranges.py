@@ -89,9 +89,9 @@ def test_every_odd_number_is_refused_by_name_value_and_range_or_means_something(
 
 
 def test_a_range_says_what_it_holds() -> None:
-    assert str(COUNT) == "a whole number of at least 1" and np.int64(3) in COUNT and 3.0 not in COUNT
+    assert str(COUNT) == "an integer of at least 1" and np.int64(3) in COUNT and 3.0 not in COUNT
     assert (
-        str(whole(2, 5)) == "a whole number of at least 2 and at most 5" and 5 in whole(2, 5) and 6 not in whole(2, 5)
+        str(whole(2, 5)) == "an integer of at least 2 and at most 5" and 5 in whole(2, 5) and 6 not in whole(2, 5)
     )
     assert str(NOT_NEGATIVE) == "a finite number of at least 0" and np.float32(0.5) in NOT_NEGATIVE
     assert str(BELOW_ONE) == "a number of at least 0 and below 1" and 0 in BELOW_ONE and 1 not in BELOW_ONE
@@ -112,7 +112,7 @@ def test_none_is_right_only_where_it_is_the_default() -> None:
         optional: int | None = None
 
     check_ranges(Sizes(), {"needed": COUNT, "optional": COUNT})
-    with pytest.raises(ValueError, match="--needed must be a whole number of at least 1, got None"):
+    with pytest.raises(ValueError, match="--needed must be an integer of at least 1, got None"):
         check_ranges(Sizes(needed=None), {"needed": COUNT}, lambda name: f"--{name}")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="optional must be a whole number of at least 1, or None, got 0"):
+    with pytest.raises(ValueError, match="optional must be an integer of at least 1, or None, got 0"):
         check_ranges(Sizes(optional=0), {"optional": COUNT})

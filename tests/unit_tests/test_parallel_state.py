@@ -333,7 +333,7 @@ def test_five_cycles_on_one_store_give_what_a_fresh_start_gives_and_leak_nothing
     [
         ({TP: 3}, RuntimeError, r"world_size \(4\) is not divisible by 3 = tensor \(3\)"),
         ({EP: 3}, RuntimeError, "expert_tensor_model_pipeline_parallel size"),
-        ({TP: 0}, ValueError, "tp must be a whole number of at least 1, got 0"),
+        ({TP: 0}, ValueError, "tp must be an integer of at least 1, got 0"),
         ({"num_distributed_optimizer_instances": 3}, RuntimeError, "Data parallel size should be divisible by"),
         ({EP: 4, "num_distributed_optimizer_instances": 2}, RuntimeError, "Expert data parallel size should be"),
         ({"virtual_pipeline_model_parallel_size": 2}, RuntimeError, "pipeline-model-parallel size should be greater"),

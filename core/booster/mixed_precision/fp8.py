@@ -101,8 +101,8 @@ def use_fp8_linears(model: nn.Module) -> list[str]:
             own = vars(module).get("forward")
             if own is not None and getattr(own, "__func__", None) is not _forward:
                 raise ValueError(
-                    f"module {name!r} has a forward of its own, as layers that are split over tensor parallelism have, "
-                    "and 8-bit products are for whole layers; use 'bf16'"
+                    f"forward of module {name!r} was replaced, as for layers split over tensor parallelism, and fp8 "
+                    "supports unsplit layers only; use 'bf16'"
                 )
             module.forward = MethodType(_forward, module)  # set on the instance, which deepcopy and FSDP respect
             changed.append(name)

@@ -237,7 +237,7 @@ class GeminiPlugin(ZeroPluginBase):
         for name in (name for name, value in of_slices.items() if value and size == 1):
             raise ValueError(NOT_SPLIT.format(name))
         if self.use_fp8 and size > 1:
-            raise ValueError("use_fp8 exchanges the linear layers of whole models; it needs all sizes to be 1")
+            raise ValueError("use_fp8 supports unsplit linear layers only; set tp_size to 1")
 
     def _check_chunks(
         self, search_range_m: float, hidden_dim: int | None, min_chunk_size_m: float, device: Any
@@ -251,8 +251,8 @@ class GeminiPlugin(ZeroPluginBase):
             raise ValueError(f"hidden_dim is {hidden_dim!r}; it is the width of the model's layers, or None")
         if device is not None and torch.device(device).type != self.device().type:
             raise ValueError(
-                f"chunk_init_device is {str(device)!r}, and chunks begin on {self.device().type!r}, where the process "
-                "group communicates; leave it None"
+                f"chunk_init_device is {str(device)!r}, but chunks are created on {self.device().type!r}, the process "
+                "group's device; leave it None"
             )
 
     def _check_placement(self, policy: str, fractions: dict[str, Any], of_auto: dict[str, tuple[Any, Any]]) -> None:
@@ -284,11 +284,13 @@ class GeminiPlugin(ZeroPluginBase):
             )
         if directory is not None and on_gpu:
             raise ValueError(
-                "offload_directory is for CPUs; with a GPU what is offloaded lies in the host's memory: leave it out"
+                "offload_directory is supported on CPUs only; on a GPU, offloaded tensors are in host memory, so "
+                "leave it out"
             )
         if pin_memory and not (on_gpu and (optim or param)):
             raise ValueError(
-                "pin_memory pins the host memory of what is offloaded from a GPU, and nothing is; leave it False"
+                "pin_memory pins the host memory of tensors offloaded from a GPU, but nothing is offloaded; leave it "
+                "False"
             )
 
     def _budget(self, margin: float, directory: str | None, given: int | None) -> int:
@@ -301,8 +303,8 @@ class GeminiPlugin(ZeroPluginBase):
         device = self.device()
         if device.type == "cpu" and (given is None or directory is None):
             raise ValueError(
-                "placement_policy='auto' needs on a CPU memory_budget_bytes, the RAM that a rank may use, and "
-                "offload_directory, where all else lies"
+                "placement_policy='auto' on a CPU needs memory_budget_bytes, the RAM that a rank may use, and "
+                "offload_directory, where offloaded shards are stored"
             )
         return int(torch.get_device_module(device).mem_get_info(device)[1]) if given is None else given
 

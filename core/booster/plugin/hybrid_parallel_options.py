@@ -94,7 +94,7 @@ def check_pipeline(
         raise ValueError(f"pp_size is {pp_size}; give num_microbatches or microbatch_size")
     for name, value in (("num_microbatches", microbatches), ("microbatch_size", microbatch_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} is {value!r}; expected a whole number of at least 1")
+            raise ValueError(f"{name} is {value!r}; expected an integer of at least 1")
 
 
 def check_zero(stage: int, cpu_offload: bool, overlap_allgather: bool) -> None:
@@ -148,8 +148,10 @@ def resolve_sequence(enabled: bool, mode: str | None, tp_size: int, sp_size: int
     mode = mode or "split_gather"
     if mode in OVER_CONTEXT:
         if sp_size is None or sp_size < 2:
-            raise ValueError(f"sequence_parallelism_mode={mode!r} takes ranks of its own; sp_size is {sp_size}, give "
-                             "at least 2")  # fmt: skip
+            raise ValueError(
+                f"sequence_parallelism_mode={mode!r} needs separate ranks for the sequence, but sp_size is {sp_size}; "
+                "set it to at least 2"
+            )
         return mode, sp_size
     if tp_size < 2:
         raise ValueError(f"sequence_parallelism_mode={mode!r} is over the tensor-parallel ranks, and tp_size is 1")

@@ -156,7 +156,7 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
         if custom_policy is not None and not isinstance(custom_policy, Policy):
             raise ValueError(f"custom_policy is {custom_policy!r}; expected a core.hugging_face.Policy")
         if use_fp8 and tp_size * pp_size * self.sp_size > 1:
-            raise ValueError("use_fp8 exchanges the linear layers of whole models; it needs all sizes to be 1")
+            raise ValueError("use_fp8 supports unsplit linear layers only; set tp_size, pp_size and sp_size to 1")
         self._given = given
         self.tp_size, self.pp_size, self.zero_stage = tp_size, pp_size, zero_stage
         self.pp_style = pp_style

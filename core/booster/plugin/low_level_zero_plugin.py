@@ -93,7 +93,8 @@ class LowLevelZeroPlugin(ZeroPluginBase):
             raise ValueError(f"communication_dtype is {communication_dtype}; expected None or one of {WIRE_DTYPES}")
         if fp8_communication and communication_dtype is not None:
             raise ValueError(
-                f"fp8_communication and communication_dtype={communication_dtype} both say what travels; give one"
+                f"fp8_communication and communication_dtype={communication_dtype} both set the dtype of communication; "
+                "pass one of them"
             )
         if reduce_microbatches not in ("last", "every"):
             raise ValueError(f"reduce_microbatches {reduce_microbatches!r} is none of last, every")
@@ -101,8 +102,8 @@ class LowLevelZeroPlugin(ZeroPluginBase):
             raise ValueError("reduce_microbatches='every' adds to shards of gradients, which only stage=2 has")
         if cpu_offload and not master_weights and precision != "fp32":
             raise ValueError(
-                f"cpu_offload keeps fp32 masters on the CPU, and with master_weights=False {precision} training has "
-                "none; set master_weights=True"
+                f"cpu_offload keeps fp32 master weights on the CPU, but {precision} training with master_weights=False "
+                "has no master weights; set master_weights=True"
             )
         self.stage = stage
         self.broadcast_buffers = broadcast_buffers

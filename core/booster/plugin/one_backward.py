@@ -81,8 +81,8 @@ class OneBackward:
         first = self.first.setdefault(name, self.backward)
         if first != self.backward and self.through_outputs:
             raise RuntimeError(
-                f"backward {self.backward} brings {name!r} a second gradient after one forward, and torch's "
-                f"DistributedDataParallel has reduced the first one in backward {first} already: this one would stay "
-                "local to each rank. Add the losses and call backward once, or run the model again before each "
-                "backward; zero_grad() drops what has come"
+                f"backward {self.backward} adds a second gradient to {name!r} after one forward, but torch's "
+                f"DistributedDataParallel already reduced the first one in backward {first}, so this one would not be "
+                "reduced. Add the losses and call backward once, or run the model again before each backward; "
+                "zero_grad() discards the gradients"
             )

@@ -319,13 +319,14 @@ class ZeroPluginBase(DPPluginBase):
         empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
         if empty is not None and self.cutting is None:
             raise ValueError(
-                f"parameter {empty!r} is on the meta device and has no values; give the model to "
-                "core.distributed.materialize before its optimizer is made"
+                f"parameter {empty!r} is on the meta device and has no values; call core.distributed.materialize on "
+                "the model before creating its optimizer"
             )
         if self.cutting is not None and self.cutting.tp_size > 1 and MATERIALIZED in vars(model):
             raise ValueError(
-                f"a model of materialize() is made module by module, and cannot be cut over tp_size="
-                f"{self.cutting.tp_size} ranks before; boost it on the meta device, and call booster.load_model"
+                "materialize() creates a model module by module, so it cannot be split over "
+                f"tp_size={self.cutting.tp_size} ranks first; boost the model on the meta device, then call "
+                "booster.load_model"
             )
         if optimizer is not None:
             cut = self.cutting
@@ -335,8 +336,8 @@ class ZeroPluginBase(DPPluginBase):
                 raise ValueError(undeclared(type(optimizer)))
             if optimizer.state and self.cutting is not None and self.cutting.is_needed:
                 raise ValueError(
-                    "the optimizer has made steps on the whole model, and its state cannot be cut; boost a new "
-                    "one, and load the state by booster.load_optimizer"
+                    "the optimizer already has state for the unsplit model, and this state cannot be split; boost a "
+                    "new optimizer, then call booster.load_optimizer"
                 )
         if self.cutting is None:  # the wrapper compares the model
             return []
@@ -464,7 +465,7 @@ class ZeroPluginBase(DPPluginBase):
         for name in (axis.name for axis in axes_of(expert=False) if axis.option):
             if groups.size(name) > 1:
                 raise ValueError(
-                    f"{self._name} trains a whole model on every rank, and parallel_state has a {name!r} group of "
+                    f"{self._name} trains an unsplit model on every rank, but parallel_state has a {name!r} group of "
                     f"{groups.size(name)} ranks; use core.distributed and core.optimizer directly for that layout"
                 )
         return self.expect_instances(groups)

@@ -75,7 +75,7 @@ def open_safetensors(path: Path, *, verify: bool = True) -> Any:
     except (CheckpointDamaged, FileNotFoundError):
         raise
     except Exception as error:  # the package's error class has moved between versions
-        raise CheckpointDamaged(f"{path} is no whole safetensors file: {error}") from None
+        raise CheckpointDamaged(f"{path} is not a complete safetensors file: {error}") from None
 
 
 def in_turn(path: Path, rank: int, world: int) -> bool:

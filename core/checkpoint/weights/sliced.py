@@ -34,7 +34,7 @@ class SlicedTensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         if index is not Ellipsis:
-            raise TypeError("a SlicedTensor is read whole, by [...]")
+            raise TypeError("a SlicedTensor supports reading the full tensor only; use [...]")
         shape = self.source.get_shape()
         place, dim, missing = [[slice(None)]] * len(shape), 0, 0
         for axis, dim, blocks, multiple in self.cuts:  # only the last cut may have several blocks or padding

@@ -57,7 +57,9 @@ class DeviceAccelerator:
             return lambda *args, **kwargs: _CPU[name]
         if self.name == "cpu" and name in _RANDOM:
             return getattr(torch, name)
-        raise AttributeError(f"torch.{self.name} has no {name!r}, so get_accelerator() has none on this device")
+        raise AttributeError(
+            f"torch.{self.name} has no {name!r}, so get_accelerator().{name} is unavailable on this device"
+        )
 
 
 def get_accelerator() -> DeviceAccelerator:

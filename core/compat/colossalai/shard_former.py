@@ -87,8 +87,8 @@ class ShardFormer:
         report = split_model(model, plan, parallel_output=config.parallel_output, pg_collection=groups)
         if report.partial:
             raise ValueError(
-                f"{type(model).__name__}: gradients of {', '.join(sorted(report.partial)[:3])} are parts of a sum over "
-                "the group, which a loop of its own would not add; use booster.plugin.HybridParallelPlugin, or "
+                f"{type(model).__name__}: gradients of {', '.join(sorted(report.partial)[:3])} are partial sums over "
+                "the group, which a plain training loop does not reduce; use booster.plugin.HybridParallelPlugin, or "
                 "core.hugging_face.split_model with core.distributed.DistributedDataParallel"
             )
         return model, []

@@ -64,8 +64,8 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
         if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
             raise ValueError(
-                f"the optimizer's parameters are {sorted(map(str, dtypes))}; LowLevelZeroOptimizer takes one of "
-                f"{[str(dtype) for dtype in PRECISIONS]}: cast the model before the optimizer is made"
+                f"the optimizer's parameters are {sorted(map(str, dtypes))}, expected one of "
+                f"{[str(dtype) for dtype in PRECISIONS]}; cast the model before creating the optimizer"
             )
         given |= {"stage": 2 if partition_grad else 1, "reduce_bucket_size_in_m": reduce_bucket_size / 2**20}
         plugin = LowLevelZeroPlugin(precision=PRECISIONS[dtypes.pop()], **given)

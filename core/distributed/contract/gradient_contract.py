@@ -231,9 +231,9 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
     undeclared = says_nothing and not sharded and not averaged and not partial
     if sequence_parallel and tp > 1 and undeclared and not tags.is_expert:
         raise ContractError(
-            f"parameter {name!r} is replicated over {tp} tensor-parallel ranks under sequence parallelism and does not "
-            "say whether its gradient is partial there. If its layer sees this rank's part of the sequence, set "
-            "param.sequence_parallel = True; if it sees the whole sequence, set it to False"
+            f"parameter {name!r} is replicated over {tp} tensor-parallel ranks under sequence parallelism, and nothing "
+            "says whether its gradient is partial on each rank. Set param.sequence_parallel = True if its layer gets "
+            "only this rank's part of the sequence, False if it gets the full sequence"
         )
     if sharded and tp_axis in partial:
         raise ContractError(

@@ -80,8 +80,9 @@ class Placement:
         self._check_memstats()
         if self.offload_param_frac > self.shard_param_frac:
             raise ValueError(
-                f"offload_param_frac is {self.offload_param_frac} and shard_param_frac {self.shard_param_frac}: a "
-                "bucket that stays whole on the device cannot be offloaded; offload at most what is sharded"
+                f"offload_param_frac ({self.offload_param_frac}) is larger than shard_param_frac "
+                f"({self.shard_param_frac}), but only sharded buckets can be offloaded; lower offload_param_frac, or "
+                "raise shard_param_frac"
             )
         if self.directory is not None and not self.offloads:
             raise ValueError(
@@ -97,8 +98,8 @@ class Placement:
             )
         if stats is not None and self.shard_param_frac == 1 and not self.offloads:
             raise ValueError(
-                f"memstats is {stats!r}, and nothing reads it where all buckets lie alike; set a budget or a "
-                "fraction, or leave it None"
+                f"memstats is {stats!r}, but it has no effect if all buckets have the same placement; set "
+                "memory_budget_bytes or a fraction, or leave memstats None"
             )
 
     def _check_budget(self) -> None:
@@ -138,13 +139,13 @@ class Placement:
         if device_type == "cpu" and self.directory is None:
             raise ValueError(
                 f"offload_param_frac is {self.offload_param_frac}, offload_optim_frac {self.offload_optim_frac} and "
-                f"offload_grad_frac {self.offload_grad_frac}, and there is no directory for the files of what is "
-                "offloaded; name one, or set them to 0"
+                f"offload_grad_frac {self.offload_grad_frac}, but no directory is set for the offloaded files; set "
+                "directory, or set the fractions to 0"
             )
         if device_type != "cpu" and self.directory is not None:
             raise ValueError(
-                f"placement names the directory {os.fspath(self.directory)!r} for files, and the parameters lie on "
-                f"{device_type!r}, from which shards are offloaded to the host's memory; leave directory None"
+                f"placement.directory is {os.fspath(self.directory)!r}, but the parameters are on {device_type!r}, and "
+                "offloading from there uses host memory; leave directory None"
             )
         if device_type != "cpu" and self.offload_grad_frac > self.offload_optim_frac:
             raise ValueError(

@@ -216,8 +216,9 @@ def plan_model(
     if shared and ddp_config.sharded:
         name, other = next(iter(shared.items()))
         raise ValueError(
-            f"{other} lies in the memory of parameter {name!r}, which a sharded optimizer moves; it would keep the old "
-            "values. Read the parameter where it is used, or set data_parallel_sharding_strategy='no_shard'"
+            f"{other} shares memory with parameter {name!r} and would keep old values, because a sharded optimizer "
+            "moves the parameter to a buffer. Read the parameter itself, or set "
+            "data_parallel_sharding_strategy='no_shard'"
         )
     device = torch.device("meta") if first is None else first[1].device
     rules = (*DEFAULT_RULES, *ddp_config.sync_rules)
@@ -244,8 +245,8 @@ def plan_model(
 def _check_options(config: Any, ddp_config: DistributedDataParallelConfig) -> None:
     if getattr(config, "calculate_per_token_loss", False) and ddp_config.average_in_collective:
         raise ValueError(
-            "calculate_per_token_loss divides by the number of tokens of the whole batch, so gradients must be summed; "
-            "set average_in_collective=False"
+            "calculate_per_token_loss divides gradients by the number of tokens in the global batch, so they must be "
+            "summed over ranks; set average_in_collective=False"
         )
     chunks = getattr(config, "virtual_pipeline_model_parallel_size", None)
     if ddp_config.reduces_every_microbatch and chunks is not None:

@@ -87,8 +87,8 @@ def check_param(name: str, param: nn.Parameter, first: tuple[str, nn.Parameter])
     size = param.untyped_storage().nbytes()
     if size < param.nbytes and type(param) is nn.Parameter:  # reading it would end the process
         raise ValueError(
-            f"parameter {name!r} has {param.nbytes} bytes and its storage {size}: the storage was freed (resize_), "
-            "or the elements share memory (expand). Give the parameter whole storage of its own before wrapping"
+            f"parameter {name!r} has {param.nbytes} bytes but its storage has {size}: the storage was freed (resize_), "
+            "or elements share memory (expand). Give the parameter its own full storage before wrapping"
         )
 
 
@@ -124,8 +124,8 @@ def shared_params(
         for name, other in _overlaps(tensors, trained) if len(tensors) > 1 else ():
             if other in trained:
                 raise ValueError(
-                    f"parameters {name!r} and {other!r} share memory and are two parameters, so each would get a "
-                    "gradient and an update of its own. Use one Parameter object for both (`b.weight = a.weight`)"
+                    f"parameters {name!r} and {other!r} share memory but are two Parameter objects, so each would get "
+                    "a separate gradient and update. Use one Parameter object for both (`b.weight = a.weight`)"
                 )
             shared.setdefault(name, other)
     return shared

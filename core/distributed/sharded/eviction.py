@@ -161,9 +161,9 @@ class Budget:
         if used > self.limit:
             together = [other for other in whole if other not in chosen]
             raise RuntimeError(
-                f"one operation takes {self._names([*together, unit])}, {used} bytes together, and {self.limit} of "
-                f"the budget of {self.budget} bytes are there for whole buckets. Give a larger memory_budget_bytes, or "
-                "make smaller buckets"
+                f"one operation needs {self._names([*together, unit])} unsharded at the same time, {used} bytes, but "
+                f"the budget of {self.budget} bytes leaves {self.limit} for unsharded buckets. Increase "
+                "memory_budget_bytes, or use smaller buckets"
             )
         return chosen
 
@@ -271,8 +271,8 @@ class Budget:
         if nbytes > limit:
             raise ValueError(
                 f"{self._names([self.units[number] for number in pair])} are used one after the other and take "
-                f"{nbytes} bytes, and of the budget of {self.budget} bytes {max(limit, 0)} are there for whole buckets "
-                f"(gradients take {self.always}). Give a larger memory_budget_bytes, or make smaller buckets"
+                f"{nbytes} bytes unsharded, but the budget of {self.budget} bytes leaves {max(limit, 0)} for unsharded "
+                f"buckets (gradients take {self.always}). Increase memory_budget_bytes, or use smaller buckets"
             )
 
     def _names(self, units: Sequence[ParamUnit]) -> str:

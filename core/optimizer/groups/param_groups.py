@@ -200,8 +200,8 @@ class ParamGroups:
         for index, key in enumerate(self.overrides):
             if not any(used[index] for _, used, *_ in in_order) and key not in _may_match_nothing(self.config):
                 raise ValueError(
-                    f"{key} in config_overrides matches no parameter of the model on any rank; compare it with the "
-                    "names in named_parameters() of the whole model, which no pipeline cuts, or leave it out"
+                    f"{key} in config_overrides matches no parameter on any rank; compare it with named_parameters() "
+                    "of the model before it is cut into pipeline stages, or remove it"
                 )
 
     def of(self, param: nn.Parameter) -> int:

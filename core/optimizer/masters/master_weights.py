@@ -255,8 +255,8 @@ class BucketMasters:
             return (segment.numel,)
         if shard.numel != shard.param.numel():
             raise ValueError(
-                f"parameter {shard.contract.name!r} is updated by an algorithm that needs it whole, and this rank owns "
-                f"{shard.numel} of its {shard.param.numel()} elements; wrap the model with keep_params_whole=True"
+                f"parameter {shard.contract.name!r} is updated by an algorithm that needs all of its elements, but "
+                f"this rank owns {shard.numel} of {shard.param.numel()}; wrap the model with keep_params_whole=True"
             )
         return shard.shape
 

@@ -82,7 +82,7 @@ def test_adapters_that_cannot_be_split_are_refused_by_their_method(
 ) -> None:
     model = adapted(method)
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    with pytest.raises(ValueError, match=f"adapters of {name}, and only those of LORA are split") as caught:
+    with pytest.raises(ValueError, match=f"adapters of type {name}, and only LoRA adapters can be split") as caught:
         Booster(plugin=HybridParallelPlugin(2, 1, precision="fp32")).boost(model, optimizer)
     assert "\n" not in str(caught.value)
 

@@ -202,7 +202,7 @@ def test_a_second_loss_of_one_forward_is_refused_because_torch_leaves_it_local(
     for _ in range(2):
         first, second = (out.sum() for out in model(x))
         (first + 0 * second).backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="brings '.*' a second gradient after one forward.*Add the losses"):
+        with pytest.raises(RuntimeError, match="adds a second gradient to '.*' after one forward.*Add the losses"):
             door(booster, optimizer, first + second)
         optimizer.zero_grad()
 

@@ -192,12 +192,12 @@ def test_two_buckets_that_do_not_fit_are_named_with_the_budget(rank: int, world:
     grads, _ = sizes(auto("fp32", folder, 10**9)[1])
     largest = r"parameters of bucket \d+ \(.*\) and parameters of bucket \d+ \(.*\) are used one after the other"
     with pytest.raises(
-        ValueError, match=largest + rf" and take \d+ bytes, and of the budget of {grads + 9} bytes 9 are"
+        ValueError, match=largest + rf" and take \d+ bytes unsharded, but the budget of {grads + 9} bytes leaves 9"
     ):
         auto("fp32", folder, grads + 9)
     budget = grads + 2 * 384 * 4 + 100  # enough until what a forward keeps is known
     booster, model, optimizer = auto("fp32", folder, budget)
-    with pytest.raises(ValueError, match=rf"take 30\d\d bytes, and of the budget of {budget} bytes"):
+    with pytest.raises(ValueError, match=rf"take 30\d\d bytes unsharded, but the budget of {budget} bytes"):
         steps(booster, model, optimizer, rank, range(1))
 
 
@@ -205,9 +205,9 @@ def test_two_buckets_that_do_not_fit_are_named_with_the_budget(rank: int, world:
 def test_what_auto_needs_is_named(rank: int, world: int, tmp_path: Path) -> None:
     needed = {"placement_policy": "auto", "offload_directory": tmp_path, "memory_budget_bytes": 1000}
     for options, words in (
-        ({"memory_budget_bytes": None}, "needs on a CPU memory_budget_bytes"),
-        ({"offload_directory": None}, "needs on a CPU memory_budget_bytes"),
-        ({"memory_budget_bytes": 1.5}, "memory_budget_bytes must be a whole number of at least 1, or None, got 1.5"),
+        ({"memory_budget_bytes": None}, "on a CPU needs memory_budget_bytes"),
+        ({"offload_directory": None}, "on a CPU needs memory_budget_bytes"),
+        ({"memory_budget_bytes": 1.5}, "memory_budget_bytes must be an integer of at least 1, or None, got 1.5"),
         ({"gpu_margin_mem_ratio": 0.5}, "gpu_margin_mem_ratio is 0.5, and masters and moments stay offloaded"),
         ({"shard_param_frac": 0.5}, "shard_param_frac is 0.5, and only placement_policy='static' reads it"),
         ({"offload_optim_frac": 0.5}, "offload_optim_frac is 0.5, and only placement_policy='static' reads it"),

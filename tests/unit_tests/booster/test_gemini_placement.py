@@ -257,7 +257,7 @@ def test_gradients_alone_may_lie_in_files(rank: int, world: int, tmp_path: Path,
         found.append({name: value.clone() for name, value in ddp.state_dict().items()})
         assert all(torch.equal(found[0][name], value) for name, value in found[-1].items()), fraction
     assert not torch.equal(found[0]["0.0.weight"], layers().state_dict()["0.0.weight"])
-    with pytest.raises(ValueError, match="offload_grad_frac 0.5, and strategy 'optim' keeps whole gradients"):
+    with pytest.raises(ValueError, match="offload_grad_frac 0.5, but strategy 'optim' does not shard gradients"):
         wrap(
             layers(),
             data_parallel_sharding_strategy="optim",

@@ -206,7 +206,7 @@ def test_a_model_on_the_meta_device_is_made_shard_by_shard(rank: int, world: int
 def test_a_model_on_the_meta_device_without_values_is_refused_with_what_to_do(rank: int, world: int) -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="'weight' is on the meta device .* give the model to core.distributed.materi"):
+    with pytest.raises(ValueError, match="'weight' is on the meta device .* call core.distributed.materi"):
         new_booster("bf16").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -486,7 +486,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sp_size": 2}, "sp_size=2 needs enable_sequence_parallelism=True"),
     ({"enable_sequence_parallelism": True}, "'split_gather' is over the tensor-parallel ranks, and tp_size is 1"),
     (sequence("ring", tp_size=2, sp_size=4), "sp_size is 4, and 'ring' takes the 2 tensor-parallel ranks"),
-    (sequence("all_to_all"), "'all_to_all' takes ranks of its own; sp_size is None"),
+    (sequence("all_to_all"), "'all_to_all' needs separate ranks for the sequence, but sp_size is None"),
     (sequence("ring_attn", sp_size=4), r"World size 2 is not divisible by tp_size 1 \* pp_size 1 \* sp_size 4"),
     (sequence("ring_attn", sp_size=0), "sp_size is 0; it is a number of ranks"),
     ({"sequence_parallelism_mode": "sideways"}, "none of split_gather, ring, all_to_all, ring_attn"),
@@ -515,7 +515,7 @@ def test_models_that_cannot_be_cut_are_refused_on_all_ranks(rank: int, world: in
     optimizer = new_optimizer(stepped)
     stepped(**batch_of(0, 0)).loss.backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="has made steps on the whole model"):
+    with pytest.raises(ValueError, match="already has state for the unsplit model"):
         booster.boost(stepped, optimizer)
 
 

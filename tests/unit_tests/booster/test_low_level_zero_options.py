@@ -350,7 +350,7 @@ def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) 
         ({"max_norm": math.nan}, r"max_norm is nan"),
         ({"reduce_bucket_size_in_m": 0}, "reduce_bucket_size_in_m is 0"),
         ({"communication_dtype": torch.int8}, "communication_dtype is torch.int8"),
-        ({"communication_dtype": torch.bfloat16, "fp8_communication": True}, "both say what travels; give one"),
+        ({"communication_dtype": torch.bfloat16, "fp8_communication": True}, "both set the dtype of communication"),
         ({"cpu_offload": True, "master_weights": False}, "set master_weights=True"),
         ({"extra_dp_size": 5}, "does not split into extra_dp_size=5"),
         ({"reduce_microbatches": "first", "stage": 2}, "'first' is none of last, every"),

@@ -158,5 +158,5 @@ def test_outputs_are_whole_and_fp32_if_asked_for_and_what_cannot_be_cut_is_refus
         assert all(param.isfinite().all() for param in model.unwrap().parameters())
     with torch.device("meta"):
         empty: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="a model of materialize.. is made module by module.*tp_size=2"):
+    with pytest.raises(ValueError, match="materialize.. creates a model module by module.*tp_size=2"):
         booster.boost(materialize(empty), torch.optim.SGD(empty.parameters(), lr=0.1))

@@ -129,13 +129,13 @@ def test_an_argument_that_is_wrong_on_one_rank_alone_is_refused_on_all_and_nothi
     def save(root: Any = tmp_path, step: Any = 2, keep_last: Any = None, saver: Any = None) -> None:
         save_checkpoint(root, step, [model], optimizer, keep_last=keep_last, saver=saver)
 
-    with refused("step=-1; a step is a whole number"):
+    with refused("step=-1; expected an integer"):
         save(step=odd(-1, 2))
-    with refused("step='2'; a step is a whole number"):
+    with refused("step='2'; expected an integer"):
         save(step=odd("2", 2))
     with refused("keep_last=0: at least the newest"):
         save(keep_last=odd(0, 1))
-    with refused("keep_last='3'; it is a whole number"):
+    with refused("keep_last='3'; expected an integer"):
         save(keep_last=odd("3", 1))
     with refused("root is None; it is the path"):
         save(root=odd(None, tmp_path))
@@ -153,9 +153,9 @@ def test_an_argument_that_is_wrong_on_one_rank_alone_is_refused_on_all_and_nothi
         CheckpointSaver(odd(None, tmp_path))
     with CheckpointSaver(tmp_path, asynchronous=True) as saver:
         save(step=2, saver=saver)
-        with refused("step=-1; a step is a whole number"):
+        with refused("step=-1; expected an integer"):
             save(step=odd(-1, 3), saver=saver)
-        with refused("step=None; a step is a whole number", ValueError):
+        with refused("step=None; expected an integer", ValueError):
             saver.save(odd(None, 3), lambda writer: None, meta={})
         with refused("meta is a list", ValueError):
             saver.save(3, lambda writer: None, meta=odd([], {}))
@@ -163,7 +163,7 @@ def test_an_argument_that_is_wrong_on_one_rank_alone_is_refused_on_all_and_nothi
             save(saver=odd("saver", saver))
     for arguments, words in (
         ({"root": odd(None, tmp_path)}, "root is None; it is the path"),
-        ({"step": odd("1", 1)}, "step is '1'; it is a whole number"),
+        ({"step": odd("1", 1)}, "step is '1'; expected an integer"),
     ):
         with refused(words):
             load_checkpoint(**{"root": tmp_path, "model_chunks": [model], "optimizer": optimizer, **arguments})
@@ -267,5 +267,5 @@ def test_a_step_may_be_of_any_kind_of_integer(rank: int, world: int, tmp_path: P
     model, _ = build()
     save_checkpoint(tmp_path, np.int64(4), [model])  # type: ignore[arg-type]
     assert load_checkpoint(tmp_path, [model]).step == 4
-    with pytest.raises(CheckpointError, match="step=5.0; a step is a whole number"):
+    with pytest.raises(CheckpointError, match="step=5.0; expected an integer"):
         save_checkpoint(tmp_path, 5.0, [model])  # type: ignore[arg-type]

@@ -169,9 +169,9 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_a_directory_exists(
         save_checkpoint(tmp_path, 1, [model], optimizer, extra={"at": rank})
     with pytest.raises(CheckpointError, match=r"optimizer is a SGD, whose state has no names"):
         save_checkpoint(tmp_path, 1, [model], torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(CheckpointError, match=r"pass a list of this rank's chunks"):
+    with pytest.raises(CheckpointError, match=r"expected a list of this rank's chunks"):
         save_checkpoint(tmp_path, 1, model, optimizer)
-    with pytest.raises(CheckpointError, match=r"both 'scale' in the whole model.*chunk 0.*chunk 1"):
+    with pytest.raises(CheckpointError, match=r"global name 'scale'.*chunk 0.*chunk 1"):
         save_checkpoint(tmp_path, 1, [model, build(Net())[0]])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("step_")]
 
@@ -234,7 +234,7 @@ def test_settings_are_those_of_the_new_optimizer_unless_asked_for(rank: int, wor
     train(other, its_optimizer, 2)
     assert same(weights(model), weights(other))
     sgd_model, sgd = build(Net(), optimizer="sgd")
-    assert "those of ['adam'] were saved, and here is ['sgd']" in refused(
+    assert "has the hyperparameters of ['adam'], expected ['sgd']" in refused(
         tmp_path, sgd_model, sgd, load_hyperparameters=True
     )
 

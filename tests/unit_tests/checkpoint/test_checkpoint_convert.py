@@ -178,14 +178,14 @@ def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(
     for words, message in [
         ((tmp_path / "nowhere", tmp_path / "x.pt"), "does not exist"),
         ((tmp_path / "empty", tmp_path / "x.pt"), "no checkpoint directory"),
-        ((tmp_path / "root", tmp_path / "x"), "Say --to safetensors"),
+        ((tmp_path / "root", tmp_path / "x"), "add --to safetensors"),
         ((tmp_path / "root", tmp_path / "x", "--to", "state_dict"), "name a state_dict file with one of .pt"),
         ((tmp_path / "root", tmp_path / "there.pt"), "exists; move it away"),
         ((tmp_path / "root", tmp_path / "x.pt", "--step", 7), "7"),
         ((tmp_path / "mixed.pt", tmp_path / "x"), "'b' is a int and no tensor"),
         ((tmp_path / "mixed.pt", tmp_path / "x", "--masters"), "are for checkpoints"),
         ((tmp_path / "junk.pt", tmp_path / "x"), "junk.pt is no file of torch.save"),
-        ((tmp_path / "junk.safetensors", tmp_path / "x"), "junk.safetensors is no whole safetensors file"),
+        ((tmp_path / "junk.safetensors", tmp_path / "x"), "junk.safetensors is not a complete safetensors file"),
         ((tmp_path / "root", tmp_path / "x", "--to", "safetensors", "--max-shard-size", "2PB"), "'2PB' is no size"),
     ]:
         assert run(options(*words)) == 1

@@ -285,7 +285,7 @@ def test_ranks_that_do_not_see_the_root_are_named(rank: int, world: int, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saver, "SHARED_LIMIT_S", 0.2)
         root.mkdir()
-        with pytest.raises(CheckpointError, match=r"ranks 1 \(.*\) do not see in .* what rank 0 \(.*\) writes there"):
+        with pytest.raises(CheckpointError, match=r"ranks 1 \(.*\) cannot see the files that rank 0 \(.*\) writes to"):
             CheckpointSaver(root)
     CheckpointSaver(tmp_path / "machine0").close()  # the lock was given back
 

@@ -299,7 +299,7 @@ def test_weights_of_slices_go_to_transformers_and_come_back(rank: int, world: in
     (directory / "checkpoint").mkdir(exist_ok=True)
     mcore.mpu.initialize_model_parallel(2)
     model = new_gpt(2, kind=kind)
-    with pytest.raises(ValueError, match="save_pretrained is for a whole model"):
+    with pytest.raises(ValueError, match="save_pretrained needs a complete model"):
         save_pretrained(model, directory)
     mcore.dist_checkpointing.save(module_tree(model), directory / "checkpoint")
     mcore.mpu.destroy_model_parallel()

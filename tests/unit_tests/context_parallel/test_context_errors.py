@@ -42,15 +42,15 @@ def test_a_length_that_divides_is_accepted(length: int, sizes: tuple[int, int, b
     [
         (
             {"context_parallel_size": 3},
-            "4 of queries: 4 / 3 = 1.33333; use context_parallel_size 2 or 4, 6 key/value heads",
+            "4 query heads .4 / 3 = 1.33333.; use context_parallel_size 2 or 4, 6 key/value heads",
         ),
         (
             {"context_parallel_size": 4, "num_query_groups": 2},
-            "2 of keys and values and 4 of queries: 2 / 4 = 0.5; use context_parallel_size 2, 4 key/value heads",
+            "2 key/value heads for 4 query heads .2 / 4 = 0.5.; use context_parallel_size 2, 4 key/value heads",
         ),
         (
             {"context_parallel_size": 4, "tensor_model_parallel_size": 2},
-            "a tensor-parallel rank has 2 of keys and values and 2 of queries",
+            "a tensor-parallel rank has 2 key/value heads for 2 query heads",
         ),
     ],
 )
@@ -86,7 +86,7 @@ def test_ranks_refuse_models_batches_and_kinds_that_do_not_fit(rank: int, world:
     with pytest.raises(ValueError, match="sequence length 4 is not divisible by.*use 8"):
         get_batch_on_this_cp_rank({"tokens": torch.zeros(1, 4)}, tp=4, sequence_parallel=True)
     query = torch.zeros(2, 1, 2, 4)
-    with pytest.raises(ValueError, match="'a2a' gives each of 2 context-parallel ranks whole heads"):
+    with pytest.raises(ValueError, match="'a2a' distributes heads over 2 context-parallel ranks"):
         context_parallel_attention(query, query[:, :, :1], query[:, :, :1], dist.group.WORLD, "a2a")
     with pytest.raises(ValueError, match="cp_comm_type is 'ring'"):
         context_parallel_attention(query, query, query, dist.group.WORLD, "ring")

@@ -259,7 +259,7 @@ def test_what_cannot_be_obeyed_is_refused_by_name(rank: int, world: int) -> None
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with pytest.raises(ValueError, match="was given 2 parameters and the sharded optimizer trains 7"):
             accelerator.clip_grad_norm_(list(model.parameters())[:2], 1.0)
-        with pytest.raises(ValueError, match="norm_type is 1.0, and gradients that lie in shards"):
+        with pytest.raises(ValueError, match="norm_type is 1.0, but the norm of sharded gradients"):
             accelerator.clip_grad_norm_(model.parameters(), 1.0, 1.0)
         other = nn.Linear(2, 2)
         with pytest.raises(ValueError, match="in no model that was prepared"):
@@ -310,7 +310,7 @@ def test_a_plugin_that_shards_or_splits_is_refused_with_what_to_write_instead() 
 @ranks(2)
 def test_a_split_model_is_refused_because_batches_are_dealt_out_by_rank(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    with launched(rank, world), pytest.raises(ValueError, match="deals out batches to 2 ranks, and .* group of 1"):
+    with launched(rank, world), pytest.raises(ValueError, match="distributes batches to 2 ranks, but .* group of 1"):
         prepared("no_shard")
 
 

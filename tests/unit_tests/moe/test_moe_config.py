@@ -17,7 +17,7 @@ from tests.unit_tests.ranks import ranks
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"moe_router_topk": 5}, "moe_router_topk is 5 and there are 4 experts.*use 1 <= moe_router_topk <= 4"),
-    ({"moe_router_topk": 0}, "moe_router_topk must be a whole number of at least 1, got 0"),
+    ({"moe_router_topk": 0}, "moe_router_topk must be an integer of at least 1, got 0"),
     (
         {"num_moe_experts": 6, "expert_model_parallel_size": 4},
         r"num_moe_experts 6 is not divisible by expert_model_parallel_size 4 \(6 / 4 = 1.5\).*Use 4 or 8 experts, "
@@ -28,7 +28,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"num_moe_experts": None, "expert_model_parallel_size": 2},
         "expert_model_parallel_size is 2.*set num_moe_experts",
     ),
-    ({"num_moe_experts": 0}, "num_moe_experts must be a whole number of at least 1, or None, got 0"),
+    ({"num_moe_experts": 0}, "num_moe_experts must be an integer of at least 1, or None, got 0"),
     (
         {"moe_ffn_hidden_size": 9, "expert_tensor_parallel_size": 2},
         r"hidden size 9 is not divisible by its tensor-parallel size 2 \(9 / 2 = 4.5\); use 8 or 10",
@@ -43,7 +43,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "moe_expert_capacity_factor must be a finite number above 0",
     ),
     ({"moe_aux_loss_coeff": -1.0}, "moe_aux_loss_coeff must be a finite number of at least 0, got -1.0"),
-    ({"moe_layer_freq": 0}, "moe_layer_freq must be a whole number of at least 1, or a list, got 0"),
+    ({"moe_layer_freq": 0}, "moe_layer_freq must be an integer of at least 1, or a list, got 0"),
     ({"moe_layer_freq": [1, 0, 1]}, "expected one 0 or 1 for each of 2 layers"),
     ({"moe_shared_expert_gate": True}, "needs moe_shared_expert_intermediate_size"),
     (

@@ -143,8 +143,8 @@ def test_what_would_be_scaled_wrongly_is_refused_by_name(rank: int, world: int) 
         scaler.step(optimizer)
     scaler.update()
     for options, dtype, words in (
-        ({"loss_scale": 8.0}, torch.float32, "has a loss scale of its own"),
-        ({"loss_scale": 1.0}, torch.float16, "has a loss scale of its own"),
+        ({"loss_scale": 8.0}, torch.float32, "already scales the loss"),
+        ({"loss_scale": 1.0}, torch.float16, "already scales the loss"),
     ):
         model, optimizer = sharded("optim", dtype, **options)
         inputs, _ = batch(rank, 0, dtype)

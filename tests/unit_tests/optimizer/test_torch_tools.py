@@ -242,7 +242,7 @@ def test_dcps_optimizer_helpers_are_refused_by_name_and_change_nothing(rank: int
             lambda m=model, o=optimizer: get_optimizer_state_dict(m, o),
             lambda m=model, o=optimizer: set_optimizer_state_dict(m, o, {"state": {}, "param_groups": []}),
         ):
-            with pytest.raises(TypeError, match="lists whole parameters, .* core.checkpoint.save_checkpoint"):
+            with pytest.raises(TypeError, match="over full parameters, .* core.checkpoint.save_checkpoint"):
                 call()
         assert optimizer.param_groups[0]["lr"] == 0.5
         loss_of(model, rank, 1)

@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(num_layers=6, pp=2, layers_per_stage=(2, 2, 2)),
         r"names 3 stages, which 2 ranks cannot share evenly \(3 / 2 = 1.5\); name 2 or 4 stages",
     ),
-    "a negative number of layers": (dict(num_layers=2, pp=2, layers_per_stage=(3, -1)), "whole numbers of at least 0"),
+    "a negative number of layers": (dict(num_layers=2, pp=2, layers_per_stage=(3, -1)), "integers of at least 0"),
     "no rank": (dict(num_layers=2, pp=0), "at least 1"),
     "chunks under 1F1B": (
         dict(num_layers=8, pp=2, chunks=2),
@@ -186,7 +186,7 @@ def test_what_a_rank_knows_is_refused_before_it_communicates(rank: int, world: i
         build_gpt_stages(make_config(), runner.layout)
     v_config = make_config(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     with pytest.raises(
-        ValueError, match=r"embedding lies on ranks \[0\], and group 'embd' has \[0, 1\].*embedding_ranks="
+        ValueError, match=r"embedding is on ranks \[0\], but group 'embd' has \[0, 1\].*embedding_ranks="
     ):
         build_gpt_stages(v_config, plan_pipeline(4, 2, schedule="ZBVZeroBubble"))
 

@@ -58,11 +58,11 @@ def test_a_machine_is_measured_on_two_ranks_and_planned_with(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--ranks", "1"], "one rank has no links to measure; --links-from"),
+        (["--ranks", "1"], "one rank has no links to measure; use --links-from"),
         (["--ranks", "0"], "--ranks 0 is not between 1 and"),
         (["--ranks", "2", "--seconds", "0"], "--seconds 0 is not between"),
         (["--ranks", "2", "--out", "mine.toml"], "mine.toml does not end in .json"),
-        (["--ranks", "2", "--links-from", "b900"], "known are a100"),
+        (["--ranks", "2", "--links-from", "b900"], "expected a100"),
         (["--ranks", "2", "--out", "/proc/none/mine.json"], "no directory that this user may write to"),
     ],
 )
@@ -151,8 +151,8 @@ H100 = json.loads((FILES / "h100.json").read_text())
 LINK = {"latency_s": 1e-5, "bytes_per_s": 1e9}
 
 
-BYTES = "a whole number of at least 1 and at most 1000000000000000000"
-RANKS = "a whole number of at least 1 and at most 10000000"
+BYTES = "an integer of at least 1 and at most 1000000000000000000"
+RANKS = "an integer of at least 1 and at most 10000000"
 RATE, SECONDS = "a number of at least 1 and at most 1e+24", "a number of at least 0 and at most 1000000.0"
 
 
@@ -185,7 +185,7 @@ RATE, SECONDS = "a number of at least 1 and at most 1e+24", "a number of at leas
             f"peak_flops.float32 must be {RATE}",
         ),
         ({**H100, "step_overhead_s": 1e300}, f"step_overhead_s must be {SECONDS}"),
-        ({**H100, "cores": 10**400}, "cores must be a whole number of at least 0 and at most 10000000, got 1000"),
+        ({**H100, "cores": 10**400}, "cores must be an integer of at least 0 and at most 10000000, got 1000"),
         ({**H100, "matmul_flops": {"bfloat16": 1e12}}, "matmul_flops.float32 is missing"),
         (
             {**H100, "attention_flops": {"bfloat16": 0}},

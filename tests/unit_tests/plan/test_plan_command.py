@@ -104,7 +104,7 @@ def test_a_device_is_of_a_dry_run_alone_and_other_arguments_stay_in_order(capsys
     for flags, reported in (
         (["--device", "h100"], "--device h100 is of a plan; add --dry-run"),
         (["--dry-run", "--device"], "--device: expected one argument"),
-        (["--dry-run", "--device", "b900"], "--device b900 is not known; known are a100"),
+        (["--dry-run", "--device", "b900"], "--device b900 is unknown; expected a100"),
     ):
         assert command.main(["--config", TINY[1], *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -135,10 +135,10 @@ def test_what_cannot_fit_is_refused_before_anything_starts(
     assert started == [2, 2]
     assert command.main(flags) == 2
     reported = capsys.readouterr().err
-    assert "2 ranks of this machine would hold" in reported
+    assert "2 ranks of this machine would need" in reported
     assert "it would fit with --" in reported
     assert len(reported.splitlines()) == 1
-    with pytest.raises(ConfigError, match="no-check-memory starts the job"):
+    with pytest.raises(ConfigError, match="no-check-memory skips this check"):
         command.check_fit(config, 2, 2)
 
 
@@ -233,7 +233,7 @@ def test_sizes_below_one_are_refused_by_name(
     for name in ("ranks", "tp", "pp", "cp", "ep", "global-batch", "micro-batch", "seq"):
         for size in ("0", "-8"):
             assert main([*model, "--ranks", "4", *more, f"--{name}", size]) == 2
-            assert capsys.readouterr().err == f"error: --{name} is {size}; expected a whole number of at least 1\n"
+            assert capsys.readouterr().err == f"error: --{name} is {size}; expected an integer of at least 1\n"
     if model == TINY:
         assert main([*model, "--ranks", "4", *more, "--run.global-batch-size", "-8"]) == 2
         assert "error: --run.global-batch-size must be" in capsys.readouterr().err

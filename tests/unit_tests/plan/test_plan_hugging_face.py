@@ -206,8 +206,8 @@ def test_products_in_8_bits_run_at_their_own_speed() -> None:
     ("more", "device", "words"),
     [
         ({"dtype": "float32"}, "h100", "--use-fp8 gives products in bf16, and --dtype is float32"),
-        ({"tp": 2}, "h100", "tp 2 x pp 1 x cp 1 is to be 1"),
-        ({"pp": 2}, "h100", "tp 1 x pp 2 x cp 1 is to be 1"),
+        ({"tp": 2}, "h100", "got tp 2 x pp 1 x cp 1; set"),
+        ({"pp": 2}, "h100", "got tp 1 x pp 2 x cp 1; set"),
         ({}, "a100", "a100 has no products in 8 bits: its file has no matmul_flops of float8_e4m3fn"),
     ],
 )

@@ -105,9 +105,9 @@ def test_a_placement_is_used_or_refused_by_name() -> None:
     assert "on the host: moments" in on_host.describe() and "in files" not in on_host.describe()
     assert on_host.fullest.host[MOMENTS] == of_gpu.state[MOMENTS] and not on_host.fullest.state[MOMENTS]
     assert on_host.fullest.host[GRADIENTS] == of_gpu.state[GRADIENTS] == on_host.fullest.state[GRADIENTS]
-    with pytest.raises(ConfigError, match="there is no directory for the files"):
+    with pytest.raises(ConfigError, match="no directory is set for the offloaded files"):
         planned("laptop", offload_optim_frac=1.0)
-    with pytest.raises(ConfigError, match="from which shards are offloaded to the host's memory; leave directory None"):
+    with pytest.raises(ConfigError, match="and offloading from there uses host memory; leave directory None"):
         planned("h100", offload_optim_frac=1.0, directory="/tmp")
     budget = {"offload_param_frac": 1.0, "offload_optim_frac": 1.0, "memory_budget_bytes": 1 << 30, "directory": "/tmp"}
     with pytest.raises(ConfigError, match="memory_budget_bytes is 1073741824"):

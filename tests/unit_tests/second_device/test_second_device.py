@@ -413,7 +413,7 @@ def budgeted(device: torch.device) -> dict[Any, Any]:
         most = second.library.take_bytes_most() - before
         found[budget] = losses, residents.transfers - begun, most, model.memstats.non_model_bytes
         del booster, model, optimizer, residents
-    with pytest.raises(ValueError, match="Give a larger memory_budget_bytes"):
+    with pytest.raises(ValueError, match="Increase memory_budget_bytes"):
         boosted(device, "bf16", placement_policy="auto", memory_budget_bytes=2_000)
     return found
 
@@ -539,15 +539,15 @@ def test_a_model_of_materialize_is_moved_without_its_memory(run: Runner) -> None
 
 def refused(device: torch.device) -> None:
     for options, words in (
-        ({"offload_directory": "/tmp", "offload_optim_frac": 1.0}, "offload_directory is for CPUs; with a GPU"),
-        ({"pin_memory": True}, "pin_memory pins the host memory of what is offloaded from a GPU, and nothing is"),
+        ({"offload_directory": "/tmp", "offload_optim_frac": 1.0}, "offload_directory is supported on CPUs only"),
+        ({"pin_memory": True}, "pin_memory pins the host memory of tensors offloaded from a GPU, but nothing is"),
         ({"placement_policy": "auto", "gpu_margin_mem_ratio": 0.5}, "gpu_margin_mem_ratio is 0.5, and masters"),
     ):
         with pytest.raises(ValueError, match=words):
             GeminiPlugin(**options)
     parallel_state.initialize_model_parallel()
     for placement, words in (
-        (Placement(offload_optim_frac=1.0, directory="/tmp"), "names the directory '/tmp' for files, and .* 'npu'"),
+        (Placement(offload_optim_frac=1.0, directory="/tmp"), "placement.directory is '/tmp', but .* 'npu'"),
         (Placement(offload_optim_frac=0.5, offload_grad_frac=1.0), "offload_grad_frac 1.0 and offload_optim_frac 0.5"),
     ):
         with pytest.raises(ValueError, match=words):

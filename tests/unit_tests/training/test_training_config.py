@@ -41,7 +41,7 @@ def test_flags_win_over_later_files_over_earlier_files_over_defaults(tmp_path: P
         ("[model]\nactivation = 'relu'", "'relu'; it must be one of 'gelu', 'swiglu'"),
         ("model = 3", "model is a section"),
         ("[model\n", "is not valid TOML"),
-        ("[ddp]\nbucket_size = 0", "bucket_size must be a whole number of at least 1, or None, got 0"),
+        ("[ddp]\nbucket_size = 0", "bucket_size must be an integer of at least 1, or None, got 0"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:

@@ -213,7 +213,7 @@ def test_a_position_in_another_text_is_refused() -> None:
 @pytest.mark.parametrize("consumed", [-5, 2.0, "3", None])
 def test_a_position_that_is_no_number_of_windows_is_refused(consumed: object) -> None:
     sampler = GlobalBatchSampler(num_windows=50, global_batch_size=2, seed=3)
-    with pytest.raises(ValueError, match="position is the whole number of windows dealt so far"):
+    with pytest.raises(ValueError, match="expected the number of windows dealt so far"):
         sampler.load_state_dict({**sampler.state_dict(), "consumed": consumed})
 
 
@@ -268,7 +268,7 @@ def test_ranks_wait_for_the_text_beyond_the_limit_of_the_group(rank: int, world:
 def test_machines_with_different_texts_are_refused_on_all_ranks(rank: int, world: int, tmp_path: Path) -> None:
     (tmp_path / f"{rank}.txt").write_text(f"{rank}" * 1000)
     config = load_config([*TINY, "--data.text", str(tmp_path / f"{rank}.txt"), "--data.cache", str(tmp_path / "cache")])
-    with pytest.raises(ConfigError, match="the text or the tokenizer of rank 1 is another one than that of rank 0"):
+    with pytest.raises(ConfigError, match="the text or the tokenizer of rank 1 differs from rank 0"):
         open_tokens(config, True)  # each rank is the first of its machine
 
 

@@ -169,14 +169,14 @@ def test_a_refused_flag_ends_the_command_with_status_2_before_ranks_start(
             ["--model.moe-aux-loss-coeff", "nan"],
             "--model.moe-aux-loss-coeff must be a finite number of at least 0, got",
         ),
-        (["--optimizer.warmup-steps", "-3"], "--optimizer.warmup-steps must be a whole number of at least 0 and at"),
-        (["--run.threads-per-rank", "0"], "--run.threads-per-rank must be a whole number of at least 1 and at most"),
-        (["--run.threads-per-rank", "-4"], "--run.threads-per-rank must be a whole number of at least 1 and at most"),
+        (["--optimizer.warmup-steps", "-3"], "--optimizer.warmup-steps must be an integer of at least 0 and at"),
+        (["--run.threads-per-rank", "0"], "--run.threads-per-rank must be an integer of at least 1 and at most"),
+        (["--run.threads-per-rank", "-4"], "--run.threads-per-rank must be an integer of at least 1 and at most"),
         (["--run.name", "../x"], "--run.name is '../x'; it names one directory in --run.directory"),
         (["--checkpoint.dir", ""], "--checkpoint.dir was given an empty value"),
         (["--data.text", "a", ""], "--data.text was given an empty value"),
         (["--ddp.bucket-size", "2.5"], "Error parsing --ddp.bucket-size"),
-        (["--ddp.bucket-size", "0"], "--ddp.bucket-size must be a whole number of at least 1, or None, got 0"),
+        (["--ddp.bucket-size", "0"], "--ddp.bucket-size must be an integer of at least 1, or None, got 0"),
     ):
         assert main(flags) == 2
         said = capsys.readouterr().err

@@ -91,7 +91,7 @@ def test_a_job_whose_parameters_alone_are_too_large_is_refused_with_what_would_f
         check_room(load_config(large), 4)
     assert command.main(large) == 2
     (said,) = capsys.readouterr().err.splitlines()
-    assert "at the highest point of a step" in said and "it would fit with --" in said
+    assert "at the peak of a step" in said and "it would fit with --" in said
     assert command.main([*large, "--run.no-check-memory"]) == 0
     assert started == [4]
     monkeypatch.setattr(dry_run, "plan_run", None)

@@ -90,8 +90,8 @@ REFUSED = [
         "2.66667; use 6 or 9, or --run.micro-batch-size 2 or 4",
         "--run.micro-batch-size 4",
     ),
-    ("a count", "--run.micro-batch-size 0", "--run.micro-batch-size must be a whole number of at least 1", ""),
-    ("a size", "--cp 0", "--parallel.cp must be a whole number of at least 1", ""),
+    ("a count", "--run.micro-batch-size 0", "--run.micro-batch-size must be an integer of at least 1", ""),
+    ("a size", "--cp 0", "--parallel.cp must be an integer of at least 1", ""),
     (
         "vocabulary smaller than the tokenizer's",
         "--model.vocab-size 200",
@@ -184,7 +184,7 @@ REFUSED = [
     (
         "matrices that are cut anywhere",
         "--optimizer.name muon",
-        "--optimizer.name muon updates whole matrices",
+        "--optimizer.name muon updates full matrices",
         "--optimizer.name muon --ddp.no-use-distributed-optimizer",
     ),
     ("a fraction", "--data.validation-fraction 1.5", "must be a number above 0 and below 1, got 1.5", ""),

@@ -135,7 +135,7 @@ def test_a_bad_pair_is_refused_by_the_files_name(tmp_path: Path) -> None:
         (good[:-1], "has 81 bytes, and its 2 sequences and 3 marks of documents take 82"),
         (good + b"\0\0", r"take 82 \(a file with modes, of more than text, is not read\)"),
         (good[:34] + struct.pack("<i", -3) + good[38:], "holds a sequence of -3 tokens"),
-        (good[:42] + struct.pack("<qq", 4, 0) + good[58:], "do not lie one after the other in pair.bin"),
+        (good[:42] + struct.pack("<qq", 4, 0) + good[58:], "are not contiguous in pair.bin"),
     ):
         index.write_bytes(content)
         expect(words)

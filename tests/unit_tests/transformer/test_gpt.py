@@ -282,7 +282,7 @@ def test_a_config_for_another_tensor_parallel_size_is_refused(rank: int, world: 
 
 
 def test_a_stage_that_would_be_the_whole_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="pipeline_model_parallel_size is 2 and this GPTModel would be whole"):
+    with pytest.raises(ValueError, match="pipeline_model_parallel_size is 2, but this GPTModel would hold every layer"):
         GPTModel(make_config(pipeline_model_parallel_size=2), ProcessGroups())
     with pytest.raises(ValueError, match="context_parallel_size is 2 and the context-parallel group has 1 ranks"):
         GPTModel(make_config(context_parallel_size=2), ProcessGroups())

@@ -255,7 +255,7 @@ def test_a_rank_alone_drops_as_its_user_has_seeded_it() -> None:
         ({"tensor_model_parallel_size": 8}, "num_attention_heads 4 is not divisible by tensor_model_parallel_size 8"),
         ({"normalization": "BatchNorm"}, "normalization is 'BatchNorm', expected one of"),
         ({"recompute_granularity": "some"}, "recompute_granularity is 'some'"),
-        ({"num_layers": 0}, "num_layers must be a whole number of at least 1, got 0"),
+        ({"num_layers": 0}, "num_layers must be an integer of at least 1, got 0"),
         ({"attention_dropout": 1.0}, "attention_dropout must be a number of at least 0 and below 1, got 1.0"),
         ({"hidden_size": 12, "position_embedding_type": "rope"}, "a head has 3, use an even size"),
         ({"sequence_parallel": True}, "sequence_parallel=True with tensor_model_parallel_size=1"),

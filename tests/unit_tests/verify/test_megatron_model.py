@@ -117,5 +117,5 @@ def test_a_gated_layer_of_megatron_core_is_compared_section_by_section(rank: int
 def test_what_is_not_read_of_megatron_core_is_refused(rank: int, world: int) -> None:
     with on_this_device():
         stock(".parallel_state").initialize_model_parallel(1, 2)
-        with pytest.raises(ValueError, match="runs with pipeline_model_parallel_size 2; of its own modules"):
+        with pytest.raises(ValueError, match="runs with pipeline_model_parallel_size 2, but for Megatron's modules"):
             verify_with(nn.Linear(2, 2), lambda: nn.Linear(2, 2), loss_of)

@@ -511,7 +511,7 @@ def test_what_the_dtype_costs_the_reference_is_the_bound_of_a_wrapped_model(rank
 @ranks(2)
 def test_stages_without_a_schedule_are_refused(rank: int, world: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    with pytest.raises(ValueError, match="Let model_fn return a PipelineRunner over the wrapped stages"):
+    with pytest.raises(ValueError, match="Return a PipelineRunner over the wrapped stages from model_fn"):
         check_gradients(Net, mean_loss, samples())
 
 
@@ -564,7 +564,7 @@ def test_a_users_pipeline_with_a_split_sequence_is_checked(rank: int, world: int
     report.raise_if_wrong()
     assert report.parameters > 15 and report.reference.startswith("reference")
     unknown = mock.patch.object(verify_check, "builder_of", lambda module: None)
-    with unknown, pytest.raises(ValueError, match="comes in stages; pass reference_fn"):
+    with unknown, pytest.raises(ValueError, match="is split into stages; pass a reference_fn"):
         check_gradients(stages, summed_tokens, tokens, microbatches=3, split_fn=get_batch_on_this_cp_rank)
 
 

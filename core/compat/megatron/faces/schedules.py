@@ -77,8 +77,8 @@ def _check_config(config: Any) -> None:
     stages = getattr(config, "pipeline_model_parallel_size", 1)
     if stages > 1 and getattr(config, "variable_seq_lengths", False):
         raise ValueError(
-            "variable_seq_lengths=True over several pipeline stages is not built: what stages send has one shape in a "
-            "step. Pad the step's microbatches to one length, or pack them"
+            "variable_seq_lengths=True with several pipeline stages is not supported: the tensors sent between stages "
+            "must keep one shape in a step. Pad the step's microbatches to one length, or pack them"
         )
     size = getattr(config, "microbatch_group_size_per_vp_stage", None)
     if size is not None and size != stages:

@@ -269,7 +269,7 @@ def test_a_nan_that_all_copies_have_is_no_drift(rank: int, world: int) -> None:
 
 
 def test_an_interval_below_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="check_weights_interval must be a whole number of at least 0, got -1"):
+    with pytest.raises(ValueError, match="check_weights_interval must be an integer of at least 0, got -1"):
         DistributedDataParallelConfig(check_weights_interval=-1)
 
 

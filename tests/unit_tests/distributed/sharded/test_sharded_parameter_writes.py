@@ -235,7 +235,7 @@ def test_options_of_a_placement_that_nothing_reads_are_refused() -> None:
     for options, words in (
         (
             {"memstats": stats},
-            "memstats is MemStats.*, and nothing reads it where all buckets lie alike; set a budget",
+            "memstats is MemStats.*, but it has no effect if .*; set memory_budget_bytes",
         ),
         ({"warmup_non_model_data_ratio": 0.5}, "warmup_non_model_data_ratio is 0.5, and without memory_budget_bytes"),
         ({"steady_cap_ratio": 0.5}, "steady_cap_ratio is 0.5, and without memory_budget_bytes nothing reads it"),
@@ -245,7 +245,7 @@ def test_options_of_a_placement_that_nothing_reads_are_refused() -> None:
         with pytest.raises(ValueError, match=words):
             Placement(**options)
     sharded_all: Any = {"data_parallel_sharding_strategy": "optim_grads_params"}
-    with pytest.raises(ValueError, match="reshard_after_forward=False keeps all .* the placement allows 5 bytes"):
+    with pytest.raises(ValueError, match="reshard_after_forward=False keeps every bucket unsharded, but .* to 5 bytes"):
         DistributedDataParallelConfig(**sharded_all, reshard_after_forward=False, placement=Placement(**budget))
-    with pytest.raises(ValueError, match="prefetch 0, and strategy 'optim' keeps all parameters whole"):
+    with pytest.raises(ValueError, match="prefetch 0, but strategy 'optim' does not shard parameters"):
         DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", placement=Placement(prefetch=0))

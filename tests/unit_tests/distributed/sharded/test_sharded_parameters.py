@@ -379,7 +379,7 @@ def test_keeping_parameters_is_refused_where_it_has_no_effect_or_another_one(ran
         with pytest.raises(ValueError, match="reshard_after_forward must be True or False, got"):
             sharded(Model(), reshard_after_forward=wrong)
     placed = Placement(memory_budget_bytes=10_000, directory=".", offload_param_frac=1.0, offload_optim_frac=1.0)
-    with pytest.raises(ValueError, match="reshard_after_forward=False keeps all buckets"):
+    with pytest.raises(ValueError, match="reshard_after_forward=False keeps every bucket unsharded"):
         sharded(Model(), reshard_after_forward=False, placement=placed)
 
 

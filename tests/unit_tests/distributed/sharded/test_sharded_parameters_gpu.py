@@ -147,5 +147,5 @@ def alone(rank: int, store: str) -> None:
 
 def test_files_are_refused_next_to_a_gpu(tmp_path: Path) -> None:
     for options in ({"offload_optim_frac": 0.5}, {"placement_policy": "auto", "memory_budget_bytes": 10**6}):
-        with pytest.raises(ValueError, match="offload_directory is for CPUs"):
+        with pytest.raises(ValueError, match="offload_directory is supported on CPUs only"):
             GeminiPlugin(offload_directory=str(tmp_path), **options)  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ def test_a_tensor_that_lies_in_a_parameters_memory_follows_its_updates_or_is_ref
         else:
             model.b.seen = nn.Parameter(view, requires_grad=False)
         if strategy != "no_shard":
-            wanted = f"{kind} 'b.seen' lies in the memory of parameter 'a.weight'.*no_shard"
+            wanted = f"{kind} 'b.seen' shares memory with parameter 'a.weight'.*no_shard"
             with pytest.raises(ValueError, match=wanted):
                 wrap(model, data_parallel_sharding_strategy=strategy)
             continue
@@ -145,9 +145,9 @@ def test_a_parameter_whose_storage_was_freed_is_refused_by_name(rank: int, world
         model = Pair()
         if rank == 1:
             model.a.weight.untyped_storage().resize_(0)
-        with pytest.raises((ValueError, LayoutMismatch), match="'a.weight' has 64 bytes and its storage 0"):
+        with pytest.raises((ValueError, LayoutMismatch), match="'a.weight' has 64 bytes but its storage has 0"):
             wrap(model, data_parallel_sharding_strategy=strategy)
     model = Pair()
     model.b.bias = nn.Parameter(torch.ones(1).expand(4))
-    with pytest.raises(ValueError, match="'b.bias' has 16 bytes and its storage 4"):
+    with pytest.raises(ValueError, match="'b.bias' has 16 bytes but its storage has 4"):
         wrap(model)

@@ -236,7 +236,7 @@ def test_names_and_classes_are_resolved_and_what_cannot_work_is_refused() -> Non
     }.items():
         with pytest.raises(ValueError, match=why):
             OptimizerConfig(optimizer=bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="optimizer_kwargs .* 'adam' has fields of its own"):
+    with pytest.raises(ValueError, match="optimizer_kwargs .* options of 'adam' as fields"):
         OptimizerConfig(optimizer_kwargs={"amsgrad": True})
     with pytest.raises(ValueError, match="optimizer_backend is 'gpu'"):
         OptimizerConfig(optimizer_backend="gpu")
