@@ -261,8 +261,7 @@ def _check_given(plugin: HybridParallelPlugin, given: dict[str, Any]) -> None:
     """ValueError for arguments of Trainer that a split model cannot serve."""
     if given.get("ddp_config") is not None:
         raise ValueError(
-            "Trainer got both ddp_config and plugin; drop ddp_config, and set the sharding with the plugin's "
-            "zero_stage"
+            "Trainer got both ddp_config and plugin; drop ddp_config, and set the sharding with the plugin's zero_stage"
         )
     if given.get("model_init") is not None:
         raise ValueError("Trainer with a plugin: model_init would make a second model; make the model before")

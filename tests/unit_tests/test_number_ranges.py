@@ -90,9 +90,7 @@ def test_every_odd_number_is_refused_by_name_value_and_range_or_means_something(
 
 def test_a_range_says_what_it_holds() -> None:
     assert str(COUNT) == "an integer of at least 1" and np.int64(3) in COUNT and 3.0 not in COUNT
-    assert (
-        str(whole(2, 5)) == "an integer of at least 2 and at most 5" and 5 in whole(2, 5) and 6 not in whole(2, 5)
-    )
+    assert str(whole(2, 5)) == "an integer of at least 2 and at most 5" and 5 in whole(2, 5) and 6 not in whole(2, 5)
     assert str(NOT_NEGATIVE) == "a finite number of at least 0" and np.float32(0.5) in NOT_NEGATIVE
     assert str(BELOW_ONE) == "a number of at least 0 and below 1" and 0 in BELOW_ONE and 1 not in BELOW_ONE
     assert str(POSITIVE_OR_INFINITE) == "a number above 0" and math.inf in POSITIVE_OR_INFINITE

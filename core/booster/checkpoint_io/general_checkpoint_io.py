@@ -349,9 +349,8 @@ class CheckpointIO:
             module = self.whole_module(model)
             if not is_adapted(module):
                 raise ValueError(
-                    f"{directory} contains adapters, but the model has no adapters; boost "
-                    "PeftModel.from_pretrained(base, directory, is_trainable=True), or call booster.enable_lora "
-                    "before boost"
+                    f"{directory} contains adapters, but the model has no adapters; boost PeftModel.from_pretrained("
+                    "base, directory, is_trainable=True), or call booster.enable_lora before boost"
                 )
             content = read_adapters(module, directory)
             self._load(model, [lambda: content], None, False)

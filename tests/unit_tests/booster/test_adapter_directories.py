@@ -129,7 +129,9 @@ def test_a_directory_of_other_adapters_is_refused_on_every_rank(rank: int, world
     with pytest.raises(ValueError, match="lacks 12 tensors of the model's adapter 'default'"):
         booster.load_model(boosted, tmp_path / f"ia3 {rank}")
     plain, *_ = Booster(plugin=LowLevelZeroPlugin(stage=1, precision="fp32")).boost(base())
-    with pytest.raises(ValueError, match="contains adapters, but the model has no adapters; boost PeftModel.from_pretrained"):
+    with pytest.raises(
+        ValueError, match="contains adapters, but the model has no adapters; boost PeftModel.from_pretrained"
+    ):
         booster.load_model(plain, tmp_path / f"ia3 {rank}")
 
 

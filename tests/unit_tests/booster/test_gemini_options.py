@@ -310,7 +310,10 @@ def test_what_cannot_work_is_refused_with_what_to_change(rank: int, world: int) 
         ({"offload_optim_frac": 0.5}, "On a CPU they go to files; name a directory with offload_directory"),
         ({"offload_param_frac": 1}, "On a CPU they go to files; name a directory with offload_directory"),
         ({"offload_directory": "/tmp"}, "nothing is offloaded to it"),
-        ({"offload_directory": "/tmp", "offload_param_frac": 0.5, "shard_param_frac": 0.3}, "only sharded buckets can be offloaded"),
+        (
+            {"offload_directory": "/tmp", "offload_param_frac": 0.5, "shard_param_frac": 0.3},
+            "only sharded buckets can be offloaded",
+        ),
         ({"offload_directory": "/tmp", "offload_optim_frac": 1, "strict_ddp_mode": True}, "offload nothing"),
         ({"shard_param_frac": 0.5, "strict_ddp_mode": True}, "shard_param_frac is 0.5, and strict_ddp_mode or"),
         ({"max_prefetch": 1, "strict_ddp_mode": True}, "max_prefetch is 1, and strict_ddp_mode or .*; leave it 0"),
