@@ -10,6 +10,7 @@ import torch
 from core.distributed.contract.gradient_contract import GradSyncRule
 from core.distributed.contract.placement import Placement
 from core.number_ranges import COUNT, check_ranges, whole
+from core.watch.warn_user import warn_user
 
 
 class Spread(NamedTuple):
@@ -80,13 +81,14 @@ class DistributedDataParallelConfig:
     overlap_grad_reduce: launch a bucket's collective in backward, as soon as all its gradients have arrived.
     overlap_param_gather: the optimizer's step gathers a bucket's parameters while it updates the next bucket (needs a
         sharded strategy). All gathers end before `step()` returns; none runs during the next forward.
-    align_param_gather: refused, because no gather runs during the forward.
+    align_param_gather: no effect (a warning), because no gather runs during the forward.
     use_distributed_optimizer: shard the optimizer's state over data parallelism; the same as strategy 'optim'.
     num_distributed_optimizer_instances: shard within groups of data ranks / instances ranks, replicate across them.
     check_for_nan_in_grad: find NaN and Inf before gradients are reduced; all ranks raise together and name the first.
     record_nan_in_grad: record where and in which microbatch a gradient first became NaN or Inf without raising, for an
         optimizer that skips such steps and reports the cause.
-    check_for_large_grads: refused, because the optimizer's step returns the norm of all gradients.
+    check_for_large_grads: warn of a bucket whose gradient norm, on this rank, is more than 10 times the largest of the
+        first 100 norms. It waits for the device once in each step.
     bucket_size: elements after which a bucket is closed; None for max(40 000 000, 1 000 000 x data ranks). Used only
         with overlap, and with 'optim_grads'. With 'optim_grads' it is an upper limit, except for a single larger
         parameter; None is a sixteenth of the buffer, but at least 1 000 000 and at most the number above, because two
@@ -203,14 +205,9 @@ class DistributedDataParallelConfig:
                 "nothing is gathered there; set it False"
             )
         if self.align_param_gather:
-            raise ValueError(
-                "align_param_gather=True aligns gathers that run under the forward, and here they are complete when "
-                "the optimizer's step returns. Leave it False; overlap_param_gather=True overlaps them within the step"
-            )
-        if self.check_for_large_grads:
-            raise ValueError(
-                "check_for_large_grads=True would look at the norm of each bucket. Leave it False; the step of the "
-                "optimizer returns the norm of all gradients, and OptimizerConfig(clip_grad=...) bounds it"
+            warn_user(
+                "align_param_gather=True changes nothing here: it aligns gathers under the forward with those of other "
+                "stages, and here they are complete when the optimizer's step returns"
             )
         if self.reduce_scatter_with_fp32_accumulation and self.grad_reduce_in_fp32:
             raise ValueError(

@@ -20,7 +20,7 @@ from core.distributed.contract.gradient_contract import divisor_of
 from core.distributed.contract.placement import Placement
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.agreement import ControlGroup
-from core.distributed.guard.finite import NonFiniteWatch
+from core.distributed.guard.finite import LargeGradWatch, NonFiniteWatch
 from core.distributed.guard.first_steps import FirstSteps
 from core.distributed.guard.misuse import ModelWatch
 from core.distributed.guard.weights import WeightWatch
@@ -31,6 +31,7 @@ from core.distributed.reduce.buffer_sync import BufferSync
 from core.distributed.reduce.grad_reducer import GradReducer, Launches
 from core.distributed.reduce.model_order import ModelOrder
 from core.distributed.reduce.sync_rules import GradSync
+from core.distributed.router_state import refuse_unknown_state
 from core.distributed.sharded.eviction import Budget, Window
 from core.distributed.sharded.param_unit import units_of
 from core.distributed.sharded.plain_params import PlainParams
@@ -112,6 +113,7 @@ class Engine:
         asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked
         watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
         self.model_watch = ModelWatch(module, plan, self.buckets)
+        self.large_grads = LargeGradWatch(self.buckets) if ddp_config.check_for_large_grads else None
         members = [set(dist.get_process_group_ranks(group)) for group in _data_groups(groups)]
         nested = all(other <= members[0] for other in members[1:])
         self.reducer = GradReducer(
@@ -163,6 +165,7 @@ def _plan_together(
                 f"parameter {hidden[0]!r} is sharded by another wrapper (optim_grads_params), which has its values, or "
                 "had them until it was deleted; wrap a parameter once, and take a state dict before deleting a wrapper"
             )
+        refuse_unknown_state(dict(module.named_modules()), config)
         plan = plan_model(module, config, ddp_config, groups, **options)
         for name, param in plan.named.items() if ddp_config.shards_parameters else ():
             if type(param) not in (nn.Parameter, DeferredParameter):

@@ -21,6 +21,7 @@ from core.distributed.guard.first_steps import look
 from core.distributed.guard.weights import compare_weights
 from core.distributed.reduce.grad_reducer import StepState, link_chunks
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
+from core.distributed.router_state import update_routers
 from core.groups import agree
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
@@ -41,8 +42,8 @@ def finalize_model_grads(
     them would train every rank on its own data. Collective over all groups of the model: call it on every rank.
 
     In order: reduce every chunk over data parallelism, launching the buckets that backward has not; run the sync rules
-    on each bucket once it is reduced (see GradSyncRule); update the router's expert bias; divide by the global number
-    of tokens; run the guards.
+    on each bucket once it is reduced (see GradSyncRule); update the routers' biases and counts; divide by the global
+    number of tokens; run the guards.
 
     Args:
         model: This rank's chunks (DistributedDataParallel, or modules around one), or its only chunk.
@@ -110,8 +111,8 @@ def _reduce_and_guard(
             written = agree_on_copies(syncs, (any(moved for moved, _ in found), any(loaded for _, loaded in found)))
             parts[0].reducer.written = written
     chunks[0].reducer.report.exposed_ms += (time.perf_counter() - begun) * 1e3
-    if getattr(config, "moe_router_enable_expert_bias", False):
-        _update_router_expert_bias(chunks, groups, config.moe_router_bias_update_rate)
+    modules = itertools.chain.from_iterable(chunk.module.modules() for chunk in chunks)
+    update_routers(modules, config, chunks[0].collectives, groups)
     if num_tokens is not None:
         total = _global_num_tokens(num_tokens, chunks[0])
         for chunk in chunks:
@@ -227,26 +228,6 @@ def timed(config: Any, name: str) -> Iterator[None]:
         timer.stop()
 
 
-def _update_router_expert_bias(chunks: Sequence[DistributedDataParallel], groups: ProcessGroups, rate: float) -> None:
-    """Move every router's bias towards an even load (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-
-    A router module in training mode has `expert_bias` [experts] and `local_tokens_per_expert` [experts]. The latter
-    counts this rank's tokens since the last update. Counts are added over all ranks that route different tokens, then
-    set to zero.
-    """
-    routers = [m for chunk in chunks for m in chunk.module.modules() if getattr(m, "expert_bias", None) is not None]
-    routers = [m for m in routers if m.training and not getattr(m, "frozen_expert_bias", False)]
-    if not routers:
-        return
-    counts = torch.cat([router.local_tokens_per_expert for router in routers])
-    chunks[0].collectives.all_reduce(counts, groups.require("tp_dp_cp"), "the counts of the router's experts").wait()
-    sizes = [router.local_tokens_per_expert.numel() for router in routers]
-    for router, tokens in zip(routers, counts.split(sizes), strict=True):
-        underloaded = tokens.float().mean() - tokens.float()
-        router.expert_bias.add_(torch.sign(underloaded), alpha=rate)
-        router.local_tokens_per_expert.zero_()
-
-
 def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel) -> torch.Tensor:
     """Return the number of tokens in the global batch, 0-dim fp64; 1 if there are no tokens.
 
@@ -307,6 +288,9 @@ def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: Pr
     watches = [c.nan_watch for c in chunks if c.nan_watch is not None and c.ddp_config.check_for_nan_in_grad]
     if watches:
         check_finite(watches, groups)
+    for chunk in chunks:
+        if chunk.engine.large_grads is not None:
+            chunk.engine.large_grads.look(chunk.reducer.steps + 1)
     if any(chunk.ddp_config.check_replicas for chunk in chunks):
         check_replicas([bucket for chunk in chunks for bucket in chunk.reducer.buckets], groups)
     for parts in models:

@@ -43,11 +43,8 @@ for module, folders in ((training, ("training",)), (finetune, ("finetune", "trai
     }
 # Options that are handed on, all that have an equal name, to a configuration whose fields are read.
 HANDED_ON: dict[type, type] = {training.ModelOptions: TransformerConfig, training.OptimizerOptions: OptimizerConfig}
-REFUSED = {  # refused by name, but for the default
-    (DistributedDataParallelConfig, "align_param_gather"),
-    (DistributedDataParallelConfig, "check_for_large_grads"),
-}
 WITHOUT_EFFECT = {  # a warning names them, but for the default
+    (DistributedDataParallelConfig, "align_param_gather"),
     (ModelParallelConfig, "use_cpu_initialization"),
     (TransformerConfig, "use_cpu_initialization"),
     (ModelParallelConfig, "has_cond_embedder"),
@@ -85,7 +82,7 @@ def test_every_option_is_read_somewhere(kind: type) -> None:
     found = fields_read(kind, READERS[kind])
     found |= {field.name for field in dataclasses.fields(HANDED_ON[kind])} if kind in HANDED_ON else set()
     unread = [field.name for field in dataclasses.fields(kind) if field.name not in found]
-    known = {name for owner, name in REFUSED | WITHOUT_EFFECT if owner is kind}
+    known = {name for owner, name in WITHOUT_EFFECT if owner is kind}
     known |= CHECKED if issubclass(kind, ModelParallelConfig) else set()
     assert set(unread) == known, "obey an option, or refuse it by name"
 
@@ -104,13 +101,6 @@ def test_a_field_that_no_one_reads_is_found() -> None:
 
     assert "colour_of_the_bicycle_shed" not in fields_read(Widened, READERS[OptimizerConfig])
     assert {"lr", "clip_grad", "loss_scale"} <= fields_read(OptimizerConfig, READERS[OptimizerConfig])
-
-
-@pytest.mark.parametrize(("kind", "name"), sorted(REFUSED, key=str), ids=lambda part: getattr(part, "__name__", part))
-def test_an_option_that_nothing_obeys_is_refused_by_name(kind: type, name: str) -> None:
-    kind()
-    with pytest.raises(ValueError, match=name):
-        kind(**{name: True})
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,12 @@ from torch import nn
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING, axes_of
 
-# Groups across pipeline stages whose ranks may hold copies of a parameter, and the attribute that says so.
-STAGE_COPIES = {"pp": "pipeline_parallel", "embd": "shared_embedding", "pos_embd": "shared_position_embedding"}
+# Groups across pipeline stages whose ranks may hold copies of a parameter, and the attributes that say so.
+STAGE_COPIES = {
+    "pp": ("pipeline_parallel", "flextron_router_pp_sync"),
+    "embd": ("shared_embedding",),
+    "pos_embd": ("shared_position_embedding",),
+}
 DECLARATION = "gradient_declaration"  # the attribute that `declare_gradient` sets on a parameter
 
 
@@ -174,7 +178,13 @@ def copies_across_stages(param: nn.Parameter, embeddings: Mapping[int, str]) -> 
         embeddings: Result of `embeddings_of`.
     """
     named = embeddings.get(id(param))
-    return tuple([group for group, tag in STAGE_COPIES.items() if group == named or getattr(param, tag, False)])
+    return tuple(
+        [
+            group
+            for group, tags in STAGE_COPIES.items()
+            if group == named or any([getattr(param, tag, False) for tag in tags])
+        ]
+    )
 
 
 def read_tags(param: nn.Parameter, embeddings: Mapping[int, str]) -> Tags:

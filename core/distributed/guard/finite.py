@@ -16,11 +16,14 @@ from core.groups import agree
 from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups, world_groups
 from core.groups.rank_grid import DATA_KINDS, STAGE_CROSSING
+from core.watch.warn_user import warn_user
 
 UNSEEN = 2**31 - 1
 # Gradients of copies are equal within this fraction of their norm, for computation in at least 32 bits, or in 16.
 FINE, COARSE = 1e-5, 1e-2
 MARKS_OFF = 1e-6  # equal marks of what is not finite differ by rounding
+# Megatron's numbers: the largest of this many norms is the usual one, and a norm this many times as large is reported.
+NORMS_SAMPLED, LARGE = 100, 10.0
 NOISE = 0.05  # fraction of the largest norm: no closer comparison of a gradient that is only rounding (a bias of keys)
 
 Finding = tuple[int, int, str]  # (order of importance, rank, text): `agree.first` gives all ranks the smallest
@@ -167,6 +170,38 @@ def all_finite(values: torch.Tensor) -> torch.Tensor:
 def _are_finite(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Return True if values with this minimum and maximum are all finite. With a NaN, both are NaN."""
     return low * 0 == high * 0  # inf times 0 is NaN, and NaN equals nothing
+
+
+class LargeGradWatch:
+    """Warns of a bucket whose gradient norm is far above the usual one, as corrupted results are. Local to a rank.
+
+    Args:
+        buckets: All buckets of a chunk.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = list(buckets)
+        self.sampled = 0
+        self.largest = 0.0
+
+    def look(self, step: int) -> None:
+        """Sample the norms of the reduced gradients, or compare them with the sampled ones. Waits for the device once.
+
+        Args:
+            step: Number of the step, for the warning.
+        """
+        found = [bucket.valid_grad for bucket in self.buckets]
+        norms = [grad.norm(dtype=torch.promote_types(grad.dtype, torch.float32)).double() for grad in found]
+        for norm, bucket in zip(torch.stack(norms).tolist() if norms else (), self.buckets, strict=True):
+            if self.sampled < NORMS_SAMPLED:
+                self.sampled += 1
+                self.largest = max(self.largest, norm if math.isfinite(norm) else 0.0)
+            elif norm > LARGE * self.largest:
+                warn_user(
+                    f"rank {dist.get_rank()}, step {step}: the gradients of the bucket that begins with "
+                    f"{bucket.contracts[0].name!r} have norm {norm:.3g}; the largest of the first {NORMS_SAMPLED} was "
+                    f"{self.largest:.3g} (check_for_large_grads). Look at the batch and at this rank's hardware"
+                )
 
 
 def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:

@@ -1,12 +1,13 @@
-"""With Megatron Core itself, where it is installed: its models in our wrapper, its files, and its groups.
+"""With Megatron Core itself: its models in our wrapper, its files, and its groups.
 
-Without it these tests are skipped. What it takes of CUDA without asking is replaced, so that it computes on the CPU.
+Where it is not installed the tests install it in a directory. What it takes of CUDA without asking is replaced, so that
+it computes on the CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import re
 import warnings
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from core.models.gpt import GPTModel
 from core.transformer import TransformerConfig
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.compat.megatron_page import PAGE
+from tests.unit_tests.peers import import_from
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import program_of
 
@@ -53,8 +55,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 
 def stock(path: str) -> Any:
-    """A module of the real package; skips where there is none."""
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    """A module of the real package, installed by the tests if it is not; skips if it cannot be."""
+    if importlib.util.find_spec("megatron") is None:
+        import_from("megatron-core==0.16.1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(f"megatron.core{path}")
@@ -268,6 +271,50 @@ def test_stocks_own_gpt_trains_in_our_wrapper_as_alone(rank: int, world: int, na
     assert max(expected) - min(expected) > 0.01
 
 
+def gradients_of_four_steps(ours: bool) -> list[dict[str, torch.Tensor]]:
+    """Gradients of an expert layer of Megatron under global_aux_loss, finalized by us or by Megatron."""
+    config = stock(".transformer.transformer_config").TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=4, moe_router_topk=2,
+        add_bias_linear=False,
+        moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.5, moe_token_dispatcher_type="allgather",
+        moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", moe_router_bias_update_rate=0.05,
+        hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, moe_ffn_hidden_size=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    spec = stock(".models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(num_experts=4)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    blocks = stock(".transformer.transformer_block").TransformerBlockSubmodules
+    model = stock(".models.gpt.gpt_model").GPTModel(config, blocks(layer_specs=[spec], layer_norm=Norm), 64, 16)
+    owner: Any = mcore if ours else stock("")
+    kind = (mcore if ours else stock("")).distributed.DistributedDataParallelConfig
+    wrapped = owner.distributed.DistributedDataParallel(config, kind(), model)
+    found = []
+    for step in range(4):
+        wrapped.zero_grad_buffer()
+        for part in range(2):
+            *given, labels = batch_of(step, 2 * part + dist.get_rank())
+            (wrapped(*given, labels=labels).mean() / 2).backward()
+        finalize = owner.distributed.finalize_model_grads
+        finalize([wrapped]) if ours else finalize([wrapped], None)
+        found.append({name: param.main_grad.clone() for name, param in model.named_parameters()})
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.5 * param.main_grad
+    return found
+
+
+@ranks(2)
+def test_gradients_of_megatrons_router_are_those_of_its_own_finalize_in_each_step(rank: int, world: int) -> None:
+    with on_this_device():
+        for state in (stock(".parallel_state"), mcore.mpu):
+            state.initialize_model_parallel(1, 1)
+        expected, found = (gradients_of_four_steps(ours) for ours in (False, True))
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for name, grad in theirs.items():
+            torch.testing.assert_close(mine[name], grad, atol=1e-6, rtol=1e-5, msg=f"{name} in step {step}")
+    assert all(step["decoder.layers.0.mlp.router.weight"].norm() > 1e-3 for step in expected)
+
+
 @ranks(2)
 @pytest.mark.parametrize("sizes", ["2, 1", "1, 2"])
 def test_the_program_of_the_page_trains_stocks_gpt_and_our_own_reads_its_weights(
@@ -276,7 +323,7 @@ def test_the_program_of_the_page_trains_stocks_gpt_and_our_own_reads_its_weights
     stock("")
     text = program_of(PAGE).replace("TP, PP = 2, 1", f"TP, PP = {sizes}")
     names: dict[str, Any] = {"__name__": "page"}
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with on_this_device(), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
         monkeypatch.setattr(torch.cuda, "current_device", torch.cuda.current_device)  # the page sets it
         exec(compile(text, str(PAGE), "exec"), names)
@@ -288,7 +335,6 @@ def test_the_program_of_the_page_trains_stocks_gpt_and_our_own_reads_its_weights
     if reports:
         assert float(reports[0]["lm loss"]) == pytest.approx(float(names["whole"](tokens, labels).mean()), abs=1e-5)
         assert names["losses"][0] - names["losses"][-1] > 0.5
-    stock(".parallel_state").destroy_model_parallel()
 
 
 class OnTheCPU(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""`verify_with` over Megatron Core's own GPTModel and wrapper, where it is installed; skipped elsewhere."""
+"""`verify_with` over Megatron Core's own GPTModel and wrapper."""
 
 from __future__ import annotations
 

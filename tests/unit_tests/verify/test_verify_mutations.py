@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
+from core.distributed import router_state
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.contract.gradient_contract import DEFAULT_RULES
 from core.distributed.reduce.sync_rules import GradSync
@@ -191,12 +192,9 @@ def loads_of_a_rank() -> AbstractContextManager[Any]:
 
 
 def bias_moves(factor: float) -> Spoilt:
-    from core.distributed import finalize_model_grads as face
-
-    module = face.__globals__
-    update = module["_update_router_expert_bias"]
-    return lambda: mock.patch.dict(
-        module, {"_update_router_expert_bias": lambda chunks, groups, rate: update(chunks, groups, rate * factor)}
+    update = router_state._move_expert_biases
+    return lambda: mock.patch.object(
+        router_state, "_move_expert_biases", lambda parts, rate, *others: update(parts, rate * factor, *others)
     )
 
 

@@ -20,13 +20,14 @@ from core.model_parallel_config import ModelParallelConfig as OurModelParallelCo
 from core.optimizer import OptimizerConfig as OurOptimizerConfig
 
 # Not checked in our config: 16-bit weights come from Float16Module as well as from params_dtype.
-SIZE_FREE = ("fp16", "bf16", "use_cpu_initialization", "has_cond_embedder")
+SIZE_FREE = ("fp16", "bf16")
 
 
-# Fields of a model's configuration that Megatron's schedule obeys and its layers rely on.
+# Fields of a model's configuration that Megatron's schedule or finalize_model_grads obeys, and its layers rely on.
 OF_THE_SCHEDULE = (
     *("delay_wgrad_compute", "defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm"),
-    *("enable_autocast", "hybrid_context_parallel"),
+    *("enable_autocast", "hybrid_context_parallel", "moe_grad_scale_func", "mtp_grad_scale_func"),
+    *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
 )
 
 
@@ -45,8 +46,8 @@ class _Written:
         super().__setattr__(name, value)
 
     def same_fields(self, kind: Any, *without: str) -> dict[str, Any]:
-        """Return the fields that our configuration class also has, by name."""
-        names = [found.name for found in dataclasses.fields(kind) if found.name not in without]
+        """Return the fields that our configuration class also has and that have an effect, by name."""
+        names = [found.name for found in dataclasses.fields(kind) if found.name not in {*without, *self.rules}]
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
@@ -72,7 +73,6 @@ class DistributedDataParallelConfig(_DDP):
 
     Attributes:
         data_parallel_sharding_strategy: Requires use_megatron_fsdp=True, as in Megatron; refused without it.
-        align_param_gather: Refused by `ours()`, because all-gathers are complete when the optimizer's step returns.
     """
 
     use_megatron_fsdp: bool = False
@@ -151,8 +151,9 @@ def check_model_config(config: Any) -> None:
         ValueError: If its layers need Megatron's schedule.
     """
     for name in OF_THE_SCHEDULE:
-        rule, value = ModelParallelConfig.rules[name], getattr(config, name, None)
-        if value:
+        rule = ModelParallelConfig.rules[name]
+        value = getattr(config, name, rule.defaults[0])
+        if not is_one_of(value, rule.defaults):
             raise ValueError(
                 f"{type(config).__name__}.{name}={value!r} is obeyed by Megatron's own schedule alone; leave it at "
                 f"{rule.defaults[0]!r}: {rule.sentence}"

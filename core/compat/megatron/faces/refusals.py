@@ -91,6 +91,7 @@ weights are not gathered over further groups | A: gtp_remat_size
 [without effect]
 gradients of parameters with param.pipeline_parallel = True are summed over the stages in any case | M:
     has_cond_embedder
+all-gathers are complete when the optimizer's step returns, on all stages | D: align_param_gather
 how memory is registered with NCCL is left to torch | D: nccl_ub disable_symmetric_registration fsdp_manual_registration
 buffers of sharded parameters are pooled in any case | D: fsdp_double_buffer fsdp_db_use_persist_buf_on_alloc_fail
     megatron_fsdp_max_pool_double_buffer suggested_communication_unit_size=None

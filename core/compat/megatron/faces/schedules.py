@@ -17,7 +17,11 @@ from core.pipeline_parallel import get_forward_backward_func as our_func
 
 logger = logging.getLogger(__name__)
 # Modules of Megatron's layers -> class that attaches their losses.
-ATTACHED = {"moe.moe_utils": "MoEAuxLossAutoScaler", "multi_token_prediction": "MTPLossAutoScaler"}
+ATTACHED = {
+    "moe.moe_utils": "MoEAuxLossAutoScaler",
+    "multi_token_prediction": "MTPLossAutoScaler",
+    "experimental_attention_variant.dsa": "DSAIndexerLossAutoScaler",
+}
 
 
 @arguments("-pp_size=None -vp_size=None !schedule_pg_collection=None")
@@ -66,7 +70,7 @@ def _weigh_losses_of_layers(chunk: Any, microbatches: int, groups: Any) -> None:
         if scaler is None or scaler is MoEAuxLossAutoScaler:  # the runner weights ours
             continue
         held = groups or getattr(chunk, "groups", None) or parallel_state.get_process_groups()
-        parts = held.size("cp") if name == "moe.moe_utils" else 1
+        parts = 1 if scaler_name == "MTPLossAutoScaler" else held.size("cp")
         device = next((param.device for param in chunk.parameters()), None)
         share = 1.0 if getattr(chunk.config, "calculate_per_token_loss", False) else parts / microbatches
         grad_scale = getattr(chunk.config, "grad_scale_func", None) or (lambda loss: loss)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from core.distributed.guard.finite import NonFiniteWatch, all_finite
+from core.distributed.guard.finite import LargeGradWatch, NonFiniteWatch, all_finite
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -56,3 +58,23 @@ def test_the_first_microbatch_is_warned_of_gradients_that_some_backwards_leave_o
         watch.reset()
         for param in params:
             param.grad.zero_()
+
+
+def test_a_norm_ten_times_the_largest_of_the_first_hundred_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    gradients = [torch.ones(4), torch.full((1,), 0.5)]
+    names = [SimpleNamespace(name="first.weight"), SimpleNamespace(name="second.weight")]
+    buckets: Any = [
+        SimpleNamespace(valid_grad=grad, contracts=[name]) for grad, name in zip(gradients, names, strict=True)
+    ]
+    watch = LargeGradWatch(buckets)
+    for step in range(50):  # two buckets a step: 100 norms, the largest of them 2
+        gradients[1].fill_(math.nan if step == 7 else 0.5)
+        watch.look(step)
+    gradients[0].fill_(9.9)
+    gradients[1].fill_(19.0)
+    watch.look(50)
+    assert not recwarn.list
+    gradients[1].fill_(21.0)
+    with mock.patch("torch.distributed.get_rank", return_value=3), pytest.warns(UserWarning) as warned:
+        watch.look(51)
+    assert re.match(r"rank 3, step 51: .*'second.weight' have norm 21; the largest .* was 2 ", str(warned[0].message))

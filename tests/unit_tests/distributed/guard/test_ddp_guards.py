@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+from contextlib import nullcontext as silent
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -128,6 +130,18 @@ def test_a_drift_between_replicas_is_named_on_all_ranks(rank: int, world: int) -
             ddp.module.second.weight.grad[0, 0] += 0.1
         with pytest.raises(ReplicaDriftError, match=r"'second.weight' differs between ranks 0 and 2 of group 'dp_cp'"):
             finalize_model_grads([ddp])
+
+
+@ranks(2)
+def test_a_bucket_with_a_large_gradient_is_warned_of_on_the_ranks_that_hold_it(rank: int, world: int) -> None:
+    parallel_state.initialize_model_parallel()
+    ddp = wrap(make_net(), check_for_large_grads=True)
+    with mock.patch("core.distributed.guard.finite.NORMS_SAMPLED", 1):
+        for step, scale in enumerate((1.0, 5.0, 50.0)):
+            ddp.zero_grad_buffer()
+            (scale * loss_of(ddp, rank, 0)).backward()
+            with pytest.warns(UserWarning, match="rank ., step 3: .*check_for_large_grads") if step == 2 else silent():
+                finalize_model_grads([ddp])
 
 
 @ranks(2)

@@ -154,10 +154,16 @@ def test_large_parameters_travel_alone_and_small_ones_together(
 
 
 @ranks(4)
-@both_strategies
-def test_pipeline_replicated_gradients_are_the_sum_over_stages(rank: int, world: int, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "tag"),
+    [
+        *((strategy, "pipeline_parallel") for strategy in ("no_shard", "optim", "optim_grads")),
+        ("optim", "flextron_router_pp_sync"),
+    ],
+)
+def test_pipeline_replicated_gradients_are_the_sum_over_stages(rank: int, world: int, strategy: str, tag: str) -> None:
     config = start(pipeline_model_parallel_size=2)
-    bag = Bag(layer=ODD, embedder=ODD).tag("embedder", pipeline_parallel=True)
+    bag = Bag(layer=ODD, embedder=ODD).tag("embedder", **{tag: True})
     (found,) = step([wrap(bag, config, data_parallel_sharding_strategy=strategy)])
     check(found, {"layer": (digits(0, 1) if rank < 2 else digits(2, 3)) / 2, "embedder": 1111 / 2})
 

@@ -206,6 +206,83 @@ def test_a_missing_group_for_the_router_bias_is_named_before_anything_is_sent(ra
         finalize_model_grads([ddp])
 
 
+class MegatronRouter(torch.nn.Module):
+    """The attributes of Megatron Core's TopKRouter under global_aux_loss and under quantile_balancing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("global_tokens_per_expert", torch.zeros(3), persistent=False)
+        self.register_buffer("ga_steps", torch.tensor(0.0), persistent=False)
+        self.register_buffer("qb_beta", torch.zeros(3))
+        self.register_buffer("qb_beta_accum", torch.zeros(3), persistent=False)
+        self.register_buffer("qb_beta_count", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def forward(self, code: float, quantile: torch.Tensor) -> torch.Tensor:
+        self.global_tokens_per_expert += torch.tensor([code, 0.0, 1.0])
+        self.ga_steps += 1
+        if self.training:
+            self.qb_beta_accum += quantile
+            self.qb_beta_count += 1
+        return (self.weight * self.global_tokens_per_expert / self.ga_steps).sum() * code
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        self.global_tokens_per_expert.zero_()
+        self.ga_steps.zero_()
+
+
+@ranks(2)
+def test_counts_of_megatrons_routers_begin_anew_in_each_step(rank: int, world: int) -> None:
+    ddp = wrap(MegatronRouter(), start())
+    found = []
+    for code in (1.0 + rank, 4.0, 7.0):
+        ddp.zero_grad_buffer()
+        ddp(code, torch.zeros(3)).backward()
+        finalize_model_grads([ddp])
+        found.append(ddp.module.weight.grad.tolist())
+    assert found == [[2.5, 0.0, 1.5], [16.0, 0.0, 4.0], [49.0, 0.0, 7.0]]  # code * [code, 0, 1] of one step alone
+
+
+@ranks(4)
+def test_a_quantile_bias_is_the_mean_of_data_ranks_and_microbatches(rank: int, world: int) -> None:
+    config = start(tensor_model_parallel_size=2)
+    config.moe_router_quantile_balancing_ema = 0.25
+    model = MegatronRouter()
+    model.evaluated = MegatronRouter().eval()
+    model.evaluated.qb_beta.fill_(2.0)
+    ddp = wrap(model, config)
+    expected = torch.zeros(3)
+    for step_number in range(3):
+        for part in range(2):  # ranks of a tensor group have found one quantile
+            ddp(1.0, torch.tensor([1.0 + rank // 2, 4.0 * part, step_number])).backward()
+        finalize_model_grads([ddp])
+        ddp.zero_grad_buffer()
+        expected = 0.25 * expected + 0.75 * torch.tensor([1.5, 2.0, step_number])
+        expected -= expected.mean()
+        torch.testing.assert_close(model.qb_beta, expected)
+        assert model.qb_beta_accum.tolist() == [0.0] * 3 and int(model.qb_beta_count) == 0
+    assert expected.abs().max() > 0.2 and model.evaluated.qb_beta.tolist() == [2.0] * 3
+
+
+@ranks(2)
+def test_state_of_megatrons_experts_that_is_not_known_is_refused_at_the_wrap(rank: int, world: int) -> None:
+    kind: Any = type("Router", (Router,), {"__module__": "megatron.core.transformer.moe.router"})
+    config = start()
+    config.moe_router_load_balancing_type = ["aux_loss", "global_aux_loss"]
+    wrap(kind([1.0, 2.0, 3.0]), config)
+    config.moe_router_load_balancing_type = "entropy_balancing"
+    with pytest.raises(ValueError, match="moe_router_load_balancing_type is 'entropy_balancing'"):
+        wrap(kind([1.0, 2.0, 3.0]), config)
+    config.moe_router_load_balancing_type = "none"
+    newer = kind([1.0, 2.0, 3.0])
+    if rank == 1:  # both ranks learn of it
+        newer.register_buffer("entropy_accum", torch.zeros(3), persistent=False)
+    with pytest.raises((ValueError, RuntimeError), match="buffer 'entropy_accum'"):
+        wrap(newer, config)
+    config.moe_router_load_balancing_type = "entropy_balancing"
+    wrap(Router([1.0, 2.0, 3.0]), config)  # not Megatron's: its owner updates it
+
+
 # --- the decision on non-finite gradients -----------------------------------------------------------------------------
 
 
