@@ -128,7 +128,8 @@ def finish_adapters(
     if "forward" in vars(model):  # a stage
         arguments.update(received_example(model, arguments))
     split_ones = [p for p in adapted.parameters() if getattr(p, "tensor_model_parallel", False)]
-    setattr(adapted, REPORT, declare_whole(adapted, plan, groups, arguments, split_ones))
+    contracts = declare_whole(adapted, plan, groups, arguments, split_ones)
+    setattr(adapted, REPORT, SplitReport(plan, tp, *contracts))
     refuse_whole_methods(adapted, plan.family)
 
 

@@ -9,10 +9,10 @@ stages is handled as a single part.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -240,80 +240,117 @@ def finish_parts(parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], ho
 
 
 def finish_split(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitting) -> SplitReport:
-    """Add tags and seams to one cut part, and run the forward that decides the contracts of its unsplit parameters."""
-    groups, mode = how.groups, how.sequence_parallel
-    tp = groups.size("tp")
-    if mode is not None:
-        layers = list_of_layers(model, f"{plan.family}: sequence parallelism is for models with")
-    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
-    tag_slices(parameters, plan, groups)
-    for name, number in plan.numbers.items() if tp > 1 else ():
-        owner, _, attribute = name.rpartition(".")
-        setattr(modules[owner], attribute, number // tp)
-    place_seams(modules, plan, groups)
-    parallel_output = how.parallel_output is not False and (tp > 1 or mode is not None)
-    if parallel_output:
-        try:
-            with refusing_failures(plan, "with labels", again=""):
-                why = why_logits_stay_whole(model, plan, arguments, tp, cuts_sequence=mode in OVER_CONTEXT)
-        except PlanError as error:
-            why = str(error).strip().removeprefix(f"{plan.family}: ")
-        if why is not None and how.parallel_output is True:
-            raise PlanError(f"{plan.family}: {why}; set parallel_output=False, so that each rank gets full logits")
-        if why is not None:
-            warnings.warn(f"{plan.family}: logits stay whole on each rank: {why}", stacklevel=2)
-        parallel_output = why is None
-    sequence = None
-    if mode is not None:
-        sequence = SequenceParallel(mode, groups, plan.family, local_logits=parallel_output)
+    """Add tags and seams to one cut part, and decide the gradient contracts of its unsplit parameters."""
+    groups, tp = how.groups, how.groups.size("tp")
+    split_ones = tag_parameters(model, plan, groups)
+    parallel_output, sequence = splits_logits(model, plan, arguments, how), None
+    if how.sequence_parallel is not None:
+        sequence = SequenceParallel(how.sequence_parallel, groups, plan.family, local_logits=parallel_output)
     if parallel_output:
         plan = use_parallel_loss(model, plan, groups.tp, sequence)
-        place_seams(modules, plan, groups)
+    place_seams(dict(model.named_modules()), plan, groups)
     unlabelled = {name: value for name, value in arguments.items() if name != "labels"}
-    if sequence is not None:
-        counted, counted_of_parts = CountedPositions(), CountedPositions()
-        inner = [model.get_submodule(place) for place in present_layers(model, layers)]
-        with refusing_failures(plan, *ONCE_SPLIT), counted.inside(inner):
-            before = shown_by(model, unlabelled)  # with tensor parallelism only
-            limit = rounding_of(model, unlabelled, before)
-        if mode in OVER_TENSOR:
-            plan = over_sequence(model, plan, layers)
-            place_seams(modules, plan, groups)
-    report = SplitReport(plan, tp, frozenset(), frozenset(), unreached(model, arguments))
-    if tp > 1:
-        split_ones = [parameters[name] for name in parameters if name in plan.splits]
-        report = declare_whole(model, plan, groups, unlabelled, split_ones)
-        report = replace(report, unreached=unreached(model, arguments))
-    if sequence is not None:
-        sequence.attach(model, layers)
-        with refusing_failures(plan, f"with {mode!r}"), counted_of_parts.inside(inner):
-            after = shown_over_sequence(model, unlabelled, sequence, before.output.shape)
-        refuse_other_output(plan, before, after, limit, f"under {mode!r}", OTHER_TOKENS)
-        for place in counted.of_parts(counted_of_parts):
-            raise PlanError(
-                f"{plan.family}: under {mode!r} a layer counts the positions of its tokens itself (torch.arange in "
-                f"{place}), from 0 on every rank; use 'split_gather'. {AGAIN}"
-            )
-    is_stage = isinstance(vars(model).get("forward"), StageForward)
-    if tp * plan.ep > 1 or sequence is not None or is_stage:
-        parts = sequence is not None or is_stage
-        refuse_whole_methods(model, plan.family, **({"generate": IN_PARTS} if parts else {}))
-        if not parts and hasattr(model, "generate"):
-            model.generate = partial(generate_alike, model.generate)
-    if tp > 1:
-        refuse_partial_outputs(model, plan.family, f"over tp {tp}", SPLIT_HEADS)
-    if is_stage:
-        refuse_partial_outputs(model, plan.family, "in stages", IN_STAGES)
-    if tp * plan.ep > 1 or sequence is not None or is_stage:
-        model.forward_stream = ForwardStream(groups)
-        model.forward_stream.attach(model)
+    cut = contextlib.nullcontext(plan) if sequence is None else proven_cut(model, plan, unlabelled, sequence, groups)
+    partial_ones = unseen = frozenset[str]()
+    with cut as plan:
+        if tp > 1:
+            partial_ones, unseen = declare_whole(model, plan, groups, unlabelled, split_ones)
+    restrict_methods(model, plan, how)
+    report = SplitReport(plan, tp, partial_ones, unseen, unreached(model, arguments))
     setattr(model, REPORT, report)
     return report
 
 
+def tag_parameters(model: Any, plan: Plan, groups: ProcessGroups) -> list[nn.Parameter]:
+    """Tag the parameters that hold slices, divide the head counts that modules store, and return these parameters."""
+    tp, parameters = groups.size("tp"), dict(model.named_parameters())
+    tag_slices(parameters, plan, groups)
+    for name, number in plan.numbers.items() if tp > 1 else ():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, number // tp)
+    place_seams(dict(model.named_modules()), plan, groups)
+    return [parameter for name, parameter in parameters.items() if name in plan.splits]
+
+
+def splits_logits(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitting) -> bool:
+    """Return True if the model keeps its logits split and computes its loss from the parts."""
+    tp, mode = how.groups.size("tp"), how.sequence_parallel
+    if how.parallel_output is False or (tp == 1 and mode is None):
+        return False
+    try:
+        with refusing_failures(plan, "with labels", again=""):
+            why = why_logits_stay_whole(model, plan, arguments, tp, cuts_sequence=mode in OVER_CONTEXT)
+    except PlanError as error:
+        why = str(error).strip().removeprefix(f"{plan.family}: ")
+    if why is not None and how.parallel_output is True:
+        raise PlanError(f"{plan.family}: {why}; set parallel_output=False, so that each rank gets full logits")
+    if why is not None:
+        warnings.warn(f"{plan.family}: logits stay whole on each rank: {why}", stacklevel=2)
+    return why is None
+
+
+@contextlib.contextmanager
+def proven_cut(
+    model: Any, plan: Plan, arguments: dict[str, Any], sequence: SequenceParallel, groups: ProcessGroups
+) -> Iterator[Plan]:
+    """Cut the layers' sequence when the context ends, and compare the example's output before and after.
+
+    Args:
+        model: Model that is split over tensor parallelism, with its seams.
+        plan: Plan of the split.
+        arguments: Keyword arguments of the example forward, without labels.
+        sequence: Sequence parallelism of the model.
+        groups: Process groups.
+
+    Yields:
+        The plan, with the seams of `split_gather`. The model is watched with these, and with its full sequence.
+
+    Raises:
+        PlanError: If the outputs differ, or a layer counts the positions of its tokens itself.
+    """
+    mode = sequence.mode
+    layers = list_of_layers(model, f"{plan.family}: sequence parallelism is for models with")
+    counted, counted_of_parts = CountedPositions(), CountedPositions()
+    inner = [model.get_submodule(place) for place in present_layers(model, layers)]
+    with refusing_failures(plan, *ONCE_SPLIT), counted.inside(inner):
+        before = shown_by(model, arguments)  # with tensor parallelism only
+        limit = rounding_of(model, arguments, before)
+    if mode in OVER_TENSOR:
+        plan = over_sequence(model, plan, layers)
+        place_seams(dict(model.named_modules()), plan, groups)
+    yield plan
+    sequence.attach(model, layers)
+    with refusing_failures(plan, f"with {mode!r}"), counted_of_parts.inside(inner):
+        after = shown_over_sequence(model, arguments, sequence, before.output.shape)
+    refuse_other_output(plan, before, after, limit, f"under {mode!r}", OTHER_TOKENS)
+    for place in counted.of_parts(counted_of_parts):
+        raise PlanError(
+            f"{plan.family}: under {mode!r} a layer counts the positions of its tokens itself (torch.arange in "
+            f"{place}), from 0 on every rank; use 'split_gather'. {AGAIN}"
+        )
+
+
+def restrict_methods(model: Any, plan: Plan, how: Splitting) -> None:
+    """Refuse methods and outputs that would use a rank's part as if it were the full model."""
+    tp = how.groups.size("tp")
+    is_stage = isinstance(vars(model).get("forward"), StageForward)
+    in_parts = how.sequence_parallel is not None or is_stage
+    if tp > 1:
+        refuse_partial_outputs(model, plan.family, f"over tp {tp}", SPLIT_HEADS)
+    if is_stage:
+        refuse_partial_outputs(model, plan.family, "in stages", IN_STAGES)
+    if tp * plan.ep == 1 and not in_parts:
+        return
+    refuse_whole_methods(model, plan.family, **({"generate": IN_PARTS} if in_parts else {}))
+    if not in_parts and hasattr(model, "generate"):
+        model.generate = partial(generate_alike, model.generate)
+    model.forward_stream = ForwardStream(how.groups)
+    model.forward_stream.attach(model)
+
+
 def declare_whole(
     model: nn.Module, plan: Plan, groups: ProcessGroups, arguments: dict[str, Any], split: Collection[nn.Parameter]
-) -> SplitReport:
+) -> tuple[frozenset[str], frozenset[str]]:
     """Declare the gradient contract of each trainable unsplit parameter from one watched forward of the split model.
 
     Args:
@@ -324,8 +361,7 @@ def declare_whole(
         split: Parameters that hold slices.
 
     Returns:
-        A report with the parameters whose gradients are partial over tp, and the parameters that the forward did not
-        use.
+        The parameters whose gradients are partial over tp, and the parameters that the forward did not use.
 
     Raises:
         PlanError: If no contract can make a gradient right. The message names the module or parameter.
@@ -351,7 +387,7 @@ def declare_whole(
         elif name not in unseen:
             declare_gradient(parameter)
     drop_parts_apart(model, flow, groups)
-    return SplitReport(plan, groups.size("tp"), frozenset(partial_ones), frozenset(unseen))
+    return frozenset(partial_ones), frozenset(unseen)
 
 
 def whole_only(method: Callable[..., Any], sentence: str, *args: Any, **kwargs: Any) -> Any:
