@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from core.verify.program import asked_by, run_program
+from core.verify.asked import asked_by
+from core.verify.program import run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

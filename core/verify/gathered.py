@@ -162,15 +162,32 @@ class WrappedModel:
         """
         first = [held for held in (*self.held, *self.biases) if held.place.replica == 0]
         with self.gathered():
-            mine = [(held.place, held.tensor.detach().cpu()) for held in first]
-        everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        with waiting("the weights of all ranks", dist.group.WORLD):
-            dist.gather_object(mine, everyone, dst=0)
+            everyone = _on_rank_zero([(held.place, held.tensor.detach().cpu()) for held in first])
         with agree.together(None, "the weights of the whole model", ValueError):
             return {} if everyone is None else _assembled(everyone)
 
+    def whole(self, values: Mapping[tuple[int, str], Tensor]) -> dict[str, Tensor]:
+        """Gather full tensors of trained parameters by name on rank 0's CPU; other ranks return an empty dict.
 
-def _assembled(everyone: Iterable[Iterable[tuple[GlobalSlice, Tensor]]]) -> dict[str, Tensor]:
+        Collective over the world. Copies may differ; the first rank's counts.
+
+        Args:
+            values: This rank's tensors by `Held.key`, such as gradients.
+        """
+        first = [held for held in self.trained if held.place.replica == 0]
+        everyone = _on_rank_zero([(held.place, values[held.key].detach().cpu()) for held in first])
+        return {} if everyone is None else _assembled(reversed(everyone), equal=False)
+
+
+def _on_rank_zero(mine: list[Any]) -> list[Any] | None:
+    """Return every rank's list on rank 0, and None on other ranks."""
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    with waiting("the weights of all ranks", dist.group.WORLD):
+        dist.gather_object(mine, everyone, dst=0)
+    return everyone
+
+
+def _assembled(everyone: Iterable[Iterable[tuple[GlobalSlice, Tensor]]], *, equal: bool = True) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     written: dict[str, Tensor] = {}
     for rank, pieces in enumerate(everyone):
@@ -179,7 +196,7 @@ def _assembled(everyone: Iterable[Iterable[tuple[GlobalSlice, Tensor]]]) -> dict
             known = written.setdefault(place.name, torch.zeros(place.shape, dtype=torch.bool))
             for box in place.boxes:
                 there, values = _area(box.global_offset, box), tensor[_area(box.local_offset, box)]
-                if bool((known[there] & (whole[there] != values)).any()):
+                if equal and bool((known[there] & (whole[there] != values)).any()):
                     raise ValueError(
                         f"rank {rank}: the copy of parameter {place.name!r} has other values than the one of an "
                         "earlier stage; start all copies alike"

@@ -30,6 +30,7 @@ from core.verify.microbatches import (
     Given,
     JoinFn,
     Microbatch,
+    data_of,
     other_ends,
     other_inputs,
     other_wholes,
@@ -45,8 +46,6 @@ OTHER_BACKWARDS = (
     "the loop does something else than one backward of loss_fn for each microbatch: one is left out or runs twice, its "
     "labels are other ones, or gradients are changed (clipped, scaled, zeroed) before finalize_model_grads"
 )
-
-TITLES = ("first step of the loop", "second step of the loop (the first was right)")
 
 _CHECKS: dict[int, StepCheck] = {}  # id of the wrapped module -> its check
 
@@ -177,6 +176,8 @@ class StepCheck:
         self.until_over.enter_context(job.watched(self._finish))
         self.also = AlsoSeen(job)
         self.until_over.callback(self.also.stop)
+        self.notes: tuple[str, ...] = ()  # findings of all compared steps
+        self.data: dict[int, list[str]] = {}  # digests of the last step's microbatches by data rank
         self.wholes: list[str] = []  # digests of the batches that tokens were cut from
 
     def prepare(self) -> None:
@@ -231,10 +232,17 @@ class StepCheck:
         """Drop the inputs of a step that was skipped for non-finite gradients; the next step is compared instead."""
         self.forwards, self.noted, self.wholes = [], [], []
 
-    def _finish(self) -> None:
-        """Compare the step that has just ended. Collective over the world."""
+    def _finish(self, after_clip: bool = False) -> None:
+        """Compare the step that has just ended. Collective over the world.
+
+        Args:
+            after_clip: True if the step was compared when its gradients were clipped. A rank may leave out the
+                optimizer's step that follows, so this is not collective then.
+        """
+        if after_clip and not (self.noted or self.forwards):
+            return
         if self.done and not agree.any(bool(self.noted or self.forwards), None, "the forwards of a step"):
-            return  # for example, the optimizer step after a comparison at clipping
+            return  # for example, a second optimizer's step
         if self.skips and not self._is_finite():
             self.forget()
             return
@@ -298,12 +306,14 @@ class StepCheck:
                 bound=self.bound,
                 noise=NOISE.get(compute, 1e-2),
                 steps=1,
-                title=f"{TITLES[self.done]}, {_counted(dist.get_world_size(), 'rank')}, "
+                title=f"{_title(self.done)}, {_counted(dist.get_world_size(), 'rank')}, "
                 f"{_counted(len(mine), 'microbatch')} each",
             )
             differences = [other_inputs(answers), other_wholes(answers), other_ends(answers)]
-            notes = [*same_data(answers), *(text for text in differences if text), *self.also.lines()]
-            report = replace(report, notes=tuple(notes))
+            notes = [*same_data(answers, self.data), *(text for text in differences if text), *self.also.lines()]
+            self.data = data_of(answers)
+            report = replace(report, notes=tuple(dict.fromkeys((*self.notes, *notes))))
+            self.notes = report.notes
             other = "" if report.ok else differences[0]
             at_fault = ""
             unexplained = report.cause.startswith((NO_SUM, BEFORE, ELSEWHERE)) or NO_SIZE in report.cause
@@ -435,6 +445,11 @@ def _kept_random_state(device: torch.device) -> Iterator[None]:
     """Restore the random state afterwards, because rank 0 runs more code than the other ranks."""
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         yield
+
+
+def _title(step: int) -> str:
+    titles = ("first step of the loop", "second step of the loop (the first was right)")
+    return titles[step] if step < len(titles) else f"step {step + 1} of the loop (those before were right)"
 
 
 def _counted(number: int, what: str) -> str:

@@ -106,18 +106,43 @@ def _length(tensor: Tensor) -> int:
     return tensor.shape[1] if tensor.dim() > 1 else -1 - tensor.dim()
 
 
-def same_data(answers: Mapping[int, Given]) -> tuple[str, ...]:
-    """Describe data ranks that received the same microbatches. This is only a warning, because it may be intended."""
-    by_data: dict[str, set[int]] = {}
-    for given in answers.values():
-        if given.cp == 0 and given.stage == 0 and any(given.digests):
-            by_data.setdefault(repr(given.digests), set()).add(given.data_rank)
-    return tuple(
-        f"data ranks {sorted(ranks)} were given the same microbatches, so they train as one; choose data by "
-        "parallel_state.get_data_parallel_rank(), or with a DistributedSampler, unless this is meant"
-        for ranks in by_data.values()
-        if len(ranks) > 1
-    )
+def data_of(answers: Mapping[int, Given]) -> dict[int, list[str]]:
+    """Return the digest of each microbatch by data rank."""
+    return {g.data_rank: [repr(part) for part in g.digests if part] for g in answers.values() if g.cp == g.stage == 0}
+
+
+def same_data(answers: Mapping[int, Given], before: Mapping[int, list[str]]) -> list[str]:
+    """Describe data ranks that share data, and a rank that repeats its data. Both may be intended.
+
+    Args:
+        answers: Microbatches by rank.
+        before: `data_of` the previous step; empty in the first.
+
+    Returns:
+        Descriptions.
+    """
+    data = data_of(answers)
+    ranks_of: dict[str, set[int]] = {}
+    for rank, parts in data.items():
+        for part in parts:
+            ranks_of.setdefault(part, set()).add(rank)
+    found = []
+    for ranks in dict.fromkeys(frozenset(ranks) for ranks in ranks_of.values() if len(ranks) > 1):
+        common = set.intersection(*(set(data[rank]) for rank in ranks))
+        some = "the same microbatches, so they train as one"
+        if any(set(data[rank]) != common for rank in ranks):
+            some = f"{len(common)} equal microbatches among others"
+        found.append(
+            f"data ranks {sorted(ranks)} were given {some}; choose data by parallel_state.get_data_parallel_rank(), or "
+            "with a DistributedSampler, unless this is meant"
+        )
+    stale = [rank for rank, parts in data.items() if parts and parts == before.get(rank)]
+    if stale and len(stale) < len(data):
+        found.append(
+            f"data ranks {stale} were given the microbatches of the step before once more, and the others new ones: is "
+            "their iterator not advanced?"
+        )
+    return found
 
 
 def other_inputs(answers: Mapping[int, Given]) -> str:

@@ -8,7 +8,6 @@ or gradients are clipped. Two steps are compared, the second one for what the fi
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import runpy
@@ -35,6 +34,7 @@ from core.optimizer.optimizer import MegatronOptimizer
 from core.pipeline_parallel import PipelineRunner
 from core.pipeline_parallel.forward_backward import DrawingStep
 from core.verify.also_seen import dropped_by
+from core.verify.asked import Asked
 from core.verify.gathered import kept
 from core.verify.loop import StepCheck, loss_of_call
 from core.verify.losses import is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages
@@ -43,9 +43,9 @@ from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob, taped
 from core.verify.report import GradientReport
 from core.verify.structure import buffers_without_values, builder_of, structure_of, with_memory
 from core.verify.torch_model import TorchLoopJob, unwrapped
+from core.verify.updates import Updates, watched_updates, with_updates
 
 UNCOPYABLE = (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, AssertionError)
-NAMED = "module:function, or a function of the program"
 # Classes and methods that scale a loss for torch optimizers, and how to read the factor. Our optimizers know theirs.
 SCALES: tuple[tuple[type, str, Callable[[Any], float]], ...] = (
     (TorchAMPOptimizer, "scale_loss", lambda optimizer: optimizer.scaler.value),
@@ -56,53 +56,12 @@ NAME_IT = "name a function that builds the model without any splitting: --whole 
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Options of the command line.
-
-    Attributes:
-        program: File or module to run.
-        arguments: Arguments of the program.
-        is_module: True if `program` is a module.
-        whole: 'module:function', or a function of the program, that builds the unsplit model.
-        loss: The same for the mean loss of a microbatch.
-        join: The same for joining the parts of context-parallel ranks.
-        continues: True if the program continues training after the report.
-    """
-
-    program: str
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    whole: str | None = None
-    loss: str | None = None
-    join: str | None = None
-    continues: bool = False
-
-
-@dataclass(frozen=True)
 class Noted:
     """A microbatch that the loop has passed to `note`, and its loss."""
 
     loss_fn: Callable[..., Any]
     microbatch: Microbatch
     per_token: bool
-
-
-def asked_by(arguments: Sequence[str]) -> Asked:
-    """Parse the command line: options, then the program and its arguments."""
-    parser = argparse.ArgumentParser(prog="python -m core.verify", description=__doc__)
-    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module, as for python -m")
-    parser.add_argument("--whole", metavar="FUNCTION", help=f"builds the model without any splitting; {NAMED}")
-    parser.add_argument(
-        "--loss", metavar="FUNCTION", help=f"the mean loss of a microbatch, of a model and inputs; {NAMED}"
-    )
-    parser.add_argument(
-        "--join", metavar="FUNCTION", help=f"makes a whole sequence of context-parallel ranks' parts; {NAMED}"
-    )
-    parser.add_argument("--go-on", dest="continues", action="store_true", help="train on after the report")
-    parser.add_argument("program")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    found = vars(parser.parse_args(arguments))
-    return Asked(**{**found, "arguments": tuple(found["arguments"])})
 
 
 def run_program(asked: Asked) -> int:
@@ -204,9 +163,21 @@ class ProgramWatch:
             stack.enter_context(mock.patch.object(PipelineRunner, "step", watched_step))
             for owner, name, scale_of in SCALES:
                 stack.enter_context(mock.patch.object(owner, name, self._noting_scale(getattr(owner, name), scale_of)))
+            stack.enter_context(watched_updates(self._updates))
+            leave = dist.destroy_process_group
+
+            def show_and_leave(group: Any = None) -> None:
+                if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+                    self.show_the_rest()
+                leave(group)
+
+            stack.enter_context(mock.patch.object(dist, "destroy_process_group", show_and_leave))
             for owner in (LossScaler, DynamicLossScaler, torch.amp.GradScaler):
                 stack.enter_context(mock.patch.object(owner, "update", self._ending_step(owner.update)))
             yield
+
+    def _updates(self) -> list[Updates]:
+        return [check.updates for check in self.checks.values() if check.updates is not None and check.listens]
 
     def _noting_scale(self, method: Callable[..., Any], scale_of: Callable[[Any], float]) -> Callable[..., Any]:
         def noting(holder: Any, *args: Any, **kwargs: Any) -> Any:
@@ -277,6 +248,9 @@ class ProgramWatch:
             self.open = []
             if known is not None and torch.is_grad_enabled():
                 known.also.forwards_in_eval += 1
+                if known.updates is not None:  # its step is compared too
+                    self.open = [known]
+                    known.note_forward(args, kwargs)
             elif module.training and not self.dropped:
                 self.dropped = dropped_by(unwrapped(module))
             return
@@ -366,9 +340,11 @@ class ProgramWatch:
                 print(report.where.table(), flush=True)
 
     def show_the_rest(self) -> None:
-        """Print the reports of models that ran only one step before the program ended."""
+        """Print the reports of models that ran fewer steps than were asked for before the program ended."""
         for check in self.checks.values():
+            check.compare_weights()
             if check.listens and check.report is not None:
+                check.listens = False
                 notes = (*check.report.notes, *filter(None, [check.also.in_eval()]))
                 self.show(replace(check.report, notes=tuple(dict.fromkeys(notes))))
 
@@ -379,7 +355,11 @@ class ProgramCheck(StepCheck):
     def __init__(self, watch: ProgramWatch, job: RanJob, module: nn.Module) -> None:
         join = watch.asked.join
         join_fn = None if join is None else function_named(join)
-        super().__init__(job, self._whole, conclude=watch.end, join_fn=join_fn, steps=2)
+        wanted = watch.asked.steps
+        # The comparison of weights after the last step ends the check before the gradients of the next one.
+        steps = 2 if wanted is None else wanted + 1
+        super().__init__(job, self._whole, conclude=watch.end, join_fn=join_fn, steps=steps)
+        self.updates = None if wanted is None else Updates(job)
         self.watch = watch
         self.module = module
         self.structure: nn.Module | None = None
@@ -392,14 +372,32 @@ class ProgramCheck(StepCheck):
         super().forget()
         self.watch.noted.clear()
 
-    def _finish(self) -> None:
+    def note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See StepCheck. Weights are compared before the next step's first forward."""
+        self.compare_weights()
+        if self.report is not None and (not self.report.ok or self.done == self.watch.asked.steps):
+            self.listens = False
+            self.until_over.close()
+            self.conclude(self.report)
+        super().note_forward(args, kwargs)
+
+    def compare_weights(self) -> None:
+        """Compare the weights after the step whose gradients were compared, if the command was asked to. Collective."""
+        if self.listens and self.report is not None and self.updates is not None and self.updates.is_open:
+            with some_world():
+                self.report = with_updates(self.report, self.updates, self.updates.compare())
+
+    def _finish(self, after_clip: bool = False) -> None:
         """See StepCheck. Torch optimizers step after the scaler has removed the loss scale."""
         if self.listens:
             self.loss_scale = self.watch.scale_of(self.job.model.chunks)
             self.job.scale = 1.0 if isinstance(self.job, TorchLoopJob) else self.loss_scale
             self.skips = self.loss_scale != 1.0
+        done = self.done
         with some_world():
-            super()._finish()
+            super()._finish(after_clip)
+            if self.updates is not None and self.listens and self.done > done:
+                self.updates.begin(self.before)
 
     def _compared(self, mine: list[Microbatch]) -> GradientReport:
         report = super()._compared(mine)
@@ -454,7 +452,7 @@ class ProgramCheck(StepCheck):
         if self.of_gpt is not None:
             return self.of_gpt[0]()
         assert self.structure is not None, "looked for in `prepare`"
-        return with_memory(self.structure, self.buffers)
+        return with_memory(self.structure, self.buffers).train(self.module.training)
 
 
 def function_named(name: str) -> Callable[..., Any]:

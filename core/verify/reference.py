@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -340,17 +340,27 @@ class Reference:
         mine: Expected | None = self._on_rank_zero(lambda: compute(self._built))
         answer: Any = None
         if mine is not None:
-            shapes = {name: (grad.shape, grad.dtype) for name, grad in mine.grads.items()}
-            answer = replace(mine, grads={}), shapes
-        rest, shapes = agree.gather(answer, None, "the reference")[0]
-        grads = {}
-        for name, (shape, dtype) in shapes.items():
-            grad = torch.empty(shape, dtype=dtype) if mine is None else mine.grads[name]
-            grad = grad.to(self.device).contiguous()
-            with waiting("the reference's gradients", dist.group.WORLD):
-                dist.broadcast(grad, src=0)
-            grads[name] = grad.cpu()
-        return replace(rest, grads=grads)
+            answer = replace(mine, grads={})
+        rest = agree.gather(answer, None, "the reference")[0]
+        return replace(rest, grads=sent_from_rank_zero({} if mine is None else mine.grads, self.device))
+
+
+def sent_from_rank_zero(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return rank 0's tensors by name, on every rank's CPU. Collective over the world.
+
+    Args:
+        values: Rank 0's tensors; other ranks' are ignored.
+        device: Device of the process group's tensors.
+    """
+    shapes = {name: (value.shape, value.dtype) for name, value in values.items()}
+    sent = {}
+    for name, (shape, dtype) in agree.gather(shapes, None, "the reference")[0].items():
+        value = values[name] if dist.get_rank() == 0 else torch.empty(shape, dtype=dtype)
+        value = value.to(device).contiguous()
+        with waiting("the reference's tensors", dist.group.WORLD):
+            dist.broadcast(value, src=0)
+        sent[name] = value.cpu()
+    return sent
 
 
 class _GlobalLoads:

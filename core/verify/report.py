@@ -58,6 +58,8 @@ class GradientReport:
         broken: Faults that layout and reference share.
         notes: Suspicious findings although no gradient is wrong; see core/verify/also_seen.py.
         reference: Kind of the reference model, if there is a choice.
+        compared: 'updates' if the wrong tensors are weights after a step.
+        weights: Line about right weights after each step; '' if they were not compared.
     """
 
     title: str
@@ -78,6 +80,8 @@ class GradientReport:
     broken: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     reference: str = ""
+    compared: str = "gradients"
+    weights: str = ""
 
     @property
     def ok(self) -> bool:
@@ -91,7 +95,7 @@ class GradientReport:
 
     def __str__(self) -> str:
         seen = [f"also seen: {note}" for note in self.notes]
-        return "\n  ".join([self._verdict(), *seen, *([self.reference] if self.reference else [])])
+        return "\n  ".join([self._verdict(), *filter(None, [self.weights]), *seen, *filter(None, [self.reference])])
 
     def _verdict(self) -> str:
         if self.ok:
@@ -110,7 +114,7 @@ class GradientReport:
         names = list(dict.fromkeys(entry.name for entry in self.wrong))
         wrong_ranks = sorted({entry.rank for entry in self.wrong if entry.name == first.name})
         lines = [
-            f"{self.title}: {len(names)} of {self.parameters} gradients are wrong, first {first.name!r} on ranks "
+            f"{self.title}: {len(names)} of {self.parameters} {self.compared} are wrong, first {first.name!r} on ranks "
             f"{wrong_ranks} in step {first.step}: relative error {first.error:.3g} (bound {first.bound:.2g}), "
             f"{first.ratio:.6g} times the reference",
             wrong_by_layer(self.names, names),

@@ -176,23 +176,30 @@ class TorchLoopJob(LoopJob):
         self.kept: dict[str, Tensor | None] | None = None  # the loop's gradients, while the diagnosis computes others
 
     @contextmanager
-    def watched(self, finish: Callable[[], None]) -> Iterator[None]:
+    def watched(self, finish: Callable[..., None]) -> Iterator[None]:
         """Call `finish` before an optimizer of one of the model's parameters steps, or gradients are clipped."""
         mine = {id(param) for param in self.torch_model.params.values()}
 
-        def compare(params: Any) -> None:
+        def compare(params: Any, *, after_clip: bool = False) -> bool:
             given = [params] if isinstance(params, Tensor) else list(params)
-            if any(id(param) in mine and gradient_of(param) is not None for param in given):
+            is_mine = any(id(param) in mine and gradient_of(param) is not None for param in given)
+            if is_mine:
                 with torch.enable_grad():
-                    finish()
+                    finish(after_clip)
+            return is_mine
+
+        clipped = False  # in this step
 
         def before_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-            compare([param for group in optimizer.param_groups for param in group["params"]])
+            nonlocal clipped
+            compare([param for group in optimizer.param_groups for param in group["params"]], after_clip=clipped)
+            clipped = False
 
         def before_clip(clip: Callable[..., Any]) -> Callable[..., Any]:
             def compare_and_clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+                nonlocal clipped
                 parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
-                compare(parameters)
+                clipped = compare(parameters) or clipped
                 return clip(parameters, *args, **kwargs)
 
             return compare_and_clip

@@ -170,6 +170,10 @@ UNMEANT: dict[str, tuple[Callable[[], Steps], str, bool]] = {
         lambda: train(batch=lambda step: samples(step, rank=0)),
         *(r"also seen: data ranks \[0, 1\] were given the same microbatches.*DistributedSampler", True),
     ),
+    "one rank reads its first batch again": (
+        lambda: train(batch=lambda step: samples(0 if dist.get_rank() == 1 else step)),
+        *(r"also seen: data ranks \[1\] were given the microbatches of the step before once more", True),
+    ),
     "gradients are not zeroed": (
         lambda: train(zeroes=False),
         *("the gradients of the step before are still there", False),

@@ -1,0 +1,66 @@
+"""Options of `python -m core.verify`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NAMED = "module:function, or a function of the program"
+DESCRIPTION = "Run a program, and compare the steps of the model that it trains with one process that splits nothing."
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of the command line.
+
+    Attributes:
+        program: File or module to run.
+        arguments: Arguments of the program.
+        is_module: True if `program` is a module.
+        whole: 'module:function', or a function of the program, that builds the unsplit model.
+        loss: The same for the mean loss of a microbatch.
+        join: The same for joining the parts of context-parallel ranks.
+        continues: True if the program continues training after the report.
+        steps: Number of optimizer steps after which weights are compared too; None to compare gradients only.
+    """
+
+    program: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    whole: str | None = None
+    loss: str | None = None
+    join: str | None = None
+    continues: bool = False
+    steps: int | None = None
+
+
+def asked_by(arguments: Sequence[str]) -> Asked:
+    """Parse the command line: options, then the program and its arguments."""
+    parser = argparse.ArgumentParser(prog="python -m core.verify", description=DESCRIPTION)
+    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module, as for python -m")
+    parser.add_argument("--whole", metavar="FUNCTION", help=f"builds the model without any splitting; {NAMED}")
+    parser.add_argument(
+        "--loss", metavar="FUNCTION", help=f"the mean loss of a microbatch, of a model and inputs; {NAMED}"
+    )
+    parser.add_argument(
+        "--join", metavar="FUNCTION", help=f"makes a whole sequence of context-parallel ranks' parts; {NAMED}"
+    )
+    parser.add_argument(
+        "--steps",
+        type=_positive,
+        metavar="N",
+        help="compare N steps, and the weights after each; without it the gradients of two steps are compared",
+    )
+    parser.add_argument("--go-on", dest="continues", action="store_true", help="train on after the report")
+    parser.add_argument("program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    found = vars(parser.parse_args(arguments))
+    return Asked(**{**found, "arguments": tuple(found["arguments"])})
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 at least, not {number}")
+    return number
