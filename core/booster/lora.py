@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from core.hugging_face.transformers_plans import peft_by_old_names
+
 
 def add_lora(
     model: nn.Module, pretrained_dir: str | None, lora_config: Any, bnb_quantization_config: Any = None
@@ -27,10 +29,11 @@ def add_lora(
     """
     refuse_quantized(bnb_quantization_config is not None)
     peft = peft_package()
-    if pretrained_dir is None:
-        return peft.get_peft_model(model, check_config(lora_config))
-    options = {} if lora_config is None else {"config": check_config(lora_config)}
-    return peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True, **options)
+    options = {} if lora_config is None and pretrained_dir else {"config": check_config(lora_config)}
+    with peft_by_old_names():
+        if pretrained_dir is None:
+            return peft.get_peft_model(model, options["config"])
+        return peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True, **options)
 
 
 def check_config(lora_config: Any) -> Any:

@@ -72,6 +72,9 @@ def read_arguments(config: TuneConfig, dp: int) -> Arguments:
         defaults |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
         defaults |= {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": every, "save_steps": every}
         defaults["save_total_limit"] = 2
+    if _value(config.given, "gradient_checkpointing") is None and not _flag(config.given, "no_gradient_checkpointing"):
+        # TRL sets its default by the name that transformers has deprecated, and each rank warns.
+        defaults["activation_checkpointing"] = options.task != "classification"
     parser.set_defaults(**defaults)
     try:
         _, theirs, model, unknown = parser.parse_args_and_config(config.given, return_remaining_strings=True)

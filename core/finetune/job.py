@@ -23,7 +23,7 @@ from core.finetune.data import Data, describe, read_data, tokenized
 from core.finetune.model import check_model, check_sizes, directory_of, load_tokenizer, on_meta, plugin_of
 from core.hugging_face.directory import read_configuration
 from core.hugging_face.ties import untie_by_files
-from core.hugging_face.transformers_plans import transformers_package
+from core.hugging_face.transformers_plans import peft_by_old_names, transformers_package
 from core.jobs.model_directory import classifies, one_line
 from core.training.errors import ConfigError
 from core.training.hub import is_hub_name
@@ -121,13 +121,15 @@ def build(config: TuneConfig, given: Arguments, *, plugin: Any = None, on_ranks:
     elif adapters is not None:
         import peft
 
-        model = peft.get_peft_model(model, adapters)
+        with peft_by_old_names():
+            model = peft.get_peft_model(model, adapters)
     if plugin is not None:
         place, more["plugin"] = integrations.over(place), plugin
         if options.task != "dpo" and not issubclass(place, _Unmoved):  # TRL may compute the reference before the split
             place = type(name, (_Unmoved, place), {})
     try:
-        trainer = place(model=model, args=theirs, train_dataset=data.train, eval_dataset=data.held, **more)
+        with peft_by_old_names():
+            trainer = place(model=model, args=theirs, train_dataset=data.train, eval_dataset=data.held, **more)
     except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:  # TRL's refusals
         raise ConfigError(one_line(error)) from error
     if options.task == "classification":

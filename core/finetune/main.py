@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,13 +26,13 @@ def check_extras(config: TuneConfig, ranks_here: int) -> None:
         require_installed(package, "fine-tuning", "trl")
 
 
-def _check(config: TuneConfig) -> None:
+def _check(config: TuneConfig, ranks: int) -> Any:
     """Make every check of a start, in the process that starts ranks. A launcher's ranks make them after their start."""
     if "RANK" in os.environ:
-        return
+        return None
     from core.finetune.job import check
 
-    check(config, config.run.ranks)
+    return check(config, ranks)
 
 
 def _run(config: TuneConfig, dp: int, launch: Launch) -> None:
@@ -42,22 +41,16 @@ def _run(config: TuneConfig, dp: int, launch: Launch) -> None:
     run_tuning(config, dp, launch)
 
 
-def _dry_run(config: TuneConfig, ranks: int, ranks_here: int, device: str | None, says: bool) -> int:
-    """Make every check of a start, print the plan, and show which tokens are learned."""
+def _dry_run(config: TuneConfig, ranks: int, ranks_here: int, device: str | None, says: bool, checked: Any) -> int:
+    """Print the plan, and show which tokens are learned if the records were read."""
     if not says:
         return 0
-    from core.finetune.job import check
     from core.finetune.planned import PlannedTuning
     from core.plan.dry_run import dry_run
 
-    environment = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-    check_extras(config, ranks_here)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        started = check(config, ranks)
-        given = read_arguments(config, check_sizes(config, ranks))
-    os.environ.update(environment)
-    print(f"the first record, learned in [[ ]]: {started.sample()}")
+    given = read_arguments(config, check_sizes(config, ranks))
+    if checked is not None:
+        print(f"the first record, learned in [[ ]]: {checked.sample()}")
     return dry_run(PlannedTuning(config, given), config.run, ranks, ranks_here, device, says=says)
 
 

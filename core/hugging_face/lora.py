@@ -28,6 +28,7 @@ from core.hugging_face.slices import slice_of
 from core.hugging_face.split import declare_whole, refuse_whole_methods
 from core.hugging_face.split_report import REPORT, SplitReport
 from core.hugging_face.stage_forward import StageForward
+from core.hugging_face.transformers_plans import peft_by_old_names
 from core.tensor_parallel.mappings import resolve_groups
 from core.watch.waiting import waiting
 
@@ -169,6 +170,7 @@ def with_adapters(
     if isinstance(stage, StageForward) and not isinstance(excluded, str):
         config.exclude_modules = [*(excluded or ()), *stage.absent]
 
+    @peft_by_old_names()
     def adapt() -> Any:
         if directory is None:
             return peft.get_peft_model(model, config, adapter_name, low_cpu_mem_usage=without_memory)
@@ -324,7 +326,8 @@ def put_on(
         if getattr(parts[0], REPORT, None) is None:  # one rank holds the full model
             import peft
 
-            adapted = [peft.get_peft_model(parts[0], config, adapter_name)]
+            with peft_by_old_names():
+                adapted = [peft.get_peft_model(parts[0], config, adapter_name)]
         elif staged:
             adapted = add_lora(list(parts), config, pg_collection=groups, adapter_name=adapter_name)
         else:

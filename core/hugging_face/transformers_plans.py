@@ -7,7 +7,9 @@ the model's config and of its children.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +63,17 @@ def checkpoint_each_layer(model: Any) -> None:
     """
     newer = getattr(model, "activation_checkpointing_enable", None)  # if both exist, the older name warns
     (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+@contextmanager
+def peft_by_old_names() -> Iterator[None]:
+    """Ignore transformers' warning of the old name by which peft (0.21) reads a model, within a block.
+
+    It came on every rank, and a user cannot avoid it. All other warnings pass.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def check_version(version: str) -> None:

@@ -16,7 +16,7 @@ from core.checkpoint.weights.index import weight_files
 from core.checkpoint.weights.one_file import SAFE_SUFFIX, Description, describe, is_kind_with_point
 from core.extras import require_installed
 from core.hugging_face.directory import check_files, look_at, read_configuration
-from core.hugging_face.transformers_plans import transformers_package
+from core.hugging_face.transformers_plans import peft_by_old_names, transformers_package
 from core.training.errors import ConfigError
 from core.training.hub import cached_model, how_to_download
 
@@ -100,7 +100,8 @@ def load_directory(directory: Path, dtype: torch.dtype | str = "auto") -> Tuned:
     scored = settings.get("task_type") == "SEQ_CLS"
     heads = (lambda model: {name for name, _ in model.named_parameters() if "score" in name}) if scored else None
     model = _loaded(Path(found), dtype, AUTO_CLASS[1] if scored else None, heads)
-    return Tuned(peft.PeftModel.from_pretrained(model, directory).eval(), tokenizer)
+    with peft_by_old_names():
+        return Tuned(peft.PeftModel.from_pretrained(model, directory).eval(), tokenizer)
 
 
 def _loaded(

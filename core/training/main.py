@@ -44,18 +44,19 @@ class Command(Generic[Config, Plan]):
     """A job as a command: what its arguments are, what is refused before ranks start, and what a rank runs.
 
     load: the configuration of some arguments. plan: its sizes on so many ranks. check: what a machine must have for so
-    many of its ranks. check_places: what is read must be there, and what is written free. run: one rank's part.
-    dry_run: prints the plan of a job of so many ranks, so many of them here, for a device or None for this machine, and
-    gives the exit status. check_fit: refuses what so many ranks, so many of them here, cannot hold. All but `run` raise
-    ConfigError, or MissingExtra.
+    many of its ranks. check_places: checks that what a job of so many ranks reads is there, and that it can write.
+    run: one rank's part. dry_run: prints the plan of a job of so many ranks, so many of them here, for a device or None
+    for this machine, and gives the exit status; the last argument is the result of check_places, None if it was not
+    called. check_fit: refuses what so many ranks, so many of them here, cannot hold. All but `run` raise ConfigError,
+    or MissingExtra.
     """
 
     load: Callable[[list[str]], Config]
     plan: Callable[[Config, int], Plan]
     check: Callable[[Config, int], None]
-    check_places: Callable[[Config], None]
+    check_places: Callable[[Config, int], Any]
     run: Callable[[Config, Plan, Launch], object]
-    dry_run: Callable[[Config, int, int, str | None, bool], int]
+    dry_run: Callable[[Config, int, int, str | None, bool, Any], int]
     check_fit: Callable[[Config, int, int], None]
 
 
@@ -94,13 +95,11 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
             cores=available_cores(),
             local_world_size=ranks_here,
         )
+        checked = None
+        if device is None:  # a plan for another device may be made on a machine that lacks the data
+            checked = _check_start(command, config, ranks, ranks_here, is_planned=dry)
         if dry:
-            return command.dry_run(config, ranks, ranks_here, device, launch is None or launch.rank == 0)
-        command.check(config, ranks_here)
-        if STARTED_BY_US not in os.environ:  # who started this rank has checked
-            command.check_fit(config, ranks, ranks_here)
-        if launch is None or launch.world_size == launch.local_world_size:  # all ranks would find the same
-            command.check_places(config)
+            return command.dry_run(config, ranks, ranks_here, device, launch is None or launch.rank == 0, checked)
     except (ConfigError, MissingExtra) as error:
         return _refuse(error, launch)
     if launch is None:
@@ -117,6 +116,7 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
     for name, value in launch.interfaces(sys.platform).items():
         os.environ.setdefault(name, value)
     torch.set_num_threads(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # accelerate sets the number of cores, and warns, without it
     try:
         with EndAtSecondInterrupt(says=launch.rank == 0):
             command.run(config, plan, launch)
@@ -129,6 +129,21 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return FAILURE
     return 0
+
+
+def _check_start(command: Command[Any, Any], config: Any, ranks: int, ranks_here: int, *, is_planned: bool) -> Any:
+    """Make every check of a start, for a start and for a dry run; the plan of a dry run says if the job fits.
+
+    Returns:
+        What the command has read to check its places; None if only some of the job's ranks are here.
+    """
+    if is_planned:  # some packages start torch.distributed if they find these
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+    command.check(config, ranks_here)
+    if not is_planned and STARTED_BY_US not in os.environ:  # who started this rank has checked
+        command.check_fit(config, ranks, ranks_here)
+    return command.check_places(config, ranks) if ranks == ranks_here else None  # all ranks would find the same
 
 
 def _take_dry_run(arguments: Sequence[str]) -> tuple[bool, str | None, list[str]]:
@@ -153,13 +168,11 @@ def _run_pretraining(config: JobConfig, plan: JobPlan, launch: Launch) -> object
     return run_job(config, plan, launch)
 
 
-def _dry_run_pretraining(config: JobConfig, ranks: int, ranks_here: int, device: str | None, says: bool) -> int:
+def _dry_run_pretraining(
+    config: JobConfig, ranks: int, ranks_here: int, device: str | None, says: bool, checked: None
+) -> int:
     from core.plan.dry_run import dry_run
 
-    if device is None:  # for another one this machine may lack the data
-        _check_pretraining(config, ranks_here)
-        if ranks == ranks_here:
-            check_places(config)
     return dry_run(config, config.run, ranks, ranks_here, device, says=says)
 
 
@@ -232,7 +245,7 @@ def check_run_places(config: RunConfig, cache: Path) -> None:
     check_root(config.checkpoint)
 
 
-def check_places(config: JobConfig) -> None:
+def check_places(config: JobConfig, ranks: int) -> None:
     """Find out before ranks start whether what is to be read is there, and what is to be written is free."""
     check_run_places(config, config.data.cache)
     check_saved_model(config)

@@ -239,7 +239,7 @@ time.sleep(4)
 def run_plain(act: Callable[[int], object], folder: Path, world: int, port: int) -> list[int]:
     """Run `act(rank)` in `world` processes of multiprocessing; each one's exit status. What they log is in `folder`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "core.parallel_state"])
+    context.set_forkserver_preload(["torch", "core.parallel_state", "core.checkpoint", "core.integrations"])
     job = [context.Process(target=in_a_process, args=(act, folder, rank, world, port)) for rank in range(world)]
     for process in job:
         process.start()

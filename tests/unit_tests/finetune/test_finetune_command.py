@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,9 @@ def test_a_job_that_cannot_start_is_refused_in_one_line_before_ranks_start(
     given = ["--model", "model", "--data", "completion.jsonl", "--use_cpu", *words, *(["--dry-run"] if dry else [])]
     if "classification" not in words and "--max_length" not in words:
         given += ["--max_length", "64"]
-    assert main(given) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert main(given) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and said in errors[0]
 
@@ -163,6 +166,7 @@ def test_what_a_run_leaves_works_from_any_directory(
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "Warning" not in done.stderr, "of names that peft and TRL use, on every rank"
     left = folder / "my run"
     assert done.stdout.splitlines()[-1].endswith(f"-m core.generate '{left}' --chat --prompt Hello")
     assert json.loads((left / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder / "model")
@@ -174,5 +178,7 @@ def test_what_a_run_leaves_works_from_any_directory(
 
     model = peft.AutoPeftModelForCausalLM.from_pretrained(left)
     assert any("lora_B" in name and value.abs().max() > 0 for name, value in model.state_dict().items())
-    assert generate([str(left), "--prompt", "count ", "--tokens", "3", "--temperature", "0"]) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert generate([str(left), "--prompt", "count ", "--tokens", "3", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("count ")

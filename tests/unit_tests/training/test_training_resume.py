@@ -126,8 +126,8 @@ def test_what_does_not_fit_the_checkpoint_is_refused_on_every_rank_and_a_longer_
             run("--checkpoint.resume", *more)
     other = ["--checkpoint.resume", "--model.hidden-size", "48"]
     with pytest.raises(ConfigError, match=r"saved with --model\.hidden-size 32, and this run has 48; resume with"):
-        check_places(load_config([*flags, *other]))  # before ranks start
-    check_places(load_config([*flags, "--checkpoint.resume"]))
+        check_places(load_config([*flags, *other]), 1)  # before ranks start
+    check_places(load_config([*flags, "--checkpoint.resume"]), 1)
     assert len(run("--checkpoint.resume", "--run.steps", "8", "--checkpoint.schedule", "given").losses) == 6
 
 
@@ -229,7 +229,7 @@ def test_what_is_to_be_read_and_cannot_be_is_refused_before_ranks_start(tmp_path
     os.mkfifo(tmp_path / "fifo")
     for flag, name in (("--data.tokenizer", "no.json"), ("--data.tokenizer", "fifo"), ("--data.text", "fifo")):
         with pytest.raises(ConfigError, match=flag):
-            check_places(load_config(["--run.directory", str(tmp_path), flag, str(tmp_path / name)]))
+            check_places(load_config(["--run.directory", str(tmp_path), flag, str(tmp_path / name)]), 1)
     for name, content in (("latin.toml", b"name = '\xe9'"), ("deep.toml", b"a = " + b"[" * 10**5), ("fifo", None)):
         if content is not None:
             (tmp_path / name).write_bytes(content)
@@ -244,8 +244,8 @@ def test_a_directory_that_cannot_be_written_is_refused_before_ranks_start(tmp_pa
     for flag in ("--run.directory", "--checkpoint.dir"):
         config = load_config(["--run.directory", str(tmp_path), flag, str(tmp_path / "file" / "below")])
         with pytest.raises(ConfigError, match=rf"{flag} .*file is no directory that this user may write to"):
-            check_places(config)
-        check_places(load_config(["--run.directory", str(tmp_path), flag, str(tmp_path / "new" / "deep")]))
+            check_places(config, 1)
+        check_places(load_config(["--run.directory", str(tmp_path), flag, str(tmp_path / "new" / "deep")]), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
