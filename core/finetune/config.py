@@ -8,7 +8,6 @@ from typing import Any, Literal
 from core.training.config import RunConfig
 
 TINY = "tiny:"  # before a model type, in place of a directory: a small random model
-Task = Literal["sft", "dpo", "reward", "classification"]
 # Task -> (the trainer, the class of its arguments, the auto class of its model).
 TASKS: dict[str, tuple[str, str, str]] = {
     "sft": ("SFTTrainer", "SFTConfig", "AutoModelForCausalLM"),
@@ -29,7 +28,7 @@ def option(default: Any, words: str) -> Any:
 class TuneOptions:
     """Options of this package."""
 
-    task: Task = option("sft", "what the model learns from its records")
+    task: Literal["sft", "dpo", "reward", "classification"] = option("sft", "what the model learns from its records")
     data: list[str] = option([], "files of JSON, parquet or csv, directories, or names in huggingface_hub's cache")
     eval_data: list[str] = option([], "such files for the evaluation loss")
     validation_fraction: float = option(0.0, "share of the data that is held out for the evaluation loss")
@@ -56,13 +55,6 @@ class TuneOptions:
     def sequence_mode(self) -> str | None:
         """The mode that splits the sequence; None if it is not split."""
         return self.sp_mode or ("ring_attn" if self.sp > 1 else None)
-
-    @property
-    def multiple(self) -> int:
-        """A number that divides the length of each sequence, by how it is split."""
-        if self.sequence_mode is None:
-            return 1
-        return {"ring_attn": 2 * self.sp, "all_to_all": self.sp}.get(self.sequence_mode, self.tp)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,11 @@ from core.hugging_face.transformers_plans import transformers_package
 LAYERS, HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 4, 64, 8, 4, 8, 96
 BATCH, TOKENS = 3, 12
 BYTE_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # tokens 0 to 2 of the byte tokenizer
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ message['content'] }}<|im_end|>"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # Value -> config names that get it. Names that a class does not have are skipped.
 SMALL: dict[str, Any] = {
     name: value
@@ -222,6 +229,79 @@ def tiny_model(config: Any) -> Any:
             centre = 1.0 if "norm" in name and parameter.dim() == 1 else 0.0
             parameter.copy_(centre + 0.1 * torch.randn(parameter.shape, dtype=torch.float64))
     return model
+
+
+def write_tiny(directory: Path, family: str, length: int, seed: int) -> None:
+    """Write a small random causal model of a family, and a byte tokenizer with a chat template, unless they are there.
+
+    Args:
+        directory: Directory of the files.
+        family: As in `tiny_of_bytes`.
+        length: Number of tokens of a sequence.
+        seed: Decides the weights.
+
+    Raises:
+        ValueError: If there is no such family with a causal model.
+    """
+    if (directory / "config.json").is_file():
+        return
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            config = tiny_of_bytes(family, length)
+            model = transformers_package().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except LookupError as error:
+        raise ValueError(error.args[0]) from error
+    partial = directory.with_name(f"{directory.name}.{os.getpid()}.partial")
+    model.save_pretrained(partial)
+    byte_tokenizer().save_pretrained(partial)
+    try:
+        partial.rename(directory)
+    except OSError:  # another process was first
+        shutil.rmtree(partial)
+
+
+def byte_tokenizer() -> Any:
+    """Return a tokenizer of transformers with one token for each byte, three marks and a chat template."""
+    import tokenizers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {mark: number for number, mark in enumerate((*BYTE_MARKS, *alphabet))}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = transformers_package().PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token=BYTE_MARKS[2],
+        pad_token=BYTE_MARKS[0],
+        additional_special_tokens=[BYTE_MARKS[1]],
+    )
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def keeps_records_apart(config: Any) -> bool:
+    """Return True if packed records of a family do not see each other when their position_ids start again at 0.
+
+    Two rows of a tiny model of the family differ in their first record; the logits of the second one must not.
+
+    Args:
+        config: A configuration of the family. True for a family whose small copy cannot be made.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            model = tiny_model(tiny_config(type(config))).eval()
+        except Exception:  # any result of a configuration's values
+            return True
+        rows = torch.arange(16).repeat(2, 1) % 7 + 1
+        rows[1, :8] = rows[1, :8] % 5 + 3
+        positions = torch.arange(8).repeat(2)
+        try:
+            one, other = (model(row[None], position_ids=positions[None], use_cache=False).logits for row in rows)
+        except (TypeError, ValueError):  # it takes no position_ids
+            return False
+        first, second = (one - other).abs().split(8, dim=1)
+        return bool(second.max() <= 1e-6 * first.max())
 
 
 def tiny_inputs(model: Any) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from core.plan.command import DOES_NOT_FIT
 from core.plan.device import Device, read_device
-from core.plan.plan_run import Plannable, plan_run
+from core.plan.model_run import ModelRun
+from core.plan.plan_run import plan_run
 from core.plan.report import gib
 from core.plan.suggestions import advice, suggestions_that_fit
 from core.training.config import JobConfig, RunOptions
@@ -47,7 +48,7 @@ def this_machine(options: RunOptions, ranks_here: int) -> Device:
 
 
 @quietly()
-def refuse_what_cannot_fit(config: JobConfig | Plannable, options: RunOptions, ranks: int, ranks_here: int) -> None:
+def refuse_what_cannot_fit(config: JobConfig | ModelRun, options: RunOptions, ranks: int, ranks_here: int) -> None:
     """Refuse a job whose plan needs more than MARGIN times the memory of this machine.
 
     Ranks on CPU share a machine's memory, so their sum is compared with it. With several machines it is unknown which
@@ -79,7 +80,7 @@ def refuse_what_cannot_fit(config: JobConfig | Plannable, options: RunOptions, r
 
 @quietly()
 def dry_run(
-    config: JobConfig | Plannable, options: RunOptions, ranks: int, ranks_here: int, device: str | None, *, says: bool
+    config: JobConfig | ModelRun, options: RunOptions, ranks: int, ranks_here: int, device: str | None, *, says: bool
 ) -> int:
     """Print the plan of a job.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,7 @@ from core.training.plan import share_batch
 from core.training.sizes import check_ranks
 
 TINY = "tiny:"
+MOST = 8 * 4  # bytes of each number in the rule of thumb
 MODELS = Path(__file__).parent / "models"  # published models by common name: .json, or .toml of the job
 
 
@@ -54,6 +56,10 @@ class ModelRun:
         logits_chunk: The option of `use_chunked_loss`.
         make_vocab_size_divisible_by: With tp, each rank's vocabulary rows are padded to a multiple of this.
         use_fp8: True if linear layers multiply in 8 bits, as in plugins.
+        adapters: A peft.LoraConfig of the trained adapters; None trains all weights.
+        offload: True to keep the optimizer's state on the CPU, and step there.
+        flags: Names of options in the job's command, by the names in core.plan's. Suggestions use them.
+        is_batch_of_replica: True if more ranks have a larger global batch in suggestions, False if they share it.
     """
 
     model: str
@@ -75,6 +81,10 @@ class ModelRun:
     logits_chunk: int | None = None
     make_vocab_size_divisible_by: int = 1
     use_fp8: bool = False
+    adapters: Any = None
+    offload: bool = False
+    flags: Mapping[str, str] = field(default_factory=dict)
+    is_batch_of_replica: bool = False
 
     @cached_property
     def configuration(self) -> Any:
@@ -140,6 +150,23 @@ class ModelRun:
         """The complete model without memory."""
         return whole_model(self.made, self.configuration, DTYPES[self.dtype], False)
 
+    @property
+    def most_bytes(self) -> int:
+        """More bytes than a rank holds, by a rule of thumb: a run far below its memory needs no plan.
+
+        Each parameter counts, and so does, for a token, each number that goes into a matrix or comes out. 0 for a model
+        that cannot be built.
+        """
+        try:
+            shapes = [param.shape for param in self.whole.model.parameters()]
+        except (ValueError, RuntimeError):
+            return 0
+        text = self.configuration.get_text_config()
+        scores = text.num_hidden_layers * getattr(text, "num_attention_heads", 1) * self.sequence_length
+        width = sum(2 * max(shape) + sum(shape) for shape in shapes) + scores + 2 * text.vocab_size
+        tokens = (self.micro_batch_size or self.global_batch_size) * self.sequence_length
+        return MOST * (sum(shape.numel() for shape in shapes) + tokens * width)
+
     def in_layout(self, **options: Any) -> ModelRun:
         """Return a copy with other options that do not change the configuration, which is not read again."""
         found = replace(self, **options)
@@ -182,6 +209,7 @@ def run_of_model(config: ModelRun, world_size: int, *, on_cpu: bool = False, one
         config.sequence_parallel,
         config.recompute,
         config.documents,
+        adapters=config.adapters,
         logits_chunk=config.logits_chunk,
         vocabulary_multiple=config.make_vocab_size_divisible_by,
         use_fp8=config.use_fp8,
@@ -189,6 +217,8 @@ def run_of_model(config: ModelRun, world_size: int, *, on_cpu: bool = False, one
     )
     tokens = config.global_batch_size * config.sequence_length
     ddp, optimizer = zero_config(config.zero), optimizer_config(config.optimizer, config.dtype)
+    if config.offload:
+        optimizer = replace(optimizer, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
     return Run(source, grid, layout, schedule, count, tokens, ddp, optimizer, on_cpu, one_host, notes=config.notes)
 
 

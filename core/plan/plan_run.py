@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from core.distributed.layout.model_plan import dtype_name
 from core.plan.communicators import communicators, in_words
@@ -26,21 +25,6 @@ OFFLOADING_TAKES_NO_TIME = (
     "the time that offloading takes is not in it: a device file has no speed of a disk, of a host's "
     "link or of its steps"
 )
-
-
-@runtime_checkable
-class Plannable(Protocol):
-    """Configuration of a job that creates its own run to plan."""
-
-    def run_on(self, ranks: int, *, on_cpu: bool, one_host: bool) -> Run:
-        """Create the run on a number of ranks.
-
-        Raises:
-            ConfigError: If it cannot be built. The text has the arithmetic.
-        """
-
-    def smaller(self, ranks: int) -> Iterator[tuple[str, Plannable, int]]:
-        """Generate (flags as text, the changed job, ranks) for each option that reduces a rank's memory."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +149,7 @@ def in_thousands(count: int) -> str:
     return str(count)
 
 
-def run_of(config: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> Run:
+def run_of(config: JobConfig | ModelRun, ranks: int, device: Device) -> Run:
     """Create the run of a configuration on a number of ranks.
 
     Raises:
@@ -173,8 +157,6 @@ def run_of(config: JobConfig | ModelRun | Plannable, ranks: int, device: Device)
         PlanError: If the model's family cannot be split so.
     """
     where = {"on_cpu": device.is_host, "one_host": device.is_host and ranks <= device.ranks_per_machine}
-    if isinstance(config, Plannable):
-        return config.run_on(ranks, **where)
     in_8_bits = isinstance(config, ModelRun) and config.use_fp8 and device.has_figures
     if in_8_bits and dtype_name(EIGHT_BITS) not in device.matmul_flops:
         raise ConfigError(
@@ -184,9 +166,7 @@ def run_of(config: JobConfig | ModelRun | Plannable, ranks: int, device: Device)
     return run_of_model(config, ranks, **where) if isinstance(config, ModelRun) else run_of_job(config, ranks, **where)
 
 
-def plan_run(
-    config: JobConfig | ModelRun | Plannable | Path | str, ranks: int, device: str | Device = "h100"
-) -> RunPlan:
+def plan_run(config: JobConfig | ModelRun | Path | str, ranks: int, device: str | Device = "h100") -> RunPlan:
     """Plan a run of the main job, or of a Hugging Face model.
 
     Local: no process group, and no memory for weights.
@@ -195,8 +175,7 @@ def plan_run(
         print(plan.describe())
 
     Args:
-        config: Configuration of the main job, the path of its TOML file, a ModelRun of a Hugging Face model, or the
-            configuration of another job, such as core.finetune.planned.PlannedTuning.
+        config: Configuration of the main job, the path of its TOML file, or a ModelRun of a Hugging Face model.
         ranks: Number of ranks of the job.
         device: A name of `known_devices`, the path of a device file, or a Device.
 

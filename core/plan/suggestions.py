@@ -12,7 +12,7 @@ from core.hugging_face.sequence import OVER_CONTEXT
 from core.number_ranges import divisors
 from core.plan.device import Device
 from core.plan.model_run import ModelRun, run_of_model
-from core.plan.plan_run import Plannable, RunPlan, plan_run, run_of
+from core.plan.plan_run import RunPlan, plan_run, run_of
 from core.training.config import JobConfig
 from core.training.errors import ConfigError
 from core.training.plan import plan_job
@@ -60,37 +60,41 @@ def single_suggestions(config: JobConfig, ranks: int) -> Iterator[tuple[str, Job
 
 def single_model_suggestions(config: ModelRun, ranks: int) -> Iterator[tuple[str, ModelRun, int]]:
     """Yield suggestions as `single_suggestions`, for a Hugging Face model."""
+    flag = {**config.flags}
     for zero in range(config.zero + 1, len(STRATEGIES)):
         yield f"--zero {zero}", replace(config, zero=zero), ranks
     source: Any = run_of_model(config, ranks).source
     for size in sorted(divisors(source.micro_batch_size), reverse=True)[1:]:
-        yield f"--micro-batch {size}", replace(config, micro_batch_size=size), ranks
+        yield f"{flag.get('--micro-batch', '--micro-batch')} {size}", replace(config, micro_batch_size=size), ranks
     if not config.recompute:
-        yield "--recompute", replace(config, recompute=True), ranks
+        yield flag.get("--recompute", "--recompute"), replace(config, recompute=True), ranks
     for axis in ("tp", "pp", *["ep"] * (config.whole.num_experts is not None)):
         for size in larger_sizes(getattr(config, axis), ranks):
             larger: dict[str, Any] = {axis: size}
             yield f"--{axis} {size}", replace(config, **larger), ranks
     mode = config.sequence_parallel
     if mode is None or mode in OVER_CONTEXT:
-        words = "" if mode else f" --sequence-parallel {OVER_CONTEXT[0]}"
+        words = "" if mode else f" {flag.get('--sequence-parallel', '--sequence-parallel')} {OVER_CONTEXT[0]}"
         for size in larger_sizes(config.cp, ranks):
-            yield f"--cp {size}{words}", replace(config, cp=size, sequence_parallel=mode or OVER_CONTEXT[0]), ranks
+            yield (
+                f"{flag.get('--cp', '--cp')} {size}{words}",
+                replace(config, cp=size, sequence_parallel=mode or OVER_CONTEXT[0]),
+                ranks,
+            )
     more = 2 * ranks
     while more <= MOST_RANKS:
-        yield f"--ranks {more}", config, more
+        rows = config.global_batch_size * (more // ranks if config.is_batch_of_replica else 1)
+        yield f"--ranks {more}", replace(config, global_batch_size=rows), more
         more *= 2
 
 
-def _changes(config: JobConfig | ModelRun | Plannable, ranks: int) -> Iterator[tuple[str, Any, int]]:
-    if isinstance(config, Plannable):
-        return config.smaller(ranks)
+def _changes(config: JobConfig | ModelRun, ranks: int) -> Iterator[tuple[str, Any, int]]:
     return (
         single_model_suggestions(config, ranks) if isinstance(config, ModelRun) else single_suggestions(config, ranks)
     )
 
 
-def _takes_more_ranks(config: JobConfig | ModelRun | Plannable, ranks: int, device: Device) -> bool:
+def _takes_more_ranks(config: JobConfig | ModelRun, ranks: int, device: Device) -> bool:
     """Return True if the run can be built on more ranks; its batch may not be divisible by them."""
     for _, changed, wanted in _changes(config, ranks):
         if wanted > ranks:
@@ -101,7 +105,7 @@ def _takes_more_ranks(config: JobConfig | ModelRun | Plannable, ranks: int, devi
 
 
 def suggestions_that_fit(
-    config: JobConfig | ModelRun | Plannable, ranks: int, device: Device, most: int = 3
+    config: JobConfig | ModelRun, ranks: int, device: Device, most: int = 3
 ) -> list[tuple[str, RunPlan]]:
     """Return the changes after which the run fits, fastest first; for each option, the first value that fits.
 
@@ -128,7 +132,7 @@ def suggestions_that_fit(
     return in_order[:most]
 
 
-def advice(config: JobConfig | ModelRun | Plannable, plan: RunPlan) -> str:
+def advice(config: JobConfig | ModelRun, plan: RunPlan) -> str:
     """Return the changes as text, for a plan that does not fit."""
     ranks, before = plan.run.grid.world_size, plan.time.seconds
     changes = suggestions_that_fit(config, ranks, plan.device)

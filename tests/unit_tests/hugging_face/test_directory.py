@@ -17,7 +17,7 @@ import transformers
 from core import parallel_state
 from core.booster import Booster
 from core.finetune.arguments import Arguments, load_config, read_arguments
-from core.finetune.model import check_model, load_tokenizer
+from core.finetune.main import check_model, load_tokenizer
 from core.hugging_face.checkpoint import load_split
 from core.hugging_face.directory import read_configuration
 from core.jobs import convert

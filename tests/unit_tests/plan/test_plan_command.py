@@ -42,8 +42,7 @@ def test_what_would_fit_is_looked_for_on_all_axes() -> None:
     """Experts and sequence too; and more ranks are named only where the batch divides by them."""
     pytest.importorskip("trl")
     from core.finetune.arguments import load_config as tune_config
-    from core.finetune.arguments import read_arguments
-    from core.finetune.planned import PlannedTuning
+    from core.finetune.main import planned as planned_tuning
 
     experts = ModelRun("tiny:qwen3_moe", sequence_length=64, global_batch_size=4)
     device = replace(read_device("h100"), headroom=0.0)
@@ -52,8 +51,8 @@ def test_what_would_fit_is_looked_for_on_all_axes() -> None:
     found = [words for words, _ in suggestions_that_fit(experts, 4, replace(device, memory_bytes=least), most=99)]
     assert "--ep 4" in found
     tuned = tune_config(["--model", "tiny:qwen3_moe", "--data", "none.jsonl", "--use_cpu"])
-    reported = [words for words, _, _ in PlannedTuning(tuned, read_arguments(tuned, 4)).smaller(4)]
-    assert {"--ep 4", "--sp 4"} <= {*reported}
+    reported = [words for words, _, _ in single_model_suggestions(planned_tuning(tuned, 4), 4)]
+    assert {"--ep 4", "--sp 4 --sp_mode all_to_all"} <= {*reported}
     reported = [words for words, _, _ in single_model_suggestions(replace(experts, sequence_length=4096), 4)]
     assert "--cp 4 --sequence-parallel all_to_all" in reported
     for batch, more in ((4, False), (64, True)):
