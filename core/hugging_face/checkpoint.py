@@ -27,6 +27,7 @@ from core.hugging_face.cut_parts import check_cut, cut_parameters, keep_stage, m
 from core.hugging_face.cut_places import find_cut
 from core.hugging_face.directory import check_files, look_at, read_configuration
 from core.hugging_face.example import example_of
+from core.hugging_face.lora import is_of_adapter
 from core.hugging_face.plan import Plan, PlanError, Split, family_of
 from core.hugging_face.policies import Policy
 from core.hugging_face.prove import refusing_together
@@ -391,14 +392,14 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
     """
     inner = [_split_part(part) for part in ([model] if isinstance(model, nn.Module) else model)]
     groups = resolve_groups(None)
-    only = ""
-    if hasattr(inner[0], "peft_config"):
+    has_adapters = hasattr(inner[0], "peft_config")
+    if has_adapters:
         _pass_targets(inner, groups)
-        only, options = "lora_", {"save_embedding_layers": False, **options}
+        options = {"save_embedding_layers": False, **options}
     error: Exception | None = None
     whole: dict[str, Tensor] = {}
     for part in inner:
-        whole = {**_whole_state(part, getattr(part, REPORT), groups, only), **whole}
+        whole = {**_whole_state(part, getattr(part, REPORT), groups, only_adapters=has_adapters), **whole}
     if groups.rank("dp_cp") == 0:
         writer = inner[0]
         if groups.size("pp") > 1 and groups.rank("tp") == 0:
@@ -468,15 +469,17 @@ def _from_stages(mine: dict[str, Tensor], group: dist.ProcessGroup, device: torc
 
 
 @torch.no_grad()
-def _whole_state(model: Any, report: SplitReport, groups: ProcessGroups, only: str) -> dict[str, Tensor]:
+def _whole_state(
+    model: Any, report: SplitReport, groups: ProcessGroups, *, only_adapters: bool
+) -> dict[str, Tensor]:
     """Gather the full state on the first data- and tensor-parallel rank, on the CPU; other ranks return an empty dict.
 
-    Only names that contain `only` are gathered. Collective over a stage.
+    Collective over a stage.
     """
     whole: dict[str, Tensor] = {}
     by_memory: dict[int, Tensor] = {}  # saving detects tied parameters by tensor identity
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if only not in name:
+        if only_adapters and not is_of_adapter(name):
             continue
         split = report.plan.splits.get(name)
         if groups.rank("expt_dp" if split is not None and "ep" in split.axes else "dp_cp") > 0:

@@ -24,7 +24,7 @@ from core.hugging_face.chunked_loss import use_chunked_loss
 from core.hugging_face.cut_parts import draw
 from core.hugging_face.cut_places import find_cut
 from core.hugging_face.layer_checkpointing import GradientCheckpointConfig, checkpoint_layers
-from core.hugging_face.lora import MARK, put_on, splits_of, take_off
+from core.hugging_face.lora import is_of_adapter, put_on, splits_of, take_off
 from core.hugging_face.plan import Plan, Split
 from core.hugging_face.policies import Policy
 from core.hugging_face.prove import refusing_together
@@ -235,5 +235,5 @@ def cut_model(model: Any, cutting: Cutting, groups: ProcessGroups, device: torch
     for part in parts:
         use_chunked_loss(part, cutting.logits_chunk)
     splits = {name: split for part in parts for name, split in splits_of(part).items()}
-    unread = {name for name in shell.state_dict() if MARK not in name} if is_empty else set()
+    unread = {name for name in shell.state_dict() if not is_of_adapter(name)} if is_empty else set()
     return CutModel(shell, parts, ties, groups, splits, layout, cutting.policy, unread)

@@ -234,6 +234,8 @@ def head_of(model: Any) -> Any:
 def deferring_head(model: Any) -> DeferringHead | None:
     """Return the deferring forward of a model's output layer, with or without adapters, or None."""
     head = head_of(without_adapters(model))
+    if hasattr(head, "modules_to_save"):  # peft's wrapper of a head that is trained and saved next to adapters
+        head = head.modules_to_save[head.active_adapters[0]] if head.active_adapters else head.original_module
     forward = vars(head).get("forward") if isinstance(head, nn.Module) else None
     return forward if isinstance(forward, DeferringHead) else None
 

@@ -2,14 +2,16 @@
 
 A column layer keeps the first LoRA matrix unsplit and cuts the second along its outputs. A row layer cuts the first
 along its inputs and keeps the second unsplit. Either way the adapter's output is split, or not, as the base layer's
-output is.
+output is. Modules that are trained and saved next to adapters (`modules_to_save`, such as a new head) are copies of cut
+modules, with the same slices and seams.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +35,8 @@ from core.tensor_parallel.mappings import resolve_groups
 from core.watch.waiting import waiting
 
 MARK = "lora_"  # occurs in the names of adapter parameters
+COPY = ".modules_to_save."  # occurs in the names of parameters of modules that are saved next to adapters
+WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.")  # what peft adds to names
 NO_TARGETS = "dummy-target-modules"  # peft's word for an adapter of no layer
 NOTHING_NAMED = ("Target modules", "No modules were targeted", "All modules were excluded")  # how peft says it
 # LoraConfig options supported on a split model. Others change base weights, or it is unknown how to split them.
@@ -40,7 +44,7 @@ KNOWN = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out"),
     *("use_rslora", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-    "runtime_config",
+    *("runtime_config", "modules_to_save"),
 }
 
 
@@ -98,7 +102,7 @@ def add_lora(
     adapted = with_adapters(model, report.plan, config, directory, adapter_name=adapter_name)
     groups = resolve_groups(pg_collection)
     for name, parameter in adapted.named_parameters() if groups.size("tp") > 1 else ():
-        if MARK in name:
+        if MARK in name:  # copies of modules are equal already
             with waiting("the adapters of the first rank", groups.require("tp")):
                 dist.broadcast(parameter.detach(), group=groups.tp, group_src=0)
     finish_adapters(adapted, report, groups, example)
@@ -188,6 +192,15 @@ def with_adapters(
         for name in cut:
             del transposed[name].ds_shape
     config.exclude_modules = excluded
+    for name in stage.absent if isinstance(stage, StageForward) else ():
+        owner, _, leaf = name.rpartition(".")
+        absent = model.get_submodule(name)
+        if hasattr(absent, "original_module"):  # another stage trains it
+            setattr(model.get_submodule(owner), leaf, absent.original_module)
+    for wrapper in _saved_modules(adapted):
+        for copied in wrapper.modules_to_save.values():
+            for copy_of, param in zip(wrapper.original_module.parameters(), copied.parameters(), strict=True):
+                vars(param).update(vars(copy_of))  # tags of slices, which a copy of a parameter has not
     return adapted
 
 
@@ -196,7 +209,8 @@ def cut_adapters(adapted: Any, base: Plan, groups: ProcessGroups) -> Plan:
     plan = _plan_of_adapters(adapted, base)
     cut_parameters(adapted, plan, groups)
     tag_slices({name: p for name, p in adapted.named_parameters() if p.requires_grad}, plan, groups)
-    return plan
+    copies = {name: base.splits.get(name_in_base(name)) for name, _ in adapted.named_parameters() if COPY in name}
+    return replace(plan, splits={**plan.splits, **{name: split for name, split in copies.items() if split is not None}})
 
 
 def _check_options(config: Any, kind: type) -> None:
@@ -298,7 +312,9 @@ def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
             f"the adapter is merged into the weight of {merged!r}, and would be added a second time; call "
             "model.unmerge_adapter() before boost"
         )
-    values = {name: param for name, param in model.named_parameters() if MARK in name}
+    values = {name: param for name, param in model.named_parameters() if is_of_adapter(name)}
+    for wrapper in _saved_modules(model):
+        wrapper.set_adapter([])  # unload keeps the original module then
     base = model.unload()
     if hasattr(base, "peft_config"):
         del base.peft_config
@@ -368,6 +384,18 @@ def _set_like(adapted: Any, shell: Any, adapter: str) -> None:
             layer.enable_adapters(False)
 
 
+def _saved_modules(adapted: Any) -> Iterator[Any]:
+    """Yield peft's wrapper of each module that is trained and saved next to adapters."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return (module for module in adapted.modules() if isinstance(module, ModulesToSaveWrapper))
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return True for the name of a parameter that an adapter adds to a model."""
+    return MARK in name or COPY in name
+
+
 def _method_of(config: Any) -> str:
     return str(getattr(config.peft_type, "value", config.peft_type))
 
@@ -384,4 +412,4 @@ def splits_of(part: Any) -> Mapping[str, Split]:
 
 def name_in_base(name: str) -> str:
     """Return the name that a parameter of a PeftModel has in the base model."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return WRAPPERS.sub(".", name.removeprefix("base_model.model."))

@@ -17,7 +17,7 @@ from core.checkpoint.weights.one_file import SAFE_SUFFIX, in_turn
 from core.checkpoint.weights.sliced import FileTensor, SlicedFile
 from core.hugging_face.checkpoint import read_slices
 from core.hugging_face.cut_model import CutModel
-from core.hugging_face.lora import MARK, name_in_base
+from core.hugging_face.lora import is_of_adapter, name_in_base
 from core.hugging_face.plan import without_adapters
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
             content: Mapping[str, Any] = reader()
             names = set(content) if names is None else names
             if cut.adapters is not None and not names & whole.keys():  # the file has the model without adapters
-                whole = {name_in_base(name): value for name, value in whole.items() if MARK not in name}
+                whole = {name_in_base(name): value for name, value in whole.items() if not is_of_adapter(name)}
                 named = name_in_base
             if isinstance(content, SlicedFile) and (content.path.parent / "config.json").is_file():
                 known = names <= whole.keys()
@@ -97,6 +97,8 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
             check_shapes(whole, content)
             for part in cut.parts:
                 for name, own in part.state_dict(keep_vars=True).items():
+                    if named is name_in_base and is_of_adapter(name):
+                        continue
                     same = (named(each) for each in cut.names_of(name))
                     found = next((content[each] for each in same if each in content), None)
                     if found is not None:
@@ -136,7 +138,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
             )
             for name, own in part.state_dict(keep_vars=True).items():
                 plain_name = name_in_base(name) if cut.adapters is not None else name
-                if plain_name in found:
+                if plain_name in found and not is_of_adapter(name):
                     own.copy_(found[plain_name])
             names |= stored
             read.append(count)

@@ -22,6 +22,7 @@ peft = pytest.importorskip("peft")
 LAYERS = ["q_proj", "v_proj", "down_proj"]
 METHODS: dict[str, Callable[[], Any]] = {
     "lora": lambda: peft.LoraConfig(r=2, target_modules=LAYERS, task_type="CAUSAL_LM"),
+    "saved modules": lambda: peft.LoraConfig(r=2, target_modules=LAYERS, modules_to_save=["embed_tokens", "lm_head"]),
     "dora": lambda: peft.LoraConfig(r=2, target_modules=LAYERS, use_dora=True, modules_to_save=["lm_head"]),
     "ia3": lambda: peft.IA3Config(target_modules=LAYERS, feedforward_modules=["down_proj"]),
     "loha": lambda: peft.LoHaConfig(r=2, target_modules=LAYERS),
@@ -70,8 +71,11 @@ IDS = torch.arange(12).view(2, 6)
 CASES = [(method, "zero 3") for method in METHODS] + [("ia3", "zero"), ("oft", "ddp"), ("prompt", "zero")]
 
 
+SAVED = [("saved modules", layout) for layout in ("tp", "pp")]
+
+
 @ranks(2)
-@pytest.mark.parametrize(("method", "layout"), [*CASES, ("lora", "tp"), ("lora", "pp")])
+@pytest.mark.parametrize(("method", "layout"), [*CASES, ("lora", "tp"), ("lora", "pp"), *SAVED])
 @pytest.mark.in_suite(6)
 def test_a_directory_of_adapters_is_the_one_that_peft_writes_and_is_read_back(
     rank: int, world: int, method: str, layout: str, tmp_path: Path

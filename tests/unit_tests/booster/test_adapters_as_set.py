@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,42 @@ def test_what_was_set_on_adapters_is_carried_over(
     else:
         found = boosted(input_ids=IDS, labels=IDS).loss
     torch.testing.assert_close(found.detach(), expected.detach(), atol=1e-5, rtol=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.in_suite()
+def test_modules_that_are_saved_next_to_adapters_train_as_on_one_process(
+    rank: int, world: int, pp: int, tmp_path: Path
+) -> None:
+    """A new head, or new tokens. They were refused over tensor parallelism and stages."""
+    model, micro = adapted("saved modules"), {"num_microbatches": 2} if pp > 1 else {}
+    reference, batch = copy.deepcopy(model), {"input_ids": IDS, "labels": IDS}
+    plain = torch.optim.SGD([param for param in reference.parameters() if param.requires_grad], lr=0.5)
+    booster = Booster(plugin=HybridParallelPlugin(2 // pp, pp, precision="fp32", parallel_output=True, **micro))
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    for _ in range(2):
+        expected = reference(**batch).loss
+        expected.backward()
+        plain.step()
+        plain.zero_grad()
+        if pp > 1:
+            found = booster.execute_pipeline(iter([batch]), boosted, None, optimizer)["loss"]
+        else:
+            found = boosted(**batch).loss
+            booster.backward(found, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(found.detach(), expected.detach(), atol=1e-5, rtol=0)
+    booster.save_model(boosted, tmp_path, shard=True, use_safetensors=True)
+    torch.distributed.barrier()
+    found, before = peft.utils.load_peft_weights(str(tmp_path), device="cpu"), adapted("saved modules")
+    wanted, start = (peft.get_peft_model_state_dict(each) for each in (reference, before))
+    assert found.keys() == wanted.keys() and sum("lora_" not in name for name in wanted) == 2
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0)
+        assert (value - start[name]).abs().max() > 1e-3
 
 
 @ranks(2)

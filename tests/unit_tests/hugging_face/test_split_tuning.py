@@ -118,7 +118,6 @@ def test_adapters_train_as_on_one_process_and_are_a_plain_adapter_directory(
     ("options", "message"),
     [
         ({"use_dora": True}, "knows use_dora=False alone, and the LoraConfig has True"),
-        ({"modules_to_save": ["lm_head"]}, r"knows modules_to_save=None alone, and the LoraConfig has \['lm_head'\]"),
         ({"trainable_token_indices": [1]}, r"knows trainable_token_indices=None alone, and the LoraConfig has \[1\]"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which needs the unsplit base weights"),
         ({"target_modules": ["embed_tokens"]}, "LoRA on 'model.embed_tokens': adapters of a split Embedding"),
