@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -22,6 +23,8 @@ from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
 from core.booster.plugin.hybrid_parallel_model import HybridParallelModel
 from core.booster.plugin.label_mean import NUM_ITEMS
+from core.booster.plugin.zero_plugin_base import DTYPES
+from core.hugging_face.cut_model import cut_model
 from core.integrations import for_accelerate, token_scores
 
 if TYPE_CHECKING:
@@ -64,12 +67,22 @@ class LayoutAcceleratorParts(AcceleratorParts):
         boosted, wrapped, *_ = self.booster.boost(model, optimizer)
         boosted.losses_are_local = True
         boosted.zero_grad = wrapped.zero_grad  # the loop drops gradients by the model
-        if scores and self.plugin.pp_size == 1:
-            token_scores.score_tokens(boosted.unwrap())
+        if scores is not None and self.plugin.pp_size == 1:
+            token_scores.score_tokens(boosted.unwrap(), scores)
         self.boosted, self.boosted_optimizer = boosted, wrapped
         prepared = for_accelerate.prepared_optimizer(wrapped)
         self._optimizers.append(prepared)
         return boosted, prepared
+
+    def cut_reference(self, model: Any) -> None:
+        """Split a frozen model in place as the trained one is split, such as the reference of DPO. Collective."""
+        scores = token_scores.take_off(model)
+        model.requires_grad_(False).to(DTYPES[self.plugin.precision] or model.dtype)
+        cutting = replace(self.plugin.cutting, checkpointing=None)
+        (part,) = cut_model(model, cutting, self.plugin.groups(), self.device).parts
+        assert part is model, "a model without stages is cut in place"
+        if scores is not None:
+            token_scores.score_tokens(model, scores)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As accelerate's; a pipeline has computed its gradients with the loss. Collective after a step's last one."""
@@ -120,6 +133,8 @@ class LayoutParts(Base):
         if plugin is not None:
             _check_arguments(plugin, self.args)
             _check_loss(plugin, self)
+            if getattr(self, "ref_model", None) is not None and plugin.pp_size == 1:
+                self.accelerator.cut_reference(self.ref_model)
 
     @property
     def boosted(self) -> HybridParallelModel | None:
