@@ -60,27 +60,26 @@ def options(folder: Path, task: str, *more: str, dp: int = 1) -> list[str]:
     ]
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, family: str = "qwen3", name: str = "model") -> None:
     """Write a small model and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from core.finetune.model import byte_tokenizer
-    from core.hugging_face.tiny import tiny_of_bytes
+    from core.hugging_face.tiny import byte_tokenizer, tiny_of_bytes
 
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(tiny_of_bytes("qwen3", 128)).float().save_pretrained(folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(tiny_of_bytes(family, 128)).float().save_pretrained(folder / name)
+    byte_tokenizer().save_pretrained(folder / name)
 
 
-def of_peer(folder: Path, task: str, *more: str) -> list[float]:
-    """Losses of TRL's trainer, or Transformers', as its page says to use it, on this process."""
+def of_peer(folder: Path, saved: Path, task: str, *more: str) -> list[float]:
+    """Losses of TRL's trainer, or Transformers', as its page says to use it, on this process. Saves the model."""
     import peft
     import transformers
     import trl
     from datasets import Dataset
 
-    directory = str(folder / "model")
+    directory = more[more.index("--model") + 1] if "--model" in more else str(folder / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     settings: dict[str, Any] = {
         **{"output_dir": str(folder / "peer"), "max_steps": STEPS, "per_device_train_batch_size": ROWS},
@@ -92,6 +91,7 @@ def of_peer(folder: Path, task: str, *more: str) -> list[float]:
     scored = task in ("reward", "classification")
     if "--use_peft" in more:
         kind = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if scored else {"task_type": "CAUSAL_LM"}
+        kind |= {"modules_to_save": ["lm_head"]} if "--lora_modules_to_save" in more else {}
         adapters = peft.LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", **kind)
     rows = Dataset.from_list(records(kind_of(task)))
     if task == "classification":
@@ -113,9 +113,12 @@ def of_peer(folder: Path, task: str, *more: str) -> list[float]:
             "reward": (trl.RewardConfig, trl.RewardTrainer),
         }[task]
         flags = {flag.removeprefix("--"): True for flag in more if flag in ("--packing", "--precompute_ref_log_probs")}
+        if task == "sft":
+            settings["router_aux_loss_coef"] = 0.0
         theirs = config(**settings, **flags, bf16=False, max_length=64)
         trainer = kind(directory, args=theirs, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)
     trainer.train()
+    trainer.save_model(str(saved))
     return losses_of(trainer)
 
 

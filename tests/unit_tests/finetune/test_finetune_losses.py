@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("trl")
 
 from core.finetune.arguments import load_config
-from core.finetune.job import tune
-from core.finetune.model import check_sizes
+from core.finetune.main import check_sizes, tune
 from tests.unit_tests.finetune.jobs import STEPS, losses_of, make_model, of_peer, options
 from tests.unit_tests.integrations.loops import _forget, launched
 from tests.unit_tests.ranks import ranks
@@ -22,6 +22,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "sft": ("sft",),
     "sft packed": ("sft", "--packing"),
     "sft lora": ("sft", "--use_peft"),
+    "sft lora and head": ("sft", "--use_peft", "--lora_modules_to_save", "lm_head"),
     "dpo": ("dpo",),
     "dpo precomputed": ("dpo", "--precompute_ref_log_probs"),
     "dpo lora": ("dpo", "--use_peft"),
@@ -36,7 +37,12 @@ CASES: dict[str, tuple[str, ...]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("finetune")
     make_model(made)
+    make_model(made, "qwen3_moe", "experts")
     return made
+
+
+def words_of(case: str, folder: Path) -> list[str]:
+    return [*CASES[case.removesuffix(" of experts")], *(["--model", str(folder / "experts")] * ("experts" in case))]
 
 
 @pytest.fixture
@@ -47,7 +53,8 @@ def expected(folder: Path, request: pytest.FixtureRequest) -> list[float]:
     if not file.exists():
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        file.write_text(json.dumps(of_peer(folder, *CASES[case])))
+        task, *more = words_of(case, folder)
+        file.write_text(json.dumps(of_peer(folder, folder / f"peer {case}", task, *more)))
         torch.set_num_threads(threads)
         _forget()
     found: list[float] = json.loads(file.read_text())
@@ -55,30 +62,53 @@ def expected(folder: Path, request: pytest.FixtureRequest) -> list[float]:
 
 
 def assert_equal(folder: Path, case: str, layout: str, rank: int, world: int, expected: list[float]) -> None:
-    dp = 2 if world == 4 or "--zero" in layout else 1
+    dp = 2 if world == 4 or "--zero" in layout or "--ep" in layout else 1
     with launched(rank, world):
-        task, *more = CASES[case]
+        task, *more = words_of(case, folder)
         config = load_config(options(folder, task, *more, *layout.split(), dp=dp))
         trainer: Any = tune(config, check_sizes(config, world))
-    found = losses_of(trainer)
-    assert len(found) == STEPS and max(expected) - min(expected) > 1e-2
-    assert found == pytest.approx(expected, abs=1e-5)
+    found, wide = losses_of(trainer), "bf16" in layout
+    if getattr(trainer, "ref_model", None) is not None:  # split as the trained model
+        sizes = [{n: p.shape for n, p in each.named_parameters()} for each in (trainer.ref_model, trainer.model)]
+        assert "--tp" not in layout or sizes[0] == sizes[1]
+    assert len(found) == STEPS and max(expected) - min(expected) > (0.1 if wide else 1e-2)
+    assert found == pytest.approx(expected, abs=1e-2 if wide else 1e-5)
+    if rank == 0:
+        assert_saved_alike(Path(trainer.args.output_dir), folder / f"peer {case}", 1e-2 if wide else 1e-5)
+
+
+def assert_saved_alike(found: Path, expected: Path, tolerance: float) -> None:
+    """What the peer has saved has the same files, names and values, so its own doors read both."""
+    settings = "adapter_config.json" if (expected / "adapter_config.json").exists() else "config.json"
+    written, wanted = (json.loads((each / settings).read_text()) for each in (found, expected))
+    for name in ("architectures", "model_type", "peft_type", "task_type", "id2label", "r"):
+        assert written.get(name) == wanted.get(name)
+    file = "adapter_model.safetensors" if "peft_type" in wanted else "model.safetensors"
+    tensors, theirs = load_file(found / file), load_file(expected / file)
+    assert tensors.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(
+            tensors[name].float(), value, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def is_possible(case: str, layout: str) -> bool:
     """The rest is refused: test_finetune_command.py."""
-    task, *more = CASES[case]
-    if layout == "--pp 2" and task in ("dpo", "reward"):
-        return False
-    return "--zero" in layout or "--use_peft" not in more or task in ("sft", "dpo")
+    return layout != "--pp 2" or CASES[case][0] in ("sft", "classification")
+
+
+PAIRS = [(case, layout) for case in CASES for layout in ("--tp 2", "--zero 3", "--pp 2") if is_possible(case, layout)]
+OTHERS = [
+    *(("sft", layout) for layout in ("--sp 2", "--tp 2 --sp_mode split_gather", "--zero 2 --offload")),
+    *(("sft", layout) for layout in ("--tp 2 --precision bf16", "--zero 1 --precision bf16")),
+    *(("sft lora", layout) for layout in ("--sp 2", "--tp 2 --sp_mode split_gather")),
+    *(("sft of experts", layout) for layout in ("--ep 2", "--tp 2", "--zero 3")),
+]
 
 
 @ranks(2, timeout_s=150.0)
-@pytest.mark.parametrize(
-    ("case", "layout"),
-    [(case, layout) for case in CASES for layout in ("--tp 2", "--zero 3", "--pp 2") if is_possible(case, layout)],
-)
-@pytest.mark.in_suite(6)
+@pytest.mark.parametrize(("case", "layout"), [*PAIRS, *OTHERS])
+@pytest.mark.in_suite(7)
 def test_losses_are_those_of_one_process(
     rank: int, world: int, case: str, layout: str, folder: Path, expected: list[float]
 ) -> None:
@@ -86,7 +116,7 @@ def test_losses_are_those_of_one_process(
 
 
 @ranks(4, timeout_s=150.0)
-@pytest.mark.parametrize("case", [case for case in CASES if is_possible(case, "--tp 2")])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.in_suite(1)
 def test_losses_of_replicas_of_split_models_are_those_of_one_process(
     rank: int, world: int, case: str, folder: Path, expected: list[float]
