@@ -256,8 +256,6 @@ def build(config: TuneConfig, given: Arguments, plugin: Any = None) -> tuple[Any
         raise ConfigError(one_line(error)) from error
     if task == "classification":
         trainer.model_accepts_loss_kwargs = False  # heads of classes take a mean, also if they are given a number
-    elif config.options.pp > 1 and theirs.packing:
-        trainer.data_collator = _in_rows(trainer.data_collator)
     return trainer, data
 
 
@@ -278,19 +276,6 @@ def _tokenized(data: Data, tokenizer: Any, configuration: Any) -> Data:
         return made.remove_columns("text").rename_column("label", "labels")
 
     return data._replace(train=encode(data.train), held=data.held and encode(data.held))
-
-
-def _in_rows(collate: Any) -> Any:
-    """Return TRL's collator of packed records with a row for each, which a pipeline cuts a batch by."""
-    collate.padding_free, collate.return_position_ids = False, True
-
-    def stacked(rows: Any) -> Any:
-        batch = collate(rows)
-        del batch["attention_mask"]  # documents are kept apart by their positions
-        batch["labels"][batch["position_ids"] == 0] = -100
-        return batch
-
-    return stacked
 
 
 @contextlib.contextmanager

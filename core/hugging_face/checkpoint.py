@@ -469,9 +469,7 @@ def _from_stages(mine: dict[str, Tensor], group: dist.ProcessGroup, device: torc
 
 
 @torch.no_grad()
-def _whole_state(
-    model: Any, report: SplitReport, groups: ProcessGroups, *, only_adapters: bool
-) -> dict[str, Tensor]:
+def _whole_state(model: Any, report: SplitReport, groups: ProcessGroups, *, only_adapters: bool) -> dict[str, Tensor]:
     """Gather the full state on the first data- and tensor-parallel rank, on the CPU; other ranks return an empty dict.
 
     Collective over a stage.

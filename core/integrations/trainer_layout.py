@@ -135,6 +135,8 @@ class LayoutParts(Base):
             _check_loss(plugin, self)
             if getattr(self, "ref_model", None) is not None and plugin.pp_size == 1:
                 self.accelerator.cut_reference(self.ref_model)
+            if plugin.pp_size > 1 and getattr(self.data_collator, "padding_free", False):
+                self.data_collator = _in_rows(self.data_collator)
 
     @property
     def boosted(self) -> HybridParallelModel | None:
@@ -250,6 +252,19 @@ class LayoutParts(Base):
 @functools.cache
 def _accelerator_class() -> Any:
     return type("Accelerator", (LayoutAcceleratorParts, for_accelerate.derived()), {})
+
+
+def _in_rows(collate: Any) -> Any:
+    """Return TRL's collator of packed records with a row for each, so that a pipeline can cut a batch."""
+    collate.padding_free, collate.return_position_ids = False, True
+
+    def stacked(rows: Any) -> Any:
+        batch = collate(rows)
+        del batch["attention_mask"]  # documents are kept apart by their positions
+        batch["labels"][batch["position_ids"] == 0] = -100
+        return batch
+
+    return stacked
 
 
 def _share(outputs: Any, batch: Any, parts: int = 1) -> torch.Tensor:
