@@ -124,6 +124,8 @@ class LayoutParts(Base):
     may be smaller. A model is trained once.
     """
 
+    data_collator: Any
+
     def __init__(self, *args: Any, plugin: HybridParallelPlugin | None = None, **kwargs: Any) -> None:
         self.plugin = plugin
         if plugin is not None:
