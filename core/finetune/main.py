@@ -285,7 +285,7 @@ def _unmoved() -> Iterator[None]:
     import transformers
 
     with (
-        mock.patch.object(transformers.Trainer, "_move_model_to_device", lambda *_: None),
+        mock.patch.object(transformers.TrainingArguments, "place_model_on_device", False),
         mock.patch.object(accelerate.Accelerator, "prepare_model", lambda self, model, **options: model),
     ):
         yield

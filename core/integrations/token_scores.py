@@ -50,7 +50,7 @@ def take_off(model: Any) -> Asked | None:
     if forward is None or FUSED not in forward.__code__.co_varnames:
         return None
     closed = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
-    asked = Asked(**{name: cell.cell_contents for name, cell in closed if name in Asked._fields})
+    asked = Asked(**{name: cell.cell_contents for name, cell in closed if name in Asked.__annotations__})
     if asked.cast_lm_head_to_fp32:
         raise ValueError("cast_lm_head_to_fp32=True with a plugin: the head is split in the plugin's precision")
     del base.forward

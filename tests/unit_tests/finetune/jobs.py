@@ -113,7 +113,7 @@ def of_peer(folder: Path, saved: Path, task: str, *more: str) -> list[float]:
             "reward": (trl.RewardConfig, trl.RewardTrainer),
         }[task]
         flags = {flag.removeprefix("--"): True for flag in more if flag in ("--packing", "--precompute_ref_log_probs")}
-        if task == "sft":
+        if task in ("sft", "dpo"):
             settings["router_aux_loss_coef"] = 0.0
         theirs = config(**settings, **flags, bf16=False, max_length=64)
         trainer = kind(directory, args=theirs, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)

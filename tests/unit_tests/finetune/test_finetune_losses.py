@@ -105,6 +105,7 @@ OTHERS = [
     *(("sft", layout) for layout in ("--tp 2 --precision bf16", "--zero 1 --precision bf16")),
     *(("sft lora", layout) for layout in ("--sp 2", "--tp 2 --sp_mode split_gather")),
     *(("sft of experts", layout) for layout in ("--ep 2", "--tp 2", "--zero 3")),
+    *(("dpo of experts", layout) for layout in ("--ep 2", "--tp 2")),
 ]
 
 
