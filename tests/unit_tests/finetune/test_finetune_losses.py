@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
-pytest.importorskip("trl")
 
 from core.finetune.arguments import load_config
 from core.finetune.main import check_sizes, tune
 from tests.unit_tests.finetune.jobs import STEPS, losses_of, make_model, of_peer, options
 from tests.unit_tests.integrations.loops import _forget, launched
 from tests.unit_tests.ranks import ranks
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+pytest.importorskip("trl")
 
 CASES: dict[str, tuple[str, ...]] = {
     "sft": ("sft",),
@@ -78,20 +79,22 @@ def assert_equal(folder: Path, case: str, layout: str, rank: int, world: int, ex
 
 
 def assert_saved_alike(found: Path, expected: Path, tolerance: float) -> None:
-    """What the peer has saved has the same files, names and values, so its own doors read both."""
-    settings = "adapter_config.json" if (expected / "adapter_config.json").exists() else "config.json"
-    written, wanted = (json.loads((each / settings).read_text()) for each in (found, expected))
-    for name in ("architectures", "model_type", "peft_type", "task_type", "id2label", "r"):
-        assert written.get(name) == wanted.get(name)
-    tensors, theirs = (
-        {name: value for file in each.glob("*.safetensors") for name, value in load_file(file).items()}
-        for each in (found, expected)
-    )
+    """Transformers and peft read the same from our directory as from the peer's."""
+    tensors, theirs = weights_in(found), weights_in(expected)
     assert tensors.keys() == theirs.keys()
     for name, value in theirs.items():
-        torch.testing.assert_close(
-            tensors[name].float(), value, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(tensors[name], value, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    if (folder / "adapter_config.json").exists():
+        adapters: dict[str, torch.Tensor] = peft.utils.load_peft_weights(str(folder), device="cpu")
+        return adapters
+    (kind,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model, info = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state
 
 
 def is_possible(case: str, layout: str) -> bool:
