@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.schedules import Arrivals, passed
@@ -218,7 +218,7 @@ class Stage(PipelineStage):
         if self.arrived is None or not ops:
             self.posted = ops
             return ops
-        self.leaving[self.stage_index, fwd_chunk_id] = dist.batch_isend_irecv(ops)
+        self.leaving[self.stage_index, fwd_chunk_id] = _posted(ops)
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -229,7 +229,7 @@ class Stage(PipelineStage):
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if self.arrived is None or not ops:
             return ops
-        self.leaving_back[self.stage_index, bwd_chunk_id] = dist.batch_isend_irecv(ops)
+        self.leaving_back[self.stage_index, bwd_chunk_id] = _posted(ops)
         return []
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -299,6 +299,15 @@ def _keep_graph_alone(outputs: Iterable[Tensor]) -> None:
     """Shrink tensors to one element of memory. They keep the shape, which torch uses to check gradients."""
     for output in outputs:
         output.data = torch.empty((), dtype=output.dtype, device=output.device).expand(output.shape)
+
+
+def _posted(ops: list[dist.P2POp]) -> list[dist.Work]:
+    """Start sends the way torch starts the receives of the other rank.
+
+    NCCL carries a batch over the group's communicator and single messages over one for two ranks. Which of them torch
+    uses depends on its version, and a send over one never meets a receive over the other.
+    """
+    return schedules._batch_p2p(ops)
 
 
 def _let_go(leaving: dict[Any, list[dist.Work]], used: Iterable[Any]) -> None:

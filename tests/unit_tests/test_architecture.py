@@ -92,6 +92,7 @@ PRIVATE_TORCH_NAMES = frozenset(
         "_active_ddp_module",
         "_autograd",
         "_backward_hooks",
+        "_batch_p2p",  # torch's choice of NCCL's communicator for messages, which both ends must share
         "_distributed_c10d",
         "_execution_engine",
         "_foreach_copy_",

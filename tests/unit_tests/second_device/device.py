@@ -63,7 +63,9 @@ def on_second_device(built: Path, store: Path, function: Callable[..., Any], *ar
 
     Raises:
         RaceError: If accesses of the function to the device's memory were in no order.
+        HangError: If NCCL would hang in the calls of all ranks.
     """
+    from tests.unit_tests.second_device import manners
     from tests.unit_tests.second_device.order import ordered
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -71,8 +73,11 @@ def on_second_device(built: Path, store: Path, function: Callable[..., Any], *ar
     dist.destroy_process_group()
     start(built)
     dist.init_process_group(f"cpu:gloo,{NAME}:second", init_method=f"file://{store}", rank=rank, world_size=world)
+    manners.begin()
     with ordered():
-        return function(torch.device(NAME, 0), *arguments)
+        result = function(torch.device(NAME, 0), *arguments)
+    manners.compare_logs(dist.FileStore(f"{store}-logs", world), rank, world)
+    return result
 
 
 def start(built: Path) -> None:
@@ -87,12 +92,21 @@ def start(built: Path) -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module_of_torch())
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend("second", _collectives, devices=[NAME])
+    dist.Backend.register_backend("second", _collectives, extended_api=True, devices=[NAME])
     library = loaded
 
 
-def _collectives(store: Any, rank: int, size: int, timeout: Any) -> Any:
-    return library.collectives(dist.ProcessGroupGloo(store, rank, size, timeout))
+def _collectives(options: Any, _: Any) -> Any:
+    from tests.unit_tests.second_device.manners import Communicators
+
+    gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+    return library.collectives(gloo, Communicators(options))
+
+
+def _set_device(*_: Any) -> None:
+    from tests.unit_tests.second_device import manners
+
+    manners.has_set_device = True
 
 
 def _module_of_torch() -> types.ModuleType:
@@ -102,7 +116,7 @@ def _module_of_torch() -> types.ModuleType:
     module._is_in_bad_fork = lambda: False
     module.current_device = lambda: 0
     module.device_count = lambda: 1
-    module.set_device = module.manual_seed_all = lambda *_: None
+    module.set_device, module.manual_seed_all = _set_device, lambda *_: None
     module.synchronize = lambda *_: library.synchronize()
     module.get_rng_state = lambda *_: torch.get_rng_state()  # its random numbers are the CPU's
     module.set_rng_state = lambda state, *_: torch.set_rng_state(state)

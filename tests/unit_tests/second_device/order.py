@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import logging
 import sys
 import threading
@@ -26,7 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit_tests.second_device import device
 
-OUTSIDE = (str(Path(torch.__file__).parent), __file__, "<frozen")  # files that say nothing about a program
+# Files that say nothing about a program.
+OUTSIDE = (str(Path(torch.__file__).parent), contextlib.__file__, str(Path(__file__).with_name("manners.py")),
+           __file__, "<frozen")  # fmt: skip
 HOST = -1  # where a stream's number stands in an access
 _listening: Order | None = None
 DEPTH = 3  # frames that name a place

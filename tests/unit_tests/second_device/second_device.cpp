@@ -9,17 +9,24 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <atomic>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
+#include <sstream>
 #include <tuple>
 
 namespace {
@@ -439,6 +446,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", &empty_strided);
   m.impl("as_strided", &as_strided);
   m.impl("view", &view);
+  m.impl("view_as_complex", &at::native::view_as_complex);
+  m.impl("view_as_real", &at::native::view_as_real);
   m.impl("_reshape_alias", &reshape_alias);
   m.impl("unfold", &at::native::unfold);
   m.impl("resize_", &resize_);
@@ -454,9 +463,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 using Tensors = std::vector<at::Tensor>;
 using Wait = c10::intrusive_ptr<c10d::Work>;
+constexpr const char* BY_NCCL = "NCCL would refuse this collective: ";
 
+// What NCCL takes of a tensor, with its reasons.
 at::Tensor on_device(const at::Tensor& tensor) {
-  TORCH_CHECK(!tensor.is_cpu(), "a collective of the second device was given a tensor of the CPU");
+  TORCH_CHECK(!tensor.is_cpu(), BY_NCCL, "Tensors must be CUDA and dense. It was given a tensor of the CPU");
+  TORCH_CHECK(tensor.is_contiguous(tensor.suggest_memory_format()), BY_NCCL, "Tensors must be contiguous. This one has ",
+              "the shape ", tensor.sizes(), " and the strides ", tensor.strides());
+  static const std::set<at::ScalarType> taken{at::kByte, at::kChar,   at::kInt,      at::kLong, at::kHalf,
+                                              at::kFloat, at::kDouble, at::kBFloat16, at::kBool,
+                                              at::kFloat8_e4m3fn, at::kFloat8_e5m2};
+  TORCH_CHECK(taken.count(tensor.scalar_type()) != 0, BY_NCCL,
+              "Input tensor data type is not supported for NCCL process group: ", tensor.scalar_type());
   return on_cpu(tensor);
 }
 
@@ -472,45 +490,81 @@ std::vector<Tensors> on_device(const std::vector<Tensors>& lists) {
   return found;
 }
 
-// A collective in flight. `wait` makes the current stream wait for it, and memory is kept until then. gloo's part is
+std::string reduced_by(const c10d::ReduceOp& op, const at::Tensor& tensor) {
+  static const std::map<c10d::ReduceOp::RedOpType, std::string> names{
+      {c10d::ReduceOp::SUM, "SUM"}, {c10d::ReduceOp::AVG, "AVG"},   {c10d::ReduceOp::PRODUCT, "PRODUCT"},
+      {c10d::ReduceOp::MIN, "MIN"}, {c10d::ReduceOp::MAX, "MAX"},   {c10d::ReduceOp::PREMUL_SUM, "PREMUL_SUM"}};
+  auto name = names.find(op);
+  TORCH_CHECK(name != names.end(), BY_NCCL, "Cannot use bitwise reductions with NCCL");
+  TORCH_CHECK(!at::isFloat8Type(tensor.scalar_type()), BY_NCCL, "Float8 dtypes are not supported for NCCL reductions");
+  return name->second;
+}
+
+// What ranks compare of a call: for messages (`peer` is a rank) also the direction and the tag.
+using Part = std::tuple<std::string, std::string, std::string, int>;  // name, tensors, the rest, peer or -1
+
+std::string tensors_of(const Tensors& tensors) {
+  std::ostringstream words;
+  for (const auto& tensor : tensors) {
+    words << (words.tellp() > 0 ? ", " : "") << tensor.numel() << " x " << c10::toString(tensor.scalar_type());
+  }
+  return words.str();
+}
+
+// A call in flight. `wait` makes the current stream wait for it, and memory is kept until then. gloo's part is
 // waited for by the host, which no program can notice.
 struct Later final : c10d::Work {
-  Wait inner;
+  std::vector<Wait> inner;
   std::vector<at::Tensor> held;
   Tensors outputs;
   int64_t number, stream;
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  Later(Wait work, std::vector<at::Tensor> tensors, Tensors writes, int64_t token, int64_t on)
-      : inner(std::move(work)), held(std::move(tensors)), outputs(std::move(writes)), number(token), stream(on) {}
+  Later(std::vector<Wait> works, std::vector<at::Tensor> tensors, Tensors writes, int64_t token, int64_t on)
+      : inner(std::move(works)), held(std::move(tensors)), outputs(std::move(writes)), number(token), stream(on) {}
   ~Later() override {
     try {
-      if (!held.empty() && !inner->isCompleted()) inner->wait(kNoTimeout);
+      for (auto& each : inner) {
+        if (!held.empty() && !each->isCompleted()) each->wait(kNoTimeout);
+      }
     } catch (...) {
     }
   }
   bool isCompleted() override {
-    if (!inner->isCompleted()) return false;
+    for (auto& each : inner) {
+      if (!each->isCompleted()) return false;
+    }
     if (number < 0 || listener.load() == nullptr) return true;
     py::gil_scoped_acquire gil;
     PyObject* to = listener.load();
     return to == nullptr || py::handle(to).attr("queried")(number).cast<bool>();
   }
-  bool isSuccess() const override { return inner->isSuccess(); }
-  std::exception_ptr exception() const override { return inner->exception(); }
+  bool isSuccess() const override {
+    return std::all_of(inner.begin(), inner.end(), [](const Wait& each) { return each->isSuccess(); });
+  }
+  std::exception_ptr exception() const override {
+    for (const auto& each : inner) {
+      if (each->exception()) return each->exception();
+    }
+    return nullptr;
+  }
   bool wait(std::chrono::milliseconds timeout) override {
-    bool done = inner->wait(timeout);
+    bool done = true;
+    for (auto& each : inner) done = each->wait(timeout) && done;
     if (number >= 0) tell("waited", number, current_stream);
     held.clear();
     return done;
   }
   void synchronize() override { wait(kNoTimeout); }
-  void abort() override { inner->abort(); }
+  void abort() override {
+    for (auto& each : inner) each->abort();
+  }
   // Its wait makes the current stream wait, as `wait` does.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     if (future) return future;
+    TORCH_CHECK(inner.size() == 1, "a batch has no future");
     auto type = c10::ListType::create(c10::TensorType::get());
     future = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<c10::Device>{DEVICE});
-    inner->getFuture()->addCallback([made = future, on = stream, results = outputs](c10::ivalue::Future& done) {
+    inner.front()->getFuture()->addCallback([made = future, on = stream, results = outputs](c10::ivalue::Future& done) {
       if (done.hasError()) {
         made->setError(done.exception_ptr());
         return;
@@ -521,93 +575,176 @@ struct Later final : c10d::Work {
     });
     return future;
   }
-  std::vector<at::Tensor> result() override { return inner->result(); }
+  std::vector<at::Tensor> result() override { return outputs; }
+};
+
+// Calls that are one: everything between startCoalescing and endCoalescing, or one call alone.
+struct Batch {
+  std::vector<Part> parts;
+  Tensors reads, writes;
+  std::vector<std::function<Wait()>> starts;
+  bool is_async = true;
 };
 
 struct Collectives final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
-  int64_t stream = ++streams;                // of this communicator
-  std::map<std::pair<int, bool>, int64_t> of_peers;  // streams of its messages between two ranks
-  explicit Collectives(c10::intrusive_ptr<c10d::Backend> inner)
-      : Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)) {}
+  PyObject* log;                      // a Communicators of manners.py, never freed
+  int64_t stream = ++streams;         // of this communicator
+  std::map<int, int64_t> of_peers;  // streams of the communicators between two ranks
+  std::optional<Batch> batch;
+  std::deque<at::Tensor> sent, wanted;  // messages of this rank to itself
+  Collectives(c10::intrusive_ptr<c10d::Backend> inner, PyObject* to)
+      : Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)), log(to) {}
   const std::string getBackendName() const override { return "second"; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override { batch.emplace(); }
+  Wait endCoalescing() override {
+    Batch calls = std::move(*batch);
+    batch.reset();
+    return launch(calls, true);
+  }
 
-  // As NCCL: an asynchronous collective runs on the communicator's stream, which waits for the current one first.
-  template <class Start>
-  Wait launch(const char* name, const Tensors& reads, const Tensors& writes, int64_t on, Start start) {
+  // As NCCL: a collective and a batch run on the communicator's stream, a message alone on one of the two ranks, if
+  // asynchronous. That stream waits for the current one first.
+  Wait launch(Batch& calls, bool is_batch) {
+    int peer = std::get<3>(calls.parts.at(0));
+    bool of_two = !is_batch && peer >= 0;
+    int64_t on = of_two ? stream_of_pair(peer) : (calls.is_async ? stream : current_stream);
+    std::string wrong;
+    {
+      py::gil_scoped_acquire gil;
+      wrong = py::handle(log).attr("called")(calls.parts, of_two).cast<std::string>();
+    }
+    TORCH_CHECK(wrong.empty(), wrong);
     int64_t number = -1;
     if (listener.load() != nullptr) {
       Accesses accesses;
-      for (const auto& each : reads) add_access(accesses, each, false, "input");
-      for (const auto& each : writes) add_access(accesses, each, true, "output");
+      for (const auto& each : calls.reads) add_access(accesses, each, false, "input");
+      for (const auto& each : calls.writes) add_access(accesses, each, true, "output");
       number = ++events;
-      tell("collective", std::string("c10d::") + name, current_stream, on, accesses, number);
+      auto name = "c10d::" + (is_batch ? "batch of " + std::get<0>(calls.parts[0]) : std::get<0>(calls.parts[0]));
+      tell("collective", name, current_stream, on, accesses, number);
     }
-    Tensors held(reads);
-    held.insert(held.end(), writes.begin(), writes.end());
+    Tensors held(calls.reads);
+    held.insert(held.end(), calls.writes.begin(), calls.writes.end());
     InsideKernel inside;
-    return c10::make_intrusive<Later>(start(), std::move(held), writes, number, on);
+    std::vector<Wait> works;
+    for (auto& start : calls.starts) works.push_back(start());
+    return c10::make_intrusive<Later>(std::move(works), std::move(held), calls.writes, number, on);
   }
-  int64_t stream_for(bool is_async) const { return is_async ? stream : current_stream; }
+  Wait call(Part part, Tensors reads, Tensors writes, bool is_async, std::function<Wait()> start) {
+    Batch alone;
+    Batch& calls = batch ? *batch : alone;
+    calls.parts.push_back(std::move(part));
+    calls.reads.insert(calls.reads.end(), reads.begin(), reads.end());
+    calls.writes.insert(calls.writes.end(), writes.begin(), writes.end());
+    calls.starts.push_back(std::move(start));
+    calls.is_async = is_async;
+    if (!batch) return launch(calls, false);
+    return c10::make_intrusive<Later>(std::vector<Wait>{}, Tensors{}, Tensors{}, -1, stream);
+  }
+  int64_t stream_of_pair(int peer) {
+    auto& found = of_peers[peer];
+    return found != 0 ? found : found = ++streams;
+  }
 
   Wait broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     auto here = on_device(tensors);
     bool sends = getRank() == options.rootRank;
-    return launch("broadcast", sends ? tensors : Tensors{}, sends ? Tensors{} : tensors, stream_for(options.asyncOp),
-                  [&] { return gloo->broadcast(here, options); });
+    return call({"broadcast", tensors_of(tensors), "from " + std::to_string(options.rootRank), -1},
+                sends ? tensors : Tensors{}, sends ? Tensors{} : tensors, options.asyncOp,
+                [=, this]() mutable { return gloo->broadcast(here, options); });
   }
   Wait allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     auto here = on_device(tensors);
-    return launch("all_reduce", {}, tensors, stream_for(options.asyncOp),
-                  [&] { return gloo->allreduce(here, options); });
+    return call({"all_reduce", tensors_of(tensors), reduced_by(options.reduceOp, tensors.at(0)), -1}, {}, tensors,
+                options.asyncOp, [=, this]() mutable { return gloo->allreduce(here, options); });
+  }
+  Wait reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    auto here = on_device(tensors);
+    bool keeps = getRank() == options.rootRank;
+    auto rest = reduced_by(options.reduceOp, tensors.at(0)) + " to " + std::to_string(options.rootRank);
+    return call({"reduce", tensors_of(tensors), rest, -1}, keeps ? Tensors{} : tensors, keeps ? tensors : Tensors{},
+                options.asyncOp, [=, this]() mutable { return gloo->reduce(here, options); });
   }
   Wait allgather(std::vector<Tensors>& to, Tensors& from, const c10d::AllgatherOptions& options) override {
     auto outputs = on_device(to);
     auto inputs = on_device(from);
     Tensors writes;
     for (const auto& list : to) writes.insert(writes.end(), list.begin(), list.end());
-    return launch("all_gather", from, writes, stream_for(options.asyncOp),
-                  [&] { return gloo->allgather(outputs, inputs, options); });
+    return call({"all_gather", tensors_of(writes), "", -1}, from, writes, options.asyncOp,
+                [=, this]() mutable { return gloo->allgather(outputs, inputs, options); });
   }
   Wait _allgather_base(at::Tensor& to, at::Tensor& from, const c10d::AllgatherOptions& options) override {
     auto output = on_device(to), input = on_device(from);
-    return launch("all_gather", {from}, {to}, stream_for(options.asyncOp),
-                  [&] { return gloo->_allgather_base(output, input, options); });
+    return call({"all_gather", tensors_of({from}), "", -1}, {from}, {to}, options.asyncOp,
+                [=, this]() mutable { return gloo->_allgather_base(output, input, options); });
   }
   Wait _reduce_scatter_base(at::Tensor& to, at::Tensor& from, const c10d::ReduceScatterOptions& options) override {
     auto output = on_device(to), input = on_device(from);
-    return launch("reduce_scatter", {from}, {to}, stream_for(options.asyncOp),
-                  [&] { return gloo->_reduce_scatter_base(output, input, options); });
+    return call({"reduce_scatter", tensors_of({to}), reduced_by(options.reduceOp, from), -1}, {from}, {to},
+                options.asyncOp, [=, this]() mutable { return gloo->_reduce_scatter_base(output, input, options); });
   }
   Wait alltoall_base(at::Tensor& to, at::Tensor& from, std::vector<int64_t>& to_sizes,
                      std::vector<int64_t>& from_sizes, const c10d::AllToAllOptions& options) override {
     auto output = on_device(to), input = on_device(from);
-    return launch("all_to_all", {from}, {to}, stream_for(options.asyncOp),
-                  [&] { return gloo->alltoall_base(output, input, to_sizes, from_sizes, options); });
+    return call({"all_to_all", c10::toString(from.scalar_type()), "", -1}, {from}, {to}, options.asyncOp,
+                [=, this]() mutable { return gloo->alltoall_base(output, input, to_sizes, from_sizes, options); });
   }
-  int64_t peer_stream(int peer, bool sends) {
-    auto& found = of_peers[{peer, sends}];
-    return found != 0 ? found : found = ++streams;
+  template <class Each>
+  Wait together(size_t count, Each each) {
+    startCoalescing();
+    for (size_t index = 0; index < count; ++index) each(index);
+    return endCoalescing();
   }
+  Wait allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return together(tensors.size(), [&](size_t index) {
+      Tensors one{tensors[index]};
+      allreduce(one, options);
+    });
+  }
+  Wait allgather_into_tensor_coalesced(Tensors& to, Tensors& from, const c10d::AllgatherOptions& options) override {
+    return together(to.size(), [&](size_t index) { _allgather_base(to[index], from[index], options); });
+  }
+  Wait reduce_scatter_tensor_coalesced(Tensors& to, Tensors& from,
+                                       const c10d::ReduceScatterOptions& options) override {
+    return together(to.size(), [&](size_t index) { _reduce_scatter_base(to[index], from[index], options); });
+  }
+  // gloo sends nothing to the rank itself.
+  Wait to_itself(const at::Tensor& tensor, bool sends) {
+    auto& mine = sends ? sent : wanted;
+    auto& others = sends ? wanted : sent;
+    if (others.empty()) {
+      mine.push_back(tensor);
+    } else {
+      (sends ? others.front() : tensor).copy_(sends ? tensor : others.front());
+      others.pop_front();
+    }
+    return c10::make_intrusive<Later>(std::vector<Wait>{}, Tensors{}, Tensors{}, -1, stream);
+  }
+  // NCCL knows no tags: messages are paired by their order.
   Wait send(Tensors& tensors, int to, int tag) override {
     auto here = on_device(tensors);
-    return launch("send", tensors, {}, peer_stream(to, true), [&] { return gloo->send(here, to, tag); });
+    return call({"send", tensors_of(tensors), "tag " + std::to_string(tag), to}, tensors, {}, true,
+                [=, this]() mutable { return to == getRank() ? to_itself(here[0], true) : gloo->send(here, to, 0); });
   }
   Wait recv(Tensors& tensors, int from, int tag) override {
     auto here = on_device(tensors);
-    return launch("recv", {}, tensors, peer_stream(from, false), [&] { return gloo->recv(here, from, tag); });
+    return call({"recv", tensors_of(tensors), "tag " + std::to_string(tag), from}, {}, tensors, true,
+                [=, this]() mutable { return from == getRank() ? to_itself(here[0], false) : gloo->recv(here, from, 0); });
   }
   Wait barrier(const c10d::BarrierOptions& options) override {
     tell("host_waited_stream", current_stream, true);
-    return gloo->barrier(options);
+    return call({"barrier", "", "", -1}, {}, {}, options.asyncOp,
+                [=, this]() mutable { return gloo->barrier(options); });
   }
 };
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("collectives", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<Collectives>(std::move(gloo));
+  m.def("collectives", [](c10::intrusive_ptr<c10d::Backend> gloo, py::object log) {
+    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Collectives>(std::move(gloo), log.inc_ref().ptr()));
   });
   m.def("listen", [](py::object to) { listener = to.is_none() ? nullptr : to.inc_ref().ptr(); });
   m.def("is_pinned", [](int64_t place) { return is_pinned_at(reinterpret_cast<void*>(place)); });

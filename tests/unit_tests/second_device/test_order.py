@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -311,6 +312,22 @@ def without(device: torch.device, place: left_out.Place) -> str:
 def test_a_synchronization_that_is_left_out_is_a_race(run: Runner, place: left_out.Place) -> None:
     words = run(without, 2, place) or run(without, 1, place)
     assert "in no order" in words or "must be completed before calculating elapsed time" in words
+
+
+def on_another_stream(device: torch.device) -> str:
+    """Races of training whose gradients are reduced by calls on a stream that waits for nothing."""
+    right, elsewhere = dist.all_reduce, torch.Stream(device)
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        with elsewhere:
+            return right(*arguments, **options)
+
+    with mock.patch.object(dist, "all_reduce", wrong):
+        return two_producers(device, "no_shard", True)
+
+
+def test_a_collective_on_the_wrong_stream_is_a_race(run: Runner) -> None:
+    assert re.search("c10d::all_reduce writes .* in no order with an earlier access", run(on_another_stream, 2))
 
 
 def test_all_calls_of_the_engine_together_are_in_order(run: Runner) -> None:

@@ -58,6 +58,23 @@ def test_a_layout_keeps_the_order_of_its_streams(run: Runner, layout: Layout) ->
     assert run(compared, 2, layout) == []
 
 
+# On four ranks, where the groups of two axes cross.
+CROSSED = [
+    Layout(dp=2, tp=2, sp=True, overlap=True, microbatches=2, strategy="optim_grads_params"),
+    Layout(dp=2, **PP, schedule="Interleaved1F1B", vpp=2),
+    Layout(dp=2, pp=2, overlap=True, microbatches=4, strategy="optim_grads", schedule="1F1B"),
+    Layout(tp=2, pp=2, overlap=True, microbatches=4, schedule="ZBVZeroBubble", vpp=2),
+    Layout(dp=2, cp=2, cp_comm="p2p", overlap=True),
+    Layout(dp=4, ep=2, experts="alltoall", overlap=True, strategy="optim"),
+]
+
+
+@pytest.mark.parametrize("layout", CROSSED, ids=str)
+@pytest.mark.in_suite(1)
+def test_a_layout_on_four_ranks_keeps_the_order_of_its_streams(run_on_four: Runner, layout: Layout) -> None:
+    assert run_on_four(compared, 4, layout) == []
+
+
 # Waits for a collective or a message, and the layout that needs them.
 WAITS = {"Pending.wait": LAYOUTS[0], "Passing.wait": LAYOUTS[6], "_let_go": LAYOUTS[5]}
 
