@@ -143,7 +143,7 @@ def crossed(device: torch.device, kind: str) -> None:
         ("orders", "NCCL may hang, once a device runs one communicator at a time: rank 0 .* waits for rank 1; rank 1 "),
         ("messages", "NCCL would hang: rank 0 is in send .*pair .* waits for rank 1; rank 1 is in send"),
         ("one in a batch", "NCCL would hang: .*rank 1 which never comes"),
-        ("to itself", "NCCL would hang: rank 0 is in send .*pair .0. .* waits for rank 0"),
+        ("to itself", "NCCL would hang: rank 0 is in send .* ranks .0, 1., pair .0., at .* waits for rank 0;"),
         ("batches", ""),
         ("to itself, in a batch", ""),
     ],
