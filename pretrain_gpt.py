@@ -9,7 +9,7 @@
 
 import sys
 
-from core.training.main import main
+from core_train.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

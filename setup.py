@@ -11,6 +11,9 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "core" / "__init__.py").r
 # core.hugging_face reads the parallel plans that this package ships, and refuses versions whose plans were never read.
 TRANSFORMERS = "transformers>=5.23,<5.25"
 
+# Imported as `core`; three packages next to it are applications of it.
+PACKAGES = ("core", "core_plan", "core_train", "core_compat")
+
 EXTRAS = {
     "train": ["rich", "tyro", "matplotlib", "tensorboard", "tokenizers"],
     "safetensors": ["safetensors"],
@@ -48,9 +51,13 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    packages=find_packages(include=["core", "core.*"]),
-    package_data={"core": ["py.typed"], "core.plan": ["devices/*.json", "models/*.json", "models/*.toml"]},
+    packages=find_packages(include=[*PACKAGES, *(f"{name}.*" for name in PACKAGES)]),
+    package_data={
+        **{name: ["py.typed"] for name in PACKAGES},
+        "core_plan": ["py.typed", "devices/*.json", "models/*.json", "models/*.toml"],
+    },
     py_modules=["pretrain_gpt"],
+    entry_points={"console_scripts": ["gradient-core = core.__main__:main"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11,<2.14", "numpy", "einops"],
     extras_require={**EXTRAS, **ON_REQUEST, "dev": sorted({name for names in EXTRAS.values() for name in names})},

@@ -27,7 +27,7 @@ from benchmarks.gpu_steps import CONTROL, MODELS, PLAIN, Setting, WrongLosses, o
 from benchmarks.optimizer_arms import WrongWeights
 from benchmarks.report import add_json, machine, write_json
 from benchmarks.step_figures import flat, spread
-from core.training import mfu
+from core_train import mfu
 
 CHECKED_STEPS = 6
 CHECK_TOLERANCE = 1e-4  # of losses in fp32, one device against another

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.report import add_json, write_json
-from core.plan.live_memory import LiveMemory
 from core.tensor_parallel.chunked_loss import chunked_cross_entropy
+from core_plan.live_memory import LiveMemory
 
 Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # hidden, weight, target, tokens of a chunk -> the mean loss
 

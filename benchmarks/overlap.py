@@ -32,7 +32,7 @@ from benchmarks.simulated_wire import Wire, put_on_wire
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.wire.overlap import measure_overlap
-from core.training.step_trace import StepTrace
+from core_train.step_trace import StepTrace
 
 RANKS = 2
 LAYERS = 24
@@ -276,7 +276,7 @@ def table(result: dict[str, Any]) -> str:
 def draw_curves(path: Path, results: Sequence[dict[str, Any]]) -> None:
     """Step time and hidden share over the bucket size, one column a ratio; predictions dashed."""
     from core.extras import require
-    from core.training.plots import figure
+    from core_plan.figure import figure
 
     picture = figure(12, 5)
     rows = picture.subplots(2, len(results), sharex=True, height_ratios=[3, 1], squeeze=False)
@@ -361,7 +361,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _write_plots(folder: Path, results: Sequence[dict[str, Any]]) -> None:
-    from core.training.plots import draw_bucket_timeline
+    from core_train.plots import draw_bucket_timeline
 
     folder.mkdir(parents=True, exist_ok=True)
     draw_curves(folder / "overlap_curve.png", results)

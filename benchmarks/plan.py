@@ -1,6 +1,6 @@
 """Plans held against runs (plans.md): memory of every rank, and the time of a step, on 1 to 8 ranks of this machine.
 
-The ranks of one number start together. They measure the device as `python -m core.plan calibrate` does, then run some
+The ranks of one number start together. They measure the device as `python -m core plan calibrate` does, then run some
 layouts, then measure the device again. A row's planned time is the mean by the device files before and after it, so a
 machine that changes its speed on the way changes both.
 """
@@ -27,20 +27,20 @@ from benchmarks.plan_rows import FULL, ROWS, TINY, PlanRow, Size
 from benchmarks.report import add_json, write_json
 from core import parallel_state
 from core.distributed import finalize_model_grads
-from core.plan.device import read_device
-from core.plan.measure_clock import Clock
-from core.plan.measure_device import measure
-from core.plan.model_run import ModelRun
-from core.plan.plan_run import RunPlan
-from core.plan.run_memory import RankMemory, parts_of_stages, plan_memory
-from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
-from core.plan.step_memory import RECEIVED
+from core_plan.device import read_device
+from core_plan.measure_clock import Clock
+from core_plan.measure_device import measure
+from core_plan.model_run import ModelRun
+from core_plan.plan_run import RunPlan
+from core_plan.run_memory import RankMemory, parts_of_stages, plan_memory
+from core_plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
+from core_plan.step_memory import RECEIVED
 
 STATE = (PARAMETERS, GRADIENTS, POOL, MASTERS, MOMENTS)
 BETWEEN = 2  # rows from one calibration to the next
 MEMORY_WITHIN, TIME_WITHIN = 0.05, 0.15
 PARTS = ("clear", "compute", "finalize", "optimizer")
-COMMAND = "python -m core.plan calibrate"
+COMMAND = "python -m core plan calibrate"
 
 
 # -- on the ranks ---------------------------------------------------------------------------------------------------

@@ -24,15 +24,15 @@ from core.moe import auxiliary_loss_scale
 from core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
 from core.pipeline_parallel.runner import MicrobatchLoss
-from core.plan.live_memory import LiveMemory
-from core.plan.model_run import ModelRun
-from core.plan.run_memory import Run
-from core.plan.state_bytes import GATHERED, GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
 from core.tensor_parallel.random import model_parallel_manual_seed
-from core.training.config import JobConfig
-from core.training.job import start_groups
-from core.training.model_config import ddp_config, optimizer_config, transformer_config
-from core.training.plan import plan_job
+from core_plan.job.config import JobConfig
+from core_plan.job.model_config import ddp_config, optimizer_config, transformer_config
+from core_plan.job.plan import plan_job
+from core_plan.live_memory import LiveMemory
+from core_plan.model_run import ModelRun
+from core_plan.run_memory import Run
+from core_plan.state_bytes import GATHERED, GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
+from core_train.job import start_groups
 
 VOCABULARY = 256
 
@@ -92,7 +92,7 @@ class PlannedJob:
 
 
 class GptJob(PlannedJob):
-    """A GPT, as core.training.job makes it."""
+    """A GPT, as core_train.job makes it."""
 
     def __init__(self, config: JobConfig, world: int) -> None:
         self.plan = plan_job(config, world)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core.plan.job_run import run_of_job
-from core.plan.model_run import ModelRun, run_of_model
-from core.plan.run_memory import Run
-from core.training.config import JobConfig
-from core.training.config_file import load_config
+from core_plan.job.config import JobConfig
+from core_plan.job.config_file import load_config
+from core_plan.job_run import run_of_job
+from core_plan.model_run import ModelRun, run_of_model
+from core_plan.run_memory import Run
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.report import add_json, write_json
-from core.plan import Link, RunPlan, fake_collectives, plan_run, read_device
-from core.training.config_file import load_config
+from core_plan import Link, RunPlan, fake_collectives, plan_run, read_device
+from core_plan.job.config_file import load_config
 
 ALL_CUT = "--ddp.data-parallel-sharding-strategy optim_grads_params --ddp.no-overlap-param-gather"
 RECOMPUTED, SELECTIVE = (f"--model.recompute-granularity {how}" for how in ("full", "selective"))

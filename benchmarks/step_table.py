@@ -116,7 +116,7 @@ def _line(cells: Sequence[str]) -> str:
 def draw_ratios(path: Path, result: dict[str, Any], about: dict[str, Any]) -> None:
     """A bar an arm: its step time over the baseline's, with the least and most of a start, processor time as a mark."""
     from core.extras import require
-    from core.training.plots import figure
+    from core_plan.figure import figure
 
     baseline, workload = result["baseline"], result["workload"]
     shown: list[tuple[dict[str, Any], Spread, Spread]] = []

@@ -1,44 +1,58 @@
-"""`python -m core`: the commands of this package, and where each is explained."""
+"""`python -m core WORD`: the command, whose words are jobs of this package and of the packages next to it."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = """usage: python -m core doctor
-       python -m core finetune
+# Word -> module with `main(arguments)`, imported when the word is typed; first arguments; description.
+WORDS = {
+    "train": ("core_train.main", (), "train a GPT (pretrain_gpt.py)"),
+    "finetune": ("core_train.finetune.main", (), "fine-tune a checkpoint directory of Hugging Face"),
+    "generate": ("core_train.commands.generate", (), "continue a text, or answer, with a trained model"),
+    "convert": ("core_train.commands.convert", (), "turn a trained model into a directory of transformers, or back"),
+    "compare": ("core_train.compare", (), "compare the losses of several runs"),
+    "plan": ("core_plan.command", (), "plan the memory and time of a run, and list the layouts that fit"),
+    "verify": ("core.verify.program", (), "compare the gradients of a program with one process"),
+    "inspect": ("core.checkpoint.__main__", ("inspect",), "show the steps, layout and tensors of a checkpoint"),
+    "doctor": ("core_train.commands.doctor", (), "check this machine for training"),
+    "compat-check": ("core_compat.check", (), "check a program for Megatron or ColossalAI, without running it"),
+}
+USAGE = "\n".join(
+    [
+        "usage: python -m core WORD ...        (or: gradient-core WORD ...)",
+        "",
+        "words, each with --help:",
+        *(f"  {word:14}{text}" for word, (_, _, text) in WORDS.items()),
+        "",
+        "modules, each with --help:",
+        "  python -m core.checkpoint         inspect checkpoints, check each byte, turn them into other files",
+        "  python -m core_compat.megatron    run a program that imports megatron.core",
+        "  python -m core_compat.colossalai  run a program that imports colossalai",
+    ]
+)
 
-other commands, each with --help:
-  python -m core.training           train a GPT (the same as pretrain_gpt.py)
-  python -m core.training.compare   how far the losses of several runs are from each other
-  python -m core.generate           continue a text, or answer, with a trained model
-  python -m core.convert            a trained model as a directory of transformers, and back
-  python -m core.finetune           fine-tune a checkpoint directory of Hugging Face
-  python -m core.plan               memory and time of a run before it starts, and which layouts fit
-  python -m core.verify             compare gradients of your model or job with one process
-  python -m core.checkpoint         look at checkpoints, check them, turn them into other files
-  python -m core.compat             list what a program for Megatron or ColossalAI would meet, unrun
-  python -m core.compat.megatron    run a program that imports megatron.core
-  python -m core.compat.colossalai  run a program that imports colossalai"""
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command of the first argument.
 
-def main(arguments: Sequence[str]) -> int:
-    """Run what was asked for; the exit status."""
-    if list(arguments[:1]) == ["doctor"]:
-        from core.jobs.doctor import main as doctor
+    Args:
+        arguments: A word and the arguments of its command; None for those of the process.
 
-        return doctor(arguments[1:])
-    if list(arguments[:1]) == ["finetune"]:
-        from core.finetune.main import main as finetune
-
-        return finetune(arguments[1:])
-    asked = list(arguments) in ([], ["-h"], ["--help"])
-    if asked:
-        print(COMMANDS)
+    Returns:
+        The exit status.
+    """
+    word, *others = (list(sys.argv[1:]) if arguments is None else list(arguments)) or ["--help"]
+    if word in WORDS:
+        module, first, _ = WORDS[word]
+        return int(importlib.import_module(module).main([*first, *others]))
+    if word in ("-h", "--help"):
+        print(USAGE)
         return 0
-    print(f"error: there is no command {arguments[0]!r}\n{COMMANDS}", file=sys.stderr)
+    print(f"error: there is no command {word!r}\n{USAGE}", file=sys.stderr)
     return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

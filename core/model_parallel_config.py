@@ -41,7 +41,7 @@ class ModelParallelConfig:
     qk_layernorm: normalize queries and keys of each head.
     moe_router_enable_expert_bias: balance experts by a bias in the choice, without a loss.
     moe_router_bias_update_rate: how far that bias moves in a step.
-    timers: core.timers.Timers, or Megatron's, of which finalize_model_grads starts and stops its own.
+    timers: an object with the calls of Megatron's `Timers`; finalize_model_grads starts and stops timers of it.
     barrier_with_L1_time: those timers wait for all ranks first.
     no_sync_func: a context in which a backward reduces nothing; a list has one for each chunk.
     grad_sync_func, param_sync_func: called by a schedule when a chunk's gradients, or parameters, may travel.

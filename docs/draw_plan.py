@@ -13,9 +13,9 @@ from typing import Any
 
 import matplotlib
 
-from core.plan import RunPlan, plan_run
-from core.plan.pictures import PICTURES
-from core.training.config_file import load_config
+from core_plan import RunPlan, plan_run
+from core_plan.job.config_file import load_config
+from core_plan.pictures import PICTURES
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "source" / "plan"

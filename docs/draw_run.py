@@ -15,8 +15,8 @@ from typing import Any
 
 import matplotlib
 
-from core.training import reporter
-from core.training.main import main
+from core_train import reporter
+from core_train.main import main
 
 PICTURES = Path(__file__).parent / "source" / "run"
 COMMON = {"savefig.transparent": True, "svg.fonttype": "none", "svg.hashsalt": "run", "font.size": 11}

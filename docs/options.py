@@ -34,10 +34,10 @@ CLASSES = (
     "core.transformer.transformer_config.TransformerConfig",
     *(f"core.booster.plugin.{name}Plugin" for name in ("TorchDDP", "TorchFSDP", "LowLevelZero", "Gemini")),
     *(f"core.booster.plugin.{name}Plugin" for name in ("HybridParallel", "MoeHybridParallel")),
-    *(f"core.training.config.{name}Options" for name in ("Run", "Model", "Parallel", "Optimizer")),
-    *(f"core.training.config.{name}Options" for name in ("Data", "Checkpoint", "Logging")),
+    *(f"core_plan.job.config.{name}Options" for name in ("Run", "Model", "Parallel", "Optimizer")),
+    *(f"core_plan.job.config.{name}Options" for name in ("Data", "Checkpoint", "Logging")),
 )
-FLAGS = "core.training.config"  # the sections of this module are given as flags
+FLAGS = "core_plan.job.config"  # the sections of this module are given as flags
 # `name: meaning`, `name, name: meaning`, `first .. last: meaning`, at the start of a sentence or of a section.
 ARGUMENT = re.compile(r"(?:^(?:Args: |Attributes: )?|(?<=[.;] ))(\*?\w+(?:, \*?\w+)*| ?\w+ \.\. \w+): ")
 
@@ -144,7 +144,7 @@ def texts_from_code(cls: type, names: Sequence[str]) -> dict[str, str]:
     """What the docstring, or else the comments, of a class and its parents say of its options."""
     found: dict[str, str] = {}
     for parent in reversed(cls.__mro__):
-        if parent.__module__.startswith("core."):
+        if parent.__module__.startswith(("core.", "core_plan.")):
             if dataclasses.is_dataclass(parent):
                 found |= {name: text for name, text in field_comments(parent).items() if text and name in names}
             for paragraph in paragraphs(inspect.cleandoc(parent.__dict__.get("__doc__") or "")):

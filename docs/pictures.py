@@ -167,7 +167,7 @@ def decisions(p: Picture) -> None:
         14,
         360,
         56,
-        ("accelerate, Trainer, Fabric: core.integrations", "ColossalAI: the Booster; Megatron: core.compat.megatron"),
+        ("accelerate, Trainer, Fabric: core.integrations", "ColossalAI: the Booster; Megatron: core_compat.megatron"),
         "a",
         size=12,
     )
@@ -248,7 +248,7 @@ TERMINAL = (
     "step 100/150  loss 2.149  validation 2.328  |g| 0.70  9,656 tokens/s  exposed 20.1 ms",
     "step 150/150  loss 1.990  |g| 0.62  8,553 tokens/s  exposed 27.2 ms",
     "150 steps in 72.1 s; training loss 1.9904 nats per byte, validation loss 2.2427",
-    "continue a text: .venv/bin/python -m core.generate runs/default",
+    "continue a text: .venv/bin/python -m core generate runs/default",
 )
 
 

@@ -19,4 +19,4 @@ if [ $# -gt 0 ]; then # sbatch examples/slurm.sh my_loop.py ARGUMENTS
   exec srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS \
     LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)) exec python "$@"' _ "$@"
 fi
-exec srun python -m core.training --tp 8 --checkpoint.dir checkpoints --checkpoint.every 1000 --checkpoint.resume
+exec srun python -m core train --tp 8 --checkpoint.dir checkpoints --checkpoint.every 1000 --checkpoint.resume

@@ -20,9 +20,9 @@ from torch.utils.data import Dataset
 
 from core.booster import Booster
 from core.booster.plugin import DPPluginBase, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from core.training.errors import ConfigError
-from core.training.run_directory import check_writable
-from core.training.text import standard_library
+from core_plan.job.errors import ConfigError
+from core_plan.job.run_directory import check_writable
+from core_train.text import standard_library
 
 
 def new_plugin(options: argparse.Namespace) -> DPPluginBase:

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.training.errors import ConfigError
-from core.training.run_directory import check_writable
+from core_plan.job.errors import ConfigError
+from core_plan.job.run_directory import check_writable
 
 CLASSES = 4
 

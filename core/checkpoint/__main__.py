@@ -1,4 +1,4 @@
-"""`python -m core.checkpoint inspect|verify|convert`: look at checkpoints, check every byte, make other files of them.
+"""`python -m core inspect|verify|convert`: look at checkpoints, check every byte, make other files of them.
 
 No ranks are started and no model is built. A damaged checkpoint is shown as far as it can be believed.
 """

@@ -19,6 +19,8 @@ from core.groups.group_options import NO_OPTIONS, GroupOptions
 from core.groups.rank_grid import GRADIENT_KINDS, KINDS, MODEL_AXES, STAGE_CROSSING
 from core.watch.waiting import waiting
 
+__all__ = ["ProcessGroups", "world_chain", "world_groups"]
+
 # Control group -> the group with the same ranks; for CPU tensors if the backend sends only device memory.
 CONTROL_GROUPS = {f"{name}_gloo": name for name in ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")}
 FIELDS = (*KINDS, *CONTROL_GROUPS)

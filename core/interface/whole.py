@@ -1,4 +1,4 @@
-"""Program events for `python -m core.verify`: a model before sharding, the loss of a microbatch, the start of ranks."""
+"""Program events for `python -m core verify`: a model before sharding, the loss of a microbatch, the start of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `python -m core.verify`."""
+"""Options of `python -m core verify`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Asked:
 
 def asked_by(arguments: Sequence[str]) -> Asked:
     """Parse the command line: options, then the program and its arguments."""
-    parser = argparse.ArgumentParser(prog="python -m core.verify", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="python -m core verify", description=DESCRIPTION)
     parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module, as for python -m")
     parser.add_argument("--whole", metavar="FUNCTION", help=f"builds the model without any splitting; {NAMED}")
     parser.add_argument(

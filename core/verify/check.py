@@ -77,7 +77,7 @@ def check_gradients(
             whose first dimension counts samples. Data-parallel ranks take equal parts in rank order, each cut into
             `microbatches`.
         reference_fn: Builds the unsplit model, which then gets the layout's weights. Defaults to `model_fn` if that
-            does not split; for our GPT, to the transformers model that core.convert would write, if there is one.
+            does not split; for our GPT, to the transformers model of `python -m core convert`, if there is one.
             Modules declare different names of a stage's parameters by `global_names` (see core.distributed.contract).
         config: Config to wrap the model with.
         ddp_config: DDP config to wrap the model with; by default rank 0's weights are broadcast.

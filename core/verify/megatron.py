@@ -45,7 +45,7 @@ def places(outer: nn.Module) -> tuple[list[int], list[int]] | None:
     if others:
         raise ValueError(
             f"Megatron Core runs with {' and '.join(others)}, but for Megatron's modules only tensor and data "
-            "parallelism can be compared; use the import lines of core.compat.megatron to compare the other axes"
+            "parallelism can be compared; use the import lines of core_compat.megatron to compare the other axes"
         )
     return (
         dist.get_process_group_ranks(state.get_data_parallel_group()),

@@ -1,4 +1,4 @@
-"""`python -m core.verify train.py ARGS`: run a user's program, and check the first step of the model that it trains.
+"""`python -m core verify train.py ARGS`: run a user's program, and check the first step of the model that it trains.
 
 Calls of modules are watched while the program runs. The first module that is called in training mode, and that no
 other module calls, is the model; or the first pipeline that runs. Its inputs are kept until its gradients are whole.
@@ -34,7 +34,7 @@ from core.optimizer.optimizer import MegatronOptimizer
 from core.pipeline_parallel import PipelineRunner
 from core.pipeline_parallel.forward_backward import DrawingStep
 from core.verify.also_seen import dropped_by
-from core.verify.asked import Asked
+from core.verify.asked import Asked, asked_by
 from core.verify.gathered import kept
 from core.verify.loop import StepCheck, loss_of_call
 from core.verify.losses import is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages
@@ -64,10 +64,15 @@ class Noted:
     per_token: bool
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Run the program of the arguments, check it, and return the exit status."""
+    return run_program(asked_by(arguments))
+
+
 def run_program(asked: Asked) -> int:
     """Run the program, check its first two steps, and return the exit status; 0 if all gradients are right."""
     if not asked.is_module and not Path(asked.program).is_file():
-        print(f"python -m core.verify: there is no file {asked.program!r}", file=sys.stderr)
+        print(f"python -m core verify: there is no file {asked.program!r}", file=sys.stderr)
         return 2
     watch = ProgramWatch(asked)
     sys.argv = [asked.program, *asked.arguments]
@@ -88,10 +93,10 @@ def run_program(asked: Asked) -> int:
         return status if isinstance(status, int) else 1
     if not watch.calls and not watch.starts_ranks:
         why = watch.alone or "the program has called no model in training mode"
-        print(f"python -m core.verify: {why}, so nothing is compared")
+        print(f"python -m core verify: {why}, so nothing is compared")
         return 1
     if watch.calls:
-        print("python -m core.verify: the program has ended before its first step was complete; nothing is compared")
+        print("python -m core verify: the program has ended before its first step was complete; nothing is compared")
         return 1
     return 0
 
@@ -313,7 +318,7 @@ class ProgramWatch:
         if not all(isinstance(chunk, DistributedDataParallel) for chunk in runner.chunks):
             raise ValueError(
                 "the stages of this pipeline are not in core.distributed.DistributedDataParallel, from which "
-                "python -m core.verify reads gradients: use wrap_stages"
+                "python -m core verify reads gradients: use wrap_stages"
             )
         draws = isinstance(runner.forward_step, DrawingStep)
         given = draws or any(part is not None for part in microbatches)

@@ -304,7 +304,7 @@ def _places(outer: nn.Module, placed: Mapping[str, DTensor], mesh: DeviceMesh | 
         if getattr(ddp, "device_mesh", None) is not None and len(data) < len(world):
             raise ValueError(
                 "torch's DDP has replaced the model's DTensors by plain tensors, so the parts that ranks hold are "
-                "unknown; run the program with python -m core.verify --whole, which reads the model before the wrap"
+                "unknown; run the program with python -m core verify --whole, which reads the model before the wrap"
             )
         place = data.index(rank)
         answers = agree.gather(place, None, "the places in the data groups")

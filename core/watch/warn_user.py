@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 
-PACKAGE = __name__.partition(".")[0]
+OURS = re.compile(r"core(_\w+)?\.")  # modules of this package, and of the packages next to it
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
@@ -16,6 +17,6 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
         category: Type of the warning.
     """
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(f"{PACKAGE}."):
+    while frame.f_back is not None and OURS.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)

@@ -29,6 +29,7 @@ import multiprocessing
 import os
 import queue
 import random
+import re
 import shutil
 import signal
 import sys
@@ -47,7 +48,7 @@ MAX_WORLD = 8
 START_LIMIT_S = 180.0  # starting a worker on a busy machine; not counted as the test's time
 GRACE_S = 1.0  # after the first failure, how long the other ranks may take to report theirs
 SEED = 1234
-PRELOADED = ("core.training.job", "core.booster.plugin", "core.gradient_accumulation", "tests.layouts.gpt")
+PRELOADED = ("core_train.job", "core.booster.plugin", "core.gradient_accumulation", "tests.layouts.gpt")
 LIBRARIES = ("transformers.models.llama.modeling_llama", "safetensors.torch", "peft")
 EAGER = ("test_process_groups", "test_parallel_state", "test_ranks")  # connect all pairs of a group when it is made
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
@@ -199,7 +200,7 @@ class Pool:
             # torch.optim imports torch._dynamo at its first use, a second in each worker if not done here.
             # So is the package: a worker of eight that imports it for itself costs a second, and so after each failure.
             # So is what this process has imported: a whole suite comes to most of the package, and to transformers.
-            own = [name for name in sys.modules if name.startswith("core.") and not name.endswith("__main__")]
+            own = [name for name in sys.modules if re.match(r"core(_\w+)?\.", name) and not name.endswith("__main__")]
             own += [name for name in LIBRARIES if name.partition(".")[0] in sys.modules]
             self.context.set_forkserver_preload(
                 ["torch", "torch.distributed", "torch._dynamo", "einops", "pytest", *PRELOADED, *own]

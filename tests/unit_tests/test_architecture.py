@@ -14,6 +14,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 # A module stands on the floor of the longest name here that it starts with. A file directly in core/ is ground.
+PACKAGES = ("core", "core_plan", "core_train", "core_compat")
 FLOORS = {
     "core": 0,
     "core.watch": -2,
@@ -32,18 +33,15 @@ FLOORS = {
     "core.gradient_accumulation": 4,
     "core.gradient_handler": 4,
     "core.hugging_face": 4,
-    "core.plan": 4,
-    "core.training": 4,
     "core.verify": 4,
-    "core.compat": 4,
     "core.integrations": 4,
-    "core.jobs": 5,
-    "core.moved": 5,
-    "core.finetune": 5,
-    "core.__main__": 5,
-    "pretrain_gpt": 5,
-    "benchmarks": 5,
-    "examples": 5,
+    "core_plan": 5,
+    "core_compat": 5,
+    "core_train": 6,
+    "core.__main__": 7,
+    "pretrain_gpt": 7,
+    "benchmarks": 7,
+    "examples": 7,
 }
 # The rooms of the engine and what lies next to them stand below its faces.
 FLOORS |= {
@@ -144,8 +142,8 @@ ENDINGS_OF_NAMES = frozenset({"_embeddings", "_layers", "_loss", "_text"})
 FOLDERS_WITH_EXTRAS = (
     "core/hugging_face",
     "core/integrations",
-    "core/finetune",
-    "core/jobs",
+    "core_train/finetune",
+    "core_train/commands",
     "core/checkpoint/weights",
 )
 # What the table of sharding strategies answers. Lines elsewhere that ask may only become fewer.
@@ -159,14 +157,15 @@ AGREEMENTS_ELSEWHERE = {
     "core/distributed/wire/collectives.py": {"MAX"},  # the seam: a user's sync rule may be a maximum
     "core/distributed/reduce/model_order.py": {"MAX"},  # asks on a communicator of its own, next to what is under way
     "core/tensor_parallel/cross_entropy.py": {"MAX"},  # the largest logit, of the loss
-    "core/training/job.py": {"gather_object"},  # traces of steps, for rank 0 to draw
+    "core_train/job.py": {"gather_object"},  # traces of steps, for rank 0 to draw
     "core/verify/gathered.py": {"gather_object"},  # whole weights, for rank 0 to compute with
 }
 COLLECTIVES = re.compile(r"^(all_reduce|reduce|reduce_scatter|all_gather|all_to_all|broadcast|_reduce_scatter)(_.*)?$")
 
 
 def files() -> list[Path]:
-    return sorted([*(ROOT / "core").rglob("*.py"), *ROOT.glob("pretrain_*.py"), *(ROOT / "benchmarks").rglob("*.py")])
+    ours = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    return sorted([*ours, *ROOT.glob("pretrain_*.py"), *(ROOT / "benchmarks").rglob("*.py")])
 
 
 @functools.cache
@@ -227,7 +226,7 @@ def test_imports_go_down_the_floors() -> None:
         if mine is None:
             continue
         for imported, line in imports_of(module, inside_functions=True):
-            theirs = floor_of(imported) if imported.split(".")[0] in ("core", "benchmarks", "pretrain_gpt") else None
+            theirs = floor_of(imported) if imported.split(".")[0] in (*PACKAGES, "benchmarks", "pretrain_gpt") else None
             if theirs is not None and theirs > mine:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: floor {mine} imports {imported} on floor {theirs}")
     assert not wrong, "\n" + "\n".join(wrong)
@@ -357,7 +356,7 @@ def names_made_in(path: Path) -> Iterator[str]:
 
 def test_private_names_of_torch_are_few() -> None:
     """A name that begins with an underscore may be gone in torch's next version."""
-    core = [path for path in files() if path.is_relative_to(ROOT / "core")]
+    core = [path for path in files() if path.relative_to(ROOT).parts[0] in PACKAGES]
     ours = {name for path in core for name in names_made_in(path)} - set(vars(torch.nn.Module()))
     used: dict[str, str] = {}
     known = ours | STANDARD_PRIVATE_NAMES | APEX_PRIVATE_NAMES | DERIVED_PRIVATE_NAMES
@@ -402,7 +401,7 @@ def test_lines_that_ask_for_the_sharding_strategy_become_fewer() -> None:
     lines = {
         (str(path.relative_to(ROOT)), node.lineno)
         for path in files()
-        if path.is_relative_to(ROOT / "core") and str(path.relative_to(ROOT)) != STRATEGY_TABLE
+        if path.relative_to(ROOT).parts[0] in PACKAGES and str(path.relative_to(ROOT)) != STRATEGY_TABLE
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in STRATEGY_QUESTIONS
     }
@@ -417,7 +416,7 @@ def test_core_imports_only_torch_numpy_and_einops_when_loaded() -> None:
             continue
         for imported, line in imports_of(module, inside_functions=False):
             package = imported.split(".")[0]
-            if package not in BASE_PACKAGES | {"core"} and package not in sys.stdlib_module_names:
+            if package not in BASE_PACKAGES | {*PACKAGES} and package not in sys.stdlib_module_names:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: import {imported} inside the function that needs it")
     assert not wrong, "\n" + "\n".join(wrong)
 
@@ -442,10 +441,10 @@ def test_every_module_of_core_is_imported_without_the_extras() -> None:
 
 
 def modules_loaded_by(statement: str) -> set[str]:
-    """Modules of core, and COMPILER, that `statement` loads in a fresh process that has none of the extras."""
+    """Modules of the packages, and COMPILER, that `statement` loads in a fresh process that has none of the extras."""
     program = (
         f"import sys\nfor name in {sorted(EXTRA_PACKAGES)!r}: sys.modules[name] = None\n{statement}\n"
-        f"print(*[name for name in sys.modules if name in ('core', {COMPILER!r}) or name.startswith('core.')])"
+        f"print(*[name for name in sys.modules if name == {COMPILER!r} or name.partition('.')[0] in {PACKAGES!r}])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -493,7 +492,7 @@ def test_gradients_are_reduced_in_one_file_only() -> None:
 def test_ranks_agree_in_one_file_only() -> None:
     found: dict[str, set[str]] = {}
     for module, path in MODULES.items():
-        if module.startswith("core.") and module != "core.groups.agree":
+        if module.startswith("core") and module != "core.groups.agree":
             for node in ast.walk(tree_of(path)):
                 if isinstance(node, ast.Attribute) and AGREEMENTS.fullmatch(node.attr):
                     found.setdefault(str(path.relative_to(ROOT)), set()).add(node.attr)

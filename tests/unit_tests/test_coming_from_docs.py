@@ -187,10 +187,10 @@ def test_the_slurm_script_gives_a_loop_what_torchrun_would(tmp_path: Path) -> No
 
 def test_the_flags_of_the_slurm_script_are_understood() -> None:
     pytest.importorskip("tyro")
-    from core.training.config_file import load_config
+    from core_plan.job.config_file import load_config
 
     line = (ROOT / "examples" / "slurm.sh").read_text().splitlines()[-1]
-    config = load_config(line.partition("core.training ")[2].split())
+    config = load_config(line.partition("core train ")[2].split())
     assert config.checkpoint.resume and config.checkpoint.dir is not None and config.parallel.tp == 8
 
 
@@ -198,7 +198,8 @@ def test_the_image_copies_what_a_wheel_is_built_of() -> None:
     text = (ROOT / "examples" / "Dockerfile").read_text()
     copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()}
     assert all((ROOT / name).exists() for name in copied)
-    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt.py", "core"} <= copied
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt.py"} <= copied
+    assert {"core", "core_plan", "core_train", "core_compat"} <= copied
 
 
 def test_each_table_of_old_and_new_names_has_arguments_that_exist() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from core.distributed import DistributedDataParallelConfig
-from core.finetune import config as finetune
 from core.model_parallel_config import ModelParallelConfig
 from core.optimizer import OptimizerConfig
-from core.training import config as training
-from core.training.model_config import optimizer_config, transformer_config
 from core.transformer import TransformerConfig
+from core_plan.job import config as training
+from core_plan.job.model_config import optimizer_config, transformer_config
+from core_train.finetune import config as finetune
 
 ROOT = Path(__file__).parents[2]
 MODEL_PARTS = (
@@ -28,14 +28,16 @@ MODEL_PARTS = (
     "moe",
     "pipeline_parallel",
 )
-# A configuration, and the folders of core/ whose `config` is one: 'core/optimizer' reads fp16 of its own config only.
+# A configuration, and the folders, in core/ or next to it, whose `config` is one: core/optimizer reads fp16 of its own
+# config only.
 READERS: dict[type, tuple[str, ...]] = {
     ModelParallelConfig: MODEL_PARTS,
     TransformerConfig: MODEL_PARTS,
     DistributedDataParallelConfig: ("distributed", "optimizer"),
     OptimizerConfig: ("optimizer",),
 }
-for module, folders in ((training, ("training",)), (finetune, ("finetune", "training"))):
+JOB = ("core_plan/job", "core_train/*.py")
+for module, folders in ((training, JOB), (finetune, (*JOB, "core_train/finetune"))):
     READERS |= {
         kind: folders
         for kind in vars(module).values()
@@ -66,7 +68,10 @@ def fields_read(kind: type, folders: tuple[str, ...]) -> set[str]:
     """Names that the folders read, and what the properties of the configuration read that are read there."""
     parents = [parent for parent in kind.__mro__ if dataclasses.is_dataclass(parent)]
     own_files = {Path(inspect.getfile(parent)).resolve() for parent in parents}
-    files = [path for folder in folders for path in (ROOT / "core" / folder).rglob("*.py") if path not in own_files]
+    patterns = [name if name.endswith(".py") else f"{name}/**/*.py" for name in folders]
+    rooms = [ROOT if name.startswith("core_") else ROOT / "core" for name in folders]
+    found_files = {path for room, pattern in zip(rooms, patterns, strict=True) for path in room.glob(pattern)}
+    files = found_files - own_files
     assert files, folders
     found = {name for path in files for name in names_read(ast.parse(path.read_text()))}
     trees = [ast.parse(path.read_text()) for path in own_files]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from core.groups.process_groups import ProcessGroups
 from core.models.gpt import GPTModel
-from core.training import plots
+from core_train import plots
 from tests.unit_tests.ranks import as_torchrun_starts, ranks
 
 ROOT = Path(__file__).parents[2]

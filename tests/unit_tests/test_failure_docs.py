@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from tests.unit_tests.test_docs import ROOT
 
+PACKAGES = ("core", "core_plan", "core_train", "core_compat")
 PAGE = ROOT / "docs" / "source" / "when_something_fails.md"
 VARIABLE = re.compile(r"<[^>]*>|\[[^\]]*\]|\([^)]*\.\.\.\)|\.\.\.")  # what stands for a name, a number or more text
 SHORT = 9  # a shorter fragment could be found anywhere
@@ -15,9 +16,9 @@ TOO_SHORT_TO_SEARCH = 12  # for, by a user who meets such a text of core
 
 
 def texts_of_core() -> str:
-    """Every string in core, with the parts that are filled in left out."""
+    """Every string in the packages, with the parts that are filled in left out."""
     found = []
-    for path in sorted((ROOT / "core").rglob("*.py")):
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
@@ -43,19 +44,19 @@ def test_every_message_on_the_page_is_one_of_the_code() -> None:
 
 # The calls whose texts a user meets when something fails, by file.
 PRINTING = {
-    "checkpoint/damage.py": ("_damage", "Damage"),
-    "checkpoint/manifest.py": ("ManifestError",),
-    "training/checkpoints.py": ("ConfigError",),
-    "training/job.py": ("ConfigError",),
-    "training/run_directory.py": ("ConfigError", "print"),
-    "training/output.py": ("print",),
-    "training/second_interrupt.py": ("print",),
+    "core/checkpoint/damage.py": ("_damage", "Damage"),
+    "core/checkpoint/manifest.py": ("ManifestError",),
+    "core_train/checkpoints.py": ("ConfigError",),
+    "core_train/job.py": ("ConfigError",),
+    "core_plan/job/run_directory.py": ("ConfigError", "print"),
+    "core_train/output.py": ("print",),
+    "core_train/second_interrupt.py": ("print",),
 }
 
 
 def texts_of(name: str, calls: tuple[str, ...]) -> Iterator[str]:
     """The longest fixed piece of each text that the calls of a file are given."""
-    for node in ast.walk(ast.parse((ROOT / "core" / name).read_text())):
+    for node in ast.walk(ast.parse((ROOT / name).read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in calls:
             pieces = [
                 part.value

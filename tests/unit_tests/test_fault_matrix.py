@@ -30,12 +30,12 @@ from torch import nn
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
 from core.groups.local_store import local_store
-from core.training.config_file import load_config
-from core.training.job import on_started_ranks, run_job
-from core.training.launch import Launch
-from core.training.plan import plan_job
+from core_plan.job.config_file import load_config
+from core_plan.job.plan import plan_job
+from core_plan.machine.launch import Launch
+from core_train.job import on_started_ranks, run_job
+from tests.unit_tests.core_train.training_reference import TINY, text_flags_in
 from tests.unit_tests.hugging_face.models import small, tokens
-from tests.unit_tests.training.training_reference import TINY, text_flags_in
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
@@ -68,14 +68,14 @@ TRANSPORTS = {"memory": [], "sockets": ["--ddp.no-share-host-memory"]}
 FUNCTIONS = {
     "before groups": ("core.parallel_state", "start_watch", False),  # the ranks are started, and this one has no watch
     "start-up": ("core.parallel_state", "ProcessGroups.build", False),
-    "wrap": ("core.training.job", "wrap_stages", False),
-    "data": ("core.training.trainer", "GptTrainer.batch", True),
+    "wrap": ("core_train.job", "wrap_stages", False),
+    "data": ("core_train.trainer", "GptTrainer.batch", True),
     "bucket": ("core.distributed.wire.collectives", "Collectives._launch", True),
     "guards": ("core.distributed.reduce.grad_reducer", "agree_on_step", True),
     "norm": ("core.optimizer.optimizer", "GradMeter.measure", True),
     "gather": ("core.distributed.sharded.plain_params", "PlainParams.start_bucket", True),
     "load": ("core.checkpoint.load", "_check_format", False),
-    "save": ("core.training.checkpoints", "save_checkpoint", False),
+    "save": ("core_train.checkpoints", "save_checkpoint", False),
 }
 IN_HYBRID = {
     "wrap": ("core.booster.plugin.zero_plugin_base", "cut_model", False),  # the watch runs
@@ -227,12 +227,12 @@ def set_trap(case: Case, folder: Path) -> None:
     def slow_down(trainer: Any) -> None:
         time.sleep(0.25)
 
-    before("core.training.trainer", "Trainer.train_step", note_step)
+    before("core_train.trainer", "Trainer.train_step", note_step)
     before(__name__, "begin_step", lambda step: running.__setitem__(0, step))
     others = IN_HYBRID if case.layout in HYBRID else GATHERED_IN_USE if case.layout == "zero 3" else {}
     places = {**FUNCTIONS, **others}
     if case.fault == "slow":
-        before("core.training.trainer", "Trainer.train_step", slow_down)
+        before("core_train.trainer", "Trainer.train_step", slow_down)
     elif case.phase in places:
         module, name, _ = places[case.phase]
         before(module, name, lambda _first: fall())
@@ -258,7 +258,7 @@ def set_trap(case: Case, folder: Path) -> None:
 @contextlib.contextmanager
 def started(case: Case, folder: Path, flags: list[str]) -> Iterator[list[Any]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "core.training.job"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "core_train.job"])
     store = local_store()
     job = [
         context.Process(target=rank_main, args=(case, rank, store.port, folder, flags)) for rank in range(case.world)

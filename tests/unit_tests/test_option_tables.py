@@ -62,7 +62,7 @@ def test_no_word_in_the_file_of_hints_is_about_nothing() -> None:
 
 def test_an_option_without_a_text_is_named() -> None:
     @dataclasses.dataclass(frozen=True)
-    class Widened(options.class_at("core.training.config.LoggingOptions")):  # type: ignore[misc]
+    class Widened(options.class_at("core_plan.job.config.LoggingOptions")):  # type: ignore[misc]
         colour: str = "red"  # of the bicycle shed
 
     with pytest.raises(KeyError, match=r"Widened\.(colour|print_every): docs/options\.toml"):
@@ -70,7 +70,7 @@ def test_an_option_without_a_text_is_named() -> None:
 
 
 def test_texts_are_read_from_comments_docstrings_and_ranges_of_names() -> None:
-    rows = {row.shown: row for row in options.table_of(options.class_at("core.training.config.RunOptions"))}
+    rows = {row.shown: row for row in options.table_of(options.class_at("core_plan.job.config.RunOptions"))}
     assert rows["--run.global-batch-size"].default == "16"
     assert rows["--run.global-batch-size"].what == "Windows in one optimizer step, in any layout."
     before, texts = options.explained("Sizes. a .. c: of the scale. d, e: of none. f: is no name.", list("abcde"))
@@ -94,7 +94,7 @@ def code_lines() -> list[tuple[str, str]]:
 def example_lines() -> list[tuple[str, str]]:
     """Programs in the docstrings of functions and classes, which the reference shows."""
     found = []
-    for file in sorted((ROOT / "core").rglob("*.py")):
+    for file in sorted([*(ROOT / "core").rglob("*.py"), *ROOT.glob("core_*/**/*.py")]):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 for block in re.findall(r"\n\n((?:    .*\n)+)", f"{ast.get_docstring(node)}\n"):
@@ -110,7 +110,7 @@ def test_programs_and_commands_fit_the_box_of_88_columns() -> None:
 
 def test_every_flag_on_a_page_is_an_option() -> None:
     pytest.importorskip("tyro")
-    from core.training.config import JobConfig
+    from core_plan.job.config import JobConfig
 
     known = {"checkpoint.async"}  # another word for --checkpoint.asynchronous
     for config in [JobConfig()]:

@@ -60,16 +60,14 @@ ABOVE: dict[tuple[str, str], int] = {
     ("benchmarks", "comment"): 19,
     ("benchmarks", "error"): 4,
     ("core/extras.py", "docstring"): 2,
-    ("core/finetune", "docstring"): 12,
-    ("core/finetune", "comment"): 3,
     ("core/integrations", "docstring"): 33,
     ("core/integrations", "comment"): 4,
-    ("core/jobs", "docstring"): 22,
-    ("core/moved", "docstring"): 2,
     ("core/number_ranges.py", "docstring"): 2,
-    ("core/training", "docstring"): 91,
-    ("core/training", "error"): 3,
-    ("core/training", "comment"): 30,
+    ("core_plan", "error"): 2,
+    ("core_plan", "comment"): 11,
+    ("core_train", "docstring"): 90,
+    ("core_train", "error"): 2,
+    ("core_train", "comment"): 23,
     ("pretrain_gpt.py", "docstring"): 2,
     ("README.md", "page"): 10,
     ("docs/source/architecture.md", "page"): 7,
@@ -101,7 +99,11 @@ ABOVE: dict[tuple[str, str], int] = {
 }
 ROOMS = sorted(
     path.relative_to(ROOT).as_posix()
-    for path in [*(ROOT / "core").iterdir(), *(ROOT / name for name in ("benchmarks", "examples", "pretrain_gpt.py"))]
+    for path in [
+        *(ROOT / "core").iterdir(),
+        *ROOT.glob("core_*"),
+        *(ROOT / name for name in ("benchmarks", "examples", "pretrain_gpt.py")),
+    ]
     if path.suffix == ".py" or (path / "__init__.py").is_file() or path.name == "examples"
 )
 PAGES = ("docs/source", "benchmarks", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")

@@ -17,8 +17,6 @@ pytest.importorskip("safetensors")
 import transformers
 
 from core.checkpoint import save_checkpoint
-from core.jobs import convert
-from core.jobs.generate import load_trained
 from core.models.gpt import GPTModel
 from core.models.transformers_layouts import (
     config_for_transformers,
@@ -28,6 +26,8 @@ from core.models.transformers_layouts import (
     to_transformers,
 )
 from core.transformer import TransformerConfig
+from core_train.commands import convert
+from core_train.commands.generate import load_trained
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 67}
 SIZES |= {"max_sequence_length": 24, "ffn_hidden_size": 48}

@@ -21,9 +21,6 @@ from core.booster import DistCoordinator
 from core.booster.launch import launch
 from core.booster.process_group_mesh import ProcessGroupMesh
 from core.checkpoint import load_checkpoint, save_checkpoint
-from core.compat.megatron.faces.clip_grads import count_zeros_fp32, get_grad_norm_fp32
-from core.compat.megatron.faces.hyper_comm_grid import new_groups
-from core.compat.megatron.faces.timers import Timer
 from core.context_parallel.ring import pass_on
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from core.distributed.wire.backend import new_communicator
@@ -34,9 +31,12 @@ from core.moe.exchange import all_to_all_rows
 from core.pipeline_parallel import plan_pipeline
 from core.pipeline_parallel.forward_only import forward_only
 from core.tensor_parallel import broadcast_data, mappings
-from core.training.trainer import Trainer
 from core.watch.signals import STAYS_S
 from core.watch.waiting import PeerLost, current_wait, own_failure, starting, use_watch, waiting
+from core_compat.megatron.faces.clip_grads import count_zeros_fp32, get_grad_norm_fp32
+from core_compat.megatron.faces.hyper_comm_grid import new_groups
+from core_compat.megatron.faces.timers import Timer
+from core_train.trainer import Trainer
 from tests.unit_tests.pipeline_parallel.pipeline_reference import microbatch, start_pipeline
 from tests.unit_tests.ranks import ranks
 

@@ -16,10 +16,11 @@ import core
 
 pytest.importorskip("setuptools", minversion="77")
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("core", "core_plan", "core_train", "core_compat")
 PROGRAM = """
 import sys, torch
 import torch.distributed as dist
-import core, core.training.main, core.booster, core.verify, pretrain_gpt
+import core, core_compat.megatron, core_plan, core_train.main, core.booster, core.verify, pretrain_gpt
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -50,7 +51,8 @@ def run(command: list[str], where: Path, **environment: str) -> str:
 def test_a_wheel_trains_outside_of_the_checkout(tmp_path: Path) -> None:
     source, wheels, installed, elsewhere = (tmp_path / name for name in ("source", "wheels", "installed", "elsewhere"))
     elsewhere.mkdir()
-    shutil.copytree(ROOT / "core", source / "core", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt.py"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -61,12 +63,14 @@ def test_a_wheel_trains_outside_of_the_checkout(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as content:
         names = content.namelist()
         (metadata,) = (message_from_bytes(content.read(name)) for name in names if name.endswith("/METADATA"))
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"core", "pretrain_gpt.py"}
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "core").rglob("*.py")}
-    assert modules | {"core/py.typed"} <= set(names)
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {*PACKAGES, "pretrain_gpt.py"}
+    modules = {str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    assert modules | {f"{name}/py.typed" for name in PACKAGES} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert (metadata["Version"], metadata["License-Expression"]) == (core.__version__, "Apache-2.0")
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
 
+    said = run([str(installed / "bin" / "gradient-core"), "--help"], elsewhere, PYTHONPATH=str(installed))
+    assert said.startswith("usage: python -m core WORD")
     out = run([sys.executable, "-c", PROGRAM, str(installed)], elsewhere, PYTHONPATH=str(installed))
     assert out.split() == ["weights", "0.5", "-0.5"]  # 1 - 0.5 * [1, 3]

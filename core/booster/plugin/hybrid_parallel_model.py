@@ -72,7 +72,7 @@ class HybridParallelModel(LowLevelZeroModel):
         if self.cut.layout is not None:
             raise RuntimeError(
                 f"the model is cut into {self.cut.layout.num_stages} pipeline stages, and each makes a part of a "
-                "token; generate with the model saved: booster.save_model, then transformers or core.generate"
+                "token; generate with the model saved: booster.save_model, then transformers or python -m core generate"
             )
         self.expect_values()
         if self.cut.groups.size("ep") > 1:

@@ -16,7 +16,7 @@ from benchmarks.__main__ import main
 from benchmarks.gpu_clock import CudaWatch, Row, Watch, in_turns, rows_of, table
 from benchmarks.gpu_steps import CONTROL, MODELS, PLAIN, Setting, WrongLosses
 from benchmarks.optimizer_arms import CoreArm, WrongWeights
-from core.training import mfu
+from core_train import mfu
 from tests.unit_tests.torch_calls import added_in_place
 
 CPU = torch.device("cpu")

@@ -24,8 +24,8 @@ from core.booster.plugin import (
     TorchFSDPPlugin,
 )
 from core.hugging_face import PlanError, load_split
-from core.jobs import convert
 from core.pipeline_parallel.layout import PipelineLayout
+from core_train.commands import convert
 from tests.unit_tests.hugging_face.models import small
 from tests.unit_tests.logged import logged
 from tests.unit_tests.ranks import ranks

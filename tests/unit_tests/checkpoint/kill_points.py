@@ -30,7 +30,7 @@ def kill_at(point: str, rank: int, occurrence: int = 1) -> Hook:
 
 
 if __name__ == "__main__":
-    from core.training.main import main
+    from core_train.main import main
 
     point, rank, occurrence = sys.argv[1].split(":")
     set_hook(kill_at(point, int(rank), int(occurrence)))

@@ -131,6 +131,6 @@ def test_the_command_runs_as_a_module_and_its_status_says(root: Path) -> None:
 
 
 def test_a_reader_that_goes_away_early_gets_no_traceback(root: Path) -> None:
-    command = f"{sys.executable} -m core.checkpoint inspect '{root}' | true; echo ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m core inspect '{root}' | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr == "" and done.stdout.strip() == "141", "neither intact nor damaged: nobody has read it"

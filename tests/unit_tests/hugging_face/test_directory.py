@@ -16,13 +16,13 @@ import transformers
 
 from core import parallel_state
 from core.booster import Booster
-from core.finetune.arguments import Arguments, load_config, read_arguments
-from core.finetune.main import check_model, load_tokenizer
 from core.hugging_face.checkpoint import load_split
 from core.hugging_face.directory import read_configuration
-from core.jobs import convert
-from core.plan.command import main as plan
-from core.training.errors import ConfigError
+from core_plan.command import main as plan
+from core_plan.job.errors import ConfigError
+from core_train.commands import convert
+from core_train.finetune.arguments import Arguments, load_config, read_arguments
+from core_train.finetune.main import check_model, load_tokenizer
 from tests.families.__main__ import main as check_family
 from tests.unit_tests.hugging_face.models import small
 from tests.unit_tests.ranks import ranks

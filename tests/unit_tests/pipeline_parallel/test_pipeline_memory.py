@@ -14,7 +14,7 @@ from core import parallel_state
 from core.distributed import DistributedDataParallelConfig
 from core.pipeline_parallel import PipelineRunner, plan_pipeline, stage, wrap_stages
 from core.pipeline_parallel.schedules import Arrivals, arrivals
-from core.plan.schedule_order import actions_of_ranks
+from core_plan.schedule_order import actions_of_ranks
 from tests.unit_tests.ranks import ranks
 
 ROWS, WIDTH = 32, 64

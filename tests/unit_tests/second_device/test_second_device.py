@@ -26,7 +26,7 @@ from core.distributed import (
 )
 from core.distributed.sharded.param_unit import ParamUnit
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from core.plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, state_bytes
+from core_plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, state_bytes
 from tests.unit_tests.second_device import device as second
 from tests.unit_tests.second_device.conftest import Runner
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.groups.process_groups import ProcessGroups
-from core.plan.live_memory import LiveMemory
 from core.tensor_parallel import padded_vocab_size, tensor_parallel_slice, vocab_parallel_cross_entropy
 from core.tensor_parallel.chunked_loss import CHUNK, WHOLE, chunk_of, chunked_cross_entropy
+from core_plan.live_memory import LiveMemory
 from tests.unit_tests.ranks import ranks
 
 

@@ -12,10 +12,10 @@ from core import parallel_state
 from core.distributed import finalize_model_grads
 from core.groups.process_groups import ProcessGroups
 from core.models import GPTModel
-from core.plan.live_memory import LiveMemory
 from core.tensor_parallel import checkpoint, model_parallel_manual_seed
 from core.transformer import TransformerConfig
 from core.transformer.transformer_config import RECOMPUTED_PARTS
+from core_plan.live_memory import LiveMemory
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import whole_grads, wrap
 

@@ -1,4 +1,4 @@
-"""`python -m core.verify` lists findings that are right in some programs and mistakes in others."""
+"""`python -m core verify` lists findings that are right in some programs and mistakes in others."""
 
 from __future__ import annotations
 

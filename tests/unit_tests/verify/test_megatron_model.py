@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.verify import GradientReport, WrongGradientError, verify_with
-from tests.unit_tests.compat.test_megatron_stock import OnTheCPU, on_this_device, stock
+from tests.unit_tests.core_compat.test_megatron_stock import OnTheCPU, on_this_device, stock
 from tests.unit_tests.ranks import ranks
 
 pytestmark = pytest.mark.nightly

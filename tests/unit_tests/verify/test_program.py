@@ -1,4 +1,4 @@
-"""`python -m core.verify train.py` finds what a program does wrong, in any wrapper, and alarms at no right one."""
+"""`python -m core verify train.py` finds what a program does wrong, in any wrapper, and alarms at no right one."""
 
 from __future__ import annotations
 
@@ -493,7 +493,7 @@ def test_ranks_that_train_alone_are_refused(
     """A program that imports what could start ranks, and starts none, is no exception."""
     program = tmp_path / "train.py"
     program.write_text(
-        "import torch\nimport core.training.own_ranks\ntorch.nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()\n"
+        "import torch\nimport core_plan.machine.own_ranks\ntorch.nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()\n"
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("sys.argv", ["train.py"])
@@ -503,8 +503,8 @@ def test_ranks_that_train_alone_are_refused(
 
 
 def test_the_command_line_ends_at_the_program() -> None:
-    asked = asked_by(["--whole", "m:f", "--go-on", "-m", "core.finetune", "--loss", "3"])
-    assert asked == Asked("core.finetune", ("--loss", "3"), True, "m:f", continues=True)
+    asked = asked_by(["--whole", "m:f", "--go-on", "-m", "core", "finetune", "--loss", "3"])
+    assert asked == Asked("core", ("finetune", "--loss", "3"), True, "m:f", continues=True)
     assert function_named(WHOLE) is build_whole
     with pytest.raises(ValueError, match="has no 'nothing'"):
         function_named(f"{__name__}:nothing")

@@ -1,4 +1,4 @@
-"""`python -m core.verify` on programs of other libraries."""
+"""`python -m core verify` on programs of other libraries."""
 
 from __future__ import annotations
 

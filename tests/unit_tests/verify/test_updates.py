@@ -1,4 +1,4 @@
-"""`python -m core.verify --steps N` compares the weights after each step with one process that steps the same way."""
+"""`python -m core verify --steps N` compares the weights after each step with one process that steps the same way."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.distributed.wire.collective_events import CollectiveEvent, HostClock, StreamClock, resolve
 from core.distributed.wire.collectives import Handle
 from core.distributed.wire.overlap import OverlapReport, covered, measure_overlap
-from core.training.plots import draw_bucket_timeline
-from core.training.step_trace import Span, StepTrace
+from core_train.plots import draw_bucket_timeline
+from core_train.step_trace import Span, StepTrace
 from tests.unit_tests.ranks import ranks
 
 

@@ -1,0 +1,108 @@
+"""Optimizers and LR schedules with ColossalAI's names, over torch's and core.booster.lr_schedules.
+
+An unknown keyword of a schedule raises TypeError; ColossalAI ignores it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+from core.booster import lr_schedules as ours
+from core_compat.arguments import arguments
+
+_ADVICE = {
+    "bias_correction": "torch's kernel always corrects the bias of the moments; warm the learning rate up instead",
+    "nvme_offload_fraction": "moments are kept on no disk; LowLevelZeroPlugin(cpu_offload=True) keeps them on the host",
+    "wd_after_momentum": "torch's SGD decays before momentum; give weight_decay=0, and decay the weights yourself",
+}
+_ADAM = "lr=1e-3 !bias_correction=True betas=(0.9,0.999) eps=1e-8"
+
+
+class FusedAdam(torch.optim.Adam):
+    """Adam; by default AdamW, because `adamw_mode` decouples the weight decay.
+
+    Args:
+        params: Parameters or param groups.
+        adamw_mode: Decouple the weight decay.
+        set_grad_none: If True, as in torch, `zero_grad` sets gradients to None.
+        options: torch.optim.Adam's lr, betas, eps, weight_decay and amsgrad.
+
+    Raises:
+        ValueError: If bias correction is off.
+    """
+
+    @arguments(f"self params {_ADAM} adamw_mode=True weight_decay=0.0 amsgrad=False set_grad_none=True", _ADVICE)
+    def __init__(self, params: Any, adamw_mode: bool, set_grad_none: bool, **options: Any) -> None:
+        self.set_grad_none = set_grad_none
+        super().__init__(params, decoupled_weight_decay=adamw_mode, **options)
+        _use_fused_kernel(self)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class CPUAdam(FusedAdam):
+    """Adam on the parameters' device. Moments on disk (nvme_offload_fraction above 0) are refused."""
+
+    @arguments(
+        f"self model_params>params {_ADAM} weight_decay=0 adamw_mode=True !nvme_offload_fraction=0.0 "
+        "-nvme_offload_dir=None",
+        _ADVICE,
+    )
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+
+class HybridAdam(CPUAdam):
+    """CPUAdam; with LowLevelZeroPlugin(cpu_offload=True) part of the state is on the host."""
+
+
+class FusedSGD(torch.optim.SGD):
+    """SGD. `wd_after_momentum=True` is refused, because torch's kernel decays weights before momentum."""
+
+    @arguments("self params lr momentum=0 dampening=0 weight_decay=0 nesterov=False !wd_after_momentum=False", _ADVICE)
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        _use_fused_kernel(self)
+
+
+def _use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
+    """Enable torch's fused kernel in the param groups if it supports the parameters' device."""
+    for group in optimizer.param_groups:
+        params: list[Tensor] = group["params"]
+        if all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params):
+            group.update(fused=True, foreach=False)
+
+
+def _face(name: str, kind: Any, row: str) -> Any:
+    """Create a schedule class with the arguments of a row after `optimizer`."""
+
+    def build(self: Any, optimizer: Any, **options: Any) -> None:
+        kind.__init__(self, ours.plain(optimizer), **options)
+
+    taken = arguments(f"self optimizer {row} last_epoch=-1")(build)
+    return type(name, (kind,), {"__init__": taken, "__doc__": kind.__doc__, "__module__": __name__})
+
+
+CosineAnnealingLR = _face("CosineAnnealingLR", ours.CosineAnnealingWarmupLR, "total_steps eta_min=0")
+FlatAnnealingLR = _face("FlatAnnealingLR", ours.FlatAnnealingWarmupLR, "total_steps pct_start=0.72")
+MultiStepLR = _face("MultiStepLR", ours.MultiStepWarmupLR, "total_steps milestones=None gamma=0.1")
+PolynomialLR = _face("PolynomialLR", ours.PolynomialWarmupLR, "total_steps end_lr=0.0001 power=1.0")
+# torch's schedules do not need total_steps.
+LambdaLR = _face("LambdaLR", lr_scheduler.LambdaLR, "-total_steps lr_lambda=None")
+MultiplicativeLR = _face("MultiplicativeLR", lr_scheduler.MultiplicativeLR, "-total_steps lr_lambda=None")
+StepLR = _face("StepLR", lr_scheduler.StepLR, "-total_steps step_size=1 gamma=0.1")
+ExponentialLR = _face("ExponentialLR", lr_scheduler.ExponentialLR, "-total_steps gamma=1.0")
+
+
+class OneCycleLR(lr_scheduler.OneCycleLR):
+    """torch's one-cycle schedule with the groups' LRs as maximum. Options and defaults are torch's."""
+
+    def __init__(self, optimizer: Any, total_steps: int, pct_start: float = 0.3, **options: Any) -> None:
+        largest = [group["lr"] for group in ours.plain(optimizer).param_groups]
+        super().__init__(ours.plain(optimizer), largest, total_steps=total_steps, pct_start=pct_start, **options)

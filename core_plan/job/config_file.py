@@ -1,0 +1,317 @@
+"""From defaults, TOML files and flags to one JobConfig: a later source wins over an earlier one.
+
+tyro reads the flags. It takes one default object, so files are merged here, and a wrong key is named with its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from core.checkpoint.bounded_read import read_bytes
+from core.distributed.distributed_data_parallel_config import RESIDENCIES, DistributedDataParallelConfig
+from core.extras import require
+from core_plan.job.config import AXIS_OPTIONS, JobConfig, RunConfig
+from core_plan.job.errors import ConfigError
+from core_plan.job.help_text import asks_for_help, help_text
+from core_plan.job.limits import flag
+
+LONGEST_TOML = 1 << 20  # bytes
+
+Config = TypeVar("Config")
+
+# Flags that stand for another one, by the names every user of parallel training knows.
+SHORT_FLAGS = {f"--{axis}": f"--parallel.{axis}" for axis in (*AXIS_OPTIONS, "vpp", "schedule")}
+OTHER_NAMES = {
+    **SHORT_FLAGS,
+    "--profile": "--logging.profile",
+    "--checkpoint.async": "--checkpoint.asynchronous",
+}  # Python keeps `async` for itself
+# What other trainers call an option of ours, or one of several, as an answer says it.
+FOREIGN_NAMES = {
+    "learning-rate": "--optimizer.lr",
+    "epochs": "--run.steps",
+    "num-epochs": "--run.steps",
+    "num-train-epochs": "--run.steps",
+    "max-steps": "--run.steps",
+    "train-iters": "--run.steps",
+    "save-steps": "--checkpoint.every",
+    "eval-steps": "--run.validate-every",
+    "logging-steps": "--logging.print-every",
+    "output-dir": "--run.directory",
+    "batch-size": "--run.micro-batch-size or --run.global-batch-size",
+    "train-batch-size": "--run.micro-batch-size or --run.global-batch-size",
+    "per-device-train-batch-size": "--run.micro-batch-size",
+    "gradient-accumulation-steps": "--run.global-batch-size",
+    "max-seq-length": "--model.sequence-length",
+    "seq-length": "--model.sequence-length",
+    "max-grad-norm": "--optimizer.clip-grad",
+    "bf16": "--model.dtype bfloat16",
+    "fp16": "--model.dtype",
+    "mixed-precision": "--model.dtype",
+    "torch-dtype": "--model.dtype",
+    "tensor-model-parallel-size": "--parallel.tp",
+    "pipeline-model-parallel-size": "--parallel.pp",
+}
+
+
+def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig:
+    """Read `[--config FILE.toml ...] [--section.option value ...]` over the defaults.
+
+    Raises ConfigError, in one line, for what cannot be read.
+    """
+    files, flags = split_config_files(argv)
+    flags = spell_out(flags)
+    tables = [read_toml(file) for file in files]
+    default = JobConfig(ddp=ddp_defaults(given_options(tables, flags)))
+    about = "Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults. "
+    about += f"{', '.join(SHORT_FLAGS)} are short for --parallel.dp and so on."
+    return read_over(default, list(zip(files, tables, strict=True)), flags, prog, about)
+
+
+def read_over(
+    config: Config,
+    tables: Sequence[tuple[Path, Mapping[str, Any]]],
+    flags: Sequence[str],
+    prog: str,
+    about: str,
+    short: Mapping[str, str] = OTHER_NAMES,
+) -> Config:
+    """A configuration with the tables of TOML files over it, and flags over those. ConfigError in one line.
+
+    short: the flags that stand for another one.
+    """
+    for file, table in tables:
+        config = merge(config, table, str(file))
+    tyro = require("tyro", "reading the command line")
+    refusal, shown = io.StringIO(), io.StringIO()
+    group = asks_for_help(flags)
+    try:
+        with contextlib.redirect_stderr(refusal), contextlib.redirect_stdout(shown):
+            read: Config = tyro.cli(
+                type(config),
+                args=flags if group is None else ["--help"],
+                default=config,
+                prog=prog,
+                description=about,
+                config=(tyro.conf.AvoidSubcommands,),
+            )
+    except SystemExit as error:
+        if error.code:
+            text = one_line(refusal.getvalue())
+            meant = perhaps_meant(text, config, short)
+            raise ConfigError(text.partition(" Perhaps you meant")[0] + meant if meant else text) from None
+        if group is not None:
+            print(help_text(shown.getvalue(), config, prog, about, group))
+        raise
+    return read
+
+
+def saved_options(kind: type[Config], saved: Mapping[str, Any]) -> Config:
+    """Options as a checkpoint has them; those that have come or gone with a version are left out. Pure."""
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in saved.items() if name in known})
+
+
+def perhaps_meant(refusal: str, config: Any, short: Mapping[str, str]) -> str:
+    """Options that the unknown ones of a refusal resemble; empty where none does. Pure.
+
+    The same word in another section, and a name of other trainers, come before what is spelled alike.
+    """
+    known = [
+        flag(section.name, f"{no}{option.name}")
+        for section in dataclasses.fields(config)
+        if dataclasses.is_dataclass(options := getattr(config, section.name))
+        for option in dataclasses.fields(options)
+        for no in (("", "no_") if isinstance(getattr(options, option.name), bool) else ("",))
+    ]
+    by_word: dict[str, str] = {}
+    for name in known:
+        word = name.rpartition(".")[2]
+        by_word[word] = f"{by_word[word]} or {name}" if word in by_word else name
+    by_word |= {name.lstrip("-"): name for name in (*known, *short)}
+    by_word |= {word: names for word, names in FOREIGN_NAMES.items() if named_in(names) <= set(known)}
+    unknown = refusal.partition("Unrecognized options: ")[2].partition(" Perhaps you meant")[0]
+    words = [word.lstrip("-").replace("_", "-") for word in unknown.split(", ") if word.startswith("--")]
+    near = []
+    for word in words:
+        parts = (word, word.rpartition(".")[2])  # the second is without the section
+        alike = [each for part in parts for each in difflib.get_close_matches(part, by_word, n=1, cutoff=0.75)]
+        near += [by_word[each] for each in [part for part in parts if part in by_word][:1] or alike[:1]]
+    return f". Perhaps you meant {', '.join(dict.fromkeys(near))}" if near else ""
+
+
+def named_in(names: str) -> set[str]:
+    """The options in a text of FOREIGN_NAMES."""
+    return {word for word in names.split() if word.startswith("--")}
+
+
+def one_line(box: str) -> str:
+    """Text of tyro's box, without its frame and without the help below."""
+    lines = [line.strip(" │|") for line in box.splitlines() if line.strip()]
+    rule = re.compile(r"[╭╰]|.*[─-]{3,}\W*$")
+    if len(lines) > 1 and rule.match(lines[1]):  # a title, underlined where the output is no terminal
+        del lines[0]
+    text = " ".join(line for line in lines if not rule.match(line))
+    text = re.split(r"Got errors:|Argument helptext:|For full helptext", text)[0].strip()
+    if not text.startswith("Error parsing ddp: "):
+        return text
+    names = "|".join(field.name for field in dataclasses.fields(JobConfig().ddp))
+    return re.sub(rf"\b({names})\b", lambda match: flag("ddp", match[1]), text.removeprefix("Error parsing ddp: "))
+
+
+def given_options(tables: Sequence[Mapping[str, Any]], flags: Sequence[str]) -> dict[str, Any]:
+    """Values from files and flags, by 'section.option'; a later source wins. Values of flags are text, or bools."""
+    given: dict[str, Any] = {}
+    for table in tables:
+        for section, options in table.items():
+            if isinstance(options, Mapping):
+                given |= {f"{section}.{option}": value for option, value in options.items()}
+    for position, word in enumerate(flags):
+        name, equals, value = word.partition("=")
+        if not name.startswith("--"):
+            continue
+        after = "".join(flags[position + 1 : position + 2])
+        section, _, option = name.removeprefix("--").replace("-", "_").partition(".")
+        negated = option.startswith("no_")
+        alone = not after or after.startswith("--")
+        given[f"{section}.{option.removeprefix('no_')}"] = value if equals else not negated if alone else after
+    return given
+
+
+def ddp_defaults(given: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """Defaults of the section ddp for options that are not given: a given one wins.
+
+    ConfigError where two things that the user says contradict each other.
+    """
+    defaults = JobConfig().ddp
+    strategy = given.get("ddp.data_parallel_sharding_strategy")
+    sharded = given.get("ddp.use_distributed_optimizer")
+    if isinstance(sharded, bool) and strategy is not None and sharded != (strategy != "no_shard"):
+        raise ConfigError(
+            f"--ddp.data-parallel-sharding-strategy {strategy} and --ddp.{'' if sharded else 'no-'}use-distributed-"
+            f"optimizer contradict each other: one shards the optimizer's state, the other does not; leave one out"
+        )
+    if sharded is False or strategy == "no_shard":
+        defaults = dataclasses.replace(defaults, use_distributed_optimizer=False, overlap_param_gather=False)
+    if strategy in RESIDENCIES and not RESIDENCIES[strategy].keeps_params:
+        defaults = dataclasses.replace(defaults, overlap_param_gather=False)  # the step gathers nothing
+    if "ddp.num_buckets" in given:
+        defaults = dataclasses.replace(defaults, bucket_size=None)
+    return defaults
+
+
+def split_config_files(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """(files given with --config, all other arguments)."""
+    files: list[Path] = []
+    flags: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument == "--config":
+            file = next(arguments, None)
+            if file is None:
+                raise ConfigError("--config needs the path of a TOML file after it")
+            files.append(Path(file))
+        elif argument.startswith("--config="):
+            files.append(Path(argument.removeprefix("--config=")))
+        else:
+            flags.append(argument)
+    return files, flags
+
+
+def spell_out(flags: Sequence[str], names: Mapping[str, str] = OTHER_NAMES) -> list[str]:
+    """Flags with the short ones (`names`) replaced: `--pp 2` and `--pp=2` become `--parallel.pp 2`, `--parallel.pp=2`.
+
+    ConfigError for an empty value: no option takes one, and it often is a shell's variable that is not set.
+    """
+    spelled: list[str] = []
+    for word in flags:
+        name, equals, value = word.partition("=")
+        if not (value if equals else name).strip():
+            option = name.strip() or next(word for word in [*reversed(spelled), "a flag"] if word[:2] in ("--", "a "))
+            raise ConfigError(f"{option} was given an empty value; give one, or leave it out")
+        spelled.append(names.get(name, name) + equals + value)
+    return spelled
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        tomllib = require("tomli", "reading TOML on Python 3.10")
+    try:
+        return tomllib.loads(read_bytes(path, LONGEST_TOML).decode("utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path} (working directory {Path.cwd()})") from None
+    except OSError as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # of TOML, or of text that is no UTF-8
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def merge(config: Config, values: Mapping[str, Any], source: str, prefix: str = "") -> Config:
+    """`config` with the values of a TOML table over it; nested tables go to nested dataclasses.
+
+    An unknown name, or a value of another type than the option's, is a ConfigError that names `source` and the option.
+    """
+    kinds = typing.get_type_hints(type(config))
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        where = f"{source}: {prefix}{name}"
+        if name not in kinds:
+            nearest = difflib.get_close_matches(name, kinds, n=1)
+            hint = f"did you mean {prefix}{nearest[0]}?" if nearest else f"known here: {', '.join(kinds)}"
+            raise ConfigError(f"{where} is not an option; {hint}")
+        current = getattr(config, name)
+        if dataclasses.is_dataclass(current):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where} is a section, and was given the value {value!r}; write it as a table")
+            changes[name] = merge(current, value, source, f"{prefix}{name}.")
+        else:
+            changes[name] = convert(value, kinds[name], where)
+    try:
+        return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def convert(value: Any, kind: Any, where: str) -> Any:
+    """A TOML value as an option's type: int, float, bool, str, Path, Literal, tuple of these, or one of them | None."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        parts = [part for part in arguments if part is not type(None)]
+        for part in parts[:-1]:
+            with contextlib.suppress(ConfigError):
+                return convert(value, part, where)
+        return convert(value, parts[-1], where)
+    if origin is Literal:
+        if value in arguments:
+            return value
+        raise ConfigError(f"{where} is {value!r}; it must be one of {', '.join(map(repr, arguments))}")
+    if origin is tuple:  # one value alone is a list of one
+        return tuple(convert(item, arguments[0], where) for item in (value if isinstance(value, list) else [value]))
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind in (Path, str) and isinstance(value, str) and not value.strip():
+        raise ConfigError(f"{where} is empty; give a value, or leave it out")
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{where} is {value!r}; expected {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def to_json(config: RunConfig) -> str:
+    """The whole configuration as indented JSON, for the run's directory."""
+    return json.dumps(dataclasses.asdict(config), indent=2, default=str)

@@ -1,0 +1,95 @@
+"""A job started plainly starts its own ranks on this machine, and waits for them.
+
+Unlike torch's elastic launcher it shows a user's mistake as one line of rank 0, and a second Ctrl-C ends every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import FrameType
+
+from core.watch.interrupts import INTERRUPTED, SAME_PRESS_S
+from core_plan.machine.launch import Launch
+
+STARTED_BY_US = "GRADIENT_CORE_PARENT"  # process id of the process that started this rank
+LAST_S = 4.0  # after a second Ctrl-C, until ranks are killed; those that are stopped hear nothing else
+GRACE_S = 10.0  # what the other ranks get to end by themselves after one has failed
+
+
+def start_ranks(ranks: int) -> int:
+    """Run this very command once a rank, and wait; the first failing rank's exit status, or 0.
+
+    The ranks meet at a store that this process holds, so no free port has to be guessed. Signals are passed on.
+    """
+    from core.groups.local_store import local_store
+    from core.interface.whole import about_to_start_ranks
+
+    about_to_start_ranks()
+    store = local_store()
+    processes: list[subprocess.Popen[bytes]] = []
+    interrupts: list[float] = []  # when, in seconds
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            interrupts.append(time.monotonic())
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    heard = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
+        heard.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, pass_on) for number in heard}
+    try:
+        for rank in range(ranks):
+            launch = Launch(rank, ranks, rank, ranks, "127.0.0.1", store.port, "own")
+            environment = {**os.environ, **launch.environment(), STARTED_BY_US: str(os.getpid())}
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # rank 0 connects to our store, and holds none
+            # a session of its own: a terminal's Ctrl-C reaches a rank once, through us
+            command = [sys.executable, *sys.orig_argv[1:]]
+            processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        return _wait_for_all(processes, interrupts)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait_for_all(processes: list[subprocess.Popen[bytes]], interrupts: list[float]) -> int:
+    """Wait until all have ended; after a failure GRACE_S longer at most, after a second Ctrl-C LAST_S."""
+    status = 0
+    deadline: float | None = None
+    while any(process.poll() is None for process in processes):
+        failed = [process.returncode for process in processes if process.returncode]
+        if failed and deadline is None:
+            status, deadline = failed[0], time.monotonic() + GRACE_S
+        if deadline is not None and time.monotonic() > deadline:
+            return status
+        again = next((at for at in interrupts if at > interrupts[0] + SAME_PRESS_S), None)
+        if again is not None and time.monotonic() > again + LAST_S:
+            return INTERRUPTED
+        time.sleep(0.05)
+    return status or next((process.returncode for process in processes if process.returncode), 0)
+
+
+def end_with_parent(environment: Mapping[str, str]) -> None:
+    """In a rank that `start_ranks` started: end when the starting process is gone, however it went."""
+    if STARTED_BY_US not in environment:
+        return
+    parent = int(environment[STARTED_BY_US])
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch parent", daemon=True).start()

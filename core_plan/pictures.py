@@ -1,0 +1,142 @@
+"""Pictures of a plan: memory along a step, the pipeline's time line, and the roofline of the axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from core.extras import require
+from core_plan.figure import SPAN_COLORS, figure
+from core_plan.plan_run import RunPlan
+from core_plan.report import KINDS
+from core_plan.step_time import flops_of, model_flops
+
+GIB = 1 << 30
+# Okabe and Ito's colours and a violet, ordered so that neighbours in a stack differ most, also for the colour-blind.
+COLORS = ("#0072b2", "#e69f00", "#9933ff", "#009e73", "#f0e442", "#56b4e9", "#d55e00", "#dddddd", "#222222", "#cc79a7")
+ACTIONS = {"F": ("forward", SPAN_COLORS["forward"]), "B": ("backward", SPAN_COLORS["backward"])}
+ACTIONS |= {
+    "I": ("input gradients", SPAN_COLORS["input gradient"]),
+    "W": ("weight gradients", SPAN_COLORS["weight gradient"]),
+}
+
+
+def draw_memory(path: Path, plan: RunPlan) -> None:
+    """Draw the memory of the fullest rank in each action of a step, by kind, with a line at the limit."""
+    memory = plan.fullest
+    numbers = range(len(memory.moments))
+    held = {kind: [{**memory.state, **moment.held}.get(kind, 0) / GIB for moment in memory.moments] for kind in KINDS}
+    held = {kind: values for kind, values in held.items() if any(values)}
+    picture = figure(9, 4.2)
+    axes = picture.subplots()
+    # Repeat the last value, so that the last action has a width too.
+    steps = [*numbers, len(memory.moments)]
+    layers = [[*values, values[-1]] for values in held.values()]
+    axes.stackplot(steps, *layers, labels=list(held), colors=COLORS, step="post", linewidth=0)
+    if plan.room < 2 * memory.peak:
+        label = "of the device, without the headroom" if plan.headroom else "of the device"
+        axes.axhline(plan.room / GIB, color="#c0392b", linestyle="--", label=label)
+    axes.set_xlim(0, len(memory.moments))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("forwards and backwards of a step, in their order")
+    axes.set_ylabel("GiB")
+    axes.set_title(f"rank {memory.rank} (stage {', '.join(map(str, memory.stages))})")
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    _save(picture, path)
+
+
+def draw_time_line(path: Path, plan: RunPlan) -> None:
+    """Draw the working times of each pipeline position, followed by the slowest one's gradients and optimizer."""
+    time = plan.time
+    places = 1 + max(span.place for span in time.spans)
+    picture = figure(9, 1.8 + 0.35 * places)
+    axes = picture.subplots()
+    for kind, (name, color) in ACTIONS.items():
+        label: str | None = name
+        for place in range(places):
+            bars = [
+                (span.start_s, span.end_s - span.start_s)
+                for span in time.spans
+                if span.place == place and span.action.kind == kind
+            ]
+            if bars:
+                width = 0.3 if len(bars) < 50 else 0.0  # width of the line around a bar
+                axes.broken_barh(
+                    bars, (place - 0.35, 0.7), facecolors=color, edgecolor="white", linewidth=width, label=label
+                )
+                label = None
+    end = max(span.end_s for span in time.spans)
+    for name, seconds, color in (
+        ("gradients", time.gradients, SPAN_COLORS["finalize"]),
+        ("optimizer", time.optimizer, SPAN_COLORS["optimizer"]),
+    ):
+        axes.broken_barh([(end, seconds)], (-0.35, places - 0.3), facecolors=color, label=name)
+        end += seconds
+    axes.set_yticks(range(places), [f"rank {memory.rank}" for memory in plan.memories])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"seconds since the step began; {time.tokens_per_s:,.0f} tokens a second")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    _save(picture, path)
+
+
+def draw_roofline(path: Path, plan: RunPlan) -> None:
+    """Draw a step's operations per byte sent over each axis, and the highest speed that its link allows.
+
+    An axis far left of the corner of its line slows the step down, unless its communication is hidden.
+    """
+    device, time = plan.device, plan.time
+    work = sum((model_flops(row) for row in plan.parts.values()), start=model_flops([]))
+    ranks = plan.run.layout.pp  # ranks of one copy of the stages, which share the parts
+    flops = plan.run.microbatches * sum(work.values()) / ranks
+    peak = flops_of(device.peak_flops, work.most_common(1)[0][0])
+    sent: dict[tuple[str, str], int] = {}
+    for row in time.communication:
+        sent[row.group, row.link] = sent.get((row.group, row.link), 0) + row.nbytes
+    points = {key: flops / nbytes for key, nbytes in sent.items() if nbytes}
+    links = {"inside": device.inside.bytes_per_s, "between": device.between.bytes_per_s}
+    names = {"inside": "inside a machine", "between": "between machines"}
+    corner = peak / min(links.values())
+    least, most = min([*points.values(), corner]) / 4, max([*points.values(), corner]) * 4
+    picture = figure(9, 4.6)
+    axes = picture.subplots()
+    for color, (where, speed) in zip((COLORS[0], COLORS[6]), links.items(), strict=True):
+        turn = min(max(peak / speed, least), most)
+        axes.plot([least, turn, most], [min(peak, least * speed), min(peak, turn * speed), peak], color=color,
+                  label=f"{names[where]}, {speed / 1e9:,.3g} GB a second")  # fmt: skip
+    for number, ((group, where), intensity) in enumerate(sorted(points.items())):
+        height = min(peak, intensity * links[where])
+        axes.plot([intensity], [height], "o", color=COLORS[number % len(COLORS)])
+        axes.annotate(group, (intensity, height), textcoords="offset points", xytext=(6, -12))
+    reached = flops / time.seconds
+    axes.axhline(reached, color="#7f8c8d", linestyle=":", label=f"the step, {reached / 1e12:,.3g} TFLOP a second")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("operations for each byte that a rank sends over a group")
+    axes.set_ylabel("operations a second of a rank")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize="small")
+    _save(picture, path)
+
+
+PICTURES: dict[str, Callable[[Path, RunPlan], None]] = {
+    "memory": draw_memory,
+    "time_line": draw_time_line,
+    "roofline": draw_roofline,
+}
+
+
+def draw_plan(directory: Path, plan: RunPlan) -> list[Path]:
+    """Draw all pictures of a plan as .svg files into a directory, which is created. Needs matplotlib."""
+    require("matplotlib", "drawing the plots")
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"{name}.svg" for name in PICTURES]
+    for path, draw in zip(paths, PICTURES.values(), strict=True):
+        draw(path, plan)
+    return paths
+
+
+def _save(picture: Any, path: Path) -> None:
+    picture.savefig(path)
+    require("matplotlib.pyplot", "drawing the plots").close(picture)

@@ -1,0 +1,200 @@
+"""Activation memory during a step: the schedule's order of forwards and backwards, with the figures of the parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from core.pipeline_parallel.schedules import Arrivals, passed
+from core_plan.schedule_order import Action
+from core_plan.step_figures import PartFigures
+
+ACTIVATIONS, WORKING, RECEIVED = "activations", "working memory of a layer", "received and sent activations"
+WHOLE = "whole gradients of microbatches"
+STEP_KINDS = (ACTIVATIONS, WORKING, WHOLE, RECEIVED)
+
+
+class Highest(NamedTuple):
+    """Peak bytes during an action.
+
+    Attributes:
+        own: Bytes of the action itself.
+        waiting: Bytes of full gradients that wait for the last backward.
+        parts: Number of first parts of the stage whose saved tensors are still alive.
+    """
+
+    own: int
+    waiting: int
+    parts: int
+
+    @property
+    def total(self) -> int:
+        """Sum of both."""
+        return self.own + self.waiting
+
+
+class Saved(NamedTuple):
+    """Tensors saved by one part of a stage: name, bytes of one microbatch, and number of microbatches."""
+
+    part: str
+    each: int
+    copies: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all microbatches."""
+        return self.each * self.copies
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """Figures of one stage, for one microbatch.
+
+    Attributes:
+        saved: Bytes that its forward saves.
+        saved_by: Bytes that the first n parts save, for each n from 0.
+        forward: Peak bytes during forward.
+        backward: Peak bytes during backward.
+        whole: Bytes of full gradients that wait for the last microbatch, if a rank keeps only its shard; else 0.
+        first: Peak of the first backward of a step, which creates these gradients.
+        last: Peak of the last backward of a step, which frees them.
+    """
+
+    saved: int
+    saved_by: Sequence[int]
+    forward: int
+    backward: int
+    whole: int
+    first: Highest
+    last: Highest
+
+    @classmethod
+    def of(cls, parts: Sequence[PartFigures], whole: int = 0) -> StageFigures:
+        """Combine parts that run one after the other: earlier ones have saved, and later ones have freed."""
+        forward = elements = 0
+        saved_by = [0]
+        own, waiting = [], []  # for each part: bytes during its backward; elements up to its last parameter
+        for part in parts:
+            before = saved_by[-1]
+            forward = max(forward, before + part.forward)
+            own.append(before + max(part.saved, part.backward))
+            saved_by.append(before + part.saved)
+            elements += sum(numel for numel, _ in part.params)
+            waiting.append(elements)
+        saved = saved_by[-1]
+        left = [whole * reached // max(1, elements) for reached in waiting]
+        # If fewer bytes are alive than all parts saved, later parts have freed theirs.
+        held = [len(parts) if most >= saved else place for place, most in enumerate(own, 1)]
+        ends = [
+            max([Highest(saved, begun, len(parts)), *map(Highest, own, behind, held)], key=lambda row: row.total)
+            for begun, behind in ((0, [whole - reached for reached in left]), (whole, left))
+        ]
+        return cls(saved, saved_by, max(forward, saved), max(saved, *own), whole, *ends)
+
+    def backward_of(self, done: int, microbatches: int) -> Highest:
+        """Return the peak of a microbatch's backward, after `done` others in this step."""
+        ends = {0: self.first, microbatches - 1: self.last}
+        return ends.get(done, Highest(self.backward, self.whole, len(self.saved_by) - 1))
+
+
+@dataclass(frozen=True)
+class HighPoint:
+    """Memory at the highest point of one action, by kind.
+
+    Attributes:
+        action: The action.
+        held: Bytes by kind.
+        in_flight: By stage, the number of microbatches with live activations.
+        parts: Number of parts of the action's own microbatch whose activations are alive.
+    """
+
+    action: Action
+    held: Mapping[str, int]
+    in_flight: Mapping[int, int]
+    parts: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds together."""
+        return sum(self.held.values())
+
+    def saved(self, parts: Mapping[int, Sequence[PartFigures]]) -> list[Saved]:
+        """Return the activations by part, in model order; equal layers are combined. `parts` is keyed by stage."""
+        counts: Counter[tuple[str, int]] = Counter()
+        for stage, count in self.in_flight.items():
+            for place, part in enumerate(parts[stage]):
+                freed = stage == self.action.stage and place >= self.parts
+                counts[part.name, part.saved] += count - freed
+        return [Saved(*key, count) for key, count in counts.items()]
+
+
+def memory_along(
+    actions: Sequence[Action],
+    stages: Mapping[int, StageFigures],
+    *,
+    num_stages: int,
+    microbatches: int,
+    sent_bytes: int,
+    arrived: Arrivals | None = None,
+    sends: Collection[int] = (),
+    returns: Collection[int] = (),
+    ahead: int = 0,
+) -> list[HighPoint]:
+    """Return the highest point of each action of a rank.
+
+    A stage keeps the received activations of the microbatches in flight, and in a backward the received gradient.
+
+    Args:
+        actions: Actions of the rank, in order.
+        stages: Figures of the rank's stages, by number.
+        num_stages: Stages of the pipeline.
+        microbatches: Number of microbatches.
+        sent_bytes: Bytes that one stage sends the next for a microbatch.
+        arrived: Result of `arrivals`; None if a stage waits for a send before the next forward.
+        sends: Stages that send activations to another rank.
+        returns: Stages that send gradients to another rank.
+        ahead: Number of receives posted before the action that needs them.
+    """
+    back: set[tuple[int, int]] = set()  # gradients sent that are not known to have been used
+    under_way: set[tuple[int, int]] = set()  # activations sent that are not known to have been used
+    in_flight = dict.fromkeys(stages, 0)
+    done = dict.fromkeys(stages, 0)  # backwards that have computed parameter gradients
+    moments = []
+    for action in actions:
+        stage = stages[action.stage]
+        in_flight[action.stage] += action.kind == "F"
+        alive = sum(count * stages[one].saved for one, count in in_flight.items())
+        waiting = sum(stages[one].whole for one in stages if 0 < done[one] < microbatches)
+        begun = stage.whole if 0 < done[action.stage] < microbatches else 0
+        parts = len(stage.saved_by) - 1
+        if action.kind == "F":
+            highest = Highest(stage.forward, begun, parts)
+        elif action.kind in ("B", "I"):
+            highest = stage.backward_of(done[action.stage], microbatches)
+        else:  # deferred weight gradients keep the tensors saved by forward
+            highest = Highest(stage.saved, begun, parts)
+        saved = stage.saved_by[highest.parts]
+        held = {ACTIVATIONS: alive - stage.saved + saved, WORKING: highest.own - saved}
+        received = sum(count for one, count in in_flight.items() if one > 0)
+        received += action.kind != "F" and action.stage < num_stages - 1
+        place = action.stage, action.microbatch
+        if action.kind in ("B", "I"):
+            known = microbatches if arrived is None else arrived.outputs.get(place, 0)
+            under_way = {sent for sent in under_way if sent[0] != action.stage or sent[1] >= known}
+        elif action.kind == "F" and arrived is not None and action.stage > 0:
+            back = {sent for sent in back if not arrived.used(sent, place)}
+            under_way = {sent for sent in under_way if not passed(sent, place)}
+        received += ahead + len(back) + len(under_way)
+        held |= {WHOLE: waiting - begun + highest.waiting, RECEIVED: received * sent_bytes}
+        moments.append(HighPoint(action, held, dict(in_flight), highest.parts))
+        if action.kind == "F":
+            under_way = set() if arrived is None else under_way
+            under_way |= {place} if action.stage in sends else set()
+        if arrived is not None and action.kind in ("B", "I") and action.stage in returns:
+            back.add(place)
+        ends = action.kind in ("B", "W")
+        done[action.stage] += ends
+        in_flight[action.stage] -= ends
+    return moments

@@ -1,0 +1,202 @@
+"""A job's checkpoints: when they are saved, what they contain, and what a resumed run must agree with."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from core.checkpoint import (
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointSaver,
+    find_intact,
+    load_checkpoint,
+    save_checkpoint,
+)
+from core_plan.job.config import RunConfig
+from core_plan.job.errors import ConfigError
+from core_train.checkpoint_options import BEST, as_json, compare_configurations
+from core_train.trainer import Trainer
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+class JobCheckpoints:
+    """The checkpoints of one run. Every rank makes one and calls its methods together; a context manager.
+
+    Raises CheckpointError, the same on every rank, when a save fails: training ends, the last checkpoint is intact.
+    """
+
+    def __init__(self, trainer: Trainer, root: Path) -> None:
+        self.config = trainer.config
+        self.trainer = trainer
+        self.root = root
+        # Ranks on devices agree on files through their CPUs.
+        self.group = dist.new_group(backend="gloo") if trainer.device.type == "cuda" else None
+        self.saved_step = -1
+        self.run: str | None = None  # the name of the run's directory, from the checkpoint of a resumed run
+        self.saver: CheckpointSaver | None = None
+        self.best = BestCheckpoint(self, root / BEST) if self.config.checkpoint.keep_best else None
+
+    def resume(self) -> str:
+        """Bring back model, optimizer, scheduler, loss scale, random streams and the data's position.
+
+        Returns a sentence: where the run continues, or that it begins because there is no checkpoint. ConfigError for
+        one that does not fit this run.
+        """
+        trainer, options = self.trainer, self.config.checkpoint
+        try:
+            with warnings.catch_warnings():  # what was damaged is in the report, and so in the sentence below
+                warnings.filterwarnings("ignore", message="Checkpoint of step .* is damaged", category=RuntimeWarning)
+                report = load_checkpoint(
+                    self.root,
+                    trainer.chunks,
+                    trainer.optimizer,
+                    trainer.scheduler,
+                    step=options.step,
+                    group=self.group,
+                )
+        except CheckpointNotFound:
+            if options.step is not None:
+                raise ConfigError(f"--checkpoint.step {options.step}: there is no such step in {self.root}") from None
+            return f"no checkpoint in {self.root}: the run begins"
+        except (CheckpointError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+        notes = compare_configurations(report.configuration, as_json(self.config))
+        text, sampler, self.run = kept_of(report.extra, report.path, "text", "sampler", "run")
+        check_text(text, self._text())
+        try:
+            trainer.sampler.load_state_dict(sampler)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        trainer.step = self.saved_step = report.step
+        if not report.random_restored:
+            notes.append(
+                "random streams start again, since they belong to another layout (only dropout draws from them)"
+            )
+        going_on = "; ".join([f"going on after step {report.step} from {report.path}", *notes])
+        return " ".join([*report.skipped, going_on])
+
+    def step_edge(self) -> None:
+        """After a step: see how saves in flight have fared, and save if it is time."""
+        for saver in self._savers():
+            saver.step_edge()
+        every = self.config.checkpoint.every
+        if every is not None and self.trainer.step % every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Save the step that has just been done, unless it is saved already."""
+        if self.saved_step != self.trainer.step:
+            self.save_into(self.root, self.saver, {})
+            self.saved_step = self.trainer.step
+
+    def save_into(self, root: Path, saver: CheckpointSaver | None, extra: Mapping[str, Any]) -> None:
+        """Save this step. extra: what else is kept of it."""
+        trainer = self.trainer
+        assert saver is not None, "saves come inside the with block"
+        save_checkpoint(
+            root,
+            trainer.step,
+            trainer.chunks,
+            trainer.optimizer,
+            trainer.scheduler,
+            extra={"sampler": trainer.sampler.state_dict(), "text": self._text(), "run": self.run, **extra},
+            configuration=as_json(self.config),
+            group=self.group,
+            saver=saver,
+        )
+
+    def saw_validation(self, loss: float | None) -> None:
+        """Keep this step if its validation loss is the lowest so far, and that is asked for."""
+        if self.best is not None and loss is not None:
+            self.best.offer(loss)
+
+    def _savers(self) -> list[CheckpointSaver]:
+        both = self.saver, None if self.best is None else self.best.saver
+        return [saver for saver in both if saver is not None]
+
+    def _text(self) -> dict[str, Any]:
+        return asdict(self.trainer.tokens.header)
+
+    def __enter__(self) -> JobCheckpoints:
+        self.saver = self.open_saver(self.root, self.config.checkpoint.keep)
+        if self.best is not None:
+            try:
+                self.best.open()
+            except BaseException as error:
+                self.saver.__exit__(type(error), error, None)
+                raise
+        return self
+
+    def open_saver(self, root: Path, keep: int | None) -> CheckpointSaver:
+        """A saver of this job. Collective."""
+        asynchronous = self.config.checkpoint.asynchronous
+        return CheckpointSaver(root, self.group, keep_last=keep, asynchronous=asynchronous).__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        for saver in self._savers():
+            saver.__exit__(*raised)
+
+
+class BestCheckpoint:
+    """The checkpoint with the lowest validation loss, alone in a directory of its own. Ranks call its methods together.
+
+    A better one is whole on the disk before the one before it is deleted.
+    """
+
+    def __init__(self, job: JobCheckpoints, root: Path) -> None:
+        self.job = job
+        self.root = root
+        self.saver: CheckpointSaver | None = None
+        self.step, self.loss = 0, math.inf
+
+    def open(self) -> None:
+        """Prepare to save; a resumed run compares with the best of before. Collective."""
+        if self.job.trainer.step > 0:
+            with contextlib.suppress(CheckpointNotFound):
+                found = find_intact(self.root, group=self.job.group)
+                (loss,) = kept_of(found.meta.get("extra", {}), found.path, "validation_loss")
+                self.step, self.loss = found.step, float(loss)
+        self.saver = self.job.open_saver(self.root, 1)
+
+    def offer(self, loss: float) -> None:
+        """Save the step that has just been done, if its validation loss is lower than all before. Collective."""
+        if loss < self.loss:
+            self.step, self.loss = self.job.trainer.step, loss
+            self.job.save_into(self.root, self.saver, {"validation_loss": loss})
+
+    def restore(self) -> bool:
+        """Give the model the weights of the best step; False if no step was compared. Collective."""
+        if self.step not in (0, self.job.trainer.step):
+            load_checkpoint(self.root, self.job.trainer.chunks, group=self.job.group)
+        return self.step > 0
+
+
+def kept_of(extra: Mapping[str, Any], path: Path, *names: str) -> list[Any]:
+    """Return what a job keeps of itself in a checkpoint. ConfigError if another program has saved it."""
+    missing = [name for name in names if name not in extra]
+    if missing:
+        raise ConfigError(
+            f"{path} was not saved by this job, so it cannot be resumed: its manifest lacks "
+            f"{' and '.join(map(repr, missing))} under 'extra'. Start a new run with another --checkpoint.dir"
+        )
+    return [extra[name] for name in names]
+
+
+def check_text(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """ConfigError where the position in the data would be one in other tokens, wherever they come from."""
+    if saved["digest"] == now["digest"]:
+        return
+    then, here = (f"{text['text']} ({text['tokens']:,} tokens, digest {text['digest'][:12]})" for text in (saved, now))
+    raise ConfigError(
+        f"the checkpoint was saved while training on {then}, and this run's text is {here}; give the same --data.text "
+        "and --data.tokenizer, or begin another run in another --checkpoint.dir"
+    )

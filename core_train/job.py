@@ -1,0 +1,369 @@
+"""A job on one rank: start the groups, build what the configuration says, train, write, stop."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.checkpoint import StopSignal
+from core.checkpoint.errors import explain
+from core.groups import agree
+from core.groups.rank_grid import size_options
+from core.optimizer import get_megatron_optimizer
+from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages
+from core.tensor_parallel import model_parallel_manual_seed
+from core.watch.rank_watch import announce_process
+from core.watch.waiting import starting, waiting
+from core_plan.job.config import DataOptions, JobConfig, RunConfig
+from core_plan.job.config_file import to_json
+from core_plan.job.errors import ConfigError
+from core_plan.job.model_config import ddp_config, optimizer_config, transformer_config
+from core_plan.job.plan import JobPlan
+from core_plan.job.run_directory import CHECKPOINTS, CONFIGURATION, RunDirectory
+from core_plan.job.schedule import make_scheduler
+from core_plan.job.sizes import check_vocabulary
+from core_plan.machine.launch import Launch
+from core_train.checkpoint_options import check_root
+from core_train.checkpoints import JobCheckpoints
+from core_train.indexed_tokens import describe_indexed, open_indexed
+from core_train.output import output_is_gone
+from core_train.profile import profiler_of
+from core_train.reporter import Reporter
+from core_train.step_trace import StepTrace
+from core_train.token_file import (
+    TokenFile,
+    check_windows,
+    open_token_file,
+    prepare_token_file,
+    save_tokenizer,
+)
+from core_train.trainer import GptTrainer, Trainer
+
+NO_LIMIT = timedelta(days=365)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """Result of a run, the same on every rank."""
+
+    losses: list[float]  # nats per byte, a step
+    validation_loss: float | None
+    seconds: float  # of the steps
+    stopped: bool  # asked to stop before the last step
+    best: tuple[int, float] | None = None  # (step, validation loss) whose weights the model has by keep_best
+
+
+def run_job(config: JobConfig, plan: JobPlan, launch: Launch) -> JobResult:
+    """Start torch.distributed, train, and tear everything down. Collective: all ranks of the job."""
+
+    def run(device: torch.device, prepares_data: bool, keeps: bool) -> JobResult:
+        return train(config, plan, device, prepares_data=prepares_data, keeps=keeps)
+
+    return on_started_ranks(run, config.run.device, config.parallel.timeout_minutes, launch)
+
+
+def on_started_ranks(
+    run: Callable[[torch.device, bool, bool], Result], device_name: str, timeout_minutes: int, launch: Launch
+) -> Result:
+    """Start torch.distributed, run a job, and tear everything down. Collective: all ranks of the job.
+
+    run: takes this rank's device, whether it prepares the data of its machine, and whether all ranks can write to the
+    run's directory.
+    """
+    device = choose_device(device_name, launch)
+    # torchrun keeps one store for all its restarts. Without a name of its own a start would find the addresses that the
+    # processes before it have left there.
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    with starting(dist.PrefixStore(f"start_{launch.restarts}", store), rank, world_size) as own:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=own,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=timeout_minutes),
+            device_id=device if device.type == "cuda" else None,
+        )
+    announce_process()
+    try:
+        one_machine = launch.world_size == launch.local_world_size
+        return run(device, launch.local_rank == 0, one_machine)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        # gloo's threads end with the last reference to their group, and models hold it in cycles. A thread that lets go
+        # of a tensor when the interpreter is gone aborts the process ("terminate called without an active exception").
+        gc.collect()
+
+
+def choose_device(name: str, launch: Launch) -> torch.device:
+    """This rank's device; 'auto' takes CUDA only where every local rank has a device of its own."""
+    devices = torch.cuda.device_count() if name != "cpu" else 0
+    if name == "cuda" and devices < launch.local_world_size:
+        raise RuntimeError(
+            f"--run.device cuda needs a device for each of the {launch.local_world_size} local ranks; "
+            f"this machine has {devices}"
+        )
+    if devices < launch.local_world_size or devices == 0:
+        return torch.device("cpu")
+    torch.cuda.set_device(launch.local_rank)
+    return torch.device("cuda", launch.local_rank)
+
+
+def train(
+    config: JobConfig, plan: JobPlan, device: torch.device, *, prepares_data: bool, keeps: bool = False
+) -> JobResult:
+    """The run, on started ranks. Collective.
+
+    prepares_data: true on one rank of every machine: it makes the token file, the others wait for it.
+    keeps: all ranks can write to the run's directory, so a run that names no other place saves its checkpoint there.
+    """
+    start_groups(config, plan)
+    tokens = open_tokens(config, prepares_data)
+    trainer = build_trainer(config, plan, tokens, device)
+
+    def save_more(path: Path) -> None:
+        save_tokenizer(config.data, path)
+
+    return conduct(trainer, plan.describe(config), save_more, keeps=keeps)
+
+
+def conduct(
+    trainer: Trainer,
+    description: str,
+    save_more: Callable[[Path], None],
+    *,
+    keeps: bool,
+) -> JobResult:
+    """Everything around the steps of a built trainer: its directory, resuming, showing, saving. Collective.
+
+    save_more: writes more files to the run's directory at the start, on rank 0.
+    """
+    config = trainer.config
+    checkpoints = None if config.checkpoint.dir is None else JobCheckpoints(trainer, config.checkpoint.dir)
+    resumes = config.checkpoint.resume or config.checkpoint.step is not None
+    resumed = checkpoints.resume() if checkpoints is not None and resumes else None
+    with claim_directory(config, None if checkpoints is None else checkpoints.run) as run:
+        if checkpoints is None and keeps and config.checkpoint.at_end:
+            checkpoints = JobCheckpoints(trainer, run.path / CHECKPOINTS)
+        if checkpoints is not None:
+            checkpoints.run = run.path.name
+        reporter = None
+        if dist.get_rank() == 0:
+            reporter = Reporter(config, trainer.plan, run.path, after_step=trainer.step, unit=trainer.unit)
+            with reporter.disk.forgiven():
+                (run.path / CONFIGURATION).write_text(to_json(config) + "\n")
+                (run.path / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
+                save_more(run.path)
+                run.link_latest()
+            numel = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
+            print(description)
+            print(trainer.tokens.header.describe())
+            print(
+                f"{numel:,} parameters and {torch.get_num_threads()} thread(s) a rank; writing to {run.path}/",
+                flush=True,
+            )
+            if resumed is not None:
+                print(resumed, flush=True)
+        if config.checkpoint.keep_best and (checkpoints is None or trainer.windows[1] == 0):
+            lacking = "--checkpoint.dir, where it is kept" if checkpoints is None else "text to validate on"
+            raise ConfigError(f"--checkpoint.keep-best needs {lacking}")
+        result = run_steps(trainer, reporter, checkpoints)
+        if checkpoints is not None and checkpoints.best is not None and checkpoints.best.restore():
+            best = checkpoints.best
+            result = replace(result, best=(best.step, best.loss))
+            if dist.get_rank() == 0:
+                print(
+                    f"the lowest validation loss, {best.loss:.4f}, was that of step {best.step}; it is in {best.root}/",
+                    flush=True,
+                )
+        return result
+
+
+def claim_directory(config: RunConfig, saved: str | None) -> RunDirectory:
+    """The run's directory, locked by rank 0; where that fails, all ranks say why. Collective.
+
+    saved: the name of the directory of the run that is resumed; None for a run that begins.
+    """
+    parent, name = config.run.directory, config.run.name
+    run: RunDirectory | None = None
+    failure: str | None = None
+    if dist.get_rank() == 0:
+        try:
+            check_root(config.checkpoint)
+            run = RunDirectory.new(parent, name) if saved is None else RunDirectory.again(parent, name, saved)
+        except ConfigError as error:
+            failure = str(error)
+        except OSError as error:
+            failure = f"--run.directory {parent} cannot be written and locked by this user: {error}"
+    path, failure = agree.gather((None if run is None else str(run.path), failure), None, "the run's directory")[0]
+    if failure is not None:
+        raise ConfigError(failure)
+    return run or RunDirectory(Path(str(path)), None)
+
+
+def start_groups(config: JobConfig, plan: JobPlan) -> None:
+    """The process groups of the configured sizes, in parallel_state. Collective."""
+    layout = plan.layout
+    parallel_state.initialize_model_parallel(
+        **size_options(config.parallel),
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        get_embedding_ranks=layout.embedding_ranks,
+        num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=config.parallel.timeout_minutes,
+        order=config.parallel.order,
+    )
+
+
+def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheckpoints | None = None) -> JobResult:
+    """Every step, then the validation loss. Collective; `reporter` on rank 0 alone.
+
+    A stop asked for on any rank ends the run after the step at hand, with a checkpoint and without the validation; in
+    the validation it ends that.
+    However it ends, also by an error, the reporter writes what there is.
+    """
+    config = trainer.config
+    losses: list[float] = []
+    trace: StepTrace | None = None
+    validation_loss: float | None = None
+    stopped = False
+    started_s = time.perf_counter()
+    profiler = None if reporter is None or not config.logging.profile else profiler_of(reporter.directory)
+    with StopSignal() as signals, reporter or nullcontext(), checkpoints or nullcontext(), profiler or nullcontext():
+        while trainer.step < config.run.last_step and not stopped:
+            if output_is_gone():
+                signals.request(signal.SIGPIPE)
+            result = trainer.train_step(stop_requested=signals.requested is not None)
+            stopped = result.stop
+            losses.append(result.loss)
+            trace = result.trace
+            if profiler is not None:
+                profiler.step()
+            if reporter is not None:
+                reporter.end_step()
+            validation_loss = None
+            if not stopped and validates_after(trainer.step, config):
+                validation_loss = trainer.validation_loss(signals.agreed)
+                stopped = signals.reason is not None
+            if reporter is not None:
+                reporter.show_step(result, trainer, validation_loss)
+            if checkpoints is not None:
+                checkpoints.saw_validation(validation_loss)
+                checkpoints.step_edge()
+        if checkpoints is not None:
+            checkpoints.save()
+            if reporter is not None:
+                reporter.kept = checkpoints.root
+        seconds = time.perf_counter() - started_s
+        validation_loss = None
+        if not stopped:
+            validation_loss = trainer.validation_loss(signals.agreed)
+            stopped = signals.reason is not None
+        if checkpoints is not None:
+            checkpoints.saw_validation(validation_loss)
+        all_traces = gather_traces(trace) if config.logging.trace and trace is not None else []
+        if reporter is not None:
+            metrics = trainer.validation_metrics
+            reporter.show_end(validation_loss, all_traces, stopped=stopped, metrics=metrics)
+    return JobResult(losses, validation_loss, seconds, stopped)
+
+
+def validates_after(step: int, config: RunConfig) -> bool:
+    """True after each so many steps but the last, whose validation the end of the run does."""
+    every = config.run.validate_every
+    return every > 0 and step % every == 0 and step < config.run.last_step
+
+
+def gather_traces(trace: StepTrace) -> list[StepTrace]:
+    """The last step's traces of all ranks, on rank 0; nothing elsewhere. Collective."""
+    trace.settle()
+    gathered: list[StepTrace] | None = None
+    if dist.get_rank() == 0:
+        gathered = [trace] * dist.get_world_size()
+    with waiting("the traces of all ranks", dist.group.WORLD):
+        dist.gather_object(trace, gathered)
+    return gathered or []
+
+
+def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
+    """The token file, made by one rank of each machine; if that fails, all ranks say why. Collective."""
+    data = config.data
+    name = prepared_by_one(lambda: prepare_tokens(data).name, prepares_data, data.cache)
+    if data.megatron is None:
+        tokens = open_token_file(data.cache / name, validation_fraction=data.validation_fraction)
+    else:
+        tokens = open_indexed(data.megatron, data.cache / name, validation_fraction=data.validation_fraction)
+    check_windows(len(tokens.train), config.model.sequence_length)
+    return tokens
+
+
+def prepare_tokens(data: DataOptions) -> Path:
+    """Make the files of these options unless they are there; what is to be opened, without a suffix."""
+    return prepare_token_file(data) if data.megatron is None else describe_indexed(data.megatron, data.cache)
+
+
+def prepared_by_one(prepare: Callable[[], str], prepares_data: bool, cache: Path) -> str:
+    """The name of the data's file in `cache`, made by one rank of each machine; if it fails, all say why. Collective.
+
+    The other ranks wait as long as it takes, without the time limit of the job's groups. The rank watch says which
+    rank waits for which (core.watch.rank_watch).
+    """
+    with waiting("a group for the text", dist.group.WORLD):
+        group = dist.new_group(timeout=NO_LIMIT, backend="gloo")
+    name: str | None = None
+    failure: str | None = None
+    if prepares_data:
+        try:
+            name = prepare()
+        except OSError as error:
+            failure = explain(error, cache)
+        except Exception as error:  # packages of tokenizers raise errors of any kind, and the others wait
+            failure = str(error) or repr(error)
+    answers = agree.gather((failure, name), group, "the text")
+    dist.destroy_process_group(group)
+    for rank, (failed, _) in answers.items():
+        if failed is not None:
+            raise ConfigError(f"rank {rank} could not prepare the text: {failed}")
+    names = {rank: theirs for rank, (_, theirs) in answers.items() if theirs is not None}
+    first = min(names)
+    for rank, theirs in names.items():
+        if theirs != names[first]:
+            raise ConfigError(
+                f"the text or the tokenizer of rank {rank} differs from rank {first} (token files {theirs} and "
+                f"{names[first]}); give all machines the same files"
+            )
+    return names[first]
+
+
+def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: torch.device) -> GptTrainer:
+    """Model, wrapper and optimizer. Collective."""
+    groups = parallel_state.get_process_groups()
+    model_parallel_manual_seed(config.run.seed)
+    vocab_size = check_vocabulary(tokens.header.vocab_size, config.model, config.parallel.tp)
+    model_config = transformer_config(config, vocab_size)
+    if plan.layout.chunks > 1:
+        model_config = replace(model_config, virtual_pipeline_model_parallel_size=plan.layout.chunks)
+    stages = [stage.to(device) for stage in build_gpt_stages(model_config, plan.layout, groups)]
+    chunks = wrap_stages(model_config, ddp_config(config), stages, groups)
+    optimizer = get_megatron_optimizer(
+        optimizer_config(config.optimizer, config.model.dtype), chunks, pg_collection=groups
+    )
+    model_config.grad_scale_func = optimizer.scale_loss  # of a pipeline's losses
+    scheduler = make_scheduler(config, optimizer)
+    runner = None
+    if plan.layout.pp > 1:
+        shape = gpt_activations(model_config, plan.micro_batch_size, config.model.sequence_length)
+        schedule = config.parallel.schedule_name
+        runner = PipelineRunner(chunks, plan.layout, gpt_forward_step, shape, schedule=schedule, pg_collection=groups)
+    return GptTrainer(config, plan, chunks, optimizer, tokens, groups, device, runner, scheduler=scheduler)

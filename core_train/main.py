@@ -1,0 +1,308 @@
+"""The command: find this process's rank, read the configuration, check it, run the job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from core.extras import MissingExtra, require_installed
+from core.watch.interrupts import INTERRUPTED
+from core_plan.job.config import DataOptions, JobConfig, RunConfig
+from core_plan.job.config_file import load_config
+from core_plan.job.errors import ConfigError
+from core_plan.job.plan import JobPlan, plan_job
+from core_plan.job.run_directory import check_writable
+from core_plan.job.sizes import check_memory, most_bytes
+from core_plan.machine.launch import Launch, find_launch, say_once
+from core_plan.machine.memory import device_memory_bytes, host_memory_bytes
+from core_plan.machine.own_ranks import STARTED_BY_US, end_with_parent, start_ranks
+from core_plan.machine.threads import available_cores, intra_op_threads
+from core_train.checkpoint_options import after_restart, check_root, check_saved_model
+from core_train.dataset_text import FILE_KINDS, open_dataset
+from core_train.indexed_tokens import read_index
+from core_train.output import outputs_that_may_go
+from core_train.text import open_text
+from core_train.token_file import check_windows
+from core_train.tokenizer import read_tokenizer
+from core_train.trackers import check_tracker
+
+Config = TypeVar("Config", bound=RunConfig)
+Plan = TypeVar("Plan")
+FAILURE = 1
+USAGE_ERROR = 2
+SOON_PLANNED = 256  # layers that are planned in seconds, with all changes that might help
+DRY_RUN, DEVICE = "--dry-run", "--device"  # plan the job, and start nothing; for another device than this machine
+
+
+@dataclass(frozen=True)
+class Command(Generic[Config, Plan]):
+    """A job as a command: what its arguments are, what is refused before ranks start, and what a rank runs.
+
+    load: the configuration of some arguments. plan: its sizes on so many ranks. check: what a machine must have for so
+    many of its ranks. check_places: checks that what a job of so many ranks reads is there, and that it can write.
+    run: one rank's part. dry_run: prints the plan of a job of so many ranks, so many of them here, for a device or None
+    for this machine, and gives the exit status; the last argument is the result of check_places, None if it was not
+    called. check_fit: refuses what so many ranks, so many of them here, cannot hold. All but `run` raise ConfigError,
+    or MissingExtra.
+    """
+
+    load: Callable[[list[str]], Config]
+    plan: Callable[[Config, int], Plan]
+    check: Callable[[Config, int], None]
+    check_places: Callable[[Config, int], Any]
+    run: Callable[[Config, Plan, Launch], object]
+    dry_run: Callable[[Config, int, int, str | None, bool, Any], int]
+    check_fit: Callable[[Config, int, int], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The main job: run one rank, or start all of them; the exit status."""
+    return run_command(PRETRAIN, argv)
+
+
+def run_command(command: Command[Any, Any], argv: Sequence[str] | None) -> int:
+    """Run one rank of a job, or start all of them; the exit status.
+
+    Under a launcher (torchrun, SLURM) this process is a rank. Started plainly it starts `--run.ranks` ranks on this
+    machine and waits for them.
+    """
+    with outputs_that_may_go():
+        try:
+            return _run(command, sys.argv[1:] if argv is None else list(argv))
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+
+def _run(command: Command[Any, Any], arguments: list[str]) -> int:
+    launch: Launch | None = None
+    try:
+        launch = find_launch(os.environ)
+        dry, device, arguments = _take_dry_run(arguments)
+        config = command.load(arguments)
+        if launch is not None and launch.restarts > 0:
+            config = after_restart(config)
+        ranks_here = config.run.ranks if launch is None else launch.local_world_size
+        ranks = config.run.ranks if launch is None else launch.world_size
+        plan = command.plan(config, ranks)
+        threads = intra_op_threads(
+            os.environ,
+            requested=config.run.threads_per_rank,
+            cores=available_cores(),
+            local_world_size=ranks_here,
+        )
+        checked = None
+        if device is None:  # a plan for another device may be made on a machine that lacks the data
+            checked = _check_start(command, config, ranks, ranks_here, is_planned=dry)
+        if dry:
+            return command.dry_run(config, ranks, ranks_here, device, launch is None or launch.rank == 0, checked)
+    except (ConfigError, MissingExtra) as error:
+        return _refuse(error, launch)
+    if launch is None:
+        return start_ranks(config.run.ranks)
+
+    import torch
+
+    from core.checkpoint import CheckpointError
+    from core.watch.waiting import PeerLost
+    from core_train.second_interrupt import EndAtSecondInterrupt
+
+    end_with_parent(os.environ)
+    os.environ.update(launch.environment())
+    for name, value in launch.interfaces(sys.platform).items():
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # accelerate sets the number of cores, and warns, without it
+    try:
+        with EndAtSecondInterrupt(says=launch.rank == 0):
+            command.run(config, plan, launch)
+    except ConfigError as error:
+        return _refuse(error, launch)
+    except CheckpointError as error:  # of a save; all ranks have it
+        _refuse(error, launch)
+        return FAILURE
+    except PeerLost as error:  # of other ranks: where this one waited says no more than the message does
+        print(f"error: {error}", file=sys.stderr)
+        return FAILURE
+    return 0
+
+
+def _check_start(command: Command[Any, Any], config: Any, ranks: int, ranks_here: int, *, is_planned: bool) -> Any:
+    """Make every check of a start, for a start and for a dry run; the plan of a dry run says if the job fits.
+
+    Returns:
+        What the command has read to check its places; None if only some of the job's ranks are here.
+    """
+    if is_planned:  # some packages start torch.distributed if they find these
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+    command.check(config, ranks_here)
+    if not is_planned and STARTED_BY_US not in os.environ:  # who started this rank has checked
+        command.check_fit(config, ranks, ranks_here)
+    return command.check_places(config, ranks) if ranks == ranks_here else None  # all ranks would find the same
+
+
+def _take_dry_run(arguments: Sequence[str]) -> tuple[bool, str | None, list[str]]:
+    """(True for a dry run, its device, all other arguments). ConfigError for a device without a dry run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(DRY_RUN, action="store_true")
+    parser.add_argument(DEVICE)
+    try:
+        found, others = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    if found.device is not None and not found.dry_run:
+        raise ConfigError(
+            f"{DEVICE} {found.device} is of a plan; add {DRY_RUN} to print one, or say --run.device for a run"
+        )
+    return found.dry_run, found.device, others
+
+
+def _run_pretraining(config: JobConfig, plan: JobPlan, launch: Launch) -> object:
+    from core_train.job import run_job
+
+    return run_job(config, plan, launch)
+
+
+def _dry_run_pretraining(
+    config: JobConfig, ranks: int, ranks_here: int, device: str | None, says: bool, checked: None
+) -> int:
+    from core_plan.dry_run import dry_run
+
+    return dry_run(config, config.run, ranks, ranks_here, device, says=says)
+
+
+def check_fit(config: JobConfig, ranks: int, ranks_here: int) -> None:
+    """Find out by the plan whether the job cannot fit, and by its sizes. A job that is far from it is not planned.
+
+    The plan comes first, because it says what would make the job fit; but not of so many layers that it takes long.
+    """
+    if not config.run.check_memory:
+        return
+    plan = plan_job(config, ranks)
+    device_bytes = None if config.run.device == "cpu" else device_memory_bytes(ranks_here)
+    sharing = ranks_here if device_bytes is None else 1
+    in_flight = plan.num_microbatches if config.parallel.pp > 1 else 1
+    most = sharing * most_bytes(config, plan.micro_batch_size, in_flight)
+    if most <= (host_memory_bytes() if device_bytes is None else device_bytes):
+        return
+    from core_plan.dry_run import refuse_what_cannot_fit
+
+    if config.model.num_layers > SOON_PLANNED:
+        check_room(config, ranks_here)
+    refuse_what_cannot_fit(config, config.run, ranks, ranks_here)
+    check_room(config, ranks_here)
+
+
+def _check_pretraining(config: JobConfig, ranks_here: int) -> None:
+    check_extras(config)
+    if config.run.device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < ranks_here:
+            raise ConfigError(
+                f"--run.device cuda needs a GPU for each of the {ranks_here} ranks of this machine, which has "
+                f"{torch.cuda.device_count()}; leave it out to run on the CPU"
+            )
+
+
+def check_room(config: JobConfig, ranks_here: int) -> None:
+    """Find out before anything is allocated whether the model fits into this machine, or into its GPUs."""
+    device_bytes = None if config.run.device == "cpu" else device_memory_bytes(ranks_here)
+    if device_bytes is None:
+        check_memory(config, ranks_here, host_memory_bytes())
+    else:
+        check_memory(config, 1, device_bytes, "a GPU")
+
+
+def check_extras(config: JobConfig) -> None:
+    """Find out now, not at the end of the run, whether what was asked for is installed."""
+    check_logging(config)
+    if config.data.dataset is not None:
+        require_installed("datasets", f"--data.dataset {config.data.dataset}", "data")
+    if config.data.tokenizer != "bytes":
+        require_installed("tokenizers", f"--data.tokenizer {config.data.tokenizer}")
+
+
+def check_logging(config: RunConfig) -> None:
+    """Find out whether what a run is to show and write can be shown and written."""
+    if config.logging.plots:
+        require_installed("matplotlib", "drawing the plots (or give --logging.no-plots)")
+    for name in config.logging.trackers:
+        check_tracker(name)
+
+
+def check_run_places(config: RunConfig, cache: Path) -> None:
+    """Find out whether a run's directories, and `cache` for its data, can be written."""
+    check_writable(config.run.directory, "--run.directory")
+    check_writable(cache, "--data.cache")
+    if config.checkpoint.dir is not None:
+        check_writable(config.checkpoint.dir, "--checkpoint.dir")
+    check_root(config.checkpoint)
+
+
+def check_places(config: JobConfig, ranks: int) -> None:
+    """Find out before ranks start whether what is to be read is there, and what is to be written is free."""
+    check_run_places(config, config.data.cache)
+    check_saved_model(config)
+    if config.data.tokenizer not in ("bytes", "bpe"):
+        try:
+            read_tokenizer(Path(config.data.tokenizer))
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+    try:
+        tokens = check_source(config.data)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if tokens is not None:
+        check_windows(round(tokens * (1 - config.data.validation_fraction)), config.model.sequence_length)
+
+
+def check_source(data: DataOptions) -> int | None:
+    """Find out whether the text or the tokens are there.
+
+    Returns:
+        The number of tokens; None if it is known only after the text is tokenized.
+
+    Raises:
+        OSError, ValueError: If something is missing or cannot be read, by the option's name.
+    """
+    given = [name for name in ("text", "megatron", "dataset") if getattr(data, name)]
+    if data.dataset in FILE_KINDS:
+        if not data.text:
+            raise ValueError(f"--data.dataset {data.dataset} reads files, and none are given; name them by --data.text")
+        given.remove("text")
+    if len(given) > 1:
+        raise ValueError(f"--data.{given[0]} and --data.{given[1]} both set the training text; pass one of them")
+    if data.dataset is None:
+        defaults = DataOptions()
+        for name in ("split", "column", "documents", "streaming"):
+            if getattr(data, name) != getattr(defaults, name):
+                raise ValueError(f"--data.{name} speaks of a data set, and none is given; add --data.dataset")
+    if data.megatron is not None:
+        if data.tokenizer == "bpe":
+            raise ValueError(
+                "--data.tokenizer bpe is trained on text, and --data.megatron gives tokens; leave it out, or give the "
+                "tokenizer.json that has made them, to be kept with the model"
+            )
+        return read_index(data.megatron).tokens
+    if data.dataset is not None:
+        open_dataset(data)
+        return None
+    text = open_text(data.text)
+    return sum(file.stat().st_size for file in text.files) if data.tokenizer == "bytes" else None
+
+
+def _refuse(error: Exception, launch: Launch | None) -> int:
+    """Say once what is wrong; all ranks have found the same."""
+    say_once(f"error: {error}", launch, os.environ)
+    return USAGE_ERROR
+
+
+PRETRAIN: Command[JobConfig, JobPlan] = Command(
+    load_config, plan_job, _check_pretraining, check_places, _run_pretraining, _dry_run_pretraining, check_fit
+)

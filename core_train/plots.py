@@ -1,0 +1,108 @@
+"""Pictures at the end of a run: the loss curve, and one step's buckets on a time line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from core.extras import require
+from core_plan.figure import SPAN_COLORS, figure
+from core_train.step_log import StepRecord
+from core_train.step_trace import StepTrace
+
+IN_FLIGHT, EXPOSED = "#cc79a7", "#222222"
+
+
+def draw_loss_curve(path: Path, records: Sequence[StepRecord], validation_loss: float | None, unit: str) -> None:
+    """Loss and gradient norm over the steps; validation losses as points, and the one at the end as a line."""
+    picture = figure(8, 6)
+    losses, norms = picture.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    steps = [record.step for record in records]
+    losses.plot(steps, [record.loss for record in records], linewidth=1, label="training, each step's batch")
+    validated = [(record.step, record.validation_loss) for record in records if record.validation_loss is not None]
+    if validated:
+        losses.plot(*zip(*validated, strict=True), "o", color="tab:red", markersize=4, label="validation")
+    if validation_loss is not None:
+        text = f"validation at the end: {validation_loss:.3f}"
+        losses.axhline(validation_loss, color="tab:red", linestyle="--", linewidth=1, label=text)
+    losses.set_ylabel(unit)
+    losses.grid(alpha=0.3)
+    losses.legend()
+    measured = [(record.step, record.grad_norm) for record in records if record.grad_norm is not None]
+    norms.plot(*zip(*measured, strict=True) if measured else ([], []), linewidth=1, color="tab:gray")
+    norms.set_yscale("log")
+    norms.set_ylabel("gradient norm")
+    norms.set_xlabel("step")
+    norms.grid(alpha=0.3)
+    _save(picture, path)
+
+
+def draw_bucket_timeline(path: Path, trace: StepTrace) -> None:
+    """One step of one rank: the main thread on top, below it each bucket from launched to reduced, and the
+    gathers of its parameters, in launch order.
+    """
+    collectives = (*trace.gathers, *trace.buckets)
+    buckets = [event for event in collectives if event.launched_s is not None and event.done_s is not None]
+    buckets.sort(key=lambda event: event.launched_s or 0.0)
+    picture = figure(10, 2.0 + 0.28 * len(buckets))
+    axes = picture.subplots()
+    origin = trace.start_s
+
+    def bar(row: int, start_s: float | None, end_s: float | None, **style: Any) -> None:
+        if start_s is not None and end_s is not None:
+            axes.barh(row, 1e3 * (end_s - start_s), left=1e3 * (start_s - origin), height=0.7, **style)
+
+    labelled: set[str] = set()
+    for span in trace.spans:
+        label = span.name if span.name not in labelled else None
+        labelled.add(span.name)
+        bar(0, span.start_s, span.end_s, color=SPAN_COLORS.get(span.name, "#999999"), label=label)
+    for row, event in enumerate(buckets, start=1):
+        first = row == 1
+        bar(row, event.launched_s, event.done_s, color=IN_FLIGHT, label="in flight" if first else None)
+        label = "exposed" if first else None
+        bar(row, event.wait_start_s, event.wait_end_s, color=EXPOSED, alpha=0.8, label=label)
+    axes.set_yticks(range(len(buckets) + 1), ["main thread", *(event.label for event in buckets)])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms since the step began")
+    axes.set_title(f"rank {trace.rank}, step {trace.step}")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    _save(picture, path)
+
+
+def draw_schedule(path: Path, traces: Sequence[StepTrace]) -> None:
+    """One step of all ranks: what the main thread of each did, and below it its reductions in flight; gaps are bubbles.
+
+    Ranks of one machine share a clock; those of several machines are drawn as if they did.
+    """
+    last = max(trace.step for trace in traces)
+    step = sorted((trace for trace in traces if trace.step == last), key=lambda trace: trace.rank)
+    origin = min(trace.start_s for trace in step)
+    picture = figure(12, 1.5 + 0.5 * len(step))
+    axes = picture.subplots()
+    labelled: set[str] = set()
+
+    def bar(row: float, height: float, start_s: float, end_s: float, name: str, color: str) -> None:
+        label = None if name in labelled else name
+        labelled.add(name)
+        place = {"left": 1e3 * (start_s - origin), "height": height}
+        axes.barh(row, 1e3 * (end_s - start_s), **place, color=color, edgecolor="white", linewidth=0.3, label=label)
+
+    for row, trace in enumerate(step):
+        for span in trace.spans:
+            bar(row - 0.12, 0.55, span.start_s, span.end_s, span.name, SPAN_COLORS.get(span.name, "#999999"))
+        for event in trace.buckets:
+            if event.launched_s is not None and event.done_s is not None:
+                bar(row + 0.3, 0.2, event.launched_s, event.done_s, "reduction in flight", IN_FLIGHT)
+    axes.set_yticks(range(len(step)), [f"rank {trace.rank}" for trace in step])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms since the step began")
+    axes.set_title(f"step {last}")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    _save(picture, path)
+
+
+def _save(picture: Any, path: Path) -> None:
+    picture.savefig(path, dpi=120)
+    require("matplotlib.pyplot", "drawing the plots").close(picture)

@@ -1,0 +1,177 @@
+"""Reporter: what rank 0 shows while a job runs, and the files it leaves in the run's directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from core import parallel_state
+from core_plan.job.config import RunConfig
+from core_plan.job.plan import BatchPlan
+from core_train.mfu import peak_of
+from core_train.plots import draw_bucket_timeline, draw_loss_curve, draw_schedule
+from core_train.progress import in_words, make_progress
+from core_train.step_log import StepLog, StepRecord
+from core_train.step_trace import StepTrace
+from core_train.trackers import TRACKERS
+from core_train.trainer import GptTrainer, StepResult, Trainer
+
+GENERATE = "continue a text: {python} -m core generate {directory}"
+
+
+class Reporter:
+    """A context manager around the steps of a run; draws the plots when it ends, however it ends."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: BatchPlan,
+        directory: Path,
+        after_step: int = 0,
+        *,
+        unit: str = GptTrainer.unit,
+        hint: str = GENERATE,
+    ) -> None:
+        """unit: of the losses. hint: what can be done with the run's checkpoint, if anything."""
+        self.unit = unit
+        self.hint = hint
+        self.config = config
+        self.plan = plan
+        self.directory = directory
+        self.after_step = after_step
+        trackers = [TRACKERS[name](directory, asdict(config), after_step) for name in config.logging.trackers]
+        self.log = StepLog(directory, trackers, after_step)
+        self.disk = self.log.disk
+        self.progress = make_progress(config.run.last_step, config.logging.print_every)
+        self.validation_loss: float | None = None
+        self.validation_metrics: Mapping[str, float] = {}
+        self.kept: Path | None = None  # where the run's last checkpoint is
+        self.last_trace: StepTrace | None = None
+        self.started_s = time.perf_counter()
+        self.step_started_s = self.step_ended_s = self.started_s
+
+    def end_step(self) -> None:
+        """The step has ended; what comes until it is shown is not counted as its time."""
+        self.step_ended_s = time.perf_counter()
+
+    def show_step(self, result: StepResult, trainer: Trainer, validation_loss: float | None = None) -> None:
+        """Log and show the step that `end_step` has ended."""
+        ended_s = self.step_ended_s
+        step_s = ended_s - self.step_started_s
+        self.step_started_s = time.perf_counter()
+        report = trainer.chunks[0].step_report()
+        tokens_per_s = self.plan.tokens_per_step / step_s
+        peak = peak_of(trainer.device, trainer.dtype, self.config.logging.peak_tflops)
+        mfu = None
+        if peak is not None and trainer.flops_per_token is not None:
+            mfu = trainer.flops_per_token * tokens_per_s / (self.plan.world_size * peak * 1e12)
+        watch = parallel_state.get_rank_watch()
+        record = StepRecord(
+            step=trainer.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            loss_scale=result.loss_scale,
+            updated=result.updated,
+            step_ms=1e3 * step_s,
+            tokens_per_s=tokens_per_s,
+            exposed_ms=report.exposed_ms,
+            hidden_share=report.hidden_share,
+            bytes_sent=report.bytes_sent,
+            collectives=report.collectives,
+            windows=trainer.sampler.consumed,
+            elapsed_s=ended_s - self.started_s,
+            validation_loss=validation_loss,
+            metrics=result.metrics,
+            validation_metrics={} if validation_loss is None else trainer.validation_metrics,
+            mfu=mfu,
+            slow_ranks=() if watch is None else tuple(sorted(watch.stragglers.slow)),
+        )
+        self.last_trace = result.trace
+        self.log.add(record)
+        self.progress.show(record)
+
+    def show_end(
+        self, validation_loss: float | None, traces: Sequence[StepTrace], *, stopped: bool, metrics: Mapping[str, float]
+    ) -> None:
+        """Show that the run has ended, or was stopped. metrics: of the validation, if there was one."""
+        self.validation_loss, self.validation_metrics = validation_loss, metrics
+        if traces and self.config.logging.plots:
+            with self.disk.forgiven():
+                draw_schedule(self.directory / "schedule.png", traces)
+        records = self.log.records
+        summary = {
+            "steps": records[-1].step if records else 0,
+            "stopped": stopped,
+            "first_loss": records[0].loss if records else None,
+            "last_loss": records[-1].loss if records else None,
+            "validation_loss": validation_loss,
+            **{f"validation_{name}": value for name, value in metrics.items() if validation_loss is not None},
+            "seconds": self._seconds(),
+        }
+        with self.disk.forgiven():
+            (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+    def __enter__(self) -> Reporter:
+        self.log.__enter__()
+        self.progress.__enter__()
+        self.started_s = self.step_started_s = self.step_ended_s = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.progress.__exit__(kind, *rest)
+        self.log.__exit__(kind, *rest)
+        records = self.log.records
+        if records:
+            print(self._last_words(ended_by=kind))
+        if self.kept is not None and kind is None:
+            print(self._what_next(self.kept), flush=True)
+        if records and self.config.logging.plots:
+            with self.disk.forgiven():
+                draw_loss_curve(self.directory / "loss.png", records, self.validation_loss, self.unit)
+                if self.last_trace is not None:
+                    self.last_trace.settle()
+                    draw_bucket_timeline(self.directory / "buckets.png", self.last_trace)
+
+    def _seconds(self) -> float:
+        """Of the steps of this run, not of those before it went on."""
+        records = self.log.records
+        return records[-1].elapsed_s if records and records[-1].step > self.after_step else 0.0
+
+    def _last_words(self, ended_by: type[BaseException] | None) -> str:
+        last = self.log.records[-1]
+        done = last.step - self.after_step
+        words = f"{done} steps in {self._seconds():.1f} s; training loss {last.loss:.4f} {self.unit}"
+        if self.validation_loss is not None:
+            words += f", validation loss {self.validation_loss:.4f}{in_words(self.validation_metrics)}"
+        if ended_by is not None:
+            words += f"; ended by {ended_by.__name__}"
+        elif last.step < self.config.run.last_step:
+            words += f"; stopped before step {last.step + 1} of {self.config.run.last_step}"
+        return words
+
+    def _what_next(self, kept: Path) -> str:
+        """Commands that use the checkpoint."""
+        longer = ""
+        if self.log.records and self.log.records[-1].step >= self.config.run.steps:
+            longer = f" --checkpoint.schedule given --run.steps {2 * self.config.run.steps}"
+        place = shlex.quote(str(kept))
+        return f"kept in {kept}/; to train on, add: --checkpoint.dir {place} --checkpoint.resume{longer}" + (
+            self.hint and "\n" + self.hint
+        ).format(python=shlex.quote(python_command()), directory=shlex.quote(str(self.directory)))
+
+
+def python_command() -> str:
+    """Command of this interpreter: `python` if that is the one on the path, else its path, short if it is below."""
+    found = shutil.which("python")
+    if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):
+        return "python"
+    below = os.path.relpath(sys.executable)
+    return sys.executable if below.startswith(os.pardir) else below

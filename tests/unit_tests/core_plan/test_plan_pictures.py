@@ -1,0 +1,102 @@
+"""Pictures of a plan: what they show, and the page's own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import runpy
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from core_plan.command import main
+from core_plan.pictures import ACTIONS, COLORS
+from core_train.plots import EXPOSED, IN_FLIGHT, SPAN_COLORS
+from tests.unit_tests.test_docs import ROOT
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def test_a_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "--ranks 4 --tp 1 --pp 2 --global-batch 8 --model.num-layers 4 --model.hidden-size 64 --model.vocab-size 256"
+    )
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        assert main([*flags.split(), "--picture", str(tmp_path / "pictures")]) == 0
+    drawn = {path.stem: path.read_text() for path in (tmp_path / "pictures").iterdir()}
+    assert set(drawn) == {"memory", "time_line", "roofline"}
+    words = {
+        name: {text.text for text in ElementTree.fromstring(svg).iter() if text.tag.endswith("text")}
+        for name, svg in drawn.items()
+    }
+    assert {"parameters", "gradients", "activations", "GiB"} <= words["memory"]
+    assert {"rank 0", "rank 2", "forward", "backward", "optimizer"} <= words["time_line"]
+    assert {"dp_cp", "pp"} <= words["roofline"]
+    assert "drawn:" in capsys.readouterr().out
+
+
+def test_a_picture_where_nothing_can_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--ranks", "1", "--picture", "/proc/none"]) == 2
+    assert "--picture /proc/none" in capsys.readouterr().err
+
+
+def test_the_pages_pictures_are_of_its_first_plan() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "draw_plan.py"), run_name="drawn")
+    plan = script["first_plan"]()
+    page = (ROOT / "docs" / "source" / "plan.md").read_text()
+    assert f"rank {plan.fullest.rank} holds most, {plan.fullest.peak / 2**30:.2f} GiB" in page
+    shown = set(re.findall(r"\{image\} plan/(\w+)_(light|dark)\.png", page))
+    assert shown == {(name, theme) for name in script["PICTURES"] for theme in script["RUN"]["THEMES"]}
+
+
+# Machado, Oliveira and Fernandes 2009, of full severity: what people see who are blind to red, green or blue light.
+SEEN = {
+    "all": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)),
+    "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "no green": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    "no blue": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+TO_XYZ = ((0.4124564, 0.3575761, 0.1804375), (0.2126729, 0.7151522, 0.0721750), (0.0193339, 0.1191920, 0.9503041))
+WHITE = (0.95047, 1.0, 1.08883)
+
+
+def times(matrix: tuple[tuple[float, ...], ...], vector: list[float]) -> list[float]:
+    return [sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix]
+
+
+def lab(color: str, eyes: str) -> list[float]:
+    """CIELAB of a colour as some eyes see it; 2.3 apart is the least difference that people see."""
+    parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    seen = [min(1.0, max(0.0, part)) for part in times(SEEN[eyes], linear)]
+    x, y, z = (
+        ratio ** (1 / 3) if ratio > 0.008856 else 7.787 * ratio + 16 / 116
+        for ratio in (value / white for value, white in zip(times(TO_XYZ, seen), WHITE, strict=True))
+    )
+    return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
+
+
+@pytest.mark.parametrize("eyes", SEEN)
+def test_what_a_picture_shows_next_to_each_other_can_be_distinguished(eyes: str) -> None:
+    colors = {name: lab(color, eyes) for name, color in SPAN_COLORS.items() if name != "loss"}
+    colors |= {"in flight": lab(IN_FLIGHT, eyes), "exposed": lab(EXPOSED, eyes)}
+    apart = {
+        (one, other): math.dist(colors[one], colors[other])
+        for one, other in itertools.combinations(colors, 2)
+        if {one, other} != {"backward", "input gradient"}  # a picture has one of the two
+    }
+    assert min(apart.values()) > 15, min(apart, key=lambda pair: apart[pair])
+    assert apart["forward", "backward"] > 50
+    assert math.dist(lab("#7fb3d5", eyes), lab("#5499c7", eyes)) < 15  # the two blues of before
+    assert {color for _, color in ACTIONS.values()} == {
+        SPAN_COLORS[name] for name in ("forward", "backward", "weight gradient")
+    }
+
+
+@pytest.mark.parametrize("eyes", SEEN)
+def test_kinds_of_memory_can_be_distinguished(eyes: str) -> None:
+    seen = [lab(color, eyes) for color in COLORS]
+    assert min(math.dist(one, other) for one, other in itertools.combinations(seen, 2)) > 15
+    assert min(map(math.dist, seen, seen[1:])) > 45  # neighbours in a stack
