@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ from core_plan.figure import SPAN_COLORS, figure
 from core_plan.plan_run import RunPlan
 from core_plan.report import KINDS
 from core_plan.step_time import flops_of, model_flops
+from core_plan.time_line import TimedAction
 
 GIB = 1 << 30
 # Okabe and Ito's colours and a violet, ordered so that neighbours in a stack differ most, also for the colour-blind.
 COLORS = ("#0072b2", "#e69f00", "#9933ff", "#009e73", "#f0e442", "#56b4e9", "#d55e00", "#dddddd", "#222222", "#cc79a7")
+ENDS = 8  # microbatches of a long step that its time line shows at each end
 ACTIONS = {"F": ("forward", SPAN_COLORS["forward"]), "B": ("backward", SPAN_COLORS["backward"])}
 ACTIONS |= {
     "I": ("input gradients", SPAN_COLORS["input gradient"]),
@@ -47,18 +49,56 @@ def draw_memory(path: Path, plan: RunPlan) -> None:
     _save(picture, path)
 
 
+def time_panels(spans: Sequence[TimedAction], end_s: float) -> list[tuple[float, float]]:
+    """Return the ranges of time to draw: the step, or the first and last ENDS microbatches of a long one.
+
+    Args:
+        spans: Actions of the pipeline.
+        end_s: End of the step.
+    """
+    last = max(span.action.microbatch for span in spans)
+    if last < 2 * ENDS:
+        return [(0.0, end_s)]
+    first_end = max(span.end_s for span in spans if span.action.microbatch < ENDS)
+    last_start = min(span.start_s for span in spans if span.action.microbatch > last - ENDS)
+    return [(0.0, first_end), (last_start, end_s)] if first_end < last_start else [(0.0, end_s)]
+
+
 def draw_time_line(path: Path, plan: RunPlan) -> None:
-    """Draw the working times of each pipeline position, followed by the slowest one's gradients and optimizer."""
+    """Draw the working times of each pipeline position, followed by the slowest one's gradients and optimizer.
+
+    The middle of a step with many microbatches is left out, because its bars would be too thin to see.
+    """
     time = plan.time
     places = 1 + max(span.place for span in time.spans)
+    end = max(span.end_s for span in time.spans)
+    panels = time_panels(time.spans, end + time.gradients + time.optimizer)
     picture = figure(9, 1.8 + 0.35 * places)
-    axes = picture.subplots()
+    widths = [stop - start for start, stop in panels]
+    all_axes = picture.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=widths)[0]
+    for axes, (start, stop) in zip(all_axes, panels, strict=True):
+        _draw_bars(axes, [span for span in time.spans if span.start_s < stop and span.end_s > start], places)
+        for name, seconds, color in (
+            ("gradients", (end, time.gradients), SPAN_COLORS["finalize"]),
+            ("optimizer", (end + time.gradients, time.optimizer), SPAN_COLORS["optimizer"]),
+        ):
+            axes.broken_barh([seconds], (-0.35, places - 0.3), facecolors=color, label=name)
+        axes.set_xlim(start, stop)
+    all_axes[0].set_yticks(range(places), [f"rank {memory.rank}" for memory in plan.memories])
+    all_axes[0].invert_yaxis()
+    cut = f", its first and last {ENDS} microbatches" if len(panels) > 1 else ""
+    picture.supxlabel(f"seconds since the step began{cut}; {time.tokens_per_s:,.0f} tokens a second")
+    all_axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    _save(picture, path)
+
+
+def _draw_bars(axes: Any, spans: Sequence[TimedAction], places: int) -> None:
     for kind, (name, color) in ACTIONS.items():
         label: str | None = name
         for place in range(places):
             bars = [
                 (span.start_s, span.end_s - span.start_s)
-                for span in time.spans
+                for span in spans
                 if span.place == place and span.action.kind == kind
             ]
             if bars:
@@ -67,18 +107,6 @@ def draw_time_line(path: Path, plan: RunPlan) -> None:
                     bars, (place - 0.35, 0.7), facecolors=color, edgecolor="white", linewidth=width, label=label
                 )
                 label = None
-    end = max(span.end_s for span in time.spans)
-    for name, seconds, color in (
-        ("gradients", time.gradients, SPAN_COLORS["finalize"]),
-        ("optimizer", time.optimizer, SPAN_COLORS["optimizer"]),
-    ):
-        axes.broken_barh([(end, seconds)], (-0.35, places - 0.3), facecolors=color, label=name)
-        end += seconds
-    axes.set_yticks(range(places), [f"rank {memory.rank}" for memory in plan.memories])
-    axes.invert_yaxis()
-    axes.set_xlabel(f"seconds since the step began; {time.tokens_per_s:,.0f} tokens a second")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
-    _save(picture, path)
 
 
 def draw_roofline(path: Path, plan: RunPlan) -> None:

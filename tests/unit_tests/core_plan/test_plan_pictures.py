@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from core.pipeline_parallel.schedules import Action
 from core_plan.command import main
-from core_plan.pictures import ACTIONS, COLORS
+from core_plan.pictures import ACTIONS, COLORS, time_panels
+from core_plan.time_line import TimedAction
 from core_train.plots import EXPOSED, IN_FLIGHT, SPAN_COLORS
 from tests.unit_tests.test_docs import ROOT
 
@@ -35,6 +37,18 @@ def test_a_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert {"rank 0", "rank 2", "forward", "backward", "optimizer"} <= words["time_line"]
     assert {"dp_cp", "pp"} <= words["roofline"]
     assert "drawn:" in capsys.readouterr().out
+
+
+def test_a_long_step_is_drawn_by_its_first_and_last_microbatches() -> None:
+    """One bar a second: microbatch n runs from n to n + 1, and 128 of them are too thin to see."""
+
+    def panels(microbatches: int) -> list[tuple[float, float]]:
+        spans = [TimedAction(0, Action("F", 0, n), float(n), n + 1.0) for n in range(microbatches)]
+        return time_panels(spans, microbatches + 0.5)
+
+    assert panels(128) == [(0.0, 8.0), (120.0, 128.5)]
+    assert panels(17) == [(0.0, 8.0), (9.0, 17.5)]
+    assert panels(16) == [(0.0, 16.5)]
 
 
 def test_a_picture_where_nothing_can_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
