@@ -46,6 +46,24 @@ def trained_on_one_process(new_model: Any, world: int) -> nn.Module:
     return model
 
 
+def trained_in_groups(new_model: Any, world: int) -> nn.Module:
+    """Four steps with decay of matrices alone, and a scheduler."""
+    model: nn.Module = new_model()
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    vectors = [param for param in model.parameters() if param.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=4)
+    for step in range(4):
+        x, y = whole_batch(step, world)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+    return model
+
+
 def assert_alike(ours: Any, expected: nn.Module, start: nn.Module, bound: float = 2e-5) -> None:
     for (name, want), begin in zip(expected.named_parameters(), start.parameters(), strict=True):
         found = dict(ours.named_parameters())[name]
@@ -61,6 +79,14 @@ def test_the_loops_of_the_page_train_like_one_process(rank: int, world: int) -> 
     start, expected = names["new_model"](), trained_on_one_process(names["new_model"], world)
     torch_ddp = names["theirs"].module
     assert_alike(names["model"].module, torch_ddp, start)
+    assert_alike(names["zero"].module, trained_in_groups(names["new_model"], world), start)
+    if rank == 0:
+        saved = torch.load(names["file"])
+        again = torch.optim.AdamW(names["groups"], lr=0.0)
+        again.load_state_dict(saved["optimizer"])
+        assert again.param_groups[0]["lr"] == pytest.approx(5e-3) and len(again.state) == 4
+        for name, value in names["zero"].module.state_dict().items():
+            assert torch.equal(saved["model"][name], value)
     assert all(name.startswith("module.") for name in names["theirs"].state_dict())
     for ours, want in zip(names["loaded"].module.parameters(), torch_ddp.parameters(), strict=True):
         assert torch.equal(ours, want)
