@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from core.checkpoint.boxes import Box, Index, Split, split_boxes
-from core.distributed.contract.global_names import global_name, without_transparent
+from core.distributed.contract.global_names import global_name, is_numbered
 from core.distributed.contract.gradient_contract import copies_across_stages, data_group_of, embeddings_of
 from core.groups.rank_grid import COPY_AXES, MODEL_AXES, axes_of
 
@@ -83,7 +83,7 @@ def global_slices(module: nn.Module, places: AxisRanks) -> dict[str, GlobalSlice
         crossing = copies_across_stages(param, embeddings)
         is_copy = bool(getattr(param, "shared", False)) or any(places.rank(axis) > 0 for axis in crossing)
         name = global_name(module, local_name)
-        splits, replica_axes = _splits(local_name, name, param, places)
+        splits, replica_axes = _splits(module, local_name, param, places)
         found[local_name] = _slice(local_name, name, tuple(param.shape), splits, replica_axes, places, is_copy)
     return found
 
@@ -121,7 +121,9 @@ def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
     return mine
 
 
-def _splits(local_name: str, name: str, param: torch.Tensor, places: AxisRanks) -> tuple[list[Split], tuple[str, ...]]:
+def _splits(
+    module: nn.Module, local_name: str, param: torch.Tensor, places: AxisRanks
+) -> tuple[list[Split], tuple[str, ...]]:
     """Return the splits of a parameter, and the groups over which ranks store the same part of it."""
     data_group = data_group_of(param)
     is_expert = data_group == "expt_dp"
@@ -132,7 +134,7 @@ def _splits(local_name: str, name: str, param: torch.Tensor, places: AxisRanks) 
         expert_dim = getattr(param, "expert_dim", None)
         if expert_dim is not None:
             splits.append(Split(expert_dim, places.size("ep"), places.rank("ep")))
-        elif name == without_transparent(local_name.split(".")):
+        elif not is_numbered(module, local_name):
             raise ValueError(
                 f"parameter {local_name!r} is an expert's (allreduce=False), the {places.size('ep')} ranks of 'ep' "
                 "hold different ones, and nothing says which. Set param.expert_dim to the dimension along which "

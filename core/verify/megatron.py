@@ -6,15 +6,31 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+
+from core.distributed.contract.global_names import declare_layer_names
+from core.groups.process_groups import ProcessGroups
 
 WRAPPERS = (
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"),
     ("megatron.core.transformer.module", "Float16Module"),
 )
 OPTIMIZERS = ("FP32Optimizer", "MixedPrecisionOptimizer")  # other optimizers inherit or call their `prepare_grads`
-OTHER_AXES = ("pipeline_model_parallel", "context_parallel", "expert_model_parallel")
+# Our name of each group, the name in Megatron's function, and its arguments.
+GROUPS: tuple[tuple[str, str, dict[str, bool]], ...] = (
+    ("dp", "data_parallel", {}),
+    ("dp_cp", "data_parallel", {"with_context_parallel": True}),
+    ("tp", "tensor_model_parallel", {}),
+    ("cp", "context_parallel", {}),
+    ("pp", "pipeline_model_parallel", {}),
+    ("ep", "expert_model_parallel", {}),
+    ("expt_tp", "expert_tensor_parallel", {}),
+    ("expt_dp", "expert_data_parallel", {}),
+    ("embd", "embedding", {"check_initialized": False}),
+    ("pos_embd", "position_embedding", {"check_initialized": False}),
+)
 
 
 def is_wrapper(part: nn.Module) -> bool:
@@ -22,35 +38,76 @@ def is_wrapper(part: nn.Module) -> bool:
     return any((kind.__module__, kind.__name__) in WRAPPERS for kind in type(part).__mro__)
 
 
-def places(outer: nn.Module) -> tuple[list[int], list[int]] | None:
-    """Read Megatron Core's groups.
+def groups_of(outer: nn.Module) -> ProcessGroups | None:
+    """Return Megatron Core's process groups under our names; None without initialized groups.
 
     Args:
         outer: Model as the loop calls it.
 
-    Returns:
-        The ranks with different data, and the ranks that split this replica; None without initialized groups.
-
     Raises:
-        ValueError: For pipeline, context, and expert parallelism, and for its distributed optimizer, with which a rank
-            holds complete gradients of its own shard only.
+        ValueError: For layouts whose parts cannot be read.
     """
     state = _imported("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None
-    sizes = {axis: getattr(state, f"get_{axis}_world_size")() for axis in OTHER_AXES}
-    others = [f"{axis}_size {size}" for axis, size in sizes.items() if size > 1]
-    wrappers = [part for part in outer.modules() if is_wrapper(part) and hasattr(part, "ddp_config")]
-    others += ["use_distributed_optimizer" for part in wrappers if part.ddp_config.use_distributed_optimizer][:1]
-    if others:
+    unread = []
+    if (state.get_virtual_pipeline_model_parallel_world_size() or 1) > 1:
+        unread.append("virtual_pipeline_model_parallel_size above 1")
+    for part in _wrappers(outer):
+        if part.ddp_config.num_distributed_optimizer_instances > 1:
+            unread.append("num_distributed_optimizer_instances above 1")
+    if any("weight1" in part._parameters for part in outer.modules() if type(part).__name__ == "GroupedMLP"):
+        unread.append("moe_grouped_gemm=True")
+    if unread:
         raise ValueError(
-            f"Megatron Core runs with {' and '.join(others)}, but for Megatron's modules only tensor and data "
-            "parallelism can be compared; use the import lines of core_compat.megatron to compare the other axes"
+            f"Megatron Core runs with {' and '.join(unread)}, of which the parts of the model cannot be read; set it "
+            "to its default for the check, or use the import lines of core_compat.megatron"
         )
-    return (
-        dist.get_process_group_ranks(state.get_data_parallel_group()),
-        dist.get_process_group_ranks(state.get_tensor_model_parallel_group()),
-    )
+    return ProcessGroups(**{ours: getattr(state, f"get_{name}_group")(**given) for ours, name, given in GROUPS})
+
+
+def declare_names(module: nn.Module, groups: ProcessGroups) -> None:
+    """Declare the names of a rank's layers and experts in the unsplit model, by `global_names`.
+
+    Args:
+        module: Model of Megatron Core, or any other.
+        groups: Process groups of the model.
+    """
+    declare_layer_names(module)
+    for part in module.modules():
+        experts: Any = getattr(part, "local_experts", None)
+        if isinstance(experts, nn.ModuleList):
+            first = len(experts) * groups.rank("ep")
+            names = {f"local_experts.{number}": f"local_experts.{first + number}" for number in range(len(experts))}
+            part.global_names = names
+
+
+def gathered_gradients(outer: nn.Module) -> dict[int, Tensor]:
+    """Return gradients of which a rank has only a shard, gathered, by the parameter's id. Collective.
+
+    Megatron's distributed optimizer reduces into the shard of this rank in each bucket; the rest of the bucket holds
+    this rank's own gradients.
+
+    Args:
+        outer: Model as the loop calls it.
+    """
+    found = {}
+    for wrapper in _wrappers(outer):
+        if not wrapper.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            size, rank = dist.get_world_size(group), dist.get_rank(group)
+            gathered = []
+            for bucket in buffer.buckets:
+                flat = torch.empty_like(bucket.grad_data)
+                shards = list(flat.chunk(size))
+                dist.all_gather(shards, bucket.grad_data.chunk(size)[rank].contiguous(), group=group)
+                gathered.append(flat)
+            for param, (start, end, number) in buffer.param_index_map.items():
+                offset = buffer.buckets[number].offset
+                found[id(param)] = gathered[number][start - offset : end - offset].view(param.shape)
+    return found
 
 
 def before_optimizers() -> list[tuple[Any, str, Callable[[Any], list[Any]]]]:
@@ -60,9 +117,14 @@ def before_optimizers() -> list[tuple[Any, str, Callable[[Any], list[Any]]]]:
     return [(kind, "prepare_grads", _stepped) for kind in found]
 
 
+def _wrappers(outer: nn.Module) -> list[Any]:
+    return [part for part in outer.modules() if is_wrapper(part) and hasattr(part, "ddp_config")]
+
+
 def _stepped(optimizer: Any) -> list[Any]:
-    """Return the model's parameters in an optimizer; mixed-precision optimizers hold copies of them."""
-    copied = getattr(optimizer, "float16_groups", [])
+    """Return the model's parameters in an optimizer; mixed-precision and sharded optimizers hold copies of them."""
+    kinds = ("float16_groups", "model_float16_groups", "model_fp32_groups")
+    copied = [group for kind in kinds for group in getattr(optimizer, kind, [])]
     held = [] if optimizer.optimizer is None else [group["params"] for group in optimizer.optimizer.param_groups]
     return [param for params in (*copied, *held) for param in params]
 

@@ -27,7 +27,7 @@ from core import parallel_state
 from core.checkpoint.boxes import Box
 from core.checkpoint.global_slices import GlobalSlice, global_slices
 from core.distributed import DistributedDataParallel
-from core.distributed.contract.gradient_contract import GradientContract
+from core.distributed.contract.gradient_contract import GradientContract, data_group_of
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 from core.interface import ModelWrapper
@@ -90,18 +90,17 @@ class TorchModel(WrappedModel):
         self.groups = _places(outer, placed, mesh)
         self.device = next((_local(param).device for param in self.params.values()), torch.device("cpu"))
         self.reduces_in_backward = bool(sharded)
+        megatron.declare_names(self.module, self.groups)
         places = _slices(self.module, placed, self.groups)
-        divisor = self.groups.size("dp_cp")
         self.held = [
-            Held(
-                places[name],
-                0,
-                _local(param.detach()),
-                GradientContract(name, False, "dp_cp", divisor) if param.requires_grad else None,
-            )
+            Held(places[name], 0, _local(param.detach()), self._contract(name, param) if param.requires_grad else None)
             for name, param in self.params.items()
         ]
         self.biases = []
+
+    def _contract(self, name: str, param: nn.Parameter) -> GradientContract:
+        group = data_group_of(param)
+        return GradientContract(name, group == "expt_dp", group, self.groups.size("dp_cp"))
 
     @property
     def is_whole(self) -> bool:
@@ -126,9 +125,10 @@ class TorchModel(WrappedModel):
         DTensor gradients are reduced as an optimizer sees them.
         """
         found = {}
+        gathered = megatron.gathered_gradients(self.outer)
         for held in self.trained:
             param = self.params[held.place.local_name]
-            grad = gradient_of(param)
+            grad = gathered.get(id(param), gradient_of(param))
             if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
                 grad = grad.redistribute(placements=param.placements)
             found[held.key] = torch.zeros_like(held.tensor) if grad is None else _local(grad).clone()
@@ -241,10 +241,31 @@ class TorchLoopJob(LoopJob):
                 param.main_grad.zero_()
         ddp = wrapper_of(model.outer)
         with nullcontext() if ddp is None else ddp.no_sync():
-            for part in self.parts(batch):
-                loss, _ = split_loss(self.loss_fn(model.outer, part), self.per_token)
+            for part, forward in zip(self.parts(batch), self.forwards, strict=True):
+                given = self._received()
+                loss = output = None
+                if self.groups.rank("pp") == self.groups.size("pp") - 1:
+                    loss, _ = split_loss(self.loss_fn(model.outer, part), self.per_token)
+                    loss = loss * (1.0 if self.per_token else 1.0 / self.microbatches)
+                else:
+                    output = model.outer(*forward[0], **forward[1])
+                    _send(output.detach(), self.groups.ranks("pp")[self.groups.rank("pp") + 1])
                 with nullcontext() if recorder is None else recorder.backward():
-                    (loss * (1.0 if self.per_token else 1.0 / self.microbatches)).backward()
+                    if loss is not None:
+                        loss.backward()
+                    else:
+                        assert output is not None
+                        output.backward(_receive(self.groups.ranks("pp")[self.groups.rank("pp") + 1]))
+                if given is not None:
+                    _send(given.grad, self.groups.ranks("pp")[self.groups.rank("pp") - 1])
+
+    def _received(self) -> Tensor | None:
+        """Pass the activation of the stage before to this stage, and return it; None on the first stage."""
+        if self.groups.rank("pp") == 0:
+            return None
+        given = _receive(self.groups.ranks("pp")[self.groups.rank("pp") - 1]).requires_grad_()
+        self.torch_model.module.set_input_tensor(given)
+        return given
 
     def drift(self) -> str:
         """See Job; replicas were already compared."""
@@ -268,6 +289,17 @@ def wrapper_of(outer: nn.Module) -> Any:
 def gradient_of(param: Any) -> Any:
     """Return a parameter's gradient, or None. Megatron Core's wrapper stores it in `main_grad`, not in `grad`."""
     return getattr(param, "main_grad", None) if param.grad is None else param.grad
+
+
+def _send(tensor: Tensor, rank: int) -> None:
+    dist.send_object_list([tensor.cpu()], dst=rank)
+
+
+def _receive(rank: int) -> Tensor:
+    received: list[Any] = [None]
+    dist.recv_object_list(received, src=rank)
+    tensor: Tensor = received[0]
+    return tensor
 
 
 def _dtensors(module: nn.Module) -> dict[str, DTensor]:
@@ -297,8 +329,8 @@ def _places(outer: nn.Module, placed: Mapping[str, DTensor], mesh: DeviceMesh | 
         data = [other for other in world if answers[other] == place]
     elif parallel_state.model_parallel_is_initialized():
         return parallel_state.get_process_groups()
-    elif (found := megatron.places(outer)) is not None:
-        data, model = found
+    elif (found := megatron.groups_of(outer)) is not None:
+        return found
     elif (ddp := wrapper_of(outer)) is not None:
         data = dist.get_process_group_ranks(ddp.process_group)
         if getattr(ddp, "device_mesh", None) is not None and len(data) < len(world):

@@ -35,6 +35,24 @@ def global_name(module: nn.Module, local_name: str) -> str:
     return without_transparent(path)
 
 
+def is_numbered(module: nn.Module, local_name: str) -> bool:
+    """Return True if some module on the path declares the innermost number in a name, possibly as unchanged.
+
+    Args:
+        module: The stage's module.
+        local_name: Name within `module`, such as 'layers.0.experts.1.weight'.
+    """
+    parts = local_name.split(".")
+    last = max((place for place, part in enumerate(parts) if part.isdecimal()), default=len(parts))
+    current: object = module
+    for place, part in enumerate(parts[: last + 1]):
+        names = _names_said_by(current)
+        if any(".".join(parts[place:end]) in names for end in range(last + 1, len(parts) + 1)):
+            return True
+        current = getattr(current, part, None)
+    return False
+
+
 def namer(module: nn.Module) -> Callable[[str], str]:
     """Return `global_name` of one module as a function of the local name. Fast if no module declares names.
 
@@ -59,3 +77,23 @@ def _names_said_by(part: Any) -> Mapping[str, str]:
     """Return `part.global_names`, without the slow failing attribute lookup of a module that has none."""
     said = "global_names" in getattr(part, "__dict__", ()) or hasattr(type(part), "global_names")
     return part.global_names or {} if said else {}
+
+
+def declare_layer_names(module: nn.Module) -> None:
+    """Declare the names of layers of Megatron Core's models in the full model, by `global_names`.
+
+    Its layers have a `layer_number`, starting at 1. The output layer of a tied model is a copy of the word embedding.
+
+    Args:
+        module: The stage's module, which may be any other.
+    """
+    for part in module.modules():
+        layers: Any = getattr(part, "layers", None)
+        first = getattr(layers[0], "layer_number", None) if isinstance(layers, nn.ModuleList) and layers else None
+        names: dict[str, str] = {}
+        if isinstance(first, int) and first > 0:
+            names = {f"layers.{place}": f"layers.{first - 1 + place}" for place in range(len(layers))}
+        if getattr(part, "share_embeddings_and_output_weights", False):
+            names["output_layer.weight"] = "embedding.word_embeddings.weight"
+        if names and not hasattr(part, "global_names"):
+            part.global_names = names

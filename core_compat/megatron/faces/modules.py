@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from core import parallel_state
+from core.distributed.contract.global_names import declare_layer_names
 from core_compat.megatron.faces.checkpoint import sharded_state_dict
 
 
@@ -32,7 +33,7 @@ class Float16Module(nn.Module):
         self.dtype = torch.float16 if config.fp16 else torch.bfloat16
         self.module = module.to(self.dtype)
         self.vp_stage = getattr(module, "vp_stage", None)
-        say_names(module)
+        declare_layer_names(module)
         own = {name: name for name in (*module._modules, *module._parameters)} | getattr(module, "global_names", {})
         self.global_names = {f"module.{theirs}": name for theirs, name in own.items()}
 
@@ -54,23 +55,6 @@ class Float16Module(nn.Module):
         if known is not None or not parallel_state.is_initialized():
             return known is not False
         return in_pipeline(ignore_virtual=False, vp_stage=self.vp_stage)
-
-
-def say_names(module: nn.Module) -> None:
-    """Declare the names of parts of Megatron's models in the full model, by `global_names`.
-
-    A layer has a number, starting at 1. The output layer of a tied model is a copy of the word embedding.
-    """
-    for part in module.modules():
-        layers: Any = getattr(part, "layers", None)
-        first = getattr(layers[0], "layer_number", None) if isinstance(layers, nn.ModuleList) and layers else None
-        names: dict[str, str] = {}
-        if isinstance(first, int) and first > 0:
-            names = {f"layers.{place}": f"layers.{first - 1 + place}" for place in range(len(layers))}
-        if getattr(part, "share_embeddings_and_output_weights", False):
-            names["output_layer.weight"] = "embedding.word_embeddings.weight"
-        if names and not hasattr(part, "global_names"):
-            part.global_names = names
 
 
 def _cast(value: Any, before: torch.dtype, after: torch.dtype) -> Any:

@@ -13,13 +13,13 @@ from core import optimizer as ours
 from core.checkpoint import OptimizerState
 from core.distributed import DistributedDataParallel as OurWrapper
 from core.distributed.buffer.bucket import Bucket
+from core.distributed.contract.global_names import declare_layer_names
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.groups import agree
 from core.groups.process_groups import world_groups
 from core_compat.megatron.faces import configs
 from core_compat.megatron.faces.buffers import BufferList, partition_buckets
 from core_compat.megatron.faces.checkpoint import sharded_state_dict
-from core_compat.megatron.faces.modules import say_names
 from core_compat.megatron.faces.refusals import arguments, never_made, refusal
 
 
@@ -38,7 +38,7 @@ class DistributedDataParallel(OurWrapper):
         configs.check_model_config(config)
         ours = ddp_config.ours() if isinstance(ddp_config, configs.DistributedDataParallelConfig) else ddp_config
         if isinstance(given["module"], torch.nn.Module):  # other types are refused below
-            say_names(given["module"])
+            declare_layer_names(given["module"])
             for param in given["module"].parameters():
                 if param.requires_grad:
                     param.grad_added_to_main_grad = False
