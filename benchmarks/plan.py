@@ -132,7 +132,7 @@ def compared(row: PlanRow, number: int, size: Size, found: Sequence[Any], direct
         seen = [sum(seen) / len(seen)] * len(seen)
     worst = max(range(row.ranks), key=lambda rank: abs(activations[rank] / seen[rank] - 1))
     states = [sum(memory.state.get(kind, 0) for kind in STATE) for memory in memories]
-    kinds = ("compute", "exchanges", "bubble", "gradients", "optimizer")
+    kinds = ("compute", "exchanges", "bubble", "slower_ranks", "gradients", "optimizer")
     return {
         "run": row.name,
         "ranks": row.ranks,

@@ -300,7 +300,8 @@ def compared(run: PublishedRun) -> dict[str, Any]:
         "time_ratio": run.time_ratio(plan),
         "within": run.within,
         "parts": {
-            name: getattr(plan.time, name) for name in ("compute", "exchanges", "bubble", "gradients", "optimizer")
+            name: getattr(plan.time, name)
+            for name in ("compute", "exchanges", "bubble", "slower_ranks", "gradients", "optimizer")
         },
     }
 

@@ -145,7 +145,7 @@ def advise(
         most: Number of layouts to return.
         fixed: Sizes to keep: axes by name (`tp`, `dp`, ...), `micro`, `zero`, and `recompute`, which must be 1.
         compare: Sizes of a layout, in the form of `fixed`. The advice reports the place of the best layout with them.
-        progress: Called with a line when planning begins, and for each layout that is the best so far.
+        progress: Called with a line when estimates and plans begin, and for each layout that is the best so far.
 
     Returns:
         Layouts with the reason why each is worse than the first. If none fits, the fewest ranks are searched above
@@ -157,6 +157,7 @@ def advise(
     if isinstance(config, (str, Path)):
         config = load_config(["--config", str(config)])
     search = Search(config, read_device(device) if isinstance(device, str) else device, fixed or {}, progress)
+    progress(f"estimating all layouts of {ranks:,} ranks")
     found = in_order(search.estimates(ranks))
     if not found:
         raise ConfigError(search.why_none(ranks))
@@ -447,6 +448,7 @@ def _reason(first: Candidate, other: Candidate) -> str:
         "compute": "forward and backward",
         "exchanges": "exchanges within layers",
         "bubble": "the bubble of the pipeline",
+        "slower_ranks": "waits for slower ranks of the pipeline",
         "gradients": "reductions that nothing hides",
         "optimizer": "the optimizer",
     }

@@ -116,7 +116,8 @@ class RunPlan:
         }
         if self.device.has_figures:
             time = self.time
-            kinds = ("seconds", "compute", "exchanges", "bubble", "gradients", "optimizer", "tokens_per_s", "mfu")
+            parts = ("compute", "exchanges", "bubble", "slower_ranks", "gradients", "optimizer")
+            kinds = ("seconds", *parts, "tokens_per_s", "mfu")
             each = {"tokens_per_s_each": time.tokens_per_s / ranks, "flops_per_s_each": time.flops_per_s / ranks}
             found["step"] = {**{kind: getattr(time, kind) for kind in kinds}, **each}
         return found

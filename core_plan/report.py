@@ -86,6 +86,7 @@ def time_table(time: StepTime, ranks: int, *, on_cpu: bool) -> str:
         "forward and backward": time.compute,
         "exchanges within layers": time.exchanges,
         "bubble of the pipeline": time.bubble,
+        "waits for slower ranks": time.slower_ranks,
         "gradients, not hidden": time.gradients,
         "optimizer": time.optimizer,
     }

@@ -33,12 +33,13 @@ ATTENTION = "scaled_dot_product"  # in the names of attention's kernels
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the slowest pipeline position. The first five add up to the step.
+    """Seconds of a step on the slowest pipeline position. The first six add up to the step.
 
     Attributes:
         compute: Forwards and backwards.
         exchanges: Communication of activations, within layers and between stages.
-        bubble: Waiting for other stages.
+        bubble: Waiting while the pipeline fills and drains: the pipeline's time without the work of its busiest rank.
+        slower_ranks: Waiting because another rank of the pipeline has more work than this one.
         gradients: Reductions and all-gathers that are not hidden, and the slowdown of arithmetic by hidden ones.
         optimizer: The update.
         flops_per_s: Operations per second of the model on all ranks; recomputation does not count.
@@ -49,6 +50,7 @@ class StepTime:
     compute: float
     exchanges: float
     bubble: float
+    slower_ranks: float
     gradients: float
     optimizer: float
     tokens_per_s: float
@@ -60,7 +62,7 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """Seconds of the complete step."""
-        return self.compute + self.exchanges + self.bubble + self.gradients + self.optimizer
+        return self.compute + self.exchanges + self.bubble + self.slower_ranks + self.gradients + self.optimizer
 
 
 def work_seconds(work: Mapping[Work, int], device: Device) -> float:
@@ -139,10 +141,12 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
         halves = dict.fromkeys("IW", whole[BACKWARD] / 2)
         seconds |= {(kind, stage): s for kind, s in {"F": whole[FORWARD], "B": whole[BACKWARD], **halves}.items()}
     spans = _spans(run, groups[0], seconds, device)
+    all_busy = [sum(s.end_s - s.start_s for s in spans if s.place == place) for place in range(len(memories))]
     slowest: StepTime | None = None
     for place, memory in enumerate(memories):
         own = [span for span in spans if span.place == place]
-        busy, end = sum(span.end_s - span.start_s for span in own), max(span.end_s for span in own)
+        busy, end = all_busy[place], max(span.end_s for span in own)
+        slower = min(end, max(all_busy)) - busy
         inner = [
             replace(
                 row,
@@ -171,7 +175,8 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
         here = StepTime(
             busy - exchanged,
             exchanged,
-            end - busy,
+            end - busy - slower,
+            slower,
             not_hidden + sum(row.seconds for row in rules),
             update + device.step_overhead_s * device.link_turns,
             0.0,

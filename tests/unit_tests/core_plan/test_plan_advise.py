@@ -216,6 +216,7 @@ def test_a_ctrl_c_gives_the_best_so_far(monkeypatch: pytest.MonkeyPatch, capsys:
     shown = capsys.readouterr()
     assert "  1. tp 1" in shown.out and "  3. " not in shown.out
     assert shown.out.splitlines()[-1].startswith("interrupted: the best of the layouts that were planned before")
+    assert shown.err.startswith("estimating all layouts of 2 ranks\n")
     assert "layouts; Ctrl-C gives the best so far" in shown.err and "the best of 1 planned so far: tp 1" in shown.err
 
 

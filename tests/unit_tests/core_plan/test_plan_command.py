@@ -366,7 +366,7 @@ def test_a_plan_as_json_has_the_numbers_of_the_plan_in_words(capsys: pytest.Capt
     for position in reported["positions"]:
         assert sum(position["bytes"].values()) == position["peak_bytes"]
     assert reported["peak_bytes"] == max(position["peak_bytes"] for position in reported["positions"])
-    kinds = ("compute", "exchanges", "bubble", "gradients", "optimizer")
+    kinds = ("compute", "exchanges", "bubble", "slower_ranks", "gradients", "optimizer")
     assert sum(reported["step"][kind] for kind in kinds) == pytest.approx(reported["step"]["seconds"])
     assert f"a step takes {reported['step']['seconds']:.3g} s: {reported['step']['tokens_per_s']:,.0f} tokens" in words
     assert main([*layout, "--json", "--advise"]) == 2

@@ -50,6 +50,22 @@ def test_orders_of_torch_run_to_their_end(schedule: str) -> None:
     assert len(spans) == sum(map(len, orders))
 
 
+def test_the_bubble_is_the_step_without_the_work_of_the_busiest_rank() -> None:
+    """The first of two stages has one layer, the other has three and the logits; it waits, and that is no bubble.
+
+    By hand: the second stage works without a pause between its first forward and its last backward, so the bubble is
+    one forward and one backward of the first stage, and two sends.
+    """
+    found = plan("--tp 1 --pp 2 --run.global-batch-size 8 --parallel.layers-per-stage 1 3", 2)
+    spans, time = found.time.spans, found.time
+    works = [sum(s.end_s - s.start_s for s in spans if s.place == place) for place in range(2)]
+    first = {s.action.kind: s.end_s - s.start_s for s in spans if s.place == 0}
+    hop = next(s.start_s for s in spans if s.place == 1) - next(s.end_s for s in spans if s.place == 0)
+    assert time.slower_ranks == pytest.approx(works[1] - works[0])
+    assert time.bubble == pytest.approx(first["F"] + first["B"] + 2 * hop)
+    assert time.slower_ranks > 2 * time.bubble > 0
+
+
 def test_a_rank_with_several_stages_waits_less() -> None:
     flags = "--tp 1 --pp 2 --run.global-batch-size 8 "
     plain, several = (plan(flags + more, 2) for more in ("", "--parallel.vpp 2 --parallel.schedule Interleaved1F1B"))
