@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from core.number_ranges import COUNT, NOT_NEGATIVE, check_ranges
+from core.watch.warn_user import warn_user
 
 RANGES = {
     **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"), COUNT),
@@ -118,4 +118,4 @@ class ModelParallelConfig:
 
 
 def _warn(name: str, why: str) -> None:
-    warnings.warn(f"{name}=True changes nothing here: {why}", stacklevel=4)
+    warn_user(f"{name}=True changes nothing here: {why}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +18,7 @@ from core.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from core.booster.plugin import PipelinePluginBase, Plugin
 from core.interface import ModelWrapper, OptimizerWrapper
 from core.interface.whole import about_to_change
+from core.watch.warn_user import warn_user
 
 StrPath = str | os.PathLike[str]
 
@@ -71,13 +71,12 @@ class Booster:
                     f"{plugin.supported_devices()}"
                 )
         elif device is not None:
-            warnings.warn(f"{type(plugin).__name__} decides the device, so device={device!r} is ignored", stacklevel=2)
+            warn_user(f"{type(plugin).__name__} decides the device, so device={device!r} is ignored")
         self.mixed_precision: MixedPrecision | None = None
         if plugin is not None and plugin.control_precision():
             if mixed_precision is not None:
-                warnings.warn(
-                    f"{type(plugin).__name__} decides the precision, so mixed_precision={mixed_precision!r} is ignored",
-                    stacklevel=2,
+                warn_user(
+                    f"{type(plugin).__name__} decides the precision, so mixed_precision={mixed_precision!r} is ignored"
                 )
         elif isinstance(mixed_precision, str):
             if plugin is not None and mixed_precision not in plugin.supported_precisions():

@@ -23,7 +23,6 @@ import secrets
 import shutil
 import socket
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from core.checkpoint.bounded_read import read_bytes
 from core.checkpoint.durable_file import sync_directory, write_durably
 from core.checkpoint.errors import CheckpointError, explain
 from core.checkpoint.save_points import reach
+from core.watch.warn_user import warn_user
 
 LATEST, LOCK, TOKEN = "latest", ".lock", ".token"
 SAVING, DELETING = ".saving-", ".deleting-"
@@ -280,7 +280,7 @@ class RootDirectory:
         """
         latest = self.path / LATEST
         if latest.is_dir() and not latest.is_symlink():
-            warnings.warn(f"{latest} is a directory, so it names no checkpoint; move it away", stacklevel=2)
+            warn_user(f"{latest} is a directory, so it names no checkpoint; move it away")
         else:
             write_durably(latest, f"{name}\n".encode(), 0, half_point=half_point)
 

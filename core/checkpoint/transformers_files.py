@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from core.models.transformers_layouts import (
     to_transformers,
 )
 from core.transformer.transformer_config import TransformerConfig
+from core.watch.warn_user import warn_user
 
 CONFIG = "config.json"
 SHARD_BYTES = 5 * 10**9
@@ -90,10 +90,9 @@ def read_transformers(source: Path) -> tuple[TransformerConfig, dict[str, Tensor
     if config.share_embeddings_and_output_weights:
         pairs = names_apart({(EMBEDDINGS[layout_of(config)], HEAD): config.params_dtype}, given)
         for first, other in pairs:
-            warnings.warn(
+            warn_user(
                 f"{source}: its {CONFIG} ties {other!r} to {first!r}, and its files hold different values for them, so "
-                "they are two parameters here, as in transformers",
-                stacklevel=2,
+                "they are two parameters here, as in transformers"
             )
         config = dataclasses.replace(config, share_embeddings_and_output_weights=not pairs)
     return config, from_transformers(config, given)

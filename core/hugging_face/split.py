@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -56,6 +55,7 @@ from core.interface.whole import about_to_change
 from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.dataflow import run_watched
 from core.tensor_parallel.mappings import resolve_groups
+from core.watch.warn_user import warn_user
 
 IN_PARTS = "would choose a token from a part of the layers or of the sequence; generate with the model saved"
 ONCE_SPLIT = ("once it is split", "A module there needs its whole width. ")
@@ -285,7 +285,7 @@ def splits_logits(model: Any, plan: Plan, arguments: dict[str, Any], how: Splitt
     if why is not None and how.parallel_output is True:
         raise PlanError(f"{plan.family}: {why}; set parallel_output=False, so that each rank gets full logits")
     if why is not None:
-        warnings.warn(f"{plan.family}: logits stay whole on each rank: {why}", stacklevel=2)
+        warn_user(f"{plan.family}: logits stay whole on each rank: {why}")
     return why is None
 
 

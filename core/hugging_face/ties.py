@@ -5,7 +5,6 @@ Merging an adapter leaves such files: the output layer has its own values, but t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 
 from core.checkpoint.tied_tensors import names_apart
 from core.checkpoint.weights.one_file import SAFE_SUFFIX, open_safetensors
+from core.watch.warn_user import warn_user
 
 Stored = dict[tuple[str, str | None], dict[str, Any]]
 
@@ -82,10 +82,9 @@ def untie_as_stored(model: Any, stored: Stored, where: object) -> list[str]:
     tied: dict[tuple[str, ...], Any] = {(s, n): model.get_parameter(s).dtype for n, s in ties_of(model).items()}
     pairs = names_apart(tied, found)
     for source, name in pairs:
-        warnings.warn(
+        warn_user(
             f"{where}: its config.json ties {name!r} to {source!r}, and its files hold different values for them, so "
-            "they are two parameters here, as in transformers; set tie_word_embeddings to false in config.json",
-            stacklevel=3,
+            "they are two parameters here, as in transformers; set tie_word_embeddings to false in config.json"
         )
     untie(model, [name for _, name in pairs])
     return [name for _, name in pairs]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import warnings
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from core.extras import require
 from core.integrations.evaluation import EvaluationLoader, concatenated
 from core.integrations.loop_optimizer import LoopOptimizer, config_or_default, data_parallel_groups, finalize_new
 from core.optimizer.grad_scaler import GradScaler
+from core.watch.warn_user import warn_user
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as Base
@@ -327,7 +327,7 @@ def _check_handler(handler: Any, *, warns: bool) -> None:
                 f"{option} speaks to torch's DDP; here give ddp_config=DistributedDataParallelConfig(...) with {ours}"
             )
         if warns:
-            warnings.warn(f"{option} changes nothing here: {idle[name]}; leave it out", stacklevel=3)
+            warn_user(f"{option} changes nothing here: {idle[name]}; leave it out")
 
 
 @functools.cache

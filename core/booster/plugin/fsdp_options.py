@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 
 from core.groups import agree
+from core.watch.warn_user import warn_user
 
 HYBRID = tuple(strategy for strategy in ShardingStrategy if "HYBRID_SHARD" in strategy.name)
 RESHARDED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
@@ -79,10 +79,9 @@ def units_of(
         for module in _wrapped_by(auto_wrap_policy, model, ignored):
             chosen[module] = inner
         if not chosen and isinstance(auto_wrap_policy, (set, frozenset, list, tuple)):
-            warnings.warn(
+            warn_user(
                 f"auto_wrap_policy: the model has no module of {sorted(kind.__name__ for kind in auto_wrap_policy)}, "
-                "so it is one unit, all of which is gathered at once",
-                stacklevel=4,
+                "so it is one unit, all of which is gathered at once"
             )
     if isinstance(mixed_precision, MixedPrecision) and mixed_precision.param_dtype is not None:
         exempt = MixedPrecisionPolicy(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from core.hugging_face.sequence import MODES, OVER_CONTEXT
+from core.watch.warn_user import warn_user
 
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 # Option -> (its default, why another value changes nothing). The numbers are the same with and without it.
@@ -39,7 +39,7 @@ def warn_without_effect(plugin: str, given: Mapping[str, Any]) -> None:
     known = {name: row for name, row in rows.items() if name in given and given[name] != row[0]}
     if known:
         what = "; ".join(f"{name}={given[name]!r}: {reason}" for name, (_, reason) in known.items())
-        warnings.warn(f"{plugin}: these options change nothing here. {what}", stacklevel=3)
+        warn_user(f"{plugin}: these options change nothing here. {what}")
 
 
 def check_sizes(world: int, sp_size: int, **sizes: int) -> None:

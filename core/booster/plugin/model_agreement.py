@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from core.booster.plugin.dp_plugin_base import SAME_MODEL
 from core.groups import agree
+from core.watch.warn_user import warn_user
 
 
 def agree_on_model(model: nn.Module, group: dist.ProcessGroup, plugin: str, *, warn_of_values: bool) -> None:
@@ -32,11 +31,10 @@ def agree_on_model(model: nn.Module, group: dist.ProcessGroup, plugin: str, *, w
     for rank, totals in others:
         unlike = [name for name, here, there in zip(params, first, totals, strict=True) if here != there]
         if unlike and warn_of_values:
-            warnings.warn(
+            warn_user(
                 f"{plugin}: {len(unlike)} parameters, the first {unlike[0]!r}, have other values on rank {rank} than "
                 f"on rank {first_rank}, so the sharded model will be pieces of both; seed all ranks alike, or set "
-                "sync_module_states=True",
-                stacklevel=4,
+                "sync_module_states=True"
             )
             return
 

@@ -12,11 +12,11 @@ import errno
 import mmap
 import os
 import tempfile
-import warnings
 
 import torch
 
 from core.distributed.buffer.memory_tier import MemoryTier
+from core.watch.warn_user import warn_user
 
 LEAST_BYTES = 2**20  # smallest size of a file
 SPARE = 8  # a file is at least 1/SPARE of all earlier ones, so that there are few files
@@ -41,10 +41,9 @@ class FileTier(MemoryTier):
         self.refused: OSError | None = None  # reason why `new_shared` failed
         os.close(self._nameless())
         if _lies_in_ram(self.directory):
-            warnings.warn(
+            warn_user(
                 f"{self.directory} is a tmpfs, whose files are RAM, so offloading to it saves nothing; name a "
-                "directory on a disk",
-                stacklevel=2,
+                "directory on a disk"
             )
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

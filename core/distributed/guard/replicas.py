@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -18,6 +17,7 @@ from core.groups import agree
 from core.groups.agree import LayoutMismatch
 from core.groups.process_groups import ProcessGroups, control_of_stage, world_groups
 from core.groups.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING
+from core.watch.warn_user import warn_user
 
 Describe = Callable[[], list[str]]  # returns lines about this rank
 DATA, WITHIN_STAGE, ACROSS_STAGES = range(3)  # which copies differ
@@ -287,4 +287,4 @@ def raise_or_warn(error: Exception, rank: int, *, warns: bool) -> None:
     if not warns:
         raise error
     if dist.get_rank() == rank:
-        warnings.warn(f"rank {rank}, the first two steps: {error}", stacklevel=6)
+        warn_user(f"rank {rank}, the first two steps: {error}")

@@ -9,7 +9,6 @@ Both depend only on the order of uses, which is the same on every rank.
 from __future__ import annotations
 
 import itertools
-import warnings
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from core.distributed.buffer.saved_tensors import Pack, Unpack, active_hooks
 from core.distributed.contract.placement import MemStats, Placement
 from core.distributed.sharded.param_unit import ParamUnit
 from core.groups import agree
+from core.watch.warn_user import warn_user
 
 WINDOW = 2  # buckets: one layer's parameters are often in two
 
@@ -215,11 +215,10 @@ class Budget:
                 self._use_stats(MemStats(tuple(self.uses), most))
             self.is_common = agree.equal(self.uses, groups, "the order of uses")
         elif most > self.stats.non_model_bytes:
-            warnings.warn(
+            warn_user(
                 f"a step has kept {most} bytes for backward on some rank, and the budget of {self.budget} bytes counts "
                 f"on {self.stats.non_model_bytes}, so it may have been exceeded; from now on {most} are counted. Give "
-                "the first step the longest sequences",
-                stacklevel=2,
+                "the first step the longest sequences"
             )
             self._use_stats(replace(self.stats, non_model_bytes=most))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from core.distributed.contract.placement import first_of
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.optimizer.groups.model_check import buckets_of, places_states
 from core.optimizer.optimizer_config import OptimizerConfig
+from core.watch.warn_user import warn_user
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,9 @@ def buckets_on_host(
         if not any(group_of(param).get("optimizer") == "muon" for param in params)
     ]
     if not may:
-        warnings.warn(
+        warn_user(
             f"optimizer_offload_fraction is {fraction} and nothing is offloaded: each bucket has matrices of Muon, "
-            "which stay on the device; use smaller buckets (bucket_size), or another optimizer",
-            stacklevel=2,
+            "which stay on the device; use smaller buckets (bucket_size), or another optimizer"
         )
         return set()
     chosen = first_of([buckets[index][0] for index in may], fraction) or {0}

@@ -6,7 +6,6 @@ Our configurations are created from them at their use (`ours()`), so the values 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from core.distributed import DistributedDataParallelConfig as OurDDPConfig
 from core.model_parallel_config import ModelParallelConfig as OurModelParallelConfig
 from core.optimizer import OptimizerConfig as OurOptimizerConfig
+from core.watch.warn_user import warn_user
 from core_compat.arguments import is_one_of
 from core_compat.megatron.faces.refusals import Rule, rules_of
 
@@ -42,7 +42,7 @@ class _Written:
             text = f"{type(self).__name__}.{name}={value!r} {{}}: {rule.sentence}"
             if rule.refused:
                 raise ValueError(text.format(f"is not supported; leave it at {rule.defaults[0]!r}"))
-            warnings.warn(text.format("changes nothing here"), stacklevel=3)
+            warn_user(text.format("changes nothing here"))
         super().__setattr__(name, value)
 
     def same_fields(self, kind: Any, *without: str) -> dict[str, Any]:

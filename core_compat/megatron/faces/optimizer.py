@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from core.distributed.contract.global_names import declare_layer_names
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.groups import agree
 from core.groups.process_groups import world_groups
+from core.watch.warn_user import warn_user
 from core_compat.megatron.faces import configs
 from core_compat.megatron.faces.buffers import BufferList, partition_buckets
 from core_compat.megatron.faces.checkpoint import sharded_state_dict
@@ -183,10 +183,9 @@ def _without_idle_precision(config: ours.OptimizerConfig, chunks: Sequence[OurWr
             continue
         held = any(param.dtype == dtype for chunk in chunks for param in chunk.parameters())
         if not agree.any(held, world_groups(chunks[0].groups), "the dtypes of the model"):
-            warnings.warn(
+            warn_user(
                 f"OptimizerConfig.{name}=True changes nothing here: no parameter of the model is in {dtype}. Put it "
-                "into Float16Module before it is wrapped, or leave the option out",
-                stacklevel=4,
+                "into Float16Module before it is wrapped, or leave the option out"
             )
             without: dict[str, Any] = {name: False}
             config = dataclasses.replace(config, **without)
