@@ -17,6 +17,7 @@ IN_STAGES: Mapping[str, str] = {
     "output_attentions": LAYERS,
     "output_hidden_states": LAYERS,
     "use_cache": "a stage would cache its own layers; set use_cache=False, or generate with the model saved",
+    "return_dict": "a stage finds hidden activations and the loss by their names; leave return_dict=False out",
 }
 CUT_SEQUENCE: Mapping[str, str] = {
     "use_cache": "a cache of keys and values would hold a part of the sequence; set use_cache=False, or generate with "
@@ -64,7 +65,9 @@ def _refuse(
 ) -> None:
     for name, why in refused.items():
         asked = kwargs.get(name)
-        if asked is None and name != "use_cache":  # models read use_cache from the config only to generate
+        if name == "return_dict":
+            asked = (model.config.return_dict if asked is None else asked) is False
+        elif asked is None and name != "use_cache":  # models read use_cache from the config only to generate
             configs = (model.config, model.config.get_text_config())
             asked = any(getattr(config, name, None) for config in configs)
         if asked:

@@ -358,6 +358,7 @@ def test_labels_may_come_by_place_and_outputs_as_a_tuple(rank: int, world: int) 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an argument": ({"use_cache": True}, "use_cache in stages"),
+    "a tuple": ({"return_dict": False}, "return_dict in stages: a stage finds"),
     "rows": ({"attention_mask": torch.ones(ROWS + 1, LENGTH)}, "cut into microbatches by rows"),
     "tokens": ({"input_ids": torch.full((ROWS, LENGTH), 10**6)}, "index out of range"),
 }
