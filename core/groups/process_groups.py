@@ -204,6 +204,7 @@ def _destroy(groups: Sequence[ProcessGroup]) -> None:
             dist.destroy_process_group(group)
 
 
+REFUSAL = "refusal"  # takes the place of the sizes of a rank whose arguments are invalid
 _build_count = itertools.count()
 
 
@@ -235,6 +236,28 @@ def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
         store.wait([f"{key}/by all"], *([timeout] if timeout else []))
 
 
+@contextlib.contextmanager
+def refusal_told() -> Iterator[None]:
+    """Tell ranks that wait in `refuse_other_sizes` about an error in this rank's arguments. Waits for no rank."""
+    try:
+        yield
+    except (ValueError, RuntimeError, TypeError, OSError) as error:
+        if dist.get_backend() != "fake":
+            _come_with({REFUSAL: f"{type(error).__name__}: {error}"})
+        raise
+
+
+def _come_with(sizes: Mapping[str, object]) -> tuple[dist.Store, str, str]:
+    """Store this rank's split of the job. Return the store, the place in it, and the stored text."""
+    place = f"core.groups.process_groups/sizes/{_next_build()}"
+    store, mine = dist.group.WORLD.get_group_store(), json.dumps(dict(sizes))
+    store.set(f"{place}/{dist.get_rank()}", mine)
+    store.add(f"{place}/{mine}", 1)
+    if store.add(f"{place}/all", 1) == dist.get_world_size():
+        store.set(f"{place}/come", "")
+    return store, place, mine
+
+
 def refuse_other_sizes(sizes: Mapping[str, object], timeout: timedelta | None) -> None:
     """Refuse ranks that split the job differently, before any group is created. Collective over the world.
 
@@ -250,17 +273,16 @@ def refuse_other_sizes(sizes: Mapping[str, object], timeout: timedelta | None) -
     """
     if dist.get_backend() == "fake":
         return
-    place = f"core.groups.process_groups/sizes/{_next_build()}"
-    store, world, mine = dist.group.WORLD.get_group_store(), dist.get_world_size(), json.dumps(dict(sizes))
-    store.set(f"{place}/{dist.get_rank()}", mine)
-    store.add(f"{place}/{mine}", 1)
-    if store.add(f"{place}/all", 1) == world:
-        store.set(f"{place}/come", "")
+    world = dist.get_world_size()
+    store, place, mine = _come_with(sizes)
     with waiting(COMING, range(world)):
         store.wait([f"{place}/come"], *([timeout] if timeout else []))
     if store.add(f"{place}/{mine}", 0) == world:
         return
     rows = {rank: json.loads(store.get(f"{place}/{rank}")) for rank in range(world)}
+    for rank, row in rows.items():
+        if REFUSAL in row:
+            raise ValueError(f"rank {rank} came to initialize_model_parallel with other arguments: {row[REFUSAL]}")
     rank = next(rank for rank in rows if rows[rank] != rows[0])
     name = next(name for name in rows[0] if rows[rank].get(name) != rows[0][name])
     raise ValueError(
