@@ -176,14 +176,14 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             ValueError: On every rank, if `max_norm` is not positive or differs between ranks.
             RuntimeError: If a norm and then values were clipped in this step already.
         """
-        check_limit("max_norm", max_norm, check_max_norm, self._together)
         measured = self.engine.config.grad_norm_type
         if norm_type not in (None, measured):
             raise ValueError(
                 f"norm_type is {norm_type}, and the gradient's norm is measured with {measured}; make the plugin with "
                 f"norm_type={norm_type}"
             )
-        self._make_ready()
+        self._make_ready()  # first: this rank may have had no backward, where others agree on theirs
+        check_limit("max_norm", max_norm, check_max_norm, self._together)
         if self.found_inf and error_if_nonfinite:
             raise RuntimeError(f"the gradient's norm is {self._grad_norm}, so it cannot be clipped")
         if self._is_bounded:
@@ -211,8 +211,8 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         Raises:
             ValueError: On every rank, if `clip_value` is not positive or differs between ranks.
         """
+        self._make_ready()  # first: this rank may have had no backward, where others agree on theirs
         check_limit("clip_value", clip_value, check_clip_value, self._together)
-        self._make_ready()
         if self.found_inf:
             return
         if self._clip_once is None:

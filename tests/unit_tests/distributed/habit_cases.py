@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from core.optimizer import OptimizerConfig
+from tests.unit_tests.booster.test_coupled_optimizers import OneRate
 from tests.unit_tests.distributed.habit_models import PARTS
 
 STEPS = 4
+SCALE = 2.0**6  # of the loss with fp16; nothing overflows
 
 # name -> (sharding strategy, whose optimizer steps, further options of the wrapper or plugin)
 STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -57,6 +59,7 @@ ALGORITHMS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], dict[st
         {"lr": 0.05, "eps": 1e-3, "weight_decay": 0.1},
         {"optimizer": "Adagrad", "optimizer_kwargs": {"eps": 1e-3}},
     ),
+    "one rate of all parameters": (OneRate, {"lr": 0.1}, {"optimizer": OneRate}),
 }
 
 BACKWARDS = (
@@ -88,8 +91,10 @@ BACKWARDS = (
     "no forward on one rank",
     "functional call",
 )
-# Between the reduction and the step.
+# Between the reduction and the step; the Booster's optimizers have these by calls.
+CLIPS = ("clip by value, then by norm", "clip by norm, then by value")
 EDITS = (
+    *CLIPS,
     "clip by norm",
     "clip by value",
     "scale in place",
@@ -115,6 +120,8 @@ READS = (
     "a part's state_dict",
     "a loss that is not stepped",
 )
+# A layer that is frozen until the third step, and when it is added.
+ADAPTERS = ("an adapter before the wrap", "an adapter after the wrap")
 ZEROS = (
     "optimizer.zero_grad()",
     "optimizer.zero_grad(set_to_none=False)",
@@ -166,6 +173,7 @@ class Case:
     freezes: bool  # the first part, in the second step, until the last
     saves: bool  # the optimizer is saved, and another one loads it, after the second step
     changes_lr: bool
+    adapter: str | None = None
     microbatches: int = field(default=2)
 
     @property
@@ -181,13 +189,18 @@ class Case:
     @property
     def habits(self) -> set[str]:
         """The names of all that is done in it."""
-        named = (*self.backwards, *self.edits, *self.weight_edits, *self.reads, self.zero)
+        named = (*self.backwards, *self.edits, *self.weight_edits, *self.reads, self.zero, self.adapter)
         return {name for name in named if name is not None}
 
     @property
     def uses_all(self) -> bool:
         """True if every parameter gets a gradient on every rank in every step."""
-        return not self.freezes and "Branches" not in self.parts and self.habits.isdisjoint(LEAVES_SOME)
+        return (
+            not self.freezes
+            and self.adapter is None
+            and "Branches" not in self.parts
+            and self.habits.isdisjoint(LEAVES_SOME)
+        )
 
     @property
     def same_uses(self) -> bool:
@@ -212,7 +225,7 @@ class Case:
     @property
     def broadcasts(self) -> bool:
         """True if the first rank's buffers are everybody's before a forward."""
-        return bool(self.options.get("broadcast_buffers"))
+        return bool(self.options.get("broadcast_buffers", self.steps_by == "booster"))
 
     @property
     def reduces_every(self) -> bool:
@@ -238,10 +251,12 @@ class Case:
             lines.append(f"reads after the step: {self.reads}")
         if self.freezes:
             lines.append("the first part is frozen in step 1 and thawed in step 3")
+        if self.adapter:
+            lines.append(f"{self.adapter}, frozen until step 2")
         return "\n".join(lines)
 
 
-def comparable_in_bf16(case: Case) -> bool:
+def comparable_in_16_bits(case: Case) -> bool:
     """True if every sum is made in fp32, and somebody keeps masters: torch's own optimizers do not."""
     by_hand = ("autograd.grad, assigned", "autograd.grad, added", "a penalty on gradients")
     return case.steps_by != "torch" and case.habits.isdisjoint(by_hand) and "OtherDtype" not in case.parts
@@ -266,7 +281,13 @@ def draw(seed: int, world: int) -> Case:
         case = _candidate(rng, seed, world)
         if case.zero in ZEROS_THAT_STAY and not case.uses_all:
             continue
-        if case.dtype == torch.bfloat16 and not comparable_in_bf16(case):
+        if case.dtype.itemsize == 2 and not comparable_in_16_bits(case):
+            continue
+        # A state_dict of before lacks it.
+        if case.adapter == ADAPTERS[1] and (case.saves or any(case.weight_edits)):
+            continue
+        # There `.grad` has the loss scale until the step.
+        if case.dtype == torch.float16 and case.steps_by == "ours" and any(case.edits):
             continue
         # Without mapped memory a gather is a collective, so ranks must use their parameters in one order.
         if case.shards_parameters and not case.options["share_host_memory"] and not case.same_uses:
@@ -282,7 +303,13 @@ def draw(seed: int, world: int) -> Case:
 def _with_buffers(case: Case) -> Case:
     """With `broadcast_buffers` in every second case that can have it: ranks call equally many forwards of a wrapper."""
     equal = case.habits.isdisjoint(UNEQUAL) and not case.calls_module
-    if not equal or case.steps_by == "booster" or "optim_grads" in case.sharding or case.seed % 2:
+    if case.steps_by == "booster":  # its default; with sharded gradients there is one broadcast a step
+        return (
+            case
+            if equal and "optim_grads" not in case.sharding
+            else replace(case, options={**case.options, "broadcast_buffers": False})
+        )
+    if not equal or "optim_grads" in case.sharding or case.seed % 2:
         return case
     return replace(case, options={**case.options, "broadcast_buffers": True})
 
@@ -296,10 +323,11 @@ def _candidate(rng: random.Random, seed: int, world: int) -> Case:
     whole_gradients = strategy.startswith("optim, whole") or (
         steps_by == "ours" and sharding != "no_shard" and rng.random() < 0.15
     )
-    dtype = rng.choice([torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16])
+    dtype = rng.choice([*[torch.float64] * 3, *[torch.float32] * 3, torch.bfloat16, torch.float16])
     options = (
         _booster_options(rng, dtype) if steps_by == "booster" else _wrapper_options(rng, sharding, steps_by, dtype)
     )
+    edits = _some(rng, CLIPS if steps_by == "booster" else EDITS, 0.35)
     return Case(
         seed=seed,
         world=world,
@@ -309,9 +337,9 @@ def _candidate(rng: random.Random, seed: int, world: int) -> Case:
         strategy=strategy,
         options={**options, **further},
         algorithm=rng.choice(list(ALGORITHMS)),
-        clip=rng.choice([0.0, 0.0, 0.3]) if steps_by != "torch" else 0.0,
+        clip=rng.choice([0.0, 0.0, 0.3]) if steps_by == "ours" or (steps_by == "booster" and not any(edits)) else 0.0,
         backwards=backwards,
-        edits=(None,) * STEPS if steps_by == "booster" else _some(rng, EDITS, 0.35),
+        edits=edits,
         weight_edits=_some(rng, WEIGHT_EDITS, 0.2),
         reads=tuple(name for name in READS if rng.random() < 0.15),
         zero=rng.choice(ZEROS),
@@ -320,6 +348,7 @@ def _candidate(rng: random.Random, seed: int, world: int) -> Case:
         freezes=rng.random() < 0.15,
         saves=steps_by != "booster" and rng.random() < 0.15,
         changes_lr=rng.random() < 0.2,
+        adapter=rng.choice(ADAPTERS) if rng.random() < 0.15 else None,
         microbatches=rng.choice([2, 3]),
     )
 
@@ -352,7 +381,7 @@ def _wrapper_options(rng: random.Random, sharding: str, steps_by: str, dtype: to
         "deterministic_reduction": rng.random() < 0.15,
         "check_for_nan_in_grad": rng.random() < 0.15,
         # with doubles it would round, and without it bf16 would
-        "grad_reduce_in_fp32": dtype == torch.bfloat16 or (dtype == torch.float32 and rng.random() < 0.2),
+        "grad_reduce_in_fp32": dtype.itemsize == 2 or (dtype == torch.float32 and rng.random() < 0.2),
     }
     options["scale_in_optimizer"] = steps_by == "ours" and not options["average_in_collective"] and rng.random() < 0.2
     return {name: value for name, value in options.items() if value not in (False, None)} | {
@@ -362,7 +391,7 @@ def _wrapper_options(rng: random.Random, sharding: str, steps_by: str, dtype: to
 
 def _booster_options(rng: random.Random, dtype: torch.dtype) -> dict[str, Any]:
     return {
-        "communication_dtype": torch.float32 if dtype == torch.bfloat16 else None,
+        "communication_dtype": torch.float32 if dtype.itemsize == 2 else None,
         "reduce_bucket_size_in_m": rng.choice([12, 60 / 2**20, 400 / 2**20]),
         "overlap_communication": rng.random() < 0.5,
         "overlap_allgather": rng.random() < 0.4,
@@ -377,6 +406,8 @@ def optimizer_config(case: Case) -> OptimizerConfig:
         weight_decay=options.get("weight_decay", 0.0),
         clip_grad=case.clip,
         bf16=case.dtype == torch.bfloat16,
+        fp16=case.dtype == torch.float16,
+        loss_scale=SCALE if case.dtype == torch.float16 else None,
         **fields,
     )
 

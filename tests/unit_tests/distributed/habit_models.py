@@ -263,6 +263,15 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, 3)
         self.aside = nn.Linear(WIDTH, 1)
         self.recompute: bool | None = None
+        self.adapter: nn.Linear | None = None
+
+    def add_adapter(self, dtype: torch.dtype) -> nn.Linear:
+        """Add a frozen layer, alike on every rank."""
+        self.adapter = nn.Linear(WIDTH, WIDTH).to(dtype).requires_grad_(False)
+        with torch.no_grad():
+            self.adapter.weight.copy_(torch.linspace(-0.5, 0.5, WIDTH * WIDTH).reshape(WIDTH, WIDTH))
+            self.adapter.bias.zero_()
+        return self.adapter
 
     def forward(self, data: Data, hidden: torch.Tensor | None = None, start: int = 0, stop: int | None = None) -> Any:
         """With `stop`, the hidden activations before that part; they may be given back as `hidden` with `start`."""
@@ -278,6 +287,8 @@ class Net(nn.Module):
                 hidden = checkpoint(part, hidden, data, use_reentrant=self.recompute)
         if stop is not None:
             return hidden
+        if self.adapter is not None:
+            hidden = hidden + torch.tanh(self.adapter(hidden))
         hidden = torch.tanh(hidden)
         return self.head(hidden), self.aside(hidden).abs().mean()
 

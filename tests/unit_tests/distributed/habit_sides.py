@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from core import parallel_state
 from core.booster import Booster
@@ -24,6 +24,8 @@ from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, SyncError, finalize_model_grads
 from core.optimizer import get_megatron_optimizer
 from tests.unit_tests.distributed.habit_cases import (
+    ADAPTERS,
+    SCALE,
     Case,
     draw,
     drops_by_ours,
@@ -47,6 +49,8 @@ class Side:
         self.case = case
         self.rank = rank
         self.module = build(case.parts, case.odd, case.dtype, case.seed)
+        if case.adapter == ADAPTERS[0]:
+            self.module.add_adapter(case.dtype)
         self.notes: list[Note] = []
 
     def note(self, name: str, value: Any) -> None:
@@ -62,6 +66,13 @@ class Side:
         self.optimizer = self.new_optimizer()
         self.optimizer.load_state_dict(state)
 
+    def clip(self, max_norm: float = 0.0, value: float = 0.0) -> None:
+        """Clip the gradients, as a loop does."""
+        if max_norm:
+            self.note("norm", clip_grad_norm_(self.module.parameters(), max_norm))
+        else:
+            clip_grad_value_(self.module.parameters(), value)
+
     def change_lr(self, factor: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
@@ -74,14 +85,14 @@ class Plain(Side):
         """buffers: what all ranks of a training share, the first rank's buffers before each of its broadcasts."""
         super().__init__(case, rank)
         self.buffers, self.broadcasts, self.is_due, self.syncs = buffers, 0, True, True
-        self.low = [param for param in self.module.parameters() if param.dtype == torch.bfloat16]
+        self.low = [param for param in self.module.parameters() if param.dtype.itemsize == 2]
         for param in self.low:
             param.grad_dtype = torch.float32
         self.masters = [param.detach().float() for param in self.low]
         self.optimizer = self.new_optimizer()
 
     def new_optimizer(self) -> torch.optim.Optimizer:
-        others = [param for param in self.module.parameters() if param.dtype != torch.bfloat16]
+        others = [param for param in self.module.parameters() if param.dtype.itemsize > 2]
         return torch_optimizer(self.case, [*self.masters, *others])
 
     def __call__(self, data: Data, *args: Any, **kwargs: Any) -> Any:
@@ -169,8 +180,9 @@ class Ours(Side):
         self.model: Any
         self.optimizer: Any
         if case.steps_by == "booster":
-            precision = "bf16" if case.dtype == torch.bfloat16 else "fp32"
-            self.booster = Booster(plugin=LowLevelZeroPlugin(precision=precision, max_norm=case.clip, **case.options))
+            precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(case.dtype, "fp32")
+            options = {"precision": precision, "initial_scale": SCALE, "max_norm": case.clip, **case.options}
+            self.booster = Booster(plugin=LowLevelZeroPlugin(**options))
             optimizer = torch_optimizer(case, self.module.parameters())
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -198,10 +210,18 @@ class Ours(Side):
         return gathered
 
     def backward(self, loss: torch.Tensor) -> None:
-        if self.booster is None:
-            loss.backward()
-        else:
+        if self.booster is not None:
             self.booster.backward(loss, self.optimizer)
+        else:
+            (self.optimizer.scale_loss(loss) if self.case.dtype == torch.float16 else loss).backward()
+
+    def clip(self, max_norm: float = 0.0, value: float = 0.0) -> None:
+        if self.booster is None:
+            super().clip(max_norm, value)
+        elif max_norm:
+            self.note("norm", self.optimizer.clip_grad_by_norm(max_norm))
+        else:
+            self.optimizer.clip_grad_by_value(value)
 
     def zero_grad(self) -> None:
         how = self.case.zero
@@ -251,7 +271,7 @@ def bound_of(case: Case) -> float:
 
     In bf16 a sum that falls on the other side of a rounding moves single weights by a whole step of the format.
     """
-    if case.dtype == torch.bfloat16:
+    if case.dtype.itemsize == 2:
         return 8e-3
     single = case.dtype == torch.float32 or "OtherDtype" in case.parts
     return 3e-5 if single else 1e-9
@@ -273,7 +293,7 @@ def differences(case: Case, ours: Ours, plain: Plain) -> list[str]:
     moved = max(
         float((want[name].double() - before[name].double()).abs().max()) for name in before if before[name].numel()
     )
-    if not (2 if case.dtype == torch.bfloat16 else 100) * bound < moved < 1000:
+    if not (2 if case.dtype.itemsize == 2 else 100) * bound < moved < 1000:
         lines.append(f"the reference itself has moved by {moved:.3g}")
     return [line for line in lines if line]
 
@@ -303,11 +323,12 @@ class Refusal:
 
 
 ZEROED_UNSEEN = ("forgotten", "grad.zero_() by hand", "optimizer.zero_grad(set_to_none=False)")
+UNSCALED = ("one graph twice", "several losses at once", "only some inputs", "in two parts")
 REFUSALS = (
     Refusal(
         "whole gradients of the step before are there, and cannot be added to",
         lambda case: (
-            (case.zero in ZEROED_UNSEEN and (case.whole_gradients or (case.clip > 0 and case.dtype == torch.bfloat16)))
+            (case.zero in ZEROED_UNSEEN and (case.whole_gradients or (case.clip > 0 and case.dtype.itemsize == 2)))
             or (
                 case.whole_gradients
                 and not case.habits.isdisjoint(("finalize after every microbatch", "a loss that is not stepped"))
@@ -349,6 +370,24 @@ REFUSALS = (
             and (not case.gathers_always or "functional call" in case.habits or "add decay by hand" in case.habits)
         ),
         "and its values are not gathered|which are not gathered|is sharded and not gathered",
+    ),
+    Refusal(
+        "one update needs all parameters, of which ranks have parts",
+        lambda case: case.algorithm == "one rate of all parameters" and case.sharding != "no_shard",
+        "OneRate.couples_parameters = False",
+        ValueError,
+    ),
+    Refusal(
+        "a parameter trains that was frozen or not there at the wrap",
+        lambda case: case.adapter is not None,
+        "was (frozen|not there|added)",
+        RuntimeError,
+    ),
+    Refusal(
+        "a backward begins at no scaled loss",
+        lambda case: case.dtype == torch.float16 and not case.habits.isdisjoint(UNSCALED),
+        "comes from a loss that was not multiplied by the loss scale",
+        RuntimeError,
     ),
     Refusal(
         "parameters are moved out of the buffers",

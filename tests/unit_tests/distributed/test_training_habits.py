@@ -23,6 +23,7 @@ from core import parallel_state
 from core.distributed import SyncError
 from tests.unit_tests.distributed import habit_sides
 from tests.unit_tests.distributed.habit_cases import (
+    ADAPTERS,
     ALGORITHMS,
     BACKWARDS,
     EDITS,
@@ -73,7 +74,7 @@ def test_many_random_training_habits(world: int, first: int, tmp_path: Path) -> 
 def test_every_habit_is_drawn() -> None:
     cases = [draw(seed, 2) for seed in range(3000)]
     drawn = {name for case in cases for name in (*case.habits, *case.parts, case.strategy, case.algorithm)}
-    everything = {*BACKWARDS, *EDITS, *WEIGHT_EDITS, *READS, *ZEROS, *PARTS, *STRATEGIES, *ALGORITHMS}
+    everything = {*BACKWARDS, *EDITS, *WEIGHT_EDITS, *READS, *ZEROS, *ADAPTERS, *PARTS, *STRATEGIES, *ALGORITHMS}
     assert everything == drawn, "habits that no case has"
     assert all(any(refusal.applies(case) for case in cases) for refusal in habit_sides.REFUSALS)
 

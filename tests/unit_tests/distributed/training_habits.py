@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import smooth_l1_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 
-from tests.unit_tests.distributed.habit_cases import STEPS, Case
+from tests.unit_tests.distributed.habit_cases import ADAPTERS, STEPS, Case
 from tests.unit_tests.distributed.habit_models import Broken, Data, Net, data_of, set_step
 
 Program = Iterator[None]
@@ -54,6 +54,9 @@ class Local(Protocol):
     def change_lr(self, factor: float) -> None:
         """In all groups."""
 
+    def clip(self, max_norm: float = 0.0, value: float = 0.0) -> None:
+        """Clip the gradients by norm or by value."""
+
     def gathered(self) -> AbstractContextManager[None]:
         """Around reads and writes of whole parameters outside of a forward."""
 
@@ -73,6 +76,10 @@ def train(local: Local) -> Program:
         if case.freezes and step in (1, 3):
             for param in first:
                 param.requires_grad_(step == 3)
+        if step == 1 and case.adapter == ADAPTERS[1]:
+            local.module.add_adapter(case.dtype)
+        if step == 2 and local.module.adapter is not None:
+            local.module.adapter.requires_grad_(True)
         if case.weight_edits[step] is not None:
             with local.gathered() if case.gathers_always else nullcontext():
                 edit_weights(local, case.weight_edits[step], start)
@@ -369,6 +376,10 @@ def edit_gradients(local: Local, name: str | None) -> None:
     params = [param for param in local.module.parameters() if param.grad is not None]
     if name == "clip by norm":
         local.note("norm", clip_grad_norm_(local.module.parameters(), 0.2))
+    elif name == "clip by value, then by norm":
+        local.clip(value=0.02), local.clip(max_norm=0.05)
+    elif name == "clip by norm, then by value":
+        local.clip(max_norm=0.2), local.clip(value=0.02)
     elif name == "clip by value":
         clip_grad_value_(local.module.parameters(), 0.02)
     elif name == "look at gradients":
@@ -416,7 +427,7 @@ def read(local: Local, step: int, average: dict[str, torch.Tensor]) -> None:
     names = local.case.reads
     if "average of the weights" in names:
         for key, param in local.module.named_parameters():
-            average[key] = param.detach().clone() if step == 0 else average[key].lerp_(param, 0.5)
+            average[key] = average[key].lerp_(param, 0.5) if key in average else param.detach().clone()
             local.note(f"average of {key}", average[key])
     if "a copy of the module" in names:
         data = batch(local, step, 8)
