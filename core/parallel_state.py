@@ -18,7 +18,7 @@ from core.groups.device_mesh import arguments_of_mesh, device_mesh_of
 from core.groups.group_options import get_nccl_options as get_nccl_options
 from core.groups.group_options import group_options
 from core.groups.memory_buffer import GlobalMemoryBuffer
-from core.groups.process_groups import FIELDS, ProcessGroups, refusal_told, refuse_other_sizes
+from core.groups.process_groups import FIELDS, ProcessGroups, refusal_reported, refuse_other_sizes
 from core.groups.rank_grid import DEFAULT_ORDER, EmbeddingRule, RankGrid, group_ranks
 from core.groups.rank_grid import default_embedding_ranks as default_embedding_ranks
 from core.groups.rank_grid import default_position_embedding_ranks as default_position_embedding_ranks
@@ -115,7 +115,7 @@ def initialize_model_parallel(
         raise RuntimeError(
             "data parallel group is already initialized; call destroy_model_parallel before initializing again."
         )
-    with refusal_told():
+    with refusal_reported():
         if not distributed_timeout_minutes > 0:
             raise ValueError(f"distributed_timeout_minutes must be above 0, got {distributed_timeout_minutes}.")
         _check_virtual_size(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
@@ -137,7 +137,6 @@ def initialize_model_parallel(
         )
         options = group_options(high_priority_stream_groups or (), nccl_communicator_config_path)
     timeout = timedelta(minutes=distributed_timeout_minutes)
-
     _state.watch = start_watch(members["pp"].index(dist.get_rank())) if watch_ranks else None  # groups wait for ranks
     use_watch(_state.watch)
     try:

@@ -237,8 +237,8 @@ def _await_all_ranks(build: int, timeout: timedelta | None) -> None:
 
 
 @contextlib.contextmanager
-def refusal_told() -> Iterator[None]:
-    """Tell ranks that wait in `refuse_other_sizes` about an error in this rank's arguments. Waits for no rank."""
+def refusal_reported() -> Iterator[None]:
+    """Report an error in this rank's arguments to ranks that wait in `refuse_other_sizes`. Waits for no rank."""
     try:
         yield
     except (ValueError, RuntimeError, TypeError, OSError) as error:

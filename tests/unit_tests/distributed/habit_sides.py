@@ -351,7 +351,7 @@ REFUSALS = (
             and not drops_by_ours(case)
             and reduces_in_backward(case)
         ),
-        "was dropped through `.grad` .* after its reduction had begun",
+        "was dropped through `.grad` .* after its reduction had begun|was added to after finalize_model_grads",
     ),
     Refusal(
         "a hook of the user's edits a gradient whose reduction has begun",
