@@ -252,8 +252,7 @@ def compare(
         got = job.gradients()
         digests.append(_digest(got))
         mine = [
-            _comparison(job, held, step, got[held.key], expected.grads[held.name], allowed)
-            for held in job.model.trained
+            comparison(job, held, step, got[held.key], expected.grads[held.name], allowed) for held in job.model.trained
         ]
         mine += [_bias_comparison(held, step, expected.biases[held.name]) for held in job.model.biases]
         everyone = [comparison for rank in _from_all(mine) for comparison in rank]
@@ -405,7 +404,23 @@ def _from_all(value: Any) -> list[Any]:
     return list(agree.gather(value, None, "the oracle's findings").values())
 
 
-def _comparison(job: Job, held: Held, step: int, got: Tensor, whole: Tensor, allowed: Allowed) -> Comparison:
+def comparison(job: Job, held: Held, step: int, got: Tensor, whole: Tensor, allowed: Allowed) -> Comparison:
+    """Compare this rank's part of a gradient with the reference's.
+
+    Args:
+        job: Model and steps of the layout.
+        held: The parameter.
+        step: The step.
+        got: This rank's gradient.
+        whole: The reference's gradient.
+        allowed: Allowed errors.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
     scale, bound = allowed.scale(held.name), allowed.gradient(held.name)
     want = held.slice_of(whole).double()
     have = got.detach().cpu().double()

@@ -25,7 +25,7 @@ from core.verify.also_seen import AlsoSeen
 from core.verify.check import NOISE, compare
 from core.verify.diagnosis import BEFORE, ELSEWHERE, NO_SIZE, NO_SUM
 from core.verify.gathered import cast, kept, on_tensors
-from core.verify.microbatch_weights import microbatches_at_fault
+from core.verify.microbatch_weights import find_shares, microbatches_at_fault
 from core.verify.microbatches import (
     Given,
     JoinFn,
@@ -298,19 +298,22 @@ class StepCheck:
         got = job.gradients()  # the diagnosis clears them
         self.also.end_step(got, len(mine))
         compute = self.autocast or job.model.dtype
+        noise = NOISE.get(compute, 1e-2)
         with torch.autocast(job.model.device.type, self.autocast, enabled=self.autocast is not None):
+            mean = find_shares(job, reference, batch, got, self.bound, noise)
             report = compare(
                 job,
                 reference,
                 batch,
                 bound=self.bound,
-                noise=NOISE.get(compute, 1e-2),
+                noise=noise,
                 steps=1,
                 title=f"{_title(self.done)}, {_counted(dist.get_world_size(), 'rank')}, "
                 f"{_counted(len(mine), 'microbatch')} each",
             )
             differences = [other_inputs(answers), other_wholes(answers), other_ends(answers)]
             notes = [*same_data(answers, self.data), *(text for text in differences if text), *self.also.lines()]
+            notes += [f"the loop takes {mean}, not the mean of its microbatches' means"] if mean else []
             self.data = data_of(answers)
             report = replace(report, notes=tuple(dict.fromkeys((*self.notes, *notes))))
             self.notes = report.notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,42 @@ from core.pipeline_parallel import MicrobatchLoss, PipelineRunner
 from core.verify.torch_model import unwrapped
 from core.verify.transformers_reference import TransformersGPT
 
+EMPTY = types.CellType()
 NUM_ITEMS = "num_items_in_batch"  # transformers' argument: number of labels that count in the global batch
+
+
+def with_captured(loss_fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[dict[str, Tensor], ...]]:
+    """Return a function like `loss_fn` that takes the tensors it has captured, and these tensors.
+
+    A loop may define `loss_fn` anew for each microbatch, with tensors of this rank from around it. The reference runs
+    the microbatches of all ranks with one function.
+
+    Args:
+        loss_fn: Loss of a model and further arguments.
+
+    Returns:
+        (function of the model, the captured tensors and further arguments, (captured tensors,)), or (loss_fn, ()) if
+        it has captured none.
+    """
+    code, cells = getattr(loss_fn, "__code__", None), getattr(loss_fn, "__closure__", None) or ()
+    if code is None:
+        return loss_fn, ()
+    filled = [(name, cell.cell_contents) for name, cell in zip(code.co_freevars, cells, strict=True) if cell != EMPTY]
+    around = [(name, loss_fn.__globals__.get(name)) for name in code.co_names]
+    captured = {n: value for n, value in (*filled, *around) if isinstance(value, Tensor) and not value.requires_grad}
+    if not captured:
+        return loss_fn, ()
+
+    def loss_of(model: nn.Module, tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        own = tuple(
+            types.CellType(tensors[name]) if name in tensors else cell
+            for name, cell in zip(code.co_freevars, cells, strict=True)
+        )
+        function = types.FunctionType(code, {**loss_fn.__globals__, **tensors}, code.co_name, loss_fn.__defaults__, own)
+        function.__kwdefaults__ = loss_fn.__kwdefaults__
+        return function(model, *args, **kwargs)
+
+    return loss_of, (captured,)
 
 
 def loss_of_stages(runner: PipelineRunner) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
-"""Find how often a loop's wrong gradient contains each microbatch.
+"""Find the weight of each microbatch in a loop's gradient.
 
-A microbatch may be skipped, or cleared by a late zero_grad.
+A loop may take the mean over all samples in place of the mean of microbatches' means. A wrong loop may skip a
+microbatch, or clear it by a late zero_grad.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.distributed.buffer.grad_placeholder import tensors_in
 from core.groups import agree
 from core.verify.causes import SAMPLE
+from core.verify.check import Allowed, comparison
 from core.verify.diagnosis import SAME, fit
 from core.verify.gathered import Held
 from core.verify.job import Job
 from core.verify.reference import Reference
 from core.verify.report import GradientReport
 
+IGNORED = -100  # label that torch's cross_entropy leaves out
 LEFT_OVER = (
     "the gradients of the step before are still there: zero_grad is not called, or only after the first backward"
 )
@@ -51,6 +55,69 @@ def microbatches_at_fault(
     mine = "" if held is None else _of_rank(held, parts, got[held.key], before.get(held.key), max(SAME, 4 * bound))
     answers = agree.gather(mine, None, "the parts of the microbatches")
     return next((text for text in answers.values() if text), "")
+
+
+def find_shares(
+    job: Job,
+    reference: Reference,
+    batch: Sequence[Sequence[Any]],
+    got: dict[Any, Tensor],
+    bound: float | None,
+    noise: float,
+) -> str:
+    """Set the reference's weights of microbatches if the loop takes a mean over samples or labels. Collective.
+
+    Args:
+        job: Model and steps of the layout.
+        reference: The unsplit model; its `shares` are set.
+        batch: Microbatches of all data ranks.
+        got: This rank's gradients by `Held.key`.
+        bound: Allowed relative error.
+        noise: Share of the norm over all gradients below which a gradient is round-off.
+
+    Returns:
+        A description of the mean; '' for the mean of microbatches' means, or if no mean fits.
+    """
+    means = {} if reference.per_token else shares_of(batch)
+    for text, shares in {"": None, **means}.items() if means else ():
+        reference.shares = shares
+        expected = reference.step(batch)
+        allowed = Allowed(expected, noise, bound, job.model.dtype)
+        mine = [comparison(job, h, 0, got[h.key], expected.grads[h.name], allowed) for h in job.model.trained]
+        if not agree.any(any(not each.error <= each.bound for each in mine), None, "the weights of microbatches"):
+            return text
+    reference.shares = None
+    return ""
+
+
+def shares_of(batch: Sequence[Sequence[Any]]) -> dict[str, list[float]]:
+    """Return means over samples or labels that differ from the mean of microbatches' means. Pure.
+
+    Args:
+        batch: For each data rank its microbatches.
+
+    Returns:
+        The weight of each microbatch in the mean, whose mean is 1, by description.
+    """
+    found: dict[str, list[float]] = {}
+    for what, count in (("samples", _samples), ("labels", _labels)):
+        counts = [[count(microbatch) for microbatch in of_rank] for of_rank in batch]
+        number, total = sum(map(len, counts)), sum(map(sum, counts))
+        if total and all(map(sum, counts)):
+            found[f"the mean over the {what} of all ranks"] = [c * number / total for row in counts for c in row]
+            by_rank = [c * len(row) / sum(row) for row in counts for c in row]
+            found[f"the mean of the ranks' means over their {what}"] = by_rank
+    return {text: shares for text, shares in found.items() if max(shares) - min(shares) > SAME}
+
+
+def _samples(microbatch: Any) -> int:
+    return next((len(tensor) for tensor in tensors_in(list(microbatch)) if tensor.dim()), 0)
+
+
+def _labels(microbatch: Any) -> int:
+    """Count the labels that are not ignored, if a tensor of labels is padded."""
+    labels = [tensor for tensor in tensors_in(list(microbatch)) if tensor.dtype == torch.int64]
+    return sum(int((tensor != IGNORED).sum()) for tensor in labels if bool((tensor == IGNORED).any()))
 
 
 def _of_rank(held: Held, parts: Sequence[Sequence[Tensor]], got: Tensor, before: Tensor | None, close: float) -> str:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.utils.parametrize import ParametrizationList
 
 from core.booster.mixed_precision.loss_scaled_optimizer import TorchAMPOptimizer
 from core.distributed import DistributedDataParallel
@@ -37,11 +38,19 @@ from core.verify.also_seen import dropped_by
 from core.verify.asked import Asked, asked_by
 from core.verify.gathered import kept
 from core.verify.loop import StepCheck, loss_of_call
-from core.verify.losses import is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages
+from core.verify.losses import is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages, with_captured
 from core.verify.microbatches import Microbatch
 from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob, taped
 from core.verify.report import GradientReport
-from core.verify.structure import buffers_without_values, builder_of, structure_of, with_memory
+from core.verify.structure import (
+    State,
+    buffers_without_values,
+    builder_of,
+    state_of,
+    structure_of,
+    with_memory,
+    with_state,
+)
 from core.verify.torch_model import TorchLoopJob, unwrapped
 from core.verify.updates import Updates, watched_updates, with_updates
 
@@ -215,7 +224,8 @@ class ProgramWatch:
     def note(self, loss_fn: Callable[..., Any], arguments: tuple[Any, ...], per_token: bool) -> None:
         """Record a microbatch and its loss. A forward step calls this for each of its chunks; only the first counts."""
         if self.listens() and (self.drawing is None or self.drawing.position == 0):
-            self.noted.append(Noted(loss_fn, kept((arguments, {})), per_token))
+            loss_fn, captured = with_captured(loss_fn)
+            self.noted.append(Noted(loss_fn, kept(((*captured, *arguments), {})), per_token))
 
     def note_ranks(self) -> None:
         """Record that the program starts ranks."""
@@ -260,7 +270,8 @@ class ProgramWatch:
                 self.dropped = dropped_by(unwrapped(module))
             return
         if known is None:
-            trains = id(module) not in self.inside and any(param.requires_grad for param in module.parameters())
+            is_model = id(module) not in self.inside and not isinstance(module, ParametrizationList)
+            trains = is_model and any(param.requires_grad for param in module.parameters())
             if not trains:
                 return
             if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -361,15 +372,17 @@ class ProgramCheck(StepCheck):
         join = watch.asked.join
         join_fn = None if join is None else function_named(join)
         wanted = watch.asked.steps
-        # The comparison of weights after the last step ends the check before the gradients of the next one.
-        steps = 2 if wanted is None else wanted + 1
+        steps = 2 if wanted is None else wanted + 1  # the next step's first forward ends the last one
         super().__init__(job, self._whole, conclude=watch.end, join_fn=join_fn, steps=steps)
         self.updates = None if wanted is None else Updates(job)
+        if self.updates is not None:
+            self.until_over.enter_context(self.updates.listening())
         self.watch = watch
         self.module = module
         self.structure: nn.Module | None = None
         self.buffers: dict[str, Tensor] = {}
         self.loss_scale = 1.0
+        self.state: dict[str, State] = {}  # flags and buffers before the step
         self.of_gpt = None if watch.asked.whole is not None else builder_of(module)
 
     def forget(self) -> None:
@@ -380,6 +393,8 @@ class ProgramCheck(StepCheck):
     def note_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See StepCheck. Weights are compared before the next step's first forward."""
         self.compare_weights()
+        if not self.forwards:
+            self.state = state_of(self.module)
         if self.report is not None and (not self.report.ok or self.done == self.watch.asked.steps):
             self.listens = False
             self.until_over.close()
@@ -457,7 +472,9 @@ class ProgramCheck(StepCheck):
         if self.of_gpt is not None:
             return self.of_gpt[0]()
         assert self.structure is not None, "looked for in `prepare`"
-        return with_memory(self.structure, self.buffers).train(self.module.training)
+        whole = with_memory(self.structure, self.buffers)
+        is_unsplit = len(self.job.model.chunks) == 1 and self.job.groups.size("pp") == 1 and not self.job.model.is_split
+        return with_state(whole, self.state, state_of(self.module)) if is_unsplit else whole
 
 
 def function_named(name: str) -> Callable[..., Any]:

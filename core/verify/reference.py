@@ -93,6 +93,7 @@ class Reference:
         self.microbatches = job.microbatches
         self.inputs_to = job.inputs_to
         self.scale, self.token_weight = job.scale, job.token_weight
+        self.shares: list[float] | None = None  # weight of each piece in the mean of the losses; None for equal ones
         weights = job.model.whole_weights()
         self.model: nn.Module | None = None
         self.low: nn.Module | None = None  # copy in the layout's dtypes, if they differ
@@ -229,8 +230,9 @@ class Reference:
         ran: list[nn.Module] = []  # modules that ran in backward
         pieces = self.pieces(self._cast(model, batch))
         with auxiliary_loss_scale(auxiliary * factor):
-            for piece in pieces:
+            for piece, share in zip(pieces, self.shares or [1.0] * len(pieces), strict=True):
                 loss, count = split_loss(self.loss_fn(model, piece), self.per_token)
+                loss = loss * share if share != 1.0 else loss
                 handle = register_module_forward_pre_hook(lambda module, _: ran.append(module))
                 try:
                     in_full(loss, factor).backward()

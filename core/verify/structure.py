@@ -71,6 +71,47 @@ def with_memory(structure: nn.Module, buffers: Mapping[str, Tensor]) -> nn.Modul
     return model.train()
 
 
+State = tuple[dict[str, bool], dict[str, Tensor]]  # a module's flags and buffers
+
+
+def state_of(module: nn.Module) -> dict[str, State]:
+    """Return the flags (bool attributes, `training` among them) and copies of the buffers of each module by name."""
+    return {
+        name: (
+            {key: value for key, value in vars(part).items() if isinstance(value, bool)},
+            {key: b.detach().cpu().clone() for key, b in part._buffers.items() if b is not None and not b.is_meta},
+        )
+        for name, part in module.named_modules()
+    }
+
+
+def with_state(model: nn.Module, before: Mapping[str, State], after: Mapping[str, State]) -> nn.Module:
+    """Set the flags and buffers that the program's model had in a step.
+
+    Buffers are those from before the step, because forwards may write them. A module whose flags have changed in the
+    step has initialised itself from its first input, and must not do so again.
+
+    Args:
+        model: Model with the same modules.
+        before: `state_of` before the step.
+        after: `state_of` after it.
+
+    Returns:
+        The model.
+    """
+    for name, part in model.named_modules():
+        if name in before and name in after:
+            flags, buffers = after[name]
+            known_flags, known = before[name]
+            numbers = [key for key, value in known.items() if not value.is_floating_point()]
+            started = flags != known_flags or any(not torch.equal(known[key], buffers[key]) for key in numbers)
+            vars(part).update(flags)
+            for key, value in (buffers if started else known).items():
+                if part._buffers.get(key) is not None and part._buffers[key].shape == value.shape:
+                    part._buffers[key] = value.clone()
+    return model
+
+
 def builder_of(module: nn.Module) -> tuple[Callable[[], nn.Module], str] | None:
     """Return a function that builds our GPT unsplit from a rank's part, and a description; None for any other model.
 

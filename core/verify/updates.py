@@ -146,6 +146,26 @@ class Updates:
         if self.is_open and names:
             self.clips.append(Clip(names, float(limit), norm_type))
 
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Follow the steps of torch's optimizers inside the context. Enter it after `RanJob.watched`, which begins."""
+
+        def before(optimizer: Any, *_: Any) -> None:
+            if not is_wrapper(optimizer):
+                groups = [group["params"] for group in optimizer.param_groups]
+                self.before_step(optimizer, groups, [param for group in groups for param in group])
+
+        def after(optimizer: Any, *_: Any) -> None:
+            if not is_wrapper(optimizer):
+                self.after_step([param for group in optimizer.param_groups for param in group["params"]])
+
+        handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def compare(self) -> list[Comparison]:
         """Compare the weights after the step with those of one process. Collective over the world.
 
@@ -279,6 +299,11 @@ class Updates:
         twin.step()
 
 
+def is_wrapper(optimizer: Any) -> bool:
+    """Return True if an optimizer steps by another one, as those for sharpness-aware minimization do."""
+    return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
+
+
 def _twin(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
     if isinstance(optimizer, AdoptedOptimizer):
         return twin_of(optimizer.user, groups)
@@ -319,23 +344,11 @@ def with_updates(report: GradientReport, updates: Updates, wrong: Sequence[Compa
 
 @contextmanager
 def watched_updates(found: Callable[[], Sequence[Updates]]) -> Iterator[None]:
-    """Pass the steps of optimizers and the clips of a program to `Updates` inside the context.
+    """Pass the steps of our optimizers and the clips of a program to `Updates` inside the context.
 
     Args:
         found: Returns the objects of the models that are compared.
     """
-
-    def is_leaf(optimizer: Any) -> bool:
-        return not any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
-
-    def before(optimizer: Any, *_: Any) -> None:
-        for updates in found() if is_leaf(optimizer) else ():
-            groups = [group["params"] for group in optimizer.param_groups]
-            updates.before_step(optimizer, groups, [param for group in groups for param in group])
-
-    def after(optimizer: Any, *_: Any) -> None:
-        for updates in found() if is_leaf(optimizer) else ():
-            updates.after_step([param for group in optimizer.param_groups for param in group["params"]])
 
     step = MegatronOptimizer.step_with_ready_grads
 
@@ -363,7 +376,6 @@ def watched_updates(found: Callable[[], Sequence[Updates]]) -> Iterator[None]:
 
         return noting_clip
 
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     patches = [mock.patch.object(MegatronOptimizer, "step_with_ready_grads", own_step)]
     patches += [mock.patch.object(owner, name, noting(getattr(owner, name), "value" in name)) for owner, name in CLIPS]
     for patch in patches:
@@ -373,5 +385,3 @@ def watched_updates(found: Callable[[], Sequence[Updates]]) -> Iterator[None]:
     finally:
         for patch in reversed(patches):
             patch.stop()
-        for handle in handles:
-            handle.remove()
