@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import importlib
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 NAMED = "module:function, or a function of the program"
 DESCRIPTION = "Run a program, and compare the steps of the model that it trains with one process that splits nothing."
@@ -64,3 +67,18 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be 1 at least, not {number}")
     return number
+
+
+def function_named(name: str) -> Callable[..., Any]:
+    """Find a function by 'module:function', or by its name in the running program.
+
+    Raises:
+        ValueError: If there is no such function.
+    """
+    module_name, _, function_name = name.rpartition(":")
+    module = importlib.import_module(module_name) if module_name else sys.modules["__main__"]
+    found = getattr(module, function_name, None)
+    if not callable(found):
+        raise ValueError(f"{name!r} names no function; {module_name or 'the program'} has no {function_name!r}")
+    function: Callable[..., Any] = found
+    return function

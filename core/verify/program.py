@@ -8,7 +8,6 @@ or gradients are clipped. Two steps are compared, the second one for what the fi
 
 from __future__ import annotations
 
-import importlib
 import os
 import runpy
 import sys
@@ -35,7 +34,7 @@ from core.optimizer.optimizer import MegatronOptimizer
 from core.pipeline_parallel import PipelineRunner
 from core.pipeline_parallel.forward_backward import DrawingStep
 from core.verify.also_seen import dropped_by
-from core.verify.asked import Asked, asked_by
+from core.verify.asked import Asked, function_named
 from core.verify.gathered import kept
 from core.verify.loop import StepCheck, loss_of_call
 from core.verify.losses import is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages, with_captured
@@ -475,21 +474,6 @@ class ProgramCheck(StepCheck):
         whole = with_memory(self.structure, self.buffers)
         is_unsplit = len(self.job.model.chunks) == 1 and self.job.groups.size("pp") == 1 and not self.job.model.is_split
         return with_state(whole, self.state, state_of(self.module)) if is_unsplit else whole
-
-
-def function_named(name: str) -> Callable[..., Any]:
-    """Find a function by 'module:function', or by its name in the running program.
-
-    Raises:
-        ValueError: If there is no such function.
-    """
-    module_name, _, function_name = name.rpartition(":")
-    module = importlib.import_module(module_name) if module_name else sys.modules["__main__"]
-    found = getattr(module, function_name, None)
-    if not callable(found):
-        raise ValueError(f"{name!r} names no function; {module_name or 'the program'} has no {function_name!r}")
-    function: Callable[..., Any] = found
-    return function
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def state_of(module: nn.Module) -> dict[str, State]:
     return {
         name: (
             {key: value for key, value in vars(part).items() if isinstance(value, bool)},
-            {key: b.detach().cpu().clone() for key, b in part._buffers.items() if b is not None and not b.is_meta},
+            {key: b.detach().cpu().clone() for key, b in part.named_buffers(recurse=False) if not b.is_meta},
         )
         for name, part in module.named_modules()
     }
@@ -106,9 +106,10 @@ def with_state(model: nn.Module, before: Mapping[str, State], after: Mapping[str
             numbers = [key for key, value in known.items() if not value.is_floating_point()]
             started = flags != known_flags or any(not torch.equal(known[key], buffers[key]) for key in numbers)
             vars(part).update(flags)
+            own = dict(part.named_buffers(recurse=False))
             for key, value in (buffers if started else known).items():
-                if part._buffers.get(key) is not None and part._buffers[key].shape == value.shape:
-                    part._buffers[key] = value.clone()
+                if key in own and own[key].shape == value.shape:
+                    setattr(part, key, value.clone())
     return model
 
 

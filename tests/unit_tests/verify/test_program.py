@@ -25,8 +25,8 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import get_forward_backward_func
 from core.verify import WrongGradientError, note, verify_with
-from core.verify.asked import asked_by
-from core.verify.program import Asked, ProgramWatch, function_named, run_program
+from core.verify.asked import asked_by, function_named
+from core.verify.program import Asked, ProgramWatch, run_program
 from core.verify.report import GradientReport
 from tests.layouts import gpt
 from tests.layouts.layouts import Layout
