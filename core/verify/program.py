@@ -34,7 +34,7 @@ from core.optimizer.optimizer import MegatronOptimizer
 from core.pipeline_parallel import PipelineRunner
 from core.pipeline_parallel.forward_backward import DrawingStep
 from core.verify.also_seen import dropped_by
-from core.verify.asked import Asked, function_named
+from core.verify.asked import Asked, asked_by, function_named
 from core.verify.gathered import kept
 from core.verify.loop import StepCheck, loss_of_call
 from core.verify.losses import is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages, with_captured
