@@ -64,6 +64,7 @@ class Updates:
         self.largest = 0.0
         self.coarse: set[str] = set()  # parameters whose update is below the resolution of their dtype
         self.weights: dict[str, nn.Parameter] = {}  # on rank 0
+        self.stepped: set[str] = set()  # on rank 0: parameters that some optimizer has stepped
         self.twins: dict[int, tuple[Any, Any]] = {}  # on rank 0: id of an optimizer -> it, and its twin
 
     def begin(self, gradients: dict[Key, Tensor]) -> None:
@@ -81,6 +82,9 @@ class Updates:
         self.again = ""  # description of a second step with the same gradients
         self.at_step = dict(gradients)  # gradients in memory when an optimizer begins its step
         self.after: dict[Key, Tensor] = {}  # weights when an optimizer has ended its step
+        self.before = self._weights()
+        self.written: dict[Key, Tensor] = {}  # weights that were written before an optimizer began its step
+        self.fresh: list[bool] = []  # for each optimizer's step, True if its state was empty
         if not self.done:
             trained = {held.name for held in self.job.model.trained}
             trained = set().union(*agree.gather(trained, None, "the trained parameters").values())
@@ -108,6 +112,10 @@ class Updates:
         if again and all(torch.equal(now[held.key], self.at_step[held.key]) for held in mine):
             self.again = f"{type(optimizer).__name__} steps again with the gradients of its last step"
         self.at_step |= {held.key: now[held.key] for held in mine}
+        if not self.after:
+            weights = self._weights()
+            self.written |= {key: weights[key] for key, value in self.before.items() if not _same(value, weights[key])}
+        self.fresh.append(not optimizer.state)
         settings = tuple(
             {key: value for key, value in group.items() if key != "params" and isinstance(value, SETTINGS)}
             for group in optimizer.param_groups
@@ -130,8 +138,8 @@ class Updates:
         if self.is_open and mine:
             names = {self.held[id(param)].name for param in left_out if id(param) in self.held}
             self.steps[-1] = replace(self.steps[-1], without=self.steps[-1].without | names)
-            with self.job.model.gathered(), torch.no_grad():
-                self.after |= {held.key: _local(self.params[held.key]).clone() for held in mine}
+            weights = self._weights()
+            self.after |= {held.key: weights[held.key] for held in mine}
 
     def note_clip(self, params: Any, limit: Any, norm_type: float | None) -> None:
         """Record that the program clips gradients.
@@ -174,19 +182,24 @@ class Updates:
         """
         self.is_open = False
         model = self.job.model
-        with model.gathered(), torch.no_grad():
-            now = {key: _local(param).clone() for key, param in self.params.items()}
+        now = self._weights()
         outside = [held.name for held in model.trained if not _same(self.after.get(held.key), now[held.key])]
-        everyone = agree.gather((self.steps, outside, self.stopped), None, "the optimizers' steps")
-        steps, outside = (
-            [mine for mine, *_ in everyone.values()],
-            [n for _, names, _ in everyone.values() for n in names],
-        )
-        self.stopped = next((why for *_, why in everyone.values() if why), "")
+        written = [held.name for held in model.trained if held.key in self.written]
+        seen = (self.steps, outside, written, self.again, self.stopped)
+        everyone = agree.gather(seen, None, "the optimizers' steps")
+        steps, late, early, again, stops = map(list, zip(*everyone.values(), strict=True))
+        outside, written = ([name for names in of_ranks for name in names] for of_ranks in (late, early))
+        self.again, self.stopped = (next(filter(None, texts), "") for texts in (again, stops))
         if not any(steps):
             self.stopped = self.stopped or "no optimizer of torch or of core has stepped this model"
         if self.stopped:
             return []
+        if written:
+            self._take_over({**self.before, **self.written}, written)
+            self._note(
+                f"before an optimizer's step something else has written {written[0]!r} (the first of them): an update "
+                "by hand, or a perturbation that is not taken back"
+            )
         got, at_step = model.whole(self.gradients), model.whole(self.at_step)
         before = {name: value.detach().clone() for name, value in self.weights.items()}
         answer = self._on_one_process(steps, got, at_step) if dist.get_rank() == 0 else None
@@ -194,7 +207,8 @@ class Updates:
         if self.stopped:
             return []
         self.done += 1
-        self.notes += [note for note in notes if note not in self.notes]
+        for note in notes:
+            self._note(note)
         after = {name: value.detach() for name, value in self.weights.items()}
         before, after = (sent_from_rank_zero(values, model.device) for values in (before, after))
         stepped = set().union(*(step.stepped for mine in steps for step in mine))
@@ -211,7 +225,15 @@ class Updates:
         wrong = sorted((c for c in everything if not c.error <= c.bound), key=lambda c: (order[c.name], c.rank))
         if wrong and not self.cause:
             self.cause = cause_of_updates(wrong, everything, steps)
-        self._take_over(now, [name for name in order if name in outside or name not in stepped], stepped)
+        others = [name for name in order if name in outside or name not in stepped]
+        if others:
+            self._take_over(now, others)
+        changed = [name for name in others if name in stepped]
+        if changed:
+            self._note(
+                f"after an optimizer's step something else has written {changed[0]!r} (the first of them): a clamp, a "
+                "load or an average of weights. The next step starts from these weights"
+            )
         return wrong
 
     def line(self) -> str:
@@ -239,19 +261,20 @@ class Updates:
         ratio = float(((own - start) * moved).sum()) / size**2 if size else float("nan")
         return Comparison(held.name, dist.get_rank(), self.done - 1, float((own - want).norm()) / scale, ratio, bound)
 
-    def _take_over(self, now: dict[Key, Tensor], names: Sequence[str], stepped: set[str]) -> None:
-        """Continue with the program's weights if something but an optimizer has written them. Collective."""
-        written = [name for name in names if name in stepped]
-        if written:
-            note = (
-                f"after an optimizer's step something else has written {written[0]!r} (the first of them): a clamp, a "
-                "load or an average of weights. The next step starts from these weights"
-            )
-            self.notes += [note] if note not in self.notes else []
-        if names:
-            whole = self.job.model.whole(now)
-            for name in names if whole else ():
-                self.weights[name].data.copy_(whole[name])
+    def _take_over(self, weights: dict[Key, Tensor], names: Sequence[str]) -> None:
+        """Continue with the program's weights of these parameters. Collective over the world."""
+        whole = self.job.model.whole(weights)
+        for name in names if whole else ():
+            self.weights[name].data.copy_(whole[name])
+
+    def _weights(self) -> dict[Key, Tensor]:
+        """Return copies of this rank's weights. Collective if they are sharded."""
+        with self.job.model.gathered(), torch.no_grad():
+            return {key: _local(param).clone() for key, param in self.params.items()}
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _on_one_process(
         self, steps: Sequence[Sequence[Step]], got: dict[str, Tensor], at_step: dict[str, Tensor]
@@ -277,11 +300,23 @@ class Updates:
             )
             notes += [note] if note else []
             cause = cause or wrong
+            notes += self._restarted(optimizer, step.stepped, is_fresh=self.fresh[number])
             try:
                 self._twin_steps(optimizer, step, grads)
             except Exception as error:
                 return notes, cause, f"a copy of {type(optimizer).__name__} does not step on one process: {error}"
         return notes, cause, ""
+
+    def _restarted(self, optimizer: Any, names: Sequence[str], *, is_fresh: bool) -> list[str]:
+        """Describe a state that is lost between two steps, as it is for one process too."""
+        _, twin = self.twins.get(id(optimizer), (None, None))
+        if twin is not None and twin.state and is_fresh:
+            twin.state.clear()
+            return [f"the state of {type(optimizer).__name__} was cleared after step {self.done}"]
+        if twin is None and any(name in self.stepped for name in names):
+            return [f"another {type(optimizer).__name__} makes step {self.done + 1} of {names[0]!r}, without a state"]
+        self.stepped.update(names)
+        return []
 
     def _twin_steps(self, optimizer: Any, step: Step, grads: dict[str, Tensor]) -> None:
         groups = [
