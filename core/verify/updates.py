@@ -308,7 +308,7 @@ class Updates:
         return notes, cause, ""
 
     def _restarted(self, optimizer: Any, names: Sequence[str], *, is_fresh: bool) -> list[str]:
-        """Describe a state that is lost between two steps, as it is for one process too."""
+        """Describe a state that a program drops between two steps. One process drops it too."""
         _, twin = self.twins.get(id(optimizer), (None, None))
         if twin is not None and twin.state and is_fresh:
             twin.state.clear()
