@@ -124,7 +124,7 @@ class Updates:
         self.steps.append(Step(type(optimizer).__name__, settings, names, without, tuple(self.clips), own_clip))
         self.optimizers.append(optimizer)
         self.clips = []
-        if dist.get_rank() == 0 and id(optimizer) not in self.twins and optimizer.state:
+        if dist.get_rank() == 0 and not again and id(optimizer) not in self.twins and optimizer.state:
             self._stop(f"{type(optimizer).__name__} has a state from before the first step")
 
     def after_step(self, params: Sequence[Any], left_out: Sequence[Any] = ()) -> None:
