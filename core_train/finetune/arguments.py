@@ -1,4 +1,4 @@
-"""The command line: options of this package first, and those of TRL and Transformers when a process may read them."""
+"""Parse the command line: this package's options first, then the options of TRL and Transformers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,27 @@ REFUSED = {
 
 
 class Arguments(NamedTuple):
-    """theirs: an SFTConfig, DPOConfig, RewardConfig or TrainingArguments. model: TRL's ModelConfig."""
+    """Parsed options of TRL and Transformers.
+
+    Attributes:
+        theirs: An SFTConfig, DPOConfig, RewardConfig or TrainingArguments.
+        model: TRL's ModelConfig.
+    """
 
     theirs: Any
     model: Any
 
 
 def load_config(argv: Sequence[str]) -> TuneConfig:
-    """Read the options of this package alone: those of the others start torch.distributed in a launcher's process.
+    """Parse this package's options.
+
+    The options of Transformers are parsed later, because TrainingArguments starts torch.distributed under a launcher.
+
+    Args:
+        argv: Words of the command line.
+
+    Returns:
+        The configuration, with all words for `read_arguments`.
 
     Raises:
         ConfigError: If an option of this package cannot be read.
@@ -58,11 +71,14 @@ def load_config(argv: Sequence[str]) -> TuneConfig:
 
 
 def read_arguments(config: TuneConfig, dp: int) -> Arguments:
-    """Read the options of TRL and Transformers. In a rank torch.distributed has started.
+    """Parse the options of TRL and Transformers. A rank must have started torch.distributed.
 
     Args:
-        config: Returned by `load_config`.
+        config: Configuration of `load_config`.
         dp: Number of replicas.
+
+    Returns:
+        The options, with this command's defaults.
 
     Raises:
         ConfigError: If an option cannot be read, or cannot be obeyed.

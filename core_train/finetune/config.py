@@ -1,4 +1,4 @@
-"""Options of the command: those of this package below, and those of TRL and Transformers, as they are named there."""
+"""This package's options of the fine-tuning command. TRL and Transformers have the others."""
 
 from __future__ import annotations
 
@@ -59,7 +59,12 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class TuneConfig(RunConfig):
-    """Options of this package, and the arguments in which those of TRL and Transformers are."""
+    """Configuration of a fine-tuning job.
+
+    Attributes:
+        options: This package's options.
+        given: All words of the command line, for TRL's parser.
+    """
 
     options: TuneOptions = field(default_factory=TuneOptions)
     given: tuple[str, ...] = ()

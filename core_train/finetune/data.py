@@ -1,4 +1,4 @@
-"""Records of a job, as `datasets` reads them and TRL takes them, and a sample that shows which tokens are learned."""
+"""Read a job's records with `datasets`, in the forms that TRL takes, and show which tokens are learned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model"
 
 
 class Data(NamedTuple):
-    """train, held: of `datasets`; held is None without data to evaluate on. classes: names, of classification."""
+    """Records of a job.
+
+    Attributes:
+        train: The datasets.Dataset to train on.
+        held: The datasets.Dataset to evaluate on; None without one.
+        unused: Names of columns that the task does not use.
+        classes: Names of the classes; empty for tasks other than classification.
+    """
 
     train: Any
     held: Any
@@ -58,11 +65,13 @@ def read_data(options: TuneOptions, seed: int, known: Sequence[str] = ()) -> Dat
             train, held = parts["train"], parts["test"]
         if options.task == "classification":
             labels = sorted(set(train["label"]))
-            numbers = range(labels[-1] + 1) if isinstance(labels[-1], int) else None
-            classes = list(known) or (labels if numbers is None else [f"LABEL_{number}" for number in numbers])
+            are_numbers = isinstance(labels[0], int)
+            if are_numbers and (labels[0] < 0 or not (known or labels == [*range(len(labels))])):
+                raise ValueError(f"labels that are numbers are 0, 1, ... without a gap, and the data has {labels[:9]}")
+            classes = [*known] or [f"LABEL_{each}" if are_numbers else str(each) for each in labels]
             kind = datasets.ClassLabel(names=classes)
             train, held = (part and part.cast_column("label", kind) for part in (train, held))
-    except (ValueError, TypeError, KeyError) as error:  # of datasets
+    except Exception as error:  # datasets and pyarrow have many
         raise ConfigError(f"--task {options.task}: {one_line(error)}") from error
     return Data(train, held, unused, classes)
 

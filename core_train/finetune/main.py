@@ -1,6 +1,6 @@
-"""The command: every check of a start in one process, then ranks that train, save, and say how to use the model.
+"""The fine-tuning command: check a job in one process, then train and save on ranks.
 
-The trainers are TRL's and Transformers', over the layouts of `core.integrations`.
+The trainers are TRL's and Transformers', in the layouts of `core.integrations`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FLAGS = {  # options of a plan, and their names here
 
 
 def directory_of(given: Arguments) -> Path:
-    """Return the model's directory: given, in the cache of huggingface_hub, or of a tiny one. Absolute."""
+    """Return the model's directory as an absolute path. A name on the Hub is looked up in the local cache."""
     path = given.model.model_name_or_path
     if path.startswith(TINY):
         name = f"{path.removeprefix(TINY)}-{given.theirs.seed}"
@@ -67,7 +67,7 @@ def directory_of(given: Arguments) -> Path:
 
 
 def check_model(config: TuneConfig, given: Arguments) -> None:
-    """Judge a model's directory, and how it is to be split. Reads no tensor.
+    """Check a model's files and its split. Reads no tensor.
 
     Raises:
         ConfigError: If the model cannot be read, split or trained as asked.
@@ -108,7 +108,7 @@ def check_model(config: TuneConfig, given: Arguments) -> None:
 
 
 def on_meta(task: str, configuration: Any, attention: str | None = None) -> Any:
-    """Return the model of a task without memory, in fp32. ValueError for one that the task cannot train."""
+    """Create a task's model on the meta device, in fp32. Raises ValueError if the task cannot train it."""
     if task in ("reward", "classification"):
         problem = getattr(configuration, "problem_type", None)
         if problem not in (None, "single_label_classification"):
@@ -124,7 +124,7 @@ def on_meta(task: str, configuration: Any, attention: str | None = None) -> Any:
 
 
 def check_sizes(config: TuneConfig, world: int) -> int:
-    """Return the number of replicas on so many ranks. ConfigError, with the arithmetic, if there is none."""
+    """Return the number of replicas on `world` ranks. Raises ConfigError, with the arithmetic, if sizes do not fit."""
     options = config.options
     if min(options.tp, options.pp, options.sp, options.ep) < 1:
         raise ConfigError("--tp, --pp, --sp and --ep: expected at least 1")
@@ -143,7 +143,7 @@ def check_sizes(config: TuneConfig, world: int) -> int:
 
 
 def plugin_of(config: TuneConfig, given: Arguments) -> HybridParallelPlugin:
-    """Return the plugin of a job. ConfigError for options that do not go together."""
+    """Create the plugin of a job. Raises ConfigError if options contradict each other."""
     options, mode = config.options, config.options.sequence_mode
     kind: Any = HybridParallelPlugin
     more: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def plugin_of(config: TuneConfig, given: Arguments) -> HybridParallelPlugin:
 
 
 def load_tokenizer(given: Arguments) -> Any:
-    """Return the tokenizer in the model's directory. ConfigError if there is none."""
+    """Load the tokenizer in the model's directory. Raises ConfigError if there is none."""
     try:
         tokenizer = transformers_package().AutoTokenizer.from_pretrained(directory_of(given), trust_remote_code=False)
         made = tokenizer("text", add_special_tokens=False)["input_ids"]
@@ -197,12 +197,15 @@ def adapters_of(task: str, given: Arguments) -> Any:
 
 
 def build(config: TuneConfig, given: Arguments, plugin: Any = None) -> tuple[Any, Data]:
-    """Make the trainer of a job, which prepares the data.
+    """Create the trainer of a job. It tokenizes the records.
 
     Args:
-        config: Of the job.
-        given: Returned by `read_arguments`.
-        plugin: The layout; None to check a job, with a model that has no memory.
+        config: Configuration of the job.
+        given: Options of TRL and Transformers.
+        plugin: The layout; None to check a job on a model without memory.
+
+    Returns:
+        The trainer and its records.
 
     Raises:
         ConfigError: If the records, the template or an option cannot be obeyed.
@@ -280,7 +283,7 @@ def _tokenized(data: Data, tokenizer: Any, configuration: Any) -> Data:
 
 @contextlib.contextmanager
 def _unmoved() -> Iterator[None]:
-    """Inside, trainers leave their models on their devices: the split moves each rank's slices."""
+    """Keep trainers that are created in this block from moving their models: the split moves each rank's slices."""
     import accelerate
     import transformers
 
@@ -292,7 +295,7 @@ def _unmoved() -> Iterator[None]:
 
 
 class _ReadInSlices:
-    """Parts of a trainer whose ranks read their slices of a directory, when the model is split."""
+    """Trainer methods with which each rank reads its slices from a directory once the model is split."""
 
     directory: Path | str
 
@@ -306,7 +309,14 @@ class _ReadInSlices:
 
 
 def check(config: TuneConfig, world: int) -> tuple[Any, Data]:
-    """Make every check of a start in this process, and return the job as `build` does, without memory.
+    """Make every check of a start in this process.
+
+    Args:
+        config: Configuration of the job.
+        world: Number of ranks.
+
+    Returns:
+        The result of `build`, with a model without memory.
 
     Raises:
         ConfigError: If the job cannot start.
@@ -372,7 +382,7 @@ def tune(config: TuneConfig, dp: int, launch: Launch | None = None) -> Any:
 
 @contextlib.contextmanager
 def _stopping(trainer: Any) -> Iterator[None]:
-    """Inside, a signal that asks to stop ends training with a checkpoint, on all ranks after the same step."""
+    """Save a checkpoint and end training after a signal, on all ranks after the same step."""
     from transformers import TrainerCallback
 
     with StopSignal() as stop:
@@ -387,7 +397,7 @@ def _stopping(trainer: Any) -> Iterator[None]:
 
 
 def planned(config: TuneConfig, dp: int) -> ModelRun:
-    """Return a job as a run to plan. ConfigError for a task that is not planned."""
+    """Describe a job to `core.plan`. Raises ConfigError if the task is not planned."""
     options, given = config.options, read_arguments(config, dp)
     if options.task != "sft":
         raise ConfigError(f"--task {options.task} is not planned; --dry-run has made all other checks")
@@ -416,13 +426,13 @@ def planned(config: TuneConfig, dp: int) -> ModelRun:
 
 
 def check_extras(config: TuneConfig, ranks_here: int) -> None:
-    """Find out now if the packages are installed."""
+    """Check that the packages are installed."""
     for package in ("transformers", "trl", "datasets", "accelerate", "peft"):
         require_installed(package, "fine-tuning", "trl")
 
 
 def _check(config: TuneConfig, ranks: int) -> Any:
-    """Make every check of a start, in the process that starts ranks. A launcher's ranks make them after their start."""
+    """Check a job in the process that starts its ranks. Under a launcher the ranks check it themselves."""
     return None if "RANK" in os.environ else check(config, ranks)
 
 
@@ -442,7 +452,7 @@ def _dry_run(config: TuneConfig, ranks: int, ranks_here: int, device: str | None
 
 
 def check_fit(config: TuneConfig, ranks: int, ranks_here: int) -> None:
-    """Find out by the plan if the job cannot fit. A job that is far from it is not planned."""
+    """Refuse a job whose plan does not fit. A job that is far below the memory is not planned."""
     if not config.run.check_memory or config.options.task != "sft" or "RANK" in os.environ:
         return
     job = planned(config, check_sizes(config, ranks))

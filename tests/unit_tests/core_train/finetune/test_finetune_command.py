@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "empty.jsonl").touch()
     (made / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (made / "other.jsonl").write_text('{"txt": "a"}\n')
+    (made / "gap.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 2}\n')
     (made / "null.jsonl").write_text('{"text": "a"}\n{"text": null}\n')
     kind = json.loads((made / "model" / "config.json").read_text()) | {"problem_type": "regression"}
     (made / "regression").mkdir()
@@ -47,6 +48,7 @@ REFUSED = [
     (["--data", "broken.jsonl"], "--data broken.jsonl cannot be read: JSON parse error"),
     (["--data", "other.jsonl"], "--data other.jsonl has the fields txt; --task sft needs"),
     (["--data", "null.jsonl"], "--data null.jsonl: record 2 has no 'text'"),
+    (["--task", "classification", "--data", "gap.jsonl"], "labels that are numbers are 0, 1, ... without a gap"),
     (["--eval_data", "nofile"], "--eval_data nofile is not there"),
     (["--report_to", "wandb"], "WandbCallback requires wandb to be installed"),
     (["--output_dir", "/proc/none/out"], "--output_dir /proc/none/out"),
