@@ -27,6 +27,7 @@ from core.hugging_face.layer_checkpointing import GradientCheckpointConfig, chec
 from core.hugging_face.lora import is_of_adapter, put_on, splits_of, take_off
 from core.hugging_face.plan import Plan, Split
 from core.hugging_face.policies import Policy
+from core.hugging_face.prompts import has_prompts, keep_prompts
 from core.hugging_face.prove import refusing_together
 from core.hugging_face.slices import slice_of, whole_of
 from core.hugging_face.split import split_empty, split_parts
@@ -210,7 +211,11 @@ def cut_model(model: Any, cutting: Cutting, groups: ProcessGroups, device: torch
         memo = {id(param): nn.Parameter(param.to("meta"), param.requires_grad) for param in model.parameters()}
         shell = copy.deepcopy(model, memo)
         is_empty = any(param.is_meta for param in model.parameters())
-        base, adapters = take_off(model) if cutting.is_needed or is_empty else (model, None)
+        over_tensor = cutting.is_needed and cutting.pp_size == 1 and cutting.sequence_parallel is None and not is_empty
+        keeps_prompts = over_tensor and has_prompts(model)
+        base, adapters = model.get_base_model() if keeps_prompts else model, None
+        if not keeps_prompts and (cutting.is_needed or is_empty):
+            base, adapters = take_off(model)
         layout, plan = cutting.layout_of(base), cutting.plan_of(base)
     if cutting.flash_attention:
         if not hasattr(base, "set_attn_implementation"):
@@ -230,7 +235,9 @@ def cut_model(model: Any, cutting: Cutting, groups: ProcessGroups, device: torch
     if cutting.checkpointing is not None:
         cut = find_cut(base) if layout is None else stage_of(base).cut
         checkpoint_layers(parts, cutting.checkpointing, cut.lists)
-    if adapters is not None:
+    if keeps_prompts:
+        parts = [keep_prompts(model, parts[0], groups)]
+    elif adapters is not None:
         parts = put_on(parts, adapters, shell, groups, staged=layout is not None)
     for part in parts:
         use_chunked_loss(part, cutting.logits_chunk)

@@ -291,8 +291,8 @@ def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
     if others:
         raise ValueError(
             f"the model has adapters of type {', '.join(sorted(others))}, and only LoRA adapters can be split with a "
-            "model. Keep the model unsplit (tp_size=1, pp_size=1, no sequence parallelism; zero_stage=3 shards it), "
-            "or train LoRA"
+            "model, or prompts (PROMPT_TUNING, P_TUNING) over tp_size alone. Keep the model unsplit (tp_size=1, "
+            "pp_size=1, no sequence parallelism; zero_stage=3 shards it), or train LoRA"
         )
     if len(model.peft_config) != 1:
         raise ValueError(

@@ -71,7 +71,7 @@ IDS = torch.arange(12).view(2, 6)
 CASES = [(method, "zero 3") for method in METHODS] + [("ia3", "zero"), ("oft", "ddp"), ("prompt", "zero")]
 
 
-SAVED = [("saved modules", layout) for layout in ("tp", "pp")]
+SAVED = [("saved modules", "tp"), ("saved modules", "pp"), ("prompt", "tp"), ("p-tuning", "tp")]
 
 
 @ranks(2)
