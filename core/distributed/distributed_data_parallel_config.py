@@ -81,7 +81,7 @@ class DistributedDataParallelConfig:
     overlap_grad_reduce: launch a bucket's collective in backward, as soon as all its gradients have arrived.
     overlap_param_gather: the optimizer's step gathers a bucket's parameters while it updates the next bucket (needs a
         sharded strategy). All gathers end before `step()` returns; none runs during the next forward.
-    align_param_gather: no effect (a warning), because no gather runs during the forward.
+    align_param_gather: no effect, because no gather runs during the forward; a warning where True.
     use_distributed_optimizer: shard the optimizer's state over data parallelism; the same as strategy 'optim'.
     num_distributed_optimizer_instances: shard within groups of data ranks / instances ranks, replicate across them.
     check_for_nan_in_grad: find NaN and Inf before gradients are reduced; all ranks raise together and name the first.

@@ -13,7 +13,6 @@ import pytest
 
 from core.booster.plugin.hybrid_parallel_options import WITHOUT_EFFECT
 from core.transformer import TransformerConfig
-from tests.unit_tests.test_config_fields import REFUSED
 from tests.unit_tests.test_config_fields import WITHOUT_EFFECT as IDLE
 from tests.unit_tests.test_docs import ROOT
 
@@ -48,7 +47,7 @@ def test_what_the_tables_say_of_options_that_nothing_obeys_is_what_the_code_does
 
     of_plugin = options.class_at("core.booster.plugin.HybridParallelPlugin")
     assert rows(of_plugin, "Changes nothing: ") == set(WITHOUT_EFFECT)
-    for known, words in ((REFUSED, "Refused|Only |.*; refused where True"), (IDLE, ".*; a warning where True")):
+    for known, words in ((IDLE, ".*; a warning where True"),):
         for cls in (cls for cls in CLASSES if cls in {owner for owner, _ in known} and cls is not TransformerConfig):
             assert rows(cls, words) == {name for owner, name in known if owner is cls}
 
