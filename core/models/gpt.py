@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from core.context_parallel import context_parallel_group, pack_tokens
 from core.groups.process_groups import ProcessGroups
+from core.models.transformer_block import TransformerBlock
 from core.tensor_parallel import vocab_parallel_cross_entropy
 from core.tensor_parallel.chunked_loss import OutputLayer, chunk_of
 from core.tensor_parallel.initialization import normal_init
 from core.tensor_parallel.mappings import resolve_groups, tensor_parallel_group
 from core.transformer.language_model_embedding import LanguageModelEmbedding
-from core.transformer.transformer_block import TransformerBlock
 from core.transformer.transformer_config import TransformerConfig
 
 

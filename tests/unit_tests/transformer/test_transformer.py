@@ -15,6 +15,7 @@ from core import parallel_state
 from core.distributed.contract.gradient_contract import read_contracts
 from core.groups.process_groups import ProcessGroups
 from core.model_parallel_config import ModelParallelConfig
+from core.models import TransformerBlock
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from core.tensor_parallel.mappings import gather_first, split_first
 from core.transformer import (
@@ -24,7 +25,6 @@ from core.transformer import (
     RMSNorm,
     RotaryEmbedding,
     SelfAttention,
-    TransformerBlock,
     TransformerConfig,
 )
 from core.transformer.dropout import hidden_dropout

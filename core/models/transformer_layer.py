@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from core.context_parallel import PackedTokens
 from core.groups.process_groups import ProcessGroups
+from core.moe import MoELayer
 from core.tensor_parallel import checkpoint
 from core.tensor_parallel.unsaved_output import run_unsaved
 from core.transformer.attention import SelfAttention
@@ -96,6 +97,4 @@ def _build_mlp(
     if not config.is_moe_layer(number):
         again = "mlp_act" in recompute_modules
         return MLP(config, pg_collection=pg_collection, name=name, recompute_activation=again)
-    from core.moe.moe_layer import MoELayer  # it is built from parts of this package, so it loads after them
-
     return MoELayer(config, pg_collection=pg_collection, name=name, recompute_modules=recompute_modules)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from core.context_parallel import PackedTokens
 from core.groups.process_groups import ProcessGroups
+from core.models.transformer_layer import TransformerLayer
 from core.tensor_parallel import checkpoint
 from core.transformer.norms import build_norm
 from core.transformer.transformer_config import TransformerConfig
-from core.transformer.transformer_layer import TransformerLayer
 
 
 class TransformerBlock(nn.Module):
