@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,9 @@ import torch
 from core.checkpoint.pieces import RANDOM
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import MODEL_AXES
-from core.tensor_parallel.random import get_rng_tracker
+
+if TYPE_CHECKING:
+    from core.tensor_parallel import RNGStatesTracker
 
 
 def random_key(groups: ProcessGroups) -> str:
@@ -36,7 +38,7 @@ def save_random_state() -> bytes:
         ),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-        "tracker": {name: dict(stream) for name, stream in get_rng_tracker().get_states().items()},
+        "tracker": {name: dict(stream) for name, stream in _tracker().get_states().items()},
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -57,5 +59,11 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    tracker = get_rng_tracker()
+    tracker = _tracker()
     tracker.set_states({**tracker.get_states(), **state["tracker"]})
+
+
+def _tracker() -> RNGStatesTracker:
+    from core.tensor_parallel import get_rng_tracker  # loads all split layers, so not before a save
+
+    return get_rng_tracker()
