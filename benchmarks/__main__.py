@@ -27,6 +27,10 @@ BENCHMARKS = {
     "memory": ("benchmarks.memory", "bytes a parameter for each strategy and precision, formula and measured"),
     "optimizer": ("benchmarks.optimizer_step", "the optimizer's step and torch's, as a share of copy bandwidth"),
     "overlap": ("benchmarks.overlap", "step time over bucket size on a simulated wire, hidden share, the advised size"),
+    "peers_right": (
+        "benchmarks.peers_right",
+        "gradients of torch's and Megatron Core's own loops in each layout, compared with one process",
+    ),
     "plan": (
         "benchmarks.plan",
         "planned memory and time of a step compared with measured ones, on 1 to 8 ranks; with devices measured",

@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from benchmarks import peers_right
 from benchmarks.arms import all_arms
 from benchmarks.arms_megatron import _cuda_names_mean_cpu
+from tests.unit_tests.ranks import ranks
 
 ROOT = Path(__file__).parents[3]
 PEERS = {
@@ -72,3 +75,20 @@ def test_cuda_names_mean_cpu_only_while_megatron_is_built():
         assert torch.tensor([3.0], device="cuda").tolist() == [3.0]
         assert torch.zeros(1, device=torch.cuda.current_device()).device == torch.device("cpu")
     assert weight.type() == "torch.FloatTensor"
+
+
+@ranks(2)
+def test_right_loops_of_torch_are_equal_and_a_wrong_one_is_named(rank: int, world: int) -> None:
+    for layout in peers_right.PROGRAMS["torch"]:
+        answer, why = peers_right.answer_on_rank("torch", layout)
+        assert answer == "equal", why
+
+    def doubled() -> torch.nn.Module:
+        net = peers_right._net()
+        net[2].weight.register_hook(lambda grad: 2 * grad)
+        return torch.nn.parallel.DistributedDataParallel(net)
+
+    wrong = {"torch": {"doubled": lambda: peers_right._torch_report(doubled)}}
+    with mock.patch.object(peers_right, "PROGRAMS", wrong):
+        answer, why = peers_right.answer_on_rank("torch", "doubled")
+    assert answer == "wrong" and why.startswith("2.weight: "), why

@@ -19,9 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 import core_compat.megatron as mcore
+from benchmarks import right_megatron
+from benchmarks.right_megatron import Norm, OnTheCPU
 from core.checkpoint.tree_files import module_tree
 from core.groups.process_groups import ProcessGroups
 from core.models.gpt import GPTModel
@@ -65,18 +66,10 @@ def stock(path: str) -> Any:
 
 @contextlib.contextmanager
 def on_this_device() -> Iterator[None]:
-    """Stock's modules on the CPU where there is no GPU; its groups are destroyed at the end."""
-    warnings.simplefilter("ignore")
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-            patch.setattr(torch.cuda, "synchronize", lambda *device: None)
-            tracker = stock(".tensor_parallel.random").CudaRNGStatesTracker
-            patch.setattr(tracker, "fork", lambda self, name=None: contextlib.nullcontext())
-            # 0.16.1 asks for TransformerEngine's product by a name that it has only where that is installed.
-            patch.setattr(stock(".transformer.moe.moe_utils"), "te_general_gemm", None, raising=False)
+    """Stock's modules on the CPU if there is no GPU, installed if they are not."""
+    stock("")
+    with right_megatron.on_this_device():
         yield
-        stock(".parallel_state").destroy_model_parallel()
 
 
 @ranks(1)
@@ -112,15 +105,6 @@ def batch_of(step: int, part: int) -> tuple[torch.Tensor, ...]:
     words = torch.randint(64, (1, 17), generator=torch.Generator().manual_seed(10 * step + part))
     mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
     return words[:, :-1], torch.arange(16).unsqueeze(0), mask, words[:, 1:]
-
-
-class Norm(torch.nn.LayerNorm):
-    """A layer norm for sequence parallelism; stock's own needs apex or TransformerEngine for that."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps)
-        for param in self.parameters():
-            param.sequence_parallel = config.sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -335,19 +319,6 @@ def test_the_program_of_the_page_trains_stocks_gpt_and_our_own_reads_its_weights
     if reports:
         assert float(reports[0]["lm loss"]) == pytest.approx(float(names["whole"](tokens, labels).mean()), abs=1e-5)
         assert names["losses"][0] - names["losses"][-1] > 0.5
-
-
-class OnTheCPU(TorchFunctionMode):
-    """Stock's optimizers ask for 'cuda' by its name; here they get the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1:
-            return func(*args).replace("torch.", "torch.cuda.")
-        kwargs = dict(kwargs or {})
-        kwargs |= {"device": "cpu"} if str(kwargs.get("device")).startswith("cuda") else {}
-        return func(*args, **kwargs)
 
 
 STATES = {  # of a distributed optimizer, the kinds that any layout can read; of one that is not, in bf16

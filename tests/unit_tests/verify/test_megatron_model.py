@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,10 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.peers_right import PROGRAMS, answer_on_rank
+from benchmarks.right_megatron import Layout, OnTheCPU, report_of
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.verify import GradientReport, WrongGradientError, verify_with
-from tests.unit_tests.core_compat.test_megatron_stock import Layout, Norm, OnTheCPU, loss_step, on_this_device, stock
+from tests.unit_tests.core_compat.test_megatron_stock import on_this_device, stock
 from tests.unit_tests.ranks import ranks
 
 pytestmark = pytest.mark.nightly
@@ -117,97 +117,6 @@ def test_a_gated_layer_of_megatron_core_is_compared_section_by_section(rank: int
         assert report.ok and report.parameters == 29, str(report)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A layout of Megatron Core, with its own schedule and optimizer; and a fault in it."""
-
-    layout: Layout
-    tied: bool = False
-    microbatches: int = 2
-    break_model: Callable[[Any], None] | None = None  # before the wrap
-    break_step: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None  # around the step
-    found: str = ""  # text in the report of a wrong program
-
-
-def alone_groups(alone: Any) -> Any:
-    kind = stock(".process_groups_config").ProcessGroupCollection
-    names = ("tp", "pp", "cp", "embd", "pos_embd", "tp_cp", "dp", "dp_cp", "ep", "expt_tp", "expt_dp", "tp_ep")
-    return kind(**{name: alone for name in (*names, "tp_dp_cp", "tp_ep_pp")})
-
-
-def gpt_in(case: Case, alone: Any = None) -> Any:
-    """Stock's GPT: this rank's part, or the whole."""
-    layout, experts = case.layout, {}
-    if layout.ep > 1:
-        experts = dict(num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="allgather")
-        experts |= dict(moe_router_load_balancing_type="none", moe_ffn_hidden_size=16, add_bias_linear=False)
-    own = dict(tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp)
-    own |= dict(expert_model_parallel_size=layout.ep, sequence_parallel=layout.sequence)
-    config = stock(".transformer.transformer_config").TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
-        pipeline_dtype=torch.float32, use_cpu_initialization=True, **experts, **({} if alone else own),
-    )  # fmt: skip
-    layer = stock(".models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    blocks = stock(".transformer.transformer_block").TransformerBlockSubmodules
-    spec = blocks(layer_specs=[layer] * (2 if alone else 2 // layout.pp), layer_norm=Norm)
-    state = stock(".parallel_state")
-    place = {} if alone else {"pre_process": state.is_pipeline_first_stage()}
-    place |= {} if alone else {"post_process": state.is_pipeline_last_stage()}
-    groups = {"pg_collection": alone_groups(alone)} if alone else {}
-    return stock(".models.gpt.gpt_model").GPTModel(
-        config, spec, WORDS, LENGTH, share_embeddings_and_output_weights=case.tied, **place, **groups
-    )
-
-
-def report_of(case: Case) -> GradientReport:
-    """One step of Megatron's own loop, and the report about it."""
-    alone = dist.new_group([0])
-    torch.manual_seed(1)
-    with OnTheCPU():
-        model: Any = gpt_in(case)
-    if case.break_model is not None:
-        case.break_model(model)
-    theirs = stock(".distributed")
-    options = theirs.DistributedDataParallelConfig(use_distributed_optimizer=case.layout.sharded, bucket_size=2000)
-    model.config.finalize_model_grads_func = theirs.finalize_model_grads
-    model = theirs.DistributedDataParallel(model.config, options, model)
-    settings = stock(".optimizer").OptimizerConfig(
-        optimizer="adam", lr=0.1, clip_grad=0.01, use_distributed_optimizer=case.layout.sharded
-    )
-    with OnTheCPU():
-        optimizer = stock(".optimizer").get_megatron_optimizer(settings, [model])
-    check = verify_with(model, lambda: gpt_in(case, alone), whole_loss)
-    generator = torch.Generator().manual_seed(3 + stock(".parallel_state").get_data_parallel_rank())
-
-    def batches() -> Iterator[tuple[Tensor, ...]]:
-        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        for _ in range(case.microbatches):
-            tokens = torch.randint(WORDS, (3, LENGTH + 1), generator=generator)
-            yield tokens[:, :-1], torch.arange(LENGTH).expand(3, LENGTH), mask, tokens[:, 1:]
-
-    model.zero_grad_buffer()
-    try:
-        with contextlib.nullcontext() if case.break_step is None else case.break_step(model), OnTheCPU():
-            stock(".pipeline_parallel").get_forward_backward_func()(
-                forward_step_func=loss_step, data_iterator=batches(), model=[model],
-                num_microbatches=case.microbatches, seq_length=LENGTH, micro_batch_size=3, forward_only=False,
-            )  # fmt: skip
-            optimizer.step()
-    except WrongGradientError:
-        pass
-    assert check.report is not None
-    return check.report
-
-
-def whole_loss(model: nn.Module, *given: Tensor, labels: Tensor) -> Tensor:
-    """Megatron's loss asks for the groups of the layout, so the whole model's is torch's."""
-    if sum(1 for _ in model.children()) == 1:  # in its wrapper
-        losses: Tensor = model(*given, labels=labels)
-        return losses.mean()
-    return F.cross_entropy(model(*given).flatten(0, 1), labels.flatten())
-
-
 def untagged(model: Any) -> None:
     """A norm under sequence parallelism whose gradient no rule completes."""
     model.decoder.layers[1].pre_mlp_layernorm.weight.sequence_parallel = False
@@ -228,8 +137,8 @@ def unscaled(model: Any) -> Any:
     return mock.patch.object(model.buffers[0].buckets[-1], "gradient_scaling_factor", 1.0)
 
 
-def experts_averaged_again(model: Any) -> Any:
-    """Experts' gradients are divided by the expert data group's size, as dense ones are by the data group's."""
+def experts_not_divided(model: Any) -> Any:
+    """Experts' gradients are not divided by the number of data ranks."""
     for bucket in model.expert_parallel_buffers[0].buckets:
         bucket.gradient_scaling_factor = 1.0
     return contextlib.nullcontext()
@@ -247,46 +156,31 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 LAYER = "decoder.layers.1.mlp.linear_fc1"
-CASES = {
-    "data": Case(Layout()),
-    "data, sharded": Case(Layout(sharded=True)),
-    "tensor and sequence": Case(Layout(tp=2, sequence=True)),
-    "tensor, sharded": Case(Layout(tp=2, sharded=True)),
-    "pipeline": Case(Layout(pp=2), tied=True, microbatches=3),
-    "pipeline, sharded": Case(Layout(pp=2, sharded=True)),
-    "experts": Case(Layout(ep=2)),
-    "experts, sharded": Case(Layout(ep=2, sharded=True)),
-    "wrong: norm of sequence parallelism": Case(
-        Layout(tp=2, sequence=True), break_model=untagged, found="decoder.layers.1.pre_mlp_layernorm.weight"
+# A fault, and the parameter or factor that the report names.
+WRONG: dict[str, tuple[Layout, str]] = {
+    "norm of sequence parallelism": (
+        Layout(tp=2, sequence=True, break_model=untagged), "decoder.layers.1.pre_mlp_layernorm.weight"
     ),
-    "wrong: no sum of inputs' gradients": Case(Layout(tp=2), break_model=no_sum, found=LAYER),
-    "wrong: tied weight": Case(Layout(pp=2), tied=True, break_step=untied, found="embedding.word_embeddings.weight"),
-    "wrong: one bucket": Case(Layout(sharded=True), break_step=unscaled, found="2 times"),
-    "wrong: experts": Case(Layout(ep=2), break_step=experts_averaged_again, found="local_experts"),
-    "wrong: microbatches": Case(
-        Layout(sharded=True), break_step=doubled, found="decoder.layers.0.mlp.linear_fc1.weight"
-    ),
-}
+    "no sum of inputs' gradients": (Layout(tp=2, break_model=no_sum), LAYER),
+    "tied weight": (Layout(pp=2, tied=True, break_step=untied), "embedding.word_embeddings.weight"),
+    "one bucket": (Layout(sharded=True, break_step=unscaled), "2 times"),
+    "experts": (Layout(ep=2, break_step=experts_not_divided), "local_experts"),
+    "microbatches": (Layout(sharded=True, break_step=doubled), "layers.0.mlp.linear_fc1.weight"),
+}  # fmt: skip
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.in_suite()
-def test_megatrons_own_loop_is_compared_in_its_layouts(rank: int, world: int, name: str) -> None:
-    case = CASES[name]
-    with on_this_device():
-        layout = case.layout
-        stock(".parallel_state").initialize_model_parallel(layout.tp, layout.pp, expert_model_parallel_size=layout.ep)
-        report = report_of(case)
-    if case.found:
-        assert not report.ok and case.found in str(report), str(report)
-    else:
-        assert report.ok and not report.notes, str(report)
+@pytest.mark.parametrize("layout", PROGRAMS["Megatron Core"])
+def test_a_right_program_of_megatrons_own_loop_gives_no_alarm(rank: int, world: int, layout: str) -> None:
+    stock("")
+    answer, why = answer_on_rank("Megatron Core", layout)
+    assert answer == ("not read" if "virtual" in layout else "equal"), why
 
 
-@ranks(2)
-def test_what_is_not_read_of_megatron_core_is_refused(rank: int, world: int) -> None:
+@ranks(2, 4)
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_fault_in_megatrons_own_loop_is_found_and_placed(rank: int, world: int, fault: str) -> None:
+    layout, named = WRONG[fault]
     with on_this_device():
-        stock(".parallel_state").initialize_model_parallel(1, 2, 2)
-        with pytest.raises(ValueError, match="virtual_pipeline_model_parallel_size above 1, of which the parts"):
-            verify_with(nn.Linear(2, 2), lambda: nn.Linear(2, 2), loss_of)
+        report = report_of(layout)
+    assert not report.ok and named in str(report), str(report)
