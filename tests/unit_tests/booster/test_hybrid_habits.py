@@ -1,8 +1,9 @@
-"""Random trainings of split Hugging Face models: each is that of one process. A failing case is shown with its seed."""
+"""Random trainings of boosted Hugging Face models: each is that of one process. A failing case has its seed."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,15 @@ import torch
 pytest.importorskip("transformers")
 
 from core.booster import Booster
-from core.booster.plugin import HybridParallelPlugin
+from core.booster.plugin import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 from core.verify.in_double import InDouble
+from tests.unit_tests.booster.booster_reference import whole_weights
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 
@@ -24,6 +32,14 @@ FROZEN: dict[str, tuple[str, ...]] = {
     "upper layers": ("model.layers.2.", "model.layers.3.", "model.norm", "lm_head"),
     "embedding": ("model.embed_tokens", "lm_head"),
     "one layer": ("model.layers.1.",),
+}
+# Plugins of data ranks alone, by their norm to clip at; torch's are clipped by a call.
+OF_TORCH = {"torch's DDP": TorchDDPPlugin, "torch's FSDP": TorchFSDPPlugin}
+OF_DATA: dict[str, Callable[[float], Any]] = {
+    "Gemini": lambda norm: GeminiPlugin(precision="fp32", max_norm=norm, min_chunk_size_m=0, search_range_m=0),
+    "ZeRO 1": lambda norm: LowLevelZeroPlugin(1, "fp32", max_norm=norm),
+    "ZeRO 2": lambda norm: LowLevelZeroPlugin(2, "fp32", max_norm=norm),
+    **{name: lambda norm, made=made: made() for name, made in OF_TORCH.items()},
 }
 
 
@@ -42,12 +58,15 @@ class Case:
     max_norm: float
     accumulates: bool
     num_items: bool
+    plugin: str  # of OF_DATA, or "hybrid"
+    evaluates: bool  # in the middle of a step
 
 
 def draw(seed: int) -> Case:
     rng = random.Random(seed)
-    tp, pp = rng.choice([(1, 2), (2, 2), (2, 1), (1, 1)])
-    accumulates = rng.random() < 0.3
+    tp, pp = rng.choice([(1, 2), (2, 2), (2, 1), (1, 1), (1, 1)])
+    plugin = rng.choice(["hybrid", *OF_DATA]) if (tp, pp) == (1, 1) else "hybrid"
+    accumulates = plugin != "Gemini" and rng.random() < 0.3
     options: dict[str, Any] = {"zero_stage": rng.choice([0, 1, 2, 3])}
     if tp > 1 and rng.random() < 0.5:
         options |= {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
@@ -63,6 +82,8 @@ def draw(seed: int) -> Case:
         rng.choice([0.0, 0.3]),
         accumulates,
         accumulates or rng.random() < 0.3,  # of two halves no rank knows the whole count
+        plugin,
+        rng.random() < 0.4,
     )
 
 
@@ -109,8 +130,12 @@ def check(case: Case) -> None:
     with InDouble():
         reference, expected = trained_alone(case, data_ranks)
         micro = {"num_microbatches": 2 if case.accumulates else ROWS} if case.pp > 1 else {}
-        plugin = HybridParallelPlugin(
-            case.tp, case.pp, precision="fp32", max_norm=case.max_norm, **{**micro, **case.options}
+        plugin: Any = (
+            OF_DATA[case.plugin](case.max_norm)
+            if case.plugin in OF_DATA
+            else HybridParallelPlugin(
+                case.tp, case.pp, precision="fp32", max_norm=case.max_norm, **{**micro, **case.options}
+            )
         )
         booster = Booster(plugin=plugin)
         model = built(case)
@@ -125,15 +150,22 @@ def check(case: Case) -> None:
                 part: dict[str, Any] = {name: value[half] for name, value in batch.items()}
                 if case.num_items:
                     part["num_items_in_batch"] = count
+                if case.evaluates:
+                    with torch.no_grad():
+                        run(booster, model.eval(), optimizer, case, batch_of(case, step, 7 + plugin.data_rank()))
+                    model.train()
                 if number < len(halves) - 1:
                     with booster.no_sync(model, optimizer):
                         total += backward(booster, model, optimizer, case, part)
                 else:
                     total += backward(booster, model, optimizer, case, part)
+            if case.plugin in OF_TORCH and case.max_norm:
+                optimizer.clip_grad_by_norm(case.max_norm)
             optimizer.step()
             assert total == pytest.approx(expected[step], abs=1e-8), f"{case}: step {step}"
         start = dict(built(case).named_parameters())
-        for name, value in booster.checkpoint_io.model_tensors(model):
+        of_torch = case.plugin in OF_TORCH
+        for name, value in whole_weights(model).items() if of_torch else booster.checkpoint_io.model_tensors(model):
             if name in start:
                 wanted = reference.get_parameter(name).detach()
                 torch.testing.assert_close(
@@ -141,11 +173,17 @@ def check(case: Case) -> None:
                 )
 
 
-def backward(booster: Booster, model: Any, optimizer: Any, case: Case, part: dict[str, Any]) -> float:
+def run(booster: Booster, model: Any, optimizer: Any, case: Case, part: dict[str, Any]) -> torch.Tensor:
+    """The loss of a forward; with stages their backward has run."""
     if case.pp > 1:
-        return float(booster.execute_pipeline(iter([part]), model, None, optimizer)["loss"])
-    loss = model(**part).loss
-    booster.backward(loss, optimizer)
+        return booster.execute_pipeline(iter([part]), model, None, optimizer)["loss"]
+    return model(**part).loss
+
+
+def backward(booster: Booster, model: Any, optimizer: Any, case: Case, part: dict[str, Any]) -> float:
+    loss = run(booster, model, optimizer, case, part)
+    if case.pp == 1:
+        booster.backward(loss, optimizer)
     return float(loss.detach())
 
 
