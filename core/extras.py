@@ -1,4 +1,4 @@
-"""Optional packages: imported where they are used, with an error that names the extra that brings them."""
+"""Optional packages: imported on first use, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ def require_installed(package: str, needed_for: str, extra: str = "train") -> No
 
 
 def require(module: str, needed_for: str, extra: str = "train") -> Any:
-    """Import `module`, or raise MissingExtra saying what it is needed for and how to get it."""
+    """Import an optional module.
+
+    Args:
+        module: Name of the module.
+        needed_for: Purpose, for the error text.
+        extra: Extra that installs it.
+
+    Raises:
+        MissingExtra: If it is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The range a number must be in. NaN and bools are in no range, and a float such as 2.0 is no whole number."""
+    """Range of a number. NaN and bools are in no range, and the float 2.0 is not an integer."""
 
     kind: type  # Integral or Real
     low: float
@@ -51,9 +51,17 @@ BELOW_ONE = Range(Real, 0, 1, open_high=True)
 
 
 def check_ranges(config: Any, ranges: Mapping[str, Range], name: Callable[[str], str] = str) -> None:
-    """ValueError for the first field of a dataclass outside its range, or a field of type bool that is no bool.
+    """Check the fields of a dataclass against their ranges, and that fields of type bool are bools.
 
-    None is right where it is the field's default. name: what the message calls a field.
+    None is accepted if it is the field's default.
+
+    Args:
+        config: The dataclass instance.
+        ranges: Range by field name.
+        name: Returns the name of a field in the error text.
+
+    Raises:
+        ValueError: For the first field outside its range.
     """
     for field in fields(config):
         value = getattr(config, field.name)

@@ -27,11 +27,17 @@ else:
 
 
 class AcceleratorParts(Base):
-    """The differences from accelerate's class; `from core.integrations import Accelerator` is both.
+    """Mixin that adds data-parallel sharding to accelerate's Accelerator.
 
-    ddp_config: how gradients are kept and reduced, and what is sharded; None replicates everything, as torch's DDP.
-    The other arguments are accelerate's. Its plugins for DeepSpeed, FSDP and Megatron are refused, and so is a
-    ParallelismConfig that shards or splits. On one process everything is accelerate's own.
+    `from core.integrations import Accelerator` combines both. On one process accelerate's behaviour is unchanged.
+
+    Args:
+        ddp_config: Reduction and sharding of gradients. None replicates everything, as torch's DDP does.
+        kwargs: Arguments of accelerate's Accelerator.
+
+    Raises:
+        ValueError: If accelerate's plugins for DeepSpeed, FSDP or Megatron, or a splitting ParallelismConfig, are
+            passed.
     """
 
     def __init__(self, *args: Any, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:
@@ -40,9 +46,9 @@ class AcceleratorParts(Base):
         _check_plugins(given)
         _check_parallelism(given.get("parallelism_config"))
         super().__init__(*args, **kwargs)
-        _check_parallelism(self.parallelism_config)  # which environment variables may have made
+        _check_parallelism(self.parallelism_config)  # these environment variables may have created it
         self.ddp_config = config
-        self.evaluated: EvaluationLoader | None = None  # that a Trainer runs now
+        self.evaluated: EvaluationLoader | None = None  # a Trainer is running now
         self.replica_ranks = list(range(self.num_processes))  # one rank of each replica of the model
         if str(self.distributed_type.value) not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise ValueError(
@@ -73,7 +79,10 @@ class AcceleratorParts(Base):
     ) -> Any:
         """Move the model, put autocast around its forward, and wrap it. Collective.
 
-        evaluation_mode: True to leave it unwrapped; a later call wraps it, as where a Trainer evaluates, then trains.
+        Args:
+            model: A module that is not wrapped yet.
+            device_placement: False to leave the model on its device; None for accelerate's setting.
+            evaluation_mode: True to leave it unwrapped; a later call wraps it, if a Trainer evaluates first.
         """
         if isinstance(model, DistributedDataParallel) or not self.use_distributed:
             return super().prepare_model(model, device_placement, evaluation_mode)
@@ -92,7 +101,11 @@ class AcceleratorParts(Base):
         return wrapped
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Let the optimizer step this rank's part of its model. Collective. ValueError where no model is prepared."""
+        """Return an optimizer that steps this rank's part of its model. Collective.
+
+        Raises:
+            ValueError: If no model was prepared.
+        """
         if getattr(optimizer, "_is_accelerate_prepared", False) or not self.use_distributed:
             ours = getattr(optimizer, "optimizer", None)
             if isinstance(ours, LoopOptimizer) and ours.model_chunks[0] not in self._models:
@@ -118,7 +131,7 @@ class AcceleratorParts(Base):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As accelerate's; after the last microbatch of a step all gradients are whole. Collective then."""
+        """Run backward as accelerate does; after the last microbatch of a step, gradients are reduced. Collective then."""
         super().backward(loss, **kwargs)
         if self.sync_gradients:
             for model in self._wrapped():
@@ -147,7 +160,7 @@ class AcceleratorParts(Base):
         optimizer.clamp(clip_value)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """Refused where the job has several ranks: each step's reductions need all of them."""
+        """Raise an error in a job of several ranks: the reductions of each step need every rank."""
         if self.use_distributed:
             raise NotImplementedError(
                 "join_uneven_inputs: a rank without batches would leave the others waiting in a reduction; give all "
@@ -175,7 +188,7 @@ class AcceleratorParts(Base):
         return recursively_apply(of_replicas, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As accelerate's. In an evaluation of a Trainer `gather` has left out what does not count."""
+        """Gather as accelerate does. In an evaluation of a Trainer, `gather` already drops padding rows."""
         if self.evaluated is None or use_gather_object:
             return super().gather_for_metrics(input_data, use_gather_object)
         return self.gather(input_data)
@@ -183,7 +196,7 @@ class AcceleratorParts(Base):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """The model's whole state dict, without a prefix. Collective where parameters are sharded."""
+        """Return the model's full state dict, without a prefix. Collective if parameters are sharded."""
         if isinstance(model, DistributedDataParallel):
             return apart(model.state_dict())
         return super().get_state_dict(model, unwrap)
@@ -242,7 +255,7 @@ class AcceleratorParts(Base):
 
 
 def apart(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose tensors do not lie in one buffer, as safetensors wants it; tied weights stay one tensor."""
+    """Return a state dict whose tensors share no buffer, as safetensors needs. Tied weights stay one tensor."""
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     found = {}
     for name, value in state.items():
@@ -265,7 +278,7 @@ def with_tied(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def _check_parallelism(config: Any) -> None:
-    """Refuse a ParallelismConfig that asks accelerate to shard or split; replicas are what there is without one."""
+    """Raise ValueError for a ParallelismConfig that asks accelerate to shard or split. Replicas are the default."""
     instead = {
         "dp_shard_size": "say in ddp_config=DistributedDataParallelConfig(data_parallel_sharding_strategy=...) what to "
         "shard, and in num_distributed_optimizer_instances over how many ranks",

@@ -22,14 +22,17 @@ else:
 
 
 class StrategyParts(Base):
-    """The differences from Fabric's DDPStrategy; `from core.integrations import FabricStrategy` is both.
+    """Mixin that adds data-parallel sharding to Fabric's DDPStrategy.
+
+    `from core.integrations import FabricStrategy` combines both:
 
         strategy = FabricStrategy(DistributedDataParallelConfig(...))
         fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
         model, optimizer = fabric.setup(model, optimizer)
 
-    ddp_config: how gradients are kept and reduced, and what is sharded; None replicates everything, as torch's DDP. The
-    other arguments are those of Fabric's DDPStrategy without torch DDP's own, which are refused.
+    Args:
+        ddp_config: Reduction and sharding of gradients. None replicates everything, as torch's DDP does.
+        kwargs: Arguments of Fabric's DDPStrategy; torch DDP's own arguments are refused.
     """
 
     def __init__(self, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:
@@ -50,7 +53,11 @@ class StrategyParts(Base):
         return self.wrapped[-1]
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Let the optimizer step this rank's part of its model. Collective. ValueError where no model is set up."""
+        """Return an optimizer that steps this rank's part of its model. Collective.
+
+        Raises:
+            ValueError: If no model was set up.
+        """
         self._take_scaler()
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for model in self.wrapped:
@@ -76,7 +83,7 @@ class StrategyParts(Base):
         )
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward; outside `no_backward_sync` all gradients are whole then. Collective there."""
+        """Run backward. Outside `no_backward_sync` all gradients are reduced afterwards. Collective there."""
         super().backward(tensor, module, *args, **kwargs)
         for model in self.wrapped:
             if model.require_backward_grad_sync:
@@ -90,7 +97,7 @@ class StrategyParts(Base):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Have the step clip the whole gradient; returns its norm before. Collective."""
+        """Clip the gradients of the next step by their global norm, and return the norm before. Collective."""
         self._unscale(optimizer)
         norm: torch.Tensor = optimizer.clip(max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -101,7 +108,7 @@ class StrategyParts(Base):
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        """Bound each element of the whole gradient. Collective."""
+        """Clamp each element of the reduced gradients. Collective."""
         self._unscale(optimizer)
         optimizer.prepare_grads()
         optimizer.clamp(clip_val)
@@ -112,11 +119,11 @@ class StrategyParts(Base):
             scaler.unscale_(optimizer)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state dict, without a prefix. Collective where parameters are sharded."""
+        """Return the full state dict, without a prefix. Collective if parameters are sharded."""
         return module.state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a whole state dict. Collective where parameters are sharded."""
+        """Load a full state dict. Collective if parameters are sharded."""
         module.load_state_dict(state_dict, strict=strict)
 
 

@@ -22,16 +22,20 @@ else:
 
 
 class TrainerParts(Base):
-    """The differences from Transformers' class; `from core.integrations import Trainer` is both.
+    """Mixin that adds sharding and splitting to Transformers' Trainer.
+
+    `from core.integrations import Trainer` combines both. `save_model`, checkpoints and resuming work as in
+    Transformers: files hold full tensors.
 
         config = DistributedDataParallelConfig(...)
         trainer = Trainer(model, arguments, train_dataset=data, ddp_config=config)
         trainer.train()
 
-    ddp_config: how gradients are kept and reduced, and what is sharded; None replicates everything, as torch's DDP.
-    plugin: a HybridParallelPlugin, in its place, for a model that is split over tensor-parallel ranks and pipeline
-    stages (`LayoutParts`). The other arguments are Transformers'. `save_model`, checkpoints and resuming work as there:
-    files hold whole tensors.
+    Args:
+        ddp_config: Reduction and sharding of gradients. None replicates everything, as torch's DDP does.
+        plugin: HybridParallelPlugin for a model split over tensor-parallel ranks and stages; replaces ddp_config.
+        args: Arguments of Transformers' Trainer.
+        kwargs: Arguments of Transformers' Trainer.
     """
 
     def __init__(self, *args: Any, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:
@@ -57,9 +61,9 @@ class TrainerParts(Base):
             super().create_accelerator_and_postprocess()
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run Transformers' evaluation, on any number of ranks the one of one process. Collective.
+        """Evaluate with the same result on any number of ranks. Collective.
 
-        A batch's loss is that of its own rows, and counts by their number, each row once.
+        A batch's loss is the mean over its own rows, and each row counts once.
         """
         loader = EvaluationLoader.of(dataloader) if self.args.world_size > 1 else dataloader
         self.accelerator.evaluated = loader if isinstance(loader, EvaluationLoader) else None
@@ -74,7 +78,7 @@ class TrainerParts(Base):
         def of_each_rank(count: torch.Tensor) -> torch.Tensor:
             if self.accelerator.evaluated is not None:  # the loss of the batch alone
                 return count.expand(world)
-            counts: torch.Tensor = gather(count)  # of each replica
+            counts: torch.Tensor = gather(count)  # batches of each replica
             return counts.repeat_interleave(world // len(counts))
 
         with mock.patch.object(self.accelerator, "gather", of_each_rank):

@@ -22,7 +22,7 @@ from core.optimizer.step.inner_step import Factors, InnerStep
 
 
 class LoopOptimizer(AdoptedOptimizer):
-    """Reduces the gradients where the loop has not, and steps `user`, a torch optimizer over the model's parameters.
+    """Optimizer for other libraries' loops: reduces gradients if the loop has not, and steps a torch optimizer.
 
         config = DistributedDataParallelConfig(use_distributed_optimizer=True)
         model = DistributedDataParallel(None, config, model)
@@ -31,11 +31,16 @@ class LoopOptimizer(AdoptedOptimizer):
         optimizer.clip(1.0)
         optimizer.step()
 
-    Works with every sharding strategy. Param groups stay the user's own dictionaries, so a scheduler that was made
-    before drives it. A step whose gradients are not finite is skipped on all ranks, with a warning.
+    Works with every sharding strategy. Param groups stay the user's dictionaries, so an existing scheduler keeps
+    working. A step whose gradients are not finite is skipped on all ranks, with a warning. Collective: every rank
+    must create it and call its methods together.
 
-    Collective: every rank makes it and calls its methods together. Raises ValueError where the optimizer does not hold
-    exactly the model's trainable parameters, or must see whole parameters that shards may cut.
+    Args:
+        model: The wrapped model.
+        user: A torch optimizer over exactly the model's trainable parameters.
+
+    Raises:
+        ValueError: If `user` has other parameters, or needs full parameters that shards may cut.
     """
 
     def __init__(self, model: DistributedDataParallel, user: torch.optim.Optimizer) -> None:
@@ -52,9 +57,17 @@ class LoopOptimizer(AdoptedOptimizer):
         return super()._take_gradients()
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Have the step clip the whole gradient to `max_norm`; math.inf only measures. Returns the norm before, 0-dim.
+        """Clip the gradients of the next step by their global norm.
 
-        Raises ValueError for a limit that is not positive, or another norm than the 2-norm.
+        Args:
+            max_norm: Limit of the norm; math.inf only measures.
+            norm_type: Must be the optimizer's norm, 2.
+
+        Returns:
+            The norm before clipping, 0-dim.
+
+        Raises:
+            ValueError: If the limit is not positive, or another norm is requested.
         """
         check_max_norm(max_norm)
         if norm_type != self.config.grad_norm_type:
@@ -79,7 +92,7 @@ class LoopOptimizer(AdoptedOptimizer):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state as torch has it, with the names of parameters. Collective, but inside `collected`."""
+        """Return the full state as torch has it, with parameter names. Collective, except inside `collected`."""
         if self._collected is not None:
             return self._collected
         return whole_state_dict(self, self.param_names)
@@ -95,7 +108,7 @@ class LoopOptimizer(AdoptedOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a whole state, of this class or of the torch optimizer over the same parameters."""
+        """Load a full state dict of this class, or of the torch optimizer over the same parameters."""
         load_whole_state_dict(self, self.param_names, state_dict)
 
 
@@ -118,8 +131,12 @@ def _check_parameters(model: DistributedDataParallel, user: torch.optim.Optimize
 
 
 def config_or_default(given: DistributedDataParallelConfig | None) -> DistributedDataParallelConfig:
-    """As torch's DDP does, where it is not given: whole gradients on every rank, reduced during backward; the weights
-    of rank 0. Its buffers in any case, unless the config says False. Raises TypeError for another kind of object.
+    """Return the config, by default like torch's DDP: replicated gradients, overlapped reduction, rank 0's weights.
+
+    Buffers are broadcast from rank 0, unless the config says False.
+
+    Raises:
+        TypeError: If `given` is another kind of object.
     """
     if given is not None and not isinstance(given, DistributedDataParallelConfig):
         raise TypeError(
@@ -131,9 +148,13 @@ def config_or_default(given: DistributedDataParallelConfig | None) -> Distribute
 
 
 def data_parallel_groups(library: str) -> Any:
-    """parallel_state's groups, or a data group of all ranks. Collective where there are none yet.
+    """Return parallel_state's groups, or create a data group of all ranks. Collective if none exist yet.
 
-    Raises ValueError where ranks do not all have data of their own, as the library's data loaders take it.
+    Args:
+        library: Name of the library, for the error text.
+
+    Raises:
+        ValueError: If ranks of one model would get different batches from the library's data loaders.
     """
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
@@ -149,6 +170,6 @@ def data_parallel_groups(library: str) -> Any:
 
 
 def finalize_new(model: DistributedDataParallel) -> None:
-    """Reduce what a backward of this step has added. Collective; ranks must have run the same backwards."""
+    """Reduce the gradients that a backward of this step has added. Collective; ranks must have run the same backwards."""
     if model.reducer.open and model.reducer.gradients > 0:
         finalize_model_grads([model])

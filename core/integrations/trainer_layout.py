@@ -1,7 +1,7 @@
 """Transformers' Trainer over a model that HybridParallelPlugin splits: tensor parallelism, pipeline stages, replicas.
 
-Trainer's loop is Transformers' own. What a process asks of its model and optimizer there goes to the Booster: ranks of
-one replica get the same rows, a training step is a batch through the pipeline, and files hold the whole model.
+The training loop is Transformers'. Calls on the model and optimizer go to the Booster: ranks of one replica get the
+same rows, a training step runs one batch through the pipeline, and files hold the unsplit model.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class LayoutParts(Base):
             self.accelerator.lay_out(self.plugin)
 
     def get_tp_size(self) -> int:
-        """Number of ranks that have the same rows: those of a replica."""
+        """Return the number of ranks with the same rows: the ranks of a replica."""
         if self.plugin is None:
             return int(super().get_tp_size())
         return dist.get_world_size() // self.plugin.data_size()
@@ -203,7 +203,7 @@ class LayoutParts(Base):
             outcome = self.booster.execute_pipeline(iter([inputs]), self.boosted, _share)
         else:
             if num_items_in_batch is None:
-                parts = self.current_gradient_accumulation_steps  # which Transformers divides the loss by
+                parts = self.current_gradient_accumulation_steps  # Transformers divides the loss by it
             else:
                 inputs = {**inputs, NUM_ITEMS: num_items_in_batch}
             criterion = functools.partial(_share, parts=parts)
@@ -224,7 +224,7 @@ class LayoutParts(Base):
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Transformers' does. Collective: every rank calls it, and the first one writes the whole model."""
+        """Save as Transformers does. Collective: every rank must call it, and the first one writes the unsplit model."""
         if self.boosted is None or self.booster is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -303,7 +303,7 @@ def _check_given(plugin: HybridParallelPlugin, given: dict[str, Any]) -> None:
 
 
 def _check_overridden(plugin: HybridParallelPlugin, kind: type) -> None:
-    """ValueError for a subclass that computes in its own way what a pipeline computes."""
+    """Raise ValueError if a subclass overrides a computation that the pipeline performs."""
     for name in REPLACED if plugin.pp_size > 1 else ():
         for owner in kind.__mro__:
             if name in vars(owner) and owner is not LayoutParts and not _has_own_loss(owner):
