@@ -1,1 +1,1 @@
-"""The main job: configuration, data, launch, the training loop, and what it shows and writes."""
+"""The main job: configuration, data, launch, the training loop, and its output."""

@@ -26,7 +26,7 @@ FREE_MODEL_OPTIONS = frozenset(
 
 
 def check_root(options: CheckpointOptions) -> None:
-    """ConfigError where a run that begins would save among another run's checkpoints, and delete them under `keep`."""
+    """Raise ConfigError if a new run would save among another run's checkpoints, and delete them under `keep`."""
     if options.dir is None or options.resume or options.step is not None or not options.dir.exists():
         return
     # Torch's checkpoints take a second to import; the process that starts ranks does without where it need not look.
@@ -44,7 +44,7 @@ def check_root(options: CheckpointOptions) -> None:
 
 
 def check_saved_model(config: RunConfig) -> None:
-    """ConfigError where a run would resume a checkpoint of another model. Nothing is verified: loading does that."""
+    """Raise ConfigError if a run would resume another model's checkpoint. Files are verified when they are loaded."""
     options = config.checkpoint
     if options.dir is None or not (options.resume or options.step is not None) or not options.dir.exists():
         return
@@ -82,9 +82,15 @@ def as_json(config: RunConfig) -> dict[str, Any]:
 
 
 def compare_configurations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return in words what a resumed run does differently; ConfigError if it would be another model.
+    """Compare a saved configuration with the current one.
 
-    An option that either side does not know is left out: it has come or gone with a version.
+    Options that only one side has are ignored: they came or went with a version.
+
+    Returns:
+        A description of the differences.
+
+    Raises:
+        ConfigError: If the run would resume another model.
     """
     differences = {
         f"{section}.{name}": (value, now[section][name])

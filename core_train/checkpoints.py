@@ -1,4 +1,4 @@
-"""A job's checkpoints: when they are saved, what they contain, and what a resumed run must agree with."""
+"""Checkpoints of a job: when they are saved, their content, and the checks when a run resumes."""
 
 from __future__ import annotations
 
@@ -46,10 +46,13 @@ class JobCheckpoints:
         self.best = BestCheckpoint(self, root / BEST) if self.config.checkpoint.keep_best else None
 
     def resume(self) -> str:
-        """Bring back model, optimizer, scheduler, loss scale, random streams and the data's position.
+        """Restore model, optimizer, scheduler, loss scale, random streams and the position in the data.
 
-        Returns a sentence: where the run continues, or that it begins because there is no checkpoint. ConfigError for
-        one that does not fit this run.
+        Returns:
+            A sentence that says where the run continues, or that it begins because there is no checkpoint.
+
+        Raises:
+            ConfigError: If the checkpoint does not fit this run.
         """
         trainer, options = self.trainer, self.config.checkpoint
         try:
@@ -99,7 +102,13 @@ class JobCheckpoints:
             self.saved_step = self.trainer.step
 
     def save_into(self, root: Path, saver: CheckpointSaver | None, extra: Mapping[str, Any]) -> None:
-        """Save this step. extra: what else is kept of it."""
+        """Save this step.
+
+        Args:
+            root: Directory of checkpoints.
+            saver: The saver that writes to it.
+            extra: Further values for the manifest.
+        """
         trainer = self.trainer
         assert saver is not None, "saves come inside the with block"
         save_checkpoint(
@@ -147,9 +156,9 @@ class JobCheckpoints:
 
 
 class BestCheckpoint:
-    """The checkpoint with the lowest validation loss, alone in a directory of its own. Ranks call its methods together.
+    """Checkpoint with the lowest validation loss, in a separate directory. Collective: all ranks call its methods.
 
-    A better one is whole on the disk before the one before it is deleted.
+    A better one is complete on disk before the previous one is deleted.
     """
 
     def __init__(self, job: JobCheckpoints, root: Path) -> None:
@@ -181,7 +190,11 @@ class BestCheckpoint:
 
 
 def kept_of(extra: Mapping[str, Any], path: Path, *names: str) -> list[Any]:
-    """Return what a job keeps of itself in a checkpoint. ConfigError if another program has saved it."""
+    """Return the job's values in a checkpoint's `extra`.
+
+    Raises:
+        ConfigError: If another program saved it.
+    """
     missing = [name for name in names if name not in extra]
     if missing:
         raise ConfigError(
@@ -192,7 +205,7 @@ def kept_of(extra: Mapping[str, Any], path: Path, *names: str) -> list[Any]:
 
 
 def check_text(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """ConfigError where the position in the data would be one in other tokens, wherever they come from."""
+    """Raise ConfigError if the saved position in the data refers to other tokens."""
     if saved["digest"] == now["digest"]:
         return
     then, here = (f"{text['text']} ({text['tokens']:,} tokens, digest {text['digest'][:12]})" for text in (saved, now))

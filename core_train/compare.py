@@ -12,9 +12,10 @@ TOLERANCE = 1e-4  # nats
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the largest difference of each run's losses to those of the first, by the number of the step.
+    """Print each run's largest difference of losses to the first run, by step number.
 
-    1 where a difference is above TOLERANCE, 2 where a run cannot be read or has no step of the first.
+    Returns:
+        1 if a difference is above TOLERANCE, 2 if a run cannot be read or lacks the first run's steps, else 0.
     """
     directories = [Path(name) for name in (sys.argv[1:] if argv is None else argv)]
     asked = bool({"-h", "--help"} & set(map(str, directories)))
@@ -42,9 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_losses(run: Path) -> dict[int, float]:
-    """The loss of every step of a run, by the step's number; ValueError where there is none.
+    """Read the loss of every step of a run.
 
-    A resumed run may have written a step again: the last line of a step counts, and the output says so.
+    A resumed run may have written a step twice: the last line counts, and the output says so.
+
+    Returns:
+        Loss by step number.
+
+    Raises:
+        ValueError: If there is none.
     """
     path = run / "steps.jsonl"
     if not path.is_file():
@@ -69,7 +76,7 @@ def read_losses(run: Path) -> dict[int, float]:
 
 
 def largest_difference(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[int, float]:
-    """(step, difference) where the common steps are farthest apart; one that is no number is the farthest."""
+    """Return the step with the largest difference, and the difference. NaN counts as the largest."""
     differences = {step: abs(first[step] - second[step]) for step in sorted(first.keys() & second.keys())}
     if not differences:
         raise ValueError(f"the runs have no step in common: {ranges(first)} and {ranges(second)}")

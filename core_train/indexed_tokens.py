@@ -28,9 +28,14 @@ class Index:
 
 
 def read_index(prefix: Path) -> Index:
-    """Read and check NAME.idx against NAME.bin; `prefix` is NAME with its folder, with or without a suffix.
+    """Read and check NAME.idx against NAME.bin.
 
-    OSError where a file is not there; ValueError, by the file's name, for one that is something else, or is cut off.
+    Args:
+        prefix: Path of NAME, with or without a suffix.
+
+    Raises:
+        OSError: If a file is missing.
+        ValueError: If a file is truncated or has another format; the message names it.
     """
     bin_path, idx_path = files_of(prefix)
     for path in (bin_path, idx_path):
@@ -84,9 +89,12 @@ def files_of(prefix: Path) -> tuple[Path, Path]:
 
 
 def describe_indexed(prefix: Path, cache: Path) -> Path:
-    """Write to `cache` what the pair holds, under a name that its tokens decide; the path without a suffix.
+    """Write a description of the pair to `cache`, under a name derived from its tokens.
 
-    The tokens are read once, for their digest and the largest. A later start finds that by the files' times and sizes.
+    The tokens are read once, for their digest and maximum. Later starts identify them by the files' times and sizes.
+
+    Returns:
+        The path without a suffix.
     """
     index = read_index(prefix)
     bin_path, idx_path = files_of(prefix)

@@ -1,4 +1,4 @@
-"""A job on one rank: start the groups, build what the configuration says, train, write, stop."""
+"""A job on one rank: initialize groups, build the configured parts, train, write, stop."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class JobResult:
 
     losses: list[float]  # nats per byte, a step
     validation_loss: float | None
-    seconds: float  # of the steps
+    seconds: float  # time of the steps
     stopped: bool  # asked to stop before the last step
     best: tuple[int, float] | None = None  # (step, validation loss) whose weights the model has by keep_best
 
@@ -102,13 +102,13 @@ def on_started_ranks(
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-        # gloo's threads end with the last reference to their group, and models hold it in cycles. A thread that lets go
-        # of a tensor when the interpreter is gone aborts the process ("terminate called without an active exception").
+        # gloo's threads end with the last reference to their group, and models hold it in cycles. A thread that frees
+        # a tensor after the interpreter is gone aborts the process ("terminate called without an active exception").
         gc.collect()
 
 
 def choose_device(name: str, launch: Launch) -> torch.device:
-    """This rank's device; 'auto' takes CUDA only where every local rank has a device of its own."""
+    """Return this rank's device; 'auto' selects CUDA only if every local rank has a separate device."""
     devices = torch.cuda.device_count() if name != "cpu" else 0
     if name == "cuda" and devices < launch.local_world_size:
         raise RuntimeError(
@@ -192,9 +192,11 @@ def conduct(
 
 
 def claim_directory(config: RunConfig, saved: str | None) -> RunDirectory:
-    """The run's directory, locked by rank 0; where that fails, all ranks say why. Collective.
+    """Create and lock the run's directory on rank 0. Collective: if that fails, all ranks raise the error.
 
-    saved: the name of the directory of the run that is resumed; None for a run that begins.
+    Args:
+        config: The job's configuration.
+        saved: Name of the resumed run's directory; None for a new run.
     """
     parent, name = config.run.directory, config.run.name
     run: RunDirectory | None = None
@@ -227,11 +229,10 @@ def start_groups(config: JobConfig, plan: JobPlan) -> None:
 
 
 def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheckpoints | None = None) -> JobResult:
-    """Every step, then the validation loss. Collective; `reporter` on rank 0 alone.
+    """Run every step, then the validation. Collective; `reporter` is on rank 0 only.
 
-    A stop asked for on any rank ends the run after the step at hand, with a checkpoint and without the validation; in
-    the validation it ends that.
-    However it ends, also by an error, the reporter writes what there is.
+    A stop requested on any rank ends the run after the current step, with a checkpoint and without validation; a stop
+    during validation ends it. The reporter writes its files in every case, also after an error.
     """
     config = trainer.config
     losses: list[float] = []
@@ -309,7 +310,7 @@ def open_tokens(config: JobConfig, prepares_data: bool) -> TokenFile:
 
 
 def prepare_tokens(data: DataOptions) -> Path:
-    """Make the files of these options unless they are there; what is to be opened, without a suffix."""
+    """Create the token files of these options unless they exist, and return the path to open, without a suffix."""
     return prepare_token_file(data) if data.megatron is None else describe_indexed(data.megatron, data.cache)
 
 
@@ -359,7 +360,7 @@ def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: t
     optimizer = get_megatron_optimizer(
         optimizer_config(config.optimizer, config.model.dtype), chunks, pg_collection=groups
     )
-    model_config.grad_scale_func = optimizer.scale_loss  # of a pipeline's losses
+    model_config.grad_scale_func = optimizer.scale_loss  # scales a pipeline's losses
     scheduler = make_scheduler(config, optimizer)
     runner = None
     if plan.layout.pp > 1:

@@ -41,14 +41,20 @@ DRY_RUN, DEVICE = "--dry-run", "--device"  # plan the job, and start nothing; fo
 
 @dataclass(frozen=True)
 class Command(Generic[Config, Plan]):
-    """A job as a command: what its arguments are, what is refused before ranks start, and what a rank runs.
+    """A job as a command: its arguments, the checks before ranks start, and the function of a rank.
 
-    load: the configuration of some arguments. plan: its sizes on so many ranks. check: what a machine must have for so
-    many of its ranks. check_places: checks that what a job of so many ranks reads is there, and that it can write.
-    run: one rank's part. dry_run: prints the plan of a job of so many ranks, so many of them here, for a device or None
-    for this machine, and gives the exit status; the last argument is the result of check_places, None if it was not
-    called. check_fit: refuses what so many ranks, so many of them here, cannot hold. All but `run` raise ConfigError,
-    or MissingExtra.
+    All functions but `run` raise ConfigError or MissingExtra.
+
+    Attributes:
+        load: Parses arguments into a configuration.
+        plan: Returns the sizes on a number of ranks.
+        check: Checks that a machine can run a number of ranks.
+        check_places: Checks that inputs exist and outputs can be written.
+        run: Runs one rank.
+        dry_run: Prints the plan for (ranks, ranks here, device or None for this machine, result of check_places or
+            None)
+            and returns the exit status.
+        check_fit: Refuses a job that does not fit into memory.
     """
 
     load: Callable[[list[str]], Config]
@@ -122,10 +128,10 @@ def _run(command: Command[Any, Any], arguments: list[str]) -> int:
             command.run(config, plan, launch)
     except ConfigError as error:
         return _refuse(error, launch)
-    except CheckpointError as error:  # of a save; all ranks have it
+    except CheckpointError as error:  # a save failed; all ranks have the error
         _refuse(error, launch)
         return FAILURE
-    except PeerLost as error:  # of other ranks: where this one waited says no more than the message does
+    except PeerLost as error:  # an error of other ranks: this rank's traceback adds nothing to the message
         print(f"error: {error}", file=sys.stderr)
         return FAILURE
     return 0
@@ -177,9 +183,10 @@ def _dry_run_pretraining(
 
 
 def check_fit(config: JobConfig, ranks: int, ranks_here: int) -> None:
-    """Find out by the plan whether the job cannot fit, and by its sizes. A job that is far from it is not planned.
+    """Refuse a job that cannot fit into memory, by its plan and by its sizes.
 
-    The plan comes first, because it says what would make the job fit; but not of so many layers that it takes long.
+    The plan comes first, because it suggests changes that fit. It is skipped if the sizes are far too large or there
+    are so many layers that planning takes long.
     """
     if not config.run.check_memory:
         return
@@ -220,7 +227,7 @@ def check_room(config: JobConfig, ranks_here: int) -> None:
 
 
 def check_extras(config: JobConfig) -> None:
-    """Find out now, not at the end of the run, whether what was asked for is installed."""
+    """Raise MissingExtra now, and not at the end of the run, if a requested package is not installed."""
     check_logging(config)
     if config.data.dataset is not None:
         require_installed("datasets", f"--data.dataset {config.data.dataset}", "data")
@@ -229,7 +236,7 @@ def check_extras(config: JobConfig) -> None:
 
 
 def check_logging(config: RunConfig) -> None:
-    """Find out whether what a run is to show and write can be shown and written."""
+    """Check that the requested output of a run can be shown and written."""
     if config.logging.plots:
         require_installed("matplotlib", "drawing the plots (or give --logging.no-plots)")
     for name in config.logging.trackers:
@@ -246,7 +253,7 @@ def check_run_places(config: RunConfig, cache: Path) -> None:
 
 
 def check_places(config: JobConfig, ranks: int) -> None:
-    """Find out before ranks start whether what is to be read is there, and what is to be written is free."""
+    """Check before ranks start that inputs exist and outputs can be written."""
     check_run_places(config, config.data.cache)
     check_saved_model(config)
     if config.data.tokenizer not in ("bytes", "bpe"):
@@ -298,7 +305,7 @@ def check_source(data: DataOptions) -> int | None:
 
 
 def _refuse(error: Exception, launch: Launch | None) -> int:
-    """Say once what is wrong; all ranks have found the same."""
+    """Print an error once; all ranks have the same error."""
     say_once(f"error: {error}", launch, os.environ)
     return USAGE_ERROR
 

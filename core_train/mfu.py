@@ -1,8 +1,8 @@
-"""MFU, model FLOP/s utilization: what share of a device's peak a step's arithmetic needs. Pure numbers.
+"""MFU, model FLOP/s utilization: a step's arithmetic as a share of a device's peak. Pure numbers.
 
 6 N + 12 L H T operations a token, forward and backward (Chowdhery et al. 2022, PaLM, appendix B). N: weights that a
-token is multiplied by; L, H: layers and their width; T: tokens of a sequence. Attention counts as if it were not causal
-and nothing as if it were computed twice, as there.
+token is multiplied by; L, H: layers and their width; T: tokens of a sequence. As in the paper, attention counts as
+if it were not causal, and recomputation does not count.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def peak_tflops(device_name: str, given: float | None) -> float | None:
 
 
 def peak_of(device: torch.device, dtype: str, given: float | None) -> float | None:
-    """The peak, in TFLOP/s, of a rank's device for a model in `dtype`; None where it is not known."""
+    """Return the peak of a rank's device for a model in `dtype`, in TFLOP/s. None if it is unknown."""
     if given is not None or device.type != "cuda" or dtype not in ("bfloat16", "float16"):
         return given
     return peak_tflops(torch.cuda.get_device_name(device), None)
 
 
 def flops_of_token(model: ModelOptions, vocab_size: int) -> float:
-    """Operations for one token of the GPT, forward and backward; of experts those that the token goes to."""
+    """Count the operations for one token of the GPT, forward and backward; only the token's experts count."""
     width = model.hidden_size
     weights = count_parameters(replace(model, vocab_size=vocab_size), model.moe_router_topk)
     if model.num_experts is not None:

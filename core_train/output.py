@@ -17,9 +17,10 @@ class Output:
     """A text stream whose writes do not raise. `is_gone` is True once no process can read it any more."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        """stream: None where the process was started with this descriptor closed.
+        """Wrap a stream. Characters that the terminal's encoding lacks are written as escapes.
 
-        Names of files may hold what the terminal's encoding has not: it is written as an escape.
+        Args:
+            stream: The stream; None if the process was started with this descriptor closed.
         """
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -28,7 +29,7 @@ class Output:
         self.has_warned = False
 
     def write(self, text: str) -> int:
-        """Write, or drop the text where that fails."""
+        """Write the text; drop it if writing fails."""
         if self.stream is not None and not self.is_gone:
             try:
                 self.stream.write(text)
@@ -37,7 +38,7 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """Flush, or drop what is buffered where that fails."""
+        """Flush; drop the buffered text if flushing fails."""
         if self.stream is not None and not self.is_gone:
             try:
                 self.stream.flush()
@@ -52,7 +53,7 @@ class Output:
         return getattr(self.stream, name)
 
     def end(self) -> None:
-        """Flush for the last time. The interpreter would report text that is left as an error of its own."""
+        """Flush a last time. The interpreter would report remaining text as a separate error."""
         self.flush()
         with contextlib.suppress(OSError, ValueError):
             if self.stream is not None:

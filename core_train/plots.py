@@ -72,9 +72,9 @@ def draw_bucket_timeline(path: Path, trace: StepTrace) -> None:
 
 
 def draw_schedule(path: Path, traces: Sequence[StepTrace]) -> None:
-    """One step of all ranks: what the main thread of each did, and below it its reductions in flight; gaps are bubbles.
+    """Draw one step of all ranks: each main thread's work, with its reductions in flight below. Gaps are bubbles.
 
-    Ranks of one machine share a clock; those of several machines are drawn as if they did.
+    Ranks of one machine share a clock; ranks of several machines are drawn as if they did.
     """
     last = max(trace.step for trace in traces)
     step = sorted((trace for trace in traces if trace.step == last), key=lambda trace: trace.rank)

@@ -1,4 +1,4 @@
-"""--profile: what torch's profiler sees of a few steps, with the names of their parts and collectives."""
+"""--profile: torch's profile of a few steps, with the names of their parts and collectives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ SKIPPED, WARM_UP, ACTIVE = 1, 1, 3  # steps: the first allocates
 
 
 def profiler_of(directory: Path) -> Any:
-    """A torch profiler whose `step` is called after each step; writes `directory`/profile.json when its steps are over.
+    """Return a torch profiler that writes `directory`/profile.json when its steps are over. Call `step` after each
+    step.
 
-    A context manager. A run that ends before leaves what there is, if a step was recorded.
+    A context manager. A run that ends earlier writes the recorded steps, if any.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Reporter: what rank 0 shows while a job runs, and the files it leaves in the run's directory."""
+"""Reporter: rank 0's output while a job runs, and its files in the run's directory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,16 @@ class Reporter:
         unit: str = GptTrainer.unit,
         hint: str = GENERATE,
     ) -> None:
-        """unit: of the losses. hint: what can be done with the run's checkpoint, if anything."""
+        """Create the output of a run.
+
+        Args:
+            config: The job's configuration.
+            plan: Sizes of the run.
+            directory: The run's directory.
+            after_step: Step after which the run begins.
+            unit: Unit of the losses.
+            hint: Returns a hint for using the run's checkpoint, if any.
+        """
         self.unit = unit
         self.hint = hint
         self.config = config
@@ -52,13 +61,13 @@ class Reporter:
         self.progress = make_progress(config.run.last_step, config.logging.print_every)
         self.validation_loss: float | None = None
         self.validation_metrics: Mapping[str, float] = {}
-        self.kept: Path | None = None  # where the run's last checkpoint is
+        self.kept: Path | None = None  # path of the run's last checkpoint
         self.last_trace: StepTrace | None = None
         self.started_s = time.perf_counter()
         self.step_started_s = self.step_ended_s = self.started_s
 
     def end_step(self) -> None:
-        """The step has ended; what comes until it is shown is not counted as its time."""
+        """End the timing of a step; time until it is shown does not count."""
         self.step_ended_s = time.perf_counter()
 
     def show_step(self, result: StepResult, trainer: Trainer, validation_loss: float | None = None) -> None:

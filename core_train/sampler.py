@@ -43,7 +43,7 @@ class GlobalBatchSampler:
         return np.concatenate(parts)
 
     def state_dict(self) -> dict[str, int]:
-        """The position, and what it is a position in."""
+        """Return the position, and an identification of the data."""
         return {"consumed": self.consumed, "seed": self.seed, "num_windows": self.num_windows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The second Ctrl-C ends a rank, also where its main thread waits in a collective and hears no signal."""
+"""The second Ctrl-C ends a rank, also if its main thread waits in a collective and receives no signal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ END_S = 3.0  # after the second Ctrl-C, until a rank that still runs is ended
 
 
 class EndAtSecondInterrupt:
-    """Inside it, a thread hears the signals of this process. A context manager; entered in the main thread.
+    """Context manager in which a thread receives this process's signals. Enter it in the main thread.
 
-    says: True on the rank that prints what the first Ctrl-C does.
+    Args:
+        says: True on the rank that prints the effect of the first Ctrl-C.
     """
 
     def __init__(self, *, says: bool) -> None:

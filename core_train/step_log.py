@@ -14,7 +14,7 @@ from core_train.trackers import Tracker
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One line of steps.jsonl. Communication figures are those of rank 0's gradient reductions."""
+    """One line of steps.jsonl. Communication figures cover rank 0's gradient reductions."""
 
     step: int  # from 1
     loss: float  # nats per byte, mean over the whole global batch, before the update
@@ -24,21 +24,21 @@ class StepRecord:
     updated: bool
     step_ms: float
     tokens_per_s: float
-    exposed_ms: float  # that the step waited for gradient communication
-    hidden_share: float  # of the time collectives were in flight, the part that no rank waited for
+    exposed_ms: float  # time that the step waited for gradient communication
+    hidden_share: float  # share of the collectives' time in flight that no rank waited for
     bytes_sent: int
     collectives: int
     windows: int  # consumed since the start
     elapsed_s: float  # since the first step began
     validation_loss: float | None = None  # nats per byte, after the update; None where it was not taken
-    mfu: float | None = None  # of all devices; None where their peak is not known
+    mfu: float | None = None  # share over all devices; None if their peak is unknown
     slow_ranks: tuple[int, ...] = ()  # stragglers, as the rank watch names them
     metrics: Mapping[str, float] = field(default_factory=dict)  # as the loss, such as "accuracy"; most jobs have none
     validation_metrics: Mapping[str, float] = field(default_factory=dict)  # as the validation loss
 
 
 def read_records(path: Path) -> list[StepRecord]:
-    """The records of a steps.jsonl; none where there is no file. A line that a crash has cut ends them."""
+    """Read the records of a steps.jsonl; none if there is no file. A line cut by a crash ends them."""
     records: list[StepRecord] = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:

@@ -1,4 +1,4 @@
-"""StepTrace: what one rank did when in one step, as values that travel and can be drawn."""
+"""StepTrace: one rank's activity in one step, as values that can be sent and drawn."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ class Span:
 
 @dataclass(slots=True)
 class StepTrace:
-    """The spans of one step on one rank, and the collectives of its buckets: gradients', and parameters' where they
-    are sharded.
-    """
+    """Spans of one step on one rank, and the collectives of its gradient buckets and, if sharded, parameter buckets."""
 
     rank: int
     step: int

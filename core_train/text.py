@@ -41,9 +41,11 @@ def digest_of(documents: Iterable[bytes]) -> str:
 
 
 def open_text(paths: Sequence[Path]) -> Text:
-    """The files and directories given, or the source of the Python standard library when none are.
+    """Read the given files and directories, or by default the source of the Python standard library.
 
-    OSError or ValueError where they are not there, or all of them are empty.
+    Raises:
+        OSError: If one is missing.
+        ValueError: If all of them are empty.
     """
     text = text_of_paths(paths) if paths else standard_library()
     refused = next((file for file in text.files if not os.access(file, os.R_OK)), None)

@@ -31,14 +31,11 @@ class TokenFileHeader:
     tokens: int
     vocab_size: int
     dtype: str
-    digest: str  # of the tokens
+    digest: str  # digest of the tokens
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text one token stands for, on average over the whole text; 1 for bytes but for the end marks.
-
-        1 where the text is not known.
-        """
+        """Average bytes of text per token: 1 for bytes, apart from end marks, or if the text is unknown."""
         return self.text_bytes / self.tokens if self.text_bytes else 1.0
 
     @property
@@ -69,9 +66,9 @@ class TokenFile:
 
 
 def prepare_token_file(options: DataOptions) -> Path:
-    """Make the token file of these options unless it is there, whole; its path without a suffix.
+    """Create the token file of these options unless it exists, and return its path without a suffix.
 
-    Safe to call from several processes: files appear whole, under a name that their content decides.
+    Safe to call from several processes: files appear complete, under a name derived from their content.
     """
     text = source_of(options)
     text_digest = text.digest()
@@ -108,7 +105,7 @@ def make_tokenizer(options: DataOptions, text: Text | DatasetText, text_digest: 
     if options.tokenizer != "bpe":
         return read_tokenizer(Path(options.tokenizer))
     path = _bpe_path(options, text_digest)
-    digest = path.with_suffix(".sha256")  # of the tokenizer
+    digest = path.with_suffix(".sha256")  # digest of the tokenizer
     if not digest.is_file() or not path.is_file() or _sha256(path) != digest.read_bytes():
         tokenizer = train_bpe(text.documents(), options.bpe_vocab_size)
         write_whole(path, tokenizer.tokenizer.to_str().encode())
@@ -164,7 +161,7 @@ def write_header(path: Path, header: TokenFileHeader) -> None:
 
 
 def read_header(path: Path) -> TokenFileHeader:
-    """The header as it was written; ValueError where the file has another content."""
+    """Read the header. Raise ValueError if the file has another format."""
     try:
         values = json.loads(path.read_bytes())
         saved = values.pop("sha256")
@@ -193,7 +190,7 @@ def open_token_file(path: Path, *, validation_fraction: float) -> TokenFile:
 
 
 def cut_off(tokens: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """(what is trained on, the last `fraction`, which is not)."""
+    """Split tokens into (training part, last `fraction`)."""
     cut = round(len(tokens) * (1 - fraction))
     return tokens[:cut], tokens[cut:]
 

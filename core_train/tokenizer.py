@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
     identity: str
 
     def encode(self, document: bytes) -> np.ndarray:
-        """[tokens], one document; an end mark is part of it where the tokenizer has one."""
+        """Encode one document to [tokens], with an end mark if the tokenizer has one."""
 
 
 class ByteTokenizer:

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from core.extras import require, require_installed
 
-Config = Mapping[str, Any]  # of a job, as nested dictionaries
+Config = Mapping[str, Any]  # options of a job, as nested dictionaries
 
 
 class Tracker(Protocol):
-    """Gets every step's numbers. A tracker of your own needs these two methods, and a row in TRACKERS."""
+    """Receiver of every step's numbers. Your own tracker needs these two methods, and a row in TRACKERS."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of a step (from 1), by their names in steps.jsonl; those that a step lacks are left out."""
+        """Record the numbers of a step (from 1), by their names in steps.jsonl; absent numbers are left out."""
 
     def close(self) -> None:
         """The run has ended."""
@@ -39,7 +39,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases. Its own variables (WANDB_PROJECT, WANDB_MODE, ...) say where it goes."""
+    """Weights & Biases run, configured by its environment variables (WANDB_PROJECT, WANDB_MODE, ...)."""
 
     def __init__(self, directory: Path, config: Config, after_step: int) -> None:
         wandb = require("wandb", flag_of("wandb"), "trackers")
@@ -57,7 +57,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow. Its own variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...) say where it goes."""
+    """MLflow run, configured by its environment variables (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, ...)."""
 
     def __init__(self, directory: Path, config: Config, after_step: int) -> None:
         mlflow = require("mlflow", flag_of("mlflow"), "trackers")
@@ -87,7 +87,7 @@ TRACKERS: dict[str, Callable[[Path, Config, int], Tracker]] = {
 
 
 def check_tracker(name: str) -> None:
-    """MissingExtra, before anything runs, where its package is not installed."""
+    """Raise MissingExtra if the tracker's package is not installed, before anything runs."""
     require_installed(name, flag_of(name), "train" if name == "tensorboard" else "trackers")
 
 

@@ -39,21 +39,21 @@ class StepResult:
     updated: bool
     stop: bool  # some rank was asked to stop
     trace: StepTrace
-    loss_scale: float = 1.0  # that the gradients were computed under
+    loss_scale: float = 1.0  # scale of the gradients
     metrics: Mapping[str, float] = field(default_factory=dict)  # means of what else the job counts
 
 
 class Trainer:
-    """Holds the parts of a run that a step needs. Every rank of the job calls every method together.
+    """Parts of a run that a step needs. Collective: every rank must call every method.
 
-    A job derives from it: it says what a batch is, and what losses a model gives for one.
+    Subclasses define a batch, and the losses of a model for a batch.
     """
 
-    unit = "nats per token"  # of the losses that are shown
+    unit = "nats per token"  # unit of the displayed losses
     flops_per_token: float | None = None  # operations, forward and backward; None where they are not counted
-    dtype = "float32"  # of the parameters
+    dtype = "float32"  # dtype of the parameters
     tokens_per_unit = 1.0  # a loss that is shown is the mean of the tokens' losses over this
-    metric_names: tuple[str, ...] = ()  # of the sums that come after the sum of the losses, if any
+    metric_names: tuple[str, ...] = ()  # names of the sums after the sum of the losses, if any
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Trainer:
         """tokens: the data; its `header` describes it. windows: how many there are to train on, and to validate on."""
         self.config = config
         self.plan = plan
-        self.chunks = list(chunks)  # of this rank: the model, or its stages of a pipeline
+        self.chunks = list(chunks)  # this rank's model, or its stages of a pipeline
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.tokens = tokens
@@ -80,7 +80,7 @@ class Trainer:
         self.windows = windows
         self.sampler = GlobalBatchSampler(windows[0], config.run.global_batch_size, config.run.seed)
         self.step = 0  # steps done
-        self.validation_metrics: dict[str, float] = {}  # of the last validation
+        self.validation_metrics: dict[str, float] = {}  # metrics of the last validation
 
     def train_step(self, *, stop_requested: bool = False) -> StepResult:
         """One optimizer step over the next global batch."""
@@ -109,7 +109,7 @@ class Trainer:
         return StepResult(loss, grad_norm, lr, updated, stop, trace, scale, metrics)
 
     def finalize_gradients(self) -> None:
-        """Wait for the gradients of a step, and do what is left to do with them."""
+        """Wait for the gradients of a step, and finalize them."""
         finalize_model_grads(self.chunks)
 
     def batch(self, tokens: Any, indices: np.ndarray) -> Batch:
@@ -119,9 +119,16 @@ class Trainer:
     def run_batches(
         self, batches: Sequence[Batch], indices: np.ndarray, loss_scale: float, trace: StepTrace
     ) -> torch.Tensor:
-        """Forward and backward of this rank's microbatches; the sum of their tokens' losses.
+        """Run forward and backward of this rank's microbatches.
 
-        With `metric_names` it is [1 + metrics], with their sums. indices: the windows of the whole global batch.
+        Args:
+            batches: The microbatches.
+            indices: Windows of the global batch.
+            loss_scale: Factor of each loss.
+            trace: Recorder of the step, if any.
+
+        Returns:
+            Sum of the tokens' losses. With `metric_names` [1 + metrics], with the metrics' sums.
         """
         raise NotImplementedError
 
@@ -170,10 +177,17 @@ class Trainer:
     def _mean_over_ranks(
         self, total: torch.Tensor, rank_tokens: int, stop: bool
     ) -> tuple[float, bool, dict[str, float]]:
-        """(the loss in `unit` over all ranks' tokens, whether any rank wants to stop, the means of the metrics).
+        """Average the loss over all ranks in one all-reduce of the world.
 
-        One all-reduce of the world. total: the sum of the losses, or [1 + metrics] with those of the metrics.
-        Tensor ranks bring the same sum and the same count, which leaves the ratio unchanged.
+        Tensor-parallel ranks contribute equal sums and counts, which leaves the ratio unchanged.
+
+        Args:
+            total: Sum of the losses, or [1 + metrics] with the metrics' sums.
+            rank_tokens: Number of tokens on this rank.
+            stop: True if this rank wants to stop.
+
+        Returns:
+            The loss in `unit` over all ranks' tokens, whether any rank wants to stop, and the means of the metrics.
         """
         sums = torch.cat([total.reshape(-1), total.new_tensor([float(rank_tokens), float(stop)])])
         with waiting("the mean loss", dist.group.WORLD):
@@ -185,7 +199,7 @@ class Trainer:
 
 
 class GptTrainer(Trainer):
-    """Trains a GPT, whole or in stages, on windows of one long text."""
+    """Trainer of a GPT, unsplit or in stages, on windows of one long text."""
 
     unit = "nats per byte"
 
@@ -205,7 +219,7 @@ class GptTrainer(Trainer):
         self.length = config.model.sequence_length
         windows = num_windows(tokens.train, self.length), num_windows(tokens.validation, self.length)
         super().__init__(config, plan, chunks, optimizer, tokens, groups, device, scheduler=scheduler, windows=windows)
-        self.runner = runner  # of the pipeline, where there is one
+        self.runner = runner  # runner of the pipeline, if any
         self.tokens_per_unit = tokens.header.bytes_per_token
         self.unit = tokens.header.loss_unit
         self.flops_per_token = flops_of_token(config.model, config.model.vocab_size or tokens.header.vocab_size)
@@ -220,7 +234,7 @@ class GptTrainer(Trainer):
         return self._run_pipeline(batches, trace)  # its grad_scale_func knows the scale
 
     def _run_whole(self, batches: Sequence[Batch], loss_scale: float, trace: StepTrace) -> torch.Tensor:
-        """Forward and backward of a model that is whole on this rank; the sum of its tokens' losses."""
+        """Run forward and backward of a model that is not split into stages; return the sum of its tokens' losses."""
         (model,) = self.chunks
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         weight = loss_scale / len(batches)

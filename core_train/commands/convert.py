@@ -1,8 +1,8 @@
-"""`python -m core convert`: a trained model as a directory of Hugging Face's transformers, and back. One process.
+"""`python -m core convert`: convert a trained model to a directory of transformers, and back. One process.
 
 convert runs/latest my-model       a directory that AutoModelForCausalLM.from_pretrained loads
 convert my-model runs/start        a checkpoint of step 0, for python -m core generate and load_checkpoint
-convert runs/finetune my-model     what fine-tuning has left, a run, checkpoints or an adapter, with adapters merged
+convert runs/finetune my-model     the result of fine-tuning, a run, checkpoints or an adapter, with adapters merged
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BYTES = 256  # the vocabulary of a model that was trained on bytes
 
 
 def export(place: Path, target: Path, *, step: int | None = None, shard_bytes: int) -> str:
-    """Write the model of a run for transformers; what was written, in a sentence."""
+    """Write the model of a run for transformers, and return a sentence about the files."""
     trained = load_trained(place, step)
     words = None if trained.tokenizer == UNKNOWN else words_of(place, trained)
     more = {} if words is None else dict.fromkeys(("bos_token_id", "eos_token_id"), words.end)
@@ -52,7 +52,7 @@ def export(place: Path, target: Path, *, step: int | None = None, shard_bytes: i
 
 
 def export_tuned(tuned: Tuned, target: Path, *, shard_bytes: int) -> str:
-    """Write what fine-tuning has left, with adapters merged, for transformers; what was written, in a sentence."""
+    """Write a fine-tuned model for transformers with adapters merged, and return a sentence about the files."""
     model = tuned.merged()
     model.save_pretrained(target, max_shard_size=shard_bytes)
     tuned.tokenizer.save_pretrained(target)
@@ -61,7 +61,7 @@ def export_tuned(tuned: Tuned, target: Path, *, shard_bytes: int) -> str:
 
 
 def bring_in(place: Path, target: Path) -> str:
-    """Write a model of transformers as a checkpoint of step 0; what was written, in a sentence."""
+    """Write a transformers model as a checkpoint of step 0, and return a sentence about the files."""
     theirs, state = read_transformers(place)
     options = options_for(theirs)
     model = GPTModel(dataclasses.replace(theirs, perform_initialization=False))
@@ -76,7 +76,7 @@ def bring_in(place: Path, target: Path) -> str:
 
 
 def tokenizer_in(place: Path) -> bytes | None:
-    """The bytes of a tokenizer's file, if there is one. ConfigError for another file under its name, or by a link."""
+    """Return the bytes of a tokenizer's file, if any. Raise ConfigError for a link, or another file under its name."""
     file = place / TOKENIZER
     if not file.exists():
         return None
@@ -91,7 +91,7 @@ def tokenizer_in(place: Path) -> bytes | None:
 
 
 def options_for(config: TransformerConfig) -> ModelOptions:
-    """The main job's options for a model. ConfigError names what they cannot say."""
+    """Return the main job's options for a model. Raise ConfigError for features that they cannot express."""
     options = ModelOptions(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert(options: Any) -> str:
-    """Convert the model; return what was written, in a sentence."""
+    """Convert the model, and return a sentence about the files."""
     source, target = Path(cached_model(str(options.source))), options.target
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; choose another target, or move it away")

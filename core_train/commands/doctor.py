@@ -1,7 +1,7 @@
-"""`python -m core doctor`: what this machine has for training, what is fast here, and what is missing.
+"""`python -m core doctor`: report this machine's hardware, fast kernels and missing packages.
 
-Each line is found alone: one that cannot be found says so, and the others are printed. Exit status 1
-if something is missing without which nothing trains.
+A check that fails prints its error, and the others continue. The exit status is 1 if a package that training needs
+is missing.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def optimizer() -> Line:
 
 
 def compiler() -> Line:
-    """torch.compile on the CPU needs a C++ compiler; nothing of ours does."""
+    """Report the C++ compiler, which torch.compile needs on the CPU."""
     found = next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
     return Line("ok", found) if found else Line("without", "no C++ compiler; only torch.compile needs one")
 

@@ -1,6 +1,6 @@
 """`python -m core generate runs/latest`: continue a text with a trained model of any layout.
 
-The model is a GPT of the main job, or one of transformers: what fine-tuning has left, or any directory of theirs.
+The model is a GPT of the main job, or a directory of transformers, such as a fine-tuned model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Forward = Callable[[Tensor], Tensor]  # token ids [1, s] to logits [s, 1, vocabu
 
 @dataclass(frozen=True)
 class Trained:
-    """A model as a run left it, whole. tokenizer: what turned text into its numbers, as --data.tokenizer said it."""
+    """Unsplit model of a run, with the tokenizer of --data.tokenizer."""
 
     model: GPTModel
     options: ModelOptions
@@ -101,9 +101,15 @@ def checkpoints_of(place: Path) -> Path:
 
 
 def load_trained(place: Path, step: int | None = None) -> Trained:
-    """The model of a run's directory, or of a directory of checkpoints, on the CPU, ready to answer.
+    """Load the model of a run's directory, or of a directory of checkpoints, on the CPU in eval mode.
 
-    step: that one; None for the newest that is intact. ConfigError or CheckpointError say what is wrong.
+    Args:
+        place: The directory.
+        step: Step of the checkpoint; None for the newest intact one.
+
+    Raises:
+        ConfigError: If the directory does not contain such a model.
+        CheckpointError: If no intact checkpoint is found.
     """
     root = checkpoints_of(place)
     found = find_intact(root, step)
@@ -209,7 +215,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def print_ours(options: argparse.Namespace) -> None:
-    """Print the text and what the main job's GPT makes of it, as it comes."""
+    """Print the text and its continuation by the main job's GPT, token by token."""
     if options.chat or options.tp > 1:
         raise ConfigError(
             f"--chat and --tp are for transformers models, but {options.place} contains a GPT of this project; leave "
@@ -235,16 +241,19 @@ def print_ours(options: argparse.Namespace) -> None:
     for token in made:
         tokens.append(token)
         text = words.decode(tokens)
-        if not text.endswith("\ufffd"):  # of a character's first bytes
+        if not text.endswith("\ufffd"):  # the first bytes of a character
             print(text[len(shown) :], end="", flush=True)
             shown = text
     print(words.decode(tokens)[len(shown) :])
 
 
 def print_theirs(tuned: Tuned, options: argparse.Namespace, shows: bool = True) -> None:
-    """Print what a model of transformers makes of the prompt, as it comes. Ranks of a split model call it together.
+    """Print a transformers model's continuation of the prompt, token by token. Collective if the model is split.
 
-    shows: True on the rank that prints.
+    Args:
+        tuned: The model's directory.
+        options: Options of the command.
+        shows: True on the rank that prints.
     """
     model, tokenizer = tuned
     if options.tokenizer is not None:
@@ -305,7 +314,7 @@ def print_split(options: argparse.Namespace, directory: Path, launch: Launch) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the text and what follows it; the exit status."""
+    """Print the text and its continuation, and return the exit status."""
     options = read_arguments(arguments)
     try:
         options.place = Path(cached_model(str(options.place)))

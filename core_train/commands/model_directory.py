@@ -110,7 +110,7 @@ def _loaded(
     auto: str | None = None,
     drawn: Callable[[Any], set[str]] | None = None,
 ) -> Any:
-    """Return the model of a directory, whose files are those that were saved."""
+    """Load the model of a directory and check that it uses every saved file."""
     look_at(directory)
     check_files(directory)
     configuration = read_configuration(directory)
@@ -132,11 +132,19 @@ def one_line(error: BaseException) -> str:
 
 
 def check_weights(where: str, directory: Path, model: Any, drawn: Collection[str] = ()) -> None:
-    """ConfigError where files are missing or broken, or hold another model. model: of the configuration.
+    """Check the weights of a directory against its configuration's model.
 
-    where: what names the directory, in the error. drawn: names of parameters that may be missing.
-    Transformers renames and fuses what some files hold. So a tensor is compared where it has a parameter's name, and
-    one is missing for certain only where all names in the files are the model's.
+    Transformers renames and fuses some tensors. So a tensor is compared only if it has a parameter's name, and is known
+    to be missing only if every name in the files is a parameter's.
+
+    Args:
+        where: Name of the directory, for the error text.
+        directory: The directory.
+        model: Model of the configuration.
+        drawn: Names of parameters that may be missing.
+
+    Raises:
+        ConfigError: If files are missing, broken, or of another model.
     """
     try:
         files = weight_files(directory)
@@ -181,9 +189,16 @@ def refuse_missing(where: str, names: list[str]) -> None:
 def model_of_files(
     kind: Any, directory: Path, drawn: Callable[[Any], set[str]] = lambda model: set(), **options: Any
 ) -> Any:
-    """The model that `kind.from_pretrained` makes of a directory. ConfigError where it would draw a weight at random.
+    """Return the model that `kind.from_pretrained` loads from a directory.
 
-    drawn: parameters of the model that the directory may lack. options: of from_pretrained.
+    Args:
+        kind: Class of transformers.
+        directory: The directory.
+        drawn: Parameters that the directory may lack.
+        options: Arguments of from_pretrained.
+
+    Raises:
+        ConfigError: If it would initialize another weight at random.
     """
     log = transformers_package().utils.logging
     said = log.get_verbosity()

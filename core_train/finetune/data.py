@@ -14,7 +14,7 @@ from core_train.commands.model_directory import one_line
 from core_train.finetune.config import TuneOptions
 
 KINDS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-CHAT = ("tools", "chat_template_kwargs")  # of any record of messages; templates read them
+CHAT = ("tools", "chat_template_kwargs")  # columns of message records; templates read them
 PAIRS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 # Task -> the columns of each kind of record, the first that is there counts.
 COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -96,7 +96,7 @@ def _read(names: Sequence[str], task: str, flag: str) -> tuple[Any, list[str]]:
         parts.append(rows.select_columns(kept))
     try:
         return datasets.concatenate_datasets(parts), sorted(unused)
-    except Exception as error:  # of columns whose types differ
+    except Exception as error:  # columns whose types differ
         raise ConfigError(f"{flag}: the files do not go together: {one_line(error)}") from error
 
 
