@@ -131,7 +131,7 @@ class AcceleratorParts(Base):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward as accelerate does; after the last microbatch of a step, gradients are reduced. Collective then."""
+        """Run backward as accelerate does; a step's last microbatch reduces the gradients. Collective then."""
         super().backward(loss, **kwargs)
         if self.sync_gradients:
             for model in self._wrapped():

@@ -170,6 +170,6 @@ def data_parallel_groups(library: str) -> Any:
 
 
 def finalize_new(model: DistributedDataParallel) -> None:
-    """Reduce the gradients that a backward of this step has added. Collective; ranks must have run the same backwards."""
+    """Reduce gradients that a backward of this step has added. Collective; ranks must have run the same backwards."""
     if model.reducer.open and model.reducer.gradients > 0:
         finalize_model_grads([model])

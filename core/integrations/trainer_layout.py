@@ -224,7 +224,7 @@ class LayoutParts(Base):
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as Transformers does. Collective: every rank must call it, and the first one writes the unsplit model."""
+        """Save as Transformers does. Collective: every rank must call it; the first one writes the unsplit model."""
         if self.boosted is None or self.booster is None:
             super().save_model(output_dir, _internal_call)
             return

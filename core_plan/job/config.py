@@ -32,7 +32,7 @@ class ModelOptions:
     share_embeddings_and_output_weights: bool = True  # one weight for the token embedding and the output
     # compute layers again in backward, or the parts of recompute_modules
     recompute_granularity: Literal["full", "selective"] | None = None
-    recompute_num_layers: int | None = None  # of each stage's layers the first so many are computed again; None for all
+    recompute_num_layers: int | None = None  # the first layers of each stage that are recomputed; None for all
     # parts for 'selective': core_attn, mlp, mlp_act, layernorm, moe, moe_act, shared_experts
     recompute_modules: tuple[str, ...] = ("core_attn",)
     # tokens whose logits are computed at a time, and again in backward; 0 for all; None: by the size of the logits
@@ -51,7 +51,7 @@ class ModelOptions:
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"  # how logits become an expert's weight
     moe_router_pre_softmax: bool = False  # softmax over all experts, before the best are chosen
     moe_router_enable_expert_bias: bool = False  # balance by a bias of each expert in the choice, without a loss
-    # of each sequence, so that a step does not depend on how a batch is cut into microbatches and data ranks
+    # per sequence, so that a step does not depend on how a batch is cut into microbatches and data ranks
     moe_router_load_balancing_type: Literal["seq_aux_loss", "aux_loss", "global_aux_loss", "none"] = "seq_aux_loss"
     moe_aux_loss_coeff: float = 1e-2  # weight of the balancing loss
     moe_z_loss_coeff: float | None = None  # weight of the loss that keeps router logits small; None for none
@@ -92,7 +92,7 @@ class ParallelOptions:
     sequence_parallel: bool | None = None  # None means wherever tp is larger than 1
     pp: int = 1  # pipeline parallel: stages of consecutive layers
     vpp: int = 1  # stages of a pipeline that one rank holds
-    # of a pipeline, a name of core.pipeline_parallel.SCHEDULES; None for 1F1B, or Interleaved1F1B over several stages
+    # schedule of a pipeline, in core.pipeline_parallel.SCHEDULES; None for 1F1B, or Interleaved1F1B over several stages
     # a rank
     schedule: str | None = None
     layers_per_stage: tuple[int, ...] = ()  # empty for as many on every stage
@@ -148,7 +148,7 @@ class DataOptions:
     # files, or directories searched for *.txt, *.md and *.py; empty for the source of the Python standard library
     text: tuple[Path, ...] = ()
     megatron: Path | None = None  # NAME of Megatron's NAME.bin and NAME.idx: tokens that are made already
-    # of the package `datasets`: a directory of save_to_disk, a kind of file (json, csv, parquet, text) whose files are
+    # for the package `datasets`: a directory of save_to_disk, a kind of file (json, csv, parquet, text) whose files are
     # in --data.text, or a name on the hub
     dataset: str | None = None
     split: str = "train"  # split of the data set
@@ -189,10 +189,10 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """When checkpoints are saved, what they contain, and whether to resume."""
+    """Options of saving checkpoints, their content, and resuming."""
 
     dir: Path | None = None  # a directory that all ranks share; None is for what at_end says
-    # where no dir is given: save in the directory of a run on one machine when it ends or is asked to stop
+    # without a dir: save in the directory of a run on one machine when it ends or is asked to stop
     at_end: bool = True
     every: int | None = None  # steps between saves; None saves only when the run ends or is asked to stop
     keep: int | None = None  # checkpoints that stay, the newest; None keeps all
@@ -201,7 +201,7 @@ class CheckpointOptions:
     asynchronous: bool = False  # write while training continues
     resume: bool = False  # continue from the newest intact checkpoint in dir; if there is none, begin
     step: int | None = None  # continue from this one, and no other
-    # which schedule of the learning rate applies after resuming; 'same' refuses one that is not the saved
+    # the learning rate's schedule after resuming; 'same' refuses one that is not the saved
     schedule: Literal["same", "saved", "given"] = "same"
 
 

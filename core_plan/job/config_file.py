@@ -68,7 +68,8 @@ FOREIGN_NAMES = {
 def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig:
     """Read `[--config FILE.toml ...] [--section.option value ...]` over the defaults.
 
-    Raises ConfigError, in one line, for what cannot be read.
+    Raises:
+        ConfigError: If something cannot be read; one line.
     """
     files, flags = split_config_files(argv)
     flags = spell_out(flags)
@@ -87,9 +88,18 @@ def read_over(
     about: str,
     short: Mapping[str, str] = OTHER_NAMES,
 ) -> Config:
-    """A configuration with the tables of TOML files over it, and flags over those. ConfigError in one line.
+    """Return a configuration overridden by the tables of TOML files, then by flags.
 
-    short: the flags that stand for another one.
+    Args:
+        config: The defaults.
+        tables: Tables of the files.
+        flags: The flags.
+        prog: Name of the command.
+        about: Its description.
+        short: Abbreviations of flags.
+
+    Raises:
+        ConfigError: If something cannot be read; one line.
     """
     for file, table in tables:
         config = merge(config, table, str(file))
@@ -118,15 +128,15 @@ def read_over(
 
 
 def saved_options(kind: type[Config], saved: Mapping[str, Any]) -> Config:
-    """Options as a checkpoint has them; those that have come or gone with a version are left out. Pure."""
+    """Return the options of a checkpoint, without those that this version lacks. Pure."""
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in saved.items() if name in known})
 
 
 def perhaps_meant(refusal: str, config: Any, short: Mapping[str, str]) -> str:
-    """Options that the unknown ones of a refusal resemble; empty where none does. Pure.
+    """Return options that resemble the unknown ones of a refusal; empty if none does. Pure.
 
-    The same word in another section, and a name of other trainers, come before what is spelled alike.
+    The same word in another section, and other trainers' names, come before similar spellings.
     """
     known = [
         flag(section.name, f"{no}{option.name}")
@@ -256,7 +266,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"there is no configuration file {path} (working directory {Path.cwd()})") from None
     except OSError as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of TOML, or of text that is no UTF-8
+    except (ValueError, RecursionError) as error:  # raised by TOML, or by text that is not UTF-8
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
@@ -313,5 +323,5 @@ def convert(value: Any, kind: Any, where: str) -> Any:
 
 
 def to_json(config: RunConfig) -> str:
-    """The whole configuration as indented JSON, for the run's directory."""
+    """Return the full configuration as indented JSON, for the run's directory."""
     return json.dumps(dataclasses.asdict(config), indent=2, default=str)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A job's configuration cannot be used as it stands."""
+    """Error of a job's configuration that cannot be used."""

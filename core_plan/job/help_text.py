@@ -20,7 +20,7 @@ COMMON = (
 
 
 def asks_for_help(flags: Sequence[str]) -> str | None:
-    """The group that is asked about, '' for the overview; None where no help is asked for."""
+    """Return the group that help is requested for, '' for the overview, None without a request."""
     for place, word in enumerate(flags):
         if word in ("-h", "--help"):
             after = "".join(flags[place + 1 : place + 2])
@@ -29,9 +29,17 @@ def asks_for_help(flags: Sequence[str]) -> str | None:
 
 
 def help_text(whole: str, config: Any, prog: str, about: str, group: str) -> str:
-    """The text to show. whole: tyro's own help of all options. group: from `asks_for_help`.
+    """Return the help text to show.
 
-    ConfigError for a group that there is not.
+    Args:
+        whole: tyro's help of all options.
+        config: The configuration.
+        prog: Name of the command.
+        about: Its description.
+        group: Result of `asks_for_help`.
+
+    Raises:
+        ConfigError: If there is no such group.
     """
     groups = {
         field.name: _entries(whole, field.name, getattr(config, field.name)) for field in dataclasses.fields(config)
@@ -71,7 +79,7 @@ def _title(section: Any) -> str:
 
 
 def _entries(whole: str, group: str, section: Any) -> list[str]:
-    """One text an option, out of tyro's help; where it has none, the docstring of the section's class has."""
+    """Return one text per option from tyro's help, or else from the docstring of the section's class."""
     texts_of = argument_texts(type(section))
     entries: list[list[str]] = []
     for line in whole.splitlines():

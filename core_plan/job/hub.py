@@ -17,7 +17,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def is_hub_name(path: str) -> bool:
-    """True for `org/name` that is no path of this machine, and lies in no directory of it."""
+    """True for `org/name` that is neither a path of this machine nor inside an existing directory."""
     if HUB_NAME.fullmatch(path) is None or path.endswith(FILES):
         return False
     return not Path(path).exists() and not Path(path).parent.exists()
@@ -51,9 +51,12 @@ def _snapshot(path: str, kind: Kind) -> Path | None:
 
 
 def how_to_download(path: str, kind: Kind, file: str = "") -> str:
-    """A sentence for the end of an error: the command that downloads `path`. Empty for what is no name on the Hub.
+    """Return a sentence for an error: the command that downloads `path`. Empty if it is not a name on the Hub.
 
-    file: the one that is enough.
+    Args:
+        path: The name.
+        kind: 'model' or 'dataset'.
+        file: The only file needed, if any.
     """
     if not is_hub_name(path):
         return ""

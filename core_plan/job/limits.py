@@ -44,7 +44,7 @@ RANGES: dict[str, dict[str, Range]] = {
         "validation_windows": SIZE,
         "validate_every": whole(0, SIZE.high),
         "seed": whole(0, 2**32 - 1),
-        **dict.fromkeys(("ranks", "threads_per_rank"), whole(1, 1024)),  # of one machine
+        **dict.fromkeys(("ranks", "threads_per_rank"), whole(1, 1024)),  # per machine
     },
     "checkpoint": {"every": SIZE, "keep": SIZE, "step": whole(0, SIZE.high)},
     "logging": {"print_every": SIZE, "peak_tflops": POSITIVE},

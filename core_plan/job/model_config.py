@@ -73,7 +73,11 @@ def ddp_config(config: JobConfig) -> DistributedDataParallelConfig:
 
 
 def zero_config(zero: int) -> DistributedDataParallelConfig:
-    """The wrapper's configuration of a Hugging Face model; zero: 0 to 3, what is sharded over data ranks."""
+    """Return the wrapper's configuration of a Hugging Face model.
+
+    Args:
+        zero: Stage of ZeRO, 0 to 3.
+    """
     return DistributedDataParallelConfig(
         data_parallel_sharding_strategy=STRATEGIES[zero],
         use_distributed_optimizer=zero > 0,

@@ -30,7 +30,7 @@ class BatchPlan:
     dp: int
     micro_batch_size: int  # windows in one forward of one rank
     num_microbatches: int  # forwards of one rank in one step
-    tokens_per_step: int  # of all ranks together
+    tokens_per_step: int  # tokens of all ranks together
 
     def describe_batch(self, config: RunConfig) -> str:
         """The arithmetic of a step, in words."""
@@ -44,7 +44,7 @@ class BatchPlan:
 class JobPlan(BatchPlan):
     """The resolved sizes of a job."""
 
-    layout: PipelineLayout  # where the layers lie
+    layout: PipelineLayout  # placement of the layers
 
     def describe(self, config: JobConfig) -> str:
         """One line for the log."""
@@ -82,7 +82,11 @@ def plan_job(config: JobConfig, world_size: int) -> JobPlan:
 def share_batch(
     grid: RankGrid, parallel: ParallelOptions, layout: PipelineLayout, global_batch: int, micro: int | None
 ) -> tuple[int, int]:
-    """(sequences of a microbatch, microbatches of a step) of one rank; ConfigError where the sizes do not divide."""
+    """Return the sequences of a microbatch and the microbatches of a step on one rank.
+
+    Raises:
+        ConfigError: If the sizes do not divide.
+    """
     arithmetic = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("tp", "cp", "pp"))
     dp = f"dp (world {grid.world_size} / ({arithmetic}) =)"
     check_divides("--run.global-batch-size", global_batch, dp, grid.dp, instead="other parallel sizes or ranks")
@@ -134,7 +138,7 @@ def _plan_layers(config: JobConfig) -> PipelineLayout:
 
 
 def default_micro_batch(share: int, parallel: ParallelOptions, layout: PipelineLayout) -> int:
-    """The whole share; in a pipeline what leaves at least two microbatches a stage of its first round, or else 1."""
+    """Return the rank's full share; in a pipeline, a size with two microbatches a stage in its first round, or else 1."""
     if parallel.pp == 1:
         return share
     kind = find_schedule(parallel.schedule_name)
@@ -161,13 +165,13 @@ def _check_the_rest(config: JobConfig) -> None:
 
 
 def _check_options(config: JobConfig) -> None:
-    """Check each option alone, and what checkpoints need."""
+    """Check each option alone, and the requirements of checkpoints."""
     check_numbers(config)
     check_run(config)
 
 
 def check_run(config: RunConfig) -> None:
-    """The names that a run is given, and what its checkpoints need."""
+    """Check a run's names, and the requirements of its checkpoints."""
     check_run_name(config.run.name)
     checkpoint = config.checkpoint
     asks = checkpoint.every is not None or checkpoint.resume or checkpoint.step is not None

@@ -108,7 +108,7 @@ class RunDisk:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """ConfigError where no directory can be made at `path`, or no file in it. Leaves nothing there."""
+    """Raise ConfigError if `path` cannot be created as a directory, or files in it. Leaves nothing behind."""
     place = path
     try:
         if "\0" in str(path):
@@ -123,7 +123,9 @@ def check_writable(path: Path, flag: str) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """The lock of a directory, which is made if need be; None while another holds it. The kernel frees a dead one's."""
+    """Lock a directory, which is created if needed. None if another process holds the lock; the kernel frees a dead
+    one's.
+    """
     path.mkdir(parents=True, exist_ok=True)
     lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

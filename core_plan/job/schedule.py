@@ -11,10 +11,13 @@ from core_plan.job.errors import ConfigError
 
 
 def schedule_numbers(config: RunConfig) -> dict[str, Any]:
-    """The scheduler's arguments; ConfigError for a schedule that cannot be.
+    """Return the scheduler's arguments.
 
-    The first step has lr / warmup_steps, step `warmup_steps` the whole lr, and the last step min_lr. A run that ends
+    The first step has lr / warmup_steps, step `warmup_steps` the full lr, and the last step min_lr. A run that ends
     within its warm-up never decays.
+
+    Raises:
+        ConfigError: If the schedule is impossible.
     """
     options, batch = config.optimizer, config.run.global_batch_size
     warmup = max(options.warmup_steps - 1, 0)  # steps done when the rate is highest

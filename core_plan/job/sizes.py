@@ -122,9 +122,17 @@ def _check_experts(model: ModelOptions, parallel: ParallelOptions) -> None:
 
 
 def check_vocabulary(tokens: int, model: ModelOptions, tp: int) -> int:
-    """The model's vocabulary for a tokenizer of `tokens`; ConfigError where it is too small, or cannot be split.
+    """Return the model's vocabulary size for a tokenizer.
 
-    A vocabulary that does not divide by tp is padded with rows that no token has; each rank must hold one that has.
+    A vocabulary that is not divisible by tp is padded with rows that no token uses; each rank must hold a used one.
+
+    Args:
+        tokens: Number of the tokenizer's tokens.
+        model: Options of the model.
+        tp: Tensor-parallel size.
+
+    Raises:
+        ConfigError: If it is too small, or cannot be split.
     """
     vocab_size = tokens if model.vocab_size is None else model.vocab_size
     if vocab_size < tokens:
@@ -146,9 +154,9 @@ def check_vocabulary(tokens: int, model: ModelOptions, tp: int) -> int:
 
 
 def check_memory(config: JobConfig, ranks: int, memory_bytes: int, where: str = "this machine") -> None:
-    """ConfigError where the parameters and gradients of some ranks are more than the memory they share, by the sizes.
+    """Raise ConfigError if parameters and gradients of some ranks exceed their shared memory.
 
-    Optimizer state and activations come on top, so that a model which passes may still be too large.
+    Optimizer state and activations are not counted, so a model that passes may still be too large.
     """
     model, parallel = config.model, config.parallel
     count = count_parameters(model)
@@ -165,10 +173,11 @@ def check_memory(config: JobConfig, ranks: int, memory_bytes: int, where: str = 
 
 
 def most_bytes(config: JobConfig, micro_batch_size: int, microbatches: int) -> int:
-    """More than any rank holds, by a rule of thumb. A job far below its memory needs no plan, which takes a second.
+    """Return an upper bound of a rank's bytes by a rule of thumb, so that small jobs need no plan, which takes a
+    second.
 
-    Nothing is divided by parallel sizes, and nothing computed again. Parameters, gradients, masters and moments count 8
-    elements each; a token of a layer four times what a layer makes of it, and a logit 8 elements.
+    Nothing is divided by parallel sizes, and nothing is recomputed. Parameters, gradients, masters and moments count 8
+    elements each; a token of a layer four times the layer's activations, and a logit 8 elements.
     """
     model = config.model
     itemsize = 8 if model.dtype == "float64" else 4
@@ -186,7 +195,12 @@ def most_bytes(config: JobConfig, micro_batch_size: int, microbatches: int) -> i
 
 
 def count_parameters(model: ModelOptions, experts_used: int | None = None) -> int:
-    """Parameters of the whole model, without biases and norms. experts_used: count so many experts in a layer alone."""
+    """Count the parameters of the unsplit model, without biases and norms.
+
+    Args:
+        model: Options of the model.
+        experts_used: Number of experts per layer to count; None for all.
+    """
     hidden = model.hidden_size
     attention = 2 * hidden * hidden + 2 * hidden * (hidden // model.num_attention_heads) * model.query_groups
     matrices = 3 if model.activation == "swiglu" else 2

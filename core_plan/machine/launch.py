@@ -13,13 +13,13 @@ from pathlib import Path
 from core_plan.job.errors import ConfigError
 
 PORTS = 1 << 16
-TORCHRUNS_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun looks for what has ended a rank
+TORCHRUNS_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun looks here for the error that ended a rank
 OTHERS_WAIT_S = 20.0  # for the first rank, which may import more slowly
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place, and where the ranks meet."""
+    """This process's place, and the ranks' rendezvous."""
 
     rank: int
     world_size: int
@@ -49,10 +49,10 @@ class Launch:
 
 
 def say_once(text: str, launch: Launch | None, environment: Mapping[str, str]) -> None:
-    """Print what ends a job, once for all of its ranks. torchrun prints it last, after its own lines.
+    """Print the error that ends a job, once for all of its ranks. torchrun prints it last, after its own lines.
 
-    torchrun shows what the first rank that fails has left in a file, and ends the others. So those of other ranks wait,
-    and leave their own words if they have not been ended: what they have found may be theirs alone.
+    torchrun prints the error file of the first failing rank, and ends the others. So other ranks wait, and print their
+    error only if they were not ended: it may be theirs alone.
     """
     file = environment.get(TORCHRUNS_FILE)
     if launch is None or launch.launcher != "torchrun" or file is None:
@@ -107,7 +107,9 @@ def read_number(
     below: int | None = None,
     default: int | None = None,
 ) -> int:
-    """A variable as a whole number. ConfigError, naming it, for anything else and for one out of its range."""
+    """Read an environment variable as an integer. Raise ConfigError, with its name, if it is not one or is out of
+    range.
+    """
     text = environment.get(name)
     if text is None and default is not None:
         return default

@@ -9,9 +9,9 @@ UNLIMITED = 1 << 60  # version 1 writes its largest number where there is no lim
 
 
 def host_memory_bytes(proc: Path = Path("/proc/self"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that the processes of this machine may use together, as far as the system reports it.
+    """Return the bytes that the processes of this machine may use together, as far as the system reports them.
 
-    Containers and SLURM limit a control group. Its limit counts, and that of each group around it.
+    Containers and SLURM limit a control group. The limits of the group and of each enclosing group count.
     """
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *_limits(proc, cgroups)])
@@ -44,7 +44,7 @@ def _limits(proc: Path, cgroups: Path) -> list[int]:
 
 
 def device_memory_bytes(ranks_here: int) -> int | None:
-    """Bytes of the smallest GPU among those that `ranks_here` ranks would take; None where they would not."""
+    """Return the bytes of the smallest GPU that `ranks_here` ranks would use; None if they would use none."""
     if not Path("/dev/nvidia0").exists():
         return None
     import torch

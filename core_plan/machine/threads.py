@@ -30,7 +30,7 @@ def intra_op_threads(
 
 
 def available_cores() -> int:
-    """Cores this process may use: its CPU set, and a container's quota where there is one."""
+    """Count the cores that this process may use: its CPU set, and a container's quota, if any."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota_file = Path("/sys/fs/cgroup/cpu.max")
     if quota_file.is_file():

@@ -60,7 +60,6 @@ ABOVE: dict[tuple[str, str], int] = {
     ("benchmarks", "comment"): 19,
     ("benchmarks", "error"): 4,
     ("core_plan", "error"): 2,
-    ("core_plan", "comment"): 11,
     ("core_train", "error"): 2,
     ("README.md", "page"): 3,
     ("docs/source/getting_started.md", "page"): 2,
