@@ -63,7 +63,7 @@ class CutModel:
 
     @property
     def adapters(self) -> Any:
-        """peft's configs of the model's adapters; None without adapters."""
+        """Configs of the model's adapters, as peft has them; None without adapters."""
         return getattr(self.shell, "peft_config", None)
 
     @cached_property

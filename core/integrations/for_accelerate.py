@@ -46,9 +46,9 @@ class AcceleratorParts(Base):
         _check_plugins(given)
         _check_parallelism(given.get("parallelism_config"))
         super().__init__(*args, **kwargs)
-        _check_parallelism(self.parallelism_config)  # these environment variables may have created it
+        _check_parallelism(self.parallelism_config)  # environment variables may have created it
         self.ddp_config = config
-        self.evaluated: EvaluationLoader | None = None  # a Trainer is running now
+        self.evaluated: EvaluationLoader | None = None  # loader that a Trainer evaluates now
         self.replica_ranks = list(range(self.num_processes))  # one rank of each replica of the model
         if str(self.distributed_type.value) not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             raise ValueError(

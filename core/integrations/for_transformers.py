@@ -78,7 +78,7 @@ class TrainerParts(Base):
         def of_each_rank(count: torch.Tensor) -> torch.Tensor:
             if self.accelerator.evaluated is not None:  # the loss of the batch alone
                 return count.expand(world)
-            counts: torch.Tensor = gather(count)  # batches of each replica
+            counts: torch.Tensor = gather(count)  # one number per replica
             return counts.repeat_interleave(world // len(counts))
 
         with mock.patch.object(self.accelerator, "gather", of_each_rank):

@@ -138,7 +138,7 @@ def _plan_layers(config: JobConfig) -> PipelineLayout:
 
 
 def default_micro_batch(share: int, parallel: ParallelOptions, layout: PipelineLayout) -> int:
-    """Return the rank's full share; in a pipeline, a size with two microbatches a stage in its first round, or else 1."""
+    """Return the rank's share; in a pipeline, a size with two microbatches a stage in its first round, or else 1."""
     if parallel.pp == 1:
         return share
     kind = find_schedule(parallel.schedule_name)

@@ -41,7 +41,7 @@ class TorchDDPModel(LabelMeanModel):
 
 
 class TorchDDPPlugin(DPPluginBase):
-    """Plugin for data parallelism by torch. Its options are arguments of torch.nn.parallel.DistributedDataParallel:
+    """Plugin for data parallelism by torch. Its options are arguments of torch.nn.parallel.DistributedDataParallel.
 
     broadcast_buffers: broadcast rank 0's buffers to all ranks at each forward; False never does.
     bucket_cap_mb: size of a gradient bucket, in MiB.

@@ -175,7 +175,7 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
 
 
 class TorchFSDPPlugin(DPPluginBase):
-    """Plugin for sharded data parallelism by torch. It has FullyShardedDataParallel's options, on `fully_shard`:
+    """Plugin for sharded data parallelism by torch. It has FullyShardedDataParallel's options, on `fully_shard`.
 
     process_group: ranks to shard over (a pair (shard, replicate) for hybrid strategies; a DeviceMesh); the world.
     sharding_strategy: FULL_SHARD (default), SHARD_GRAD_OP (parameters stay gathered between forward and backward),

@@ -297,7 +297,6 @@ class BucketMasters:
             factors: Factor of each norm group in this step.
             loss_scale: Loss scale of the next gradients.
         """
-
         in_place, segments = self.grad is self.bucket.owned_grad, self.segments
 
         def owed(grad: torch.Tensor) -> list[tuple[torch.Tensor, float]]:  # must not refer to the bucket

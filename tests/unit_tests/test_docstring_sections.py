@@ -1,0 +1,69 @@
+"""`Args:` sections of public functions name arguments that exist, and more and more of them name all."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+# Public functions of two or more arguments that do not describe each of them. May only fall.
+INCOMPLETE = 275
+
+
+def public_functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, Function, str]]:
+    """Yield the name, the node and the docstring of each documented public function, and of classes' constructors."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public_functions(node.body, f"{prefix}{node.name}.")
+            created = [each for each in node.body if isinstance(each, Function) and each.name == "__init__"]
+            if created and (text := ast.get_docstring(node)):
+                yield f"{prefix}{node.name}", created[0], text
+        elif isinstance(node, Function) and not node.name.startswith("_") and (text := ast.get_docstring(node)):
+            yield f"{prefix}{node.name}", node, text
+
+
+def arguments_of(node: Function) -> set[str]:
+    named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return {arg.arg for arg in named if arg.arg not in ("self", "cls", "ctx") and not arg.arg.startswith("_")}
+
+
+def described_in(text: str) -> set[str]:
+    """Return the names in a docstring's `Args:` section, of which `*_size` stands for several."""
+    found = re.search(r"^Args:\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
+    heads = re.findall(r"^    (?! )([\w*, ]+?)(?: \([^)]*\))?:", found[1], re.MULTILINE) if found else []
+    return {name.strip() for head in heads for name in head.split(",")}
+
+
+def unknown_in(text: str) -> Iterator[str]:
+    for name, node, docstring in public_functions(ast.parse(text).body):
+        known = arguments_of(node) | {arg.arg for arg in (node.args.vararg, node.args.kwarg) if arg}
+        for each in sorted(described_in(docstring)) if node.args.kwarg is None else ():
+            if not fnmatch.filter(known, each) and not fnmatch.filter(known, each.strip("*")):
+                yield f"{name} has no argument {each!r}"
+
+
+def incomplete_in(text: str) -> Iterator[str]:
+    for name, node, docstring in public_functions(ast.parse(text).body):
+        arguments, described = arguments_of(node), described_in(docstring)
+        missing = [each for each in sorted(arguments) if not any(fnmatch.fnmatch(each, known) for known in described)]
+        if len(arguments) > 1 and missing:
+            yield f"{name} does not describe {', '.join(missing)}"
+
+
+def test_args_sections_name_arguments_that_exist_and_more_and_more_of_them_all() -> None:
+    programs = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "core").rglob("*.py")}
+    unknown = [f"{path}: {each}" for path, text in programs.items() for each in unknown_in(text)]
+    assert not unknown, "\n".join(unknown)
+    incomplete = [f"{path}: {each}" for path, text in programs.items() for each in incomplete_in(text)]
+    assert len(incomplete) <= INCOMPLETE, "\n".join([f"{len(incomplete)}: describe each in `Args:`", *incomplete])
+
+
+def test_a_wrong_section_is_found() -> None:
+    text = 'def f(a, *, b_size=1, b_time=2):\n    """Do.\n\n    Args:\n        a: One:\n            d: None.\n    """\n'
+    assert not list(unknown_in(text)) and list(incomplete_in(text)) == ["f does not describe b_size, b_time"]
+    assert list(unknown_in(text.replace("a: One", "c: One"))) == ["f has no argument 'c'"]
+    assert not list(incomplete_in(text.replace("a: One:", "a: One.\n        b_*: Two:")))
