@@ -28,6 +28,7 @@ test: check
 
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -m nightly $(ARGS)
+	$(BIN)/python -m pytest --poison tests/unit_tests/distributed tests/unit_tests/optimizer
 
 docs: $(VENV)/.ready
 	$(BIN)/python -m sphinx -W -b html docs/source docs/build/html

@@ -13,7 +13,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs a network; a name that is nowhere would be asked for again
 
-from tests.unit_tests import ranks, rewritten
+from tests.unit_tests import poison, ranks, rewritten
 
 
 @pytest.fixture
@@ -27,8 +27,20 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--poison", action="store_true", help="fill memory with NaN until it is written")
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> None:
+    if poison.is_on():
+        poison.start()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Rewrite the asserts of a run's files once for all of its processes, each worker of xdist a part of them."""
+    if config.getoption("--poison", False):
+        os.environ[poison.VARIABLE] = "1"
     worker = getattr(config, "workerinput", None)
     if worker is not None and rewritten.FOLDER in os.environ:
         rewritten.share(Path(os.environ[rewritten.FOLDER]))

@@ -400,6 +400,10 @@ def _run_task(task: Task, store: Any) -> None:
 
     random.seed(SEED)
     torch.manual_seed(SEED)
+    if "TESTS_POISON" in os.environ:
+        from tests.unit_tests import poison
+
+        poison.start()
     # gloo connects two ranks when they first talk, not every pair of every group at once: of 20 groups a test uses
     # few, and the others cost it more than all its collectives. Tests of groups themselves have them as users do.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0" if task.module.rpartition(".")[2] in EAGER else "1"
