@@ -507,13 +507,18 @@ def test_snapshots_are_copies_of_any_shape_and_dtype_in_kept_memory() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_snapshots_of_tensors_on_a_device_are_complete_when_take_returns() -> None:
-    tensors = [torch.randn(1 << 22, device="cuda"), torch.randn(7, 3, device="cuda").t(), torch.randn(5)]
+    check_snapshots(torch.device("cuda"))
+
+
+def check_snapshots(device: torch.device) -> None:
+    """Write to tensors after a snapshot; the tests of the second device do so too."""
+    tensors = [torch.randn(1 << 22, device=device), torch.randn(7, 3, device=device).t(), torch.randn(5)]
     expected = [tensor.cpu().clone() for tensor in tensors]
     memory = SnapshotMemory()
     copies = memory.take(tensors)
     for tensor in tensors:
         tensor.zero_()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize(device)
     for copy, value in zip(copies, expected, strict=True):
         assert copy.device.type == "cpu" and torch.equal(copy, value)
 

@@ -190,7 +190,7 @@ class Dropping(nn.Module):
         return F.dropout(x.sin(), 0.3)
 
 
-def gradients(recompute: bool, device: str) -> tuple[list[Tensor], list[Tensor]]:
+def gradients(recompute: bool, device: str | torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients after two layers and two microbatches, and what both streams give afterwards."""
     torch.manual_seed(0)
     layers = [Dropping().to(device) for _ in range(2)]
@@ -207,7 +207,9 @@ def gradients(recompute: bool, device: str) -> tuple[list[Tensor], list[Tensor]]
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_recomputation_drops_the_same_elements_and_leaves_the_streams_where_they_were(device: str) -> None:
+def test_recomputation_drops_the_same_elements_and_leaves_the_streams_where_they_were(
+    device: str | torch.device,
+) -> None:
     expected, streams = gradients(recompute=False, device=device)
     got, streams_after = gradients(recompute=True, device=device)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

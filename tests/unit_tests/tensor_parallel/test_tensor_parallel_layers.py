@@ -184,7 +184,7 @@ GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-def test_16_bit_weights_add_their_gradient_to_an_fp32_buffer_unrounded(device: str) -> None:
+def test_16_bit_weights_add_their_gradient_to_an_fp32_buffer_unrounded(device: str | torch.device) -> None:
     x, grad = normal(64, 8).bfloat16().to(device), normal(64, 16, seed=1).bfloat16().to(device)
     weight = nn.Parameter(master(16, 8).bfloat16().to(device))
     weight.grad_dtype = torch.float32
@@ -221,7 +221,7 @@ def test_fused_gradients_accumulate_in_place_and_fire_the_hook(recompute: bool) 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_tied_weights_gradient_is_made_in_the_buffer_alone(device: str, dtype: torch.dtype) -> None:
+def test_a_tied_weights_gradient_is_made_in_the_buffer_alone(device: str | torch.device, dtype: torch.dtype) -> None:
     """Rows of the tokens and the product of the logits, for two microbatches; one hook a backward, after both."""
     settings = config(1, gradient_accumulation_fusion=True, params_dtype=dtype)
     embedding = VocabParallelEmbedding(

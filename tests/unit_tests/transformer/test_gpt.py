@@ -307,13 +307,18 @@ def test_every_module_with_parameters_is_called() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_on_a_gpu_loss_and_gradients_are_those_of_the_cpu(variant: str) -> None:
+    compare_with_the_cpu(torch.device("cuda"), variant)
+
+
+def compare_with_the_cpu(device: torch.device, variant: str) -> None:
+    """Compare loss and gradients on a device; the tests of the second device do so too."""
     expected, model = (make_model(make_config(**VARIANTS[variant]), ProcessGroups()) for _ in range(2))
-    model.cuda()
+    model.to(device)
     tokens, labels, weights = make_batch()
     loss = expected(tokens, labels)
     (loss * weights).sum().backward()
-    on_gpu = model(tokens.cuda(), labels.cuda())
-    (on_gpu * weights.cuda()).sum().backward()
+    on_gpu = model(tokens.to(device), labels.to(device))
+    (on_gpu * weights.to(device)).sum().backward()
     assert_close("loss", on_gpu.detach().cpu(), loss.detach())
     for (name, param), want in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert_close(name, param.grad.cpu(), want.grad)

@@ -79,17 +79,22 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
 def test_on_a_gpu_the_state_is_pinned_on_the_host_and_the_numbers_are_those_of_the_gpu(
     rank: int, world: int, overlap: bool
 ) -> None:
+    check_state_on_the_host(torch.device("cuda"), overlap)
+
+
+def check_state_on_the_host(device: torch.device, overlap: bool) -> None:
+    """Train with offloaded state next to a model on a device; the tests of the second device do so too."""
     parallel_state.initialize_model_parallel()
     trained = []
     for settings in ({}, offload(0.5, overlap_cpu_optimizer_d2h_h2d=overlap)):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda()
-        ddp = wrap(model, bucket_size=5000)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(device)
+        ddp = wrap(model, bucket_size=5000, overlap_grad_reduce=True)  # in several buckets
         config = OptimizerConfig(lr=0.01, optimizer_backend="foreach", **settings)
         optimizer: Any = get_megatron_optimizer(config, [ddp])
         for step in range(5):
             optimizer.zero_grad()
-            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).cuda()
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).to(device)
             (ddp(x) - x).square().mean().backward()
             finalize_model_grads([ddp])
             optimizer.step()
