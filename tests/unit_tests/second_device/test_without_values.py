@@ -26,8 +26,8 @@ from core.groups.rank_grid import size_options
 from core.moe import token_dispatcher
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.norm import clip_grads
-from core.plan.fake_collectives import EvenLoads
 from core.verify.job import Job
+from core_plan.fake_collectives import EvenLoads
 from tests.layouts import gpt
 from tests.layouts.gpt import global_batch, job_of, wrapper_config
 from tests.layouts.layouts import Layout
