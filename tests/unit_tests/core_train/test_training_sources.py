@@ -200,7 +200,7 @@ def test_options_that_cannot_be_obeyed_are_refused_by_name_before_ranks_start(
     write_pair(tmp_path / "pair", as_bytes(documents()))
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"text": 3}\n')
     cases = [
-        (["--data.megatron", "pair", "--data.text", "rows.jsonl"], "--data.text and --data.megatron both say"),
+        (["--data.megatron", "pair", "--data.text", "rows.jsonl"], "--data.text and --data.megatron both set"),
         (["--data.megatron", "other"], "there is no file other.bin"),
         (["--data.megatron", "pair", "--data.tokenizer", "bpe"], "bpe is trained on text, and --data.megatron gives"),
         (["--data.streaming"], "--data.streaming speaks of a data set, and none is given"),
