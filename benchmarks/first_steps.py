@@ -1,13 +1,15 @@
 """Cost of the watch of the first two steps: milliseconds of step 1, of step 2 and of later ones, with and without.
 
 Also the comparison of all weights that comes every `check_weights_interval` steps, at once and spread over 1,000 of
-them. Each turn trains fresh models on all ranks, the arms in alternation; a figure is the slowest rank's, and of
-several turns the median. It takes about three minutes on two cores.
+them. Each turn trains fresh models on all ranks, the arms in alternating order; a figure is the slowest rank's, and of
+several turns the median. The rows `difference` are medians of the difference within a turn. It takes about three
+minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -71,9 +73,11 @@ def worker(rank: int, directory: str, names: Sequence[str], steps: int, repeat: 
         for name in names:
             turns: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
             time_steps(WORKLOADS[name], strategy, "check", 1)  # torch imports some of itself on the first use
-            for _ in range(repeat):
-                for arm in ARMS:
+            for turn in range(repeat):
+                for arm in ARMS if turn % 2 == 0 else reversed(ARMS):
                     turns[arm].append(slowest(time_steps(WORKLOADS[name], strategy, arm, steps)))
+            pairs = list(zip(*(turns[arm] for arm in ARMS), strict=True))
+            turns["difference"] = [{phase: one[phase] - other[phase] for phase in one} for one, other in pairs]
             for turned, seconds in turns.items():
                 medians = {phase: 1e3 * statistics.median(turn[phase] for turn in seconds) for phase in seconds[0]}
                 rows.append({"layout": layout, "model": name, "first_steps": turned, **medians})
@@ -118,7 +122,10 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         mp.spawn(worker, (directory, options.models, options.steps, options.repeat), nprocs=2)
         rows = torch.load(Path(directory) / "rows.pt")
-    print(f"torch {torch.__version__}, 2 ranks, gloo, milliseconds, median of {options.repeat} turns, slowest rank")
+    print(
+        f"torch {torch.__version__}, 2 ranks, gloo, milliseconds, median of {options.repeat} turns, slowest rank; "
+        f"load of the machine in the last minute {os.getloadavg()[0]:.1f}, of which these ranks are 2"
+    )
     print(table(rows))
     print(f"of that a step: all weights are compared every check_weights_interval={INTERVAL} steps")
     write_json(options.json, "first_steps", arguments, rows)
