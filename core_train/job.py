@@ -6,7 +6,7 @@ import gc
 import signal
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -179,7 +179,8 @@ def conduct(
         if config.checkpoint.keep_best and (checkpoints is None or trainer.windows[1] == 0):
             lacking = "--checkpoint.dir, where it is kept" if checkpoints is None else "text to validate on"
             raise ConfigError(f"--checkpoint.keep-best needs {lacking}")
-        result = run_steps(trainer, reporter, checkpoints)
+        with recorded_steps(trainer, run.path):
+            result = run_steps(trainer, reporter, checkpoints)
         if checkpoints is not None and checkpoints.best is not None and checkpoints.best.restore():
             best = checkpoints.best
             result = replace(result, best=(best.step, best.loss))
@@ -189,6 +190,18 @@ def conduct(
                     flush=True,
                 )
         return result
+
+
+def recorded_steps(trainer: Trainer, directory: Path) -> AbstractContextManager[object]:
+    """Record the steps inside the context in a run's directory, if the configuration says so. Collective."""
+    every = trainer.config.logging.record_every
+    if every is None:
+        return nullcontext()
+    from core.verify.record import record_with
+    from core.verify.record.file import FILE_NAME
+
+    model = getattr(trainer, "runner", None) or trainer.chunks
+    return record_with(model, trainer.optimizer, directory / FILE_NAME, every=every, first_step=trainer.step + 1)
 
 
 def claim_directory(config: RunConfig, saved: str | None) -> RunDirectory:

@@ -1,12 +1,14 @@
-"""Options of `python -m core verify`."""
+"""Options of `python -m core verify`, and the run of the program that they name."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 NAMED = "module:function, or a function of the program"
@@ -26,6 +28,8 @@ class Asked:
         join: The same for joining the parts of context-parallel ranks.
         continues: True if the program continues training after the report.
         steps: Number of optimizer steps after which weights are compared too; None to compare gradients only.
+        record: File for a recording of the program's steps; None to compare them with one process.
+        every: Steps between two recorded ones.
     """
 
     program: str
@@ -36,6 +40,8 @@ class Asked:
     join: str | None = None
     continues: bool = False
     steps: int | None = None
+    record: str | None = None
+    every: int = 1
 
 
 def asked_by(arguments: Sequence[str]) -> Asked:
@@ -55,11 +61,31 @@ def asked_by(arguments: Sequence[str]) -> Asked:
         metavar="N",
         help="compare N steps, and the weights after each; without it the gradients of two steps are compared",
     )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="run the program and record its steps for python -m core compare; check nothing",
+    )
+    parser.add_argument("--every", type=_positive, default=1, metavar="N", help="record each N-th step")
     parser.add_argument("--go-on", dest="continues", action="store_true", help="train on after the report")
     parser.add_argument("program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     found = vars(parser.parse_args(arguments))
     return Asked(**{**found, "arguments": tuple(found["arguments"])})
+
+
+def execute(asked: Asked) -> Any:
+    """Run the program in this process, as `__main__`, and return the exit status that it asks for."""
+    sys.argv = [asked.program, *asked.arguments]
+    try:
+        if asked.is_module:
+            runpy.run_module(asked.program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(asked.program).resolve().parent)
+            runpy.run_path(asked.program, run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    return 0
 
 
 def _positive(text: str) -> int:

@@ -9,7 +9,6 @@ or gradients are clipped. Two steps are compared, the second one for what the fi
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,7 +33,7 @@ from core.optimizer.optimizer import MegatronOptimizer
 from core.pipeline_parallel import PipelineRunner
 from core.pipeline_parallel.forward_backward import DrawingStep
 from core.verify.also_seen import dropped_by
-from core.verify.asked import Asked, asked_by, function_named
+from core.verify.asked import Asked, asked_by, execute, function_named
 from core.verify.gathered import kept
 from core.verify.loop import StepCheck, loss_of_call
 from core.verify.losses import is_weighted, loss_by_tokens, loss_of_forward, loss_of_stages, with_captured
@@ -50,7 +49,7 @@ from core.verify.structure import (
     with_memory,
     with_state,
 )
-from core.verify.torch_model import TorchLoopJob, unwrapped
+from core.verify.torch_model import TorchLoopJob, some_world, unwrapped
 from core.verify.updates import Updates, watched_updates, with_updates
 
 UNCOPYABLE = (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, AssertionError)
@@ -73,8 +72,13 @@ class Noted:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program of the arguments, check it, and return the exit status."""
-    return run_program(asked_by(arguments))
+    """Run the program of the arguments, check it or record it, and return the exit status."""
+    asked = asked_by(arguments)
+    if asked.record is None:
+        return run_program(asked)
+    from core.verify.record.program import record_program
+
+    return record_program(asked)
 
 
 def run_program(asked: Asked) -> int:
@@ -83,17 +87,8 @@ def run_program(asked: Asked) -> int:
         print(f"python -m core verify: there is no file {asked.program!r}", file=sys.stderr)
         return 2
     watch = ProgramWatch(asked)
-    sys.argv = [asked.program, *asked.arguments]
-    status: Any = 0
     with watch.active():
-        try:
-            if asked.is_module:
-                runpy.run_module(asked.program, run_name="__main__", alter_sys=True)
-            else:
-                sys.path[0] = str(Path(asked.program).resolve().parent)
-                runpy.run_path(asked.program, run_name="__main__")
-        except SystemExit as end:
-            status = end.code
+        status = execute(asked)
         watch.show_the_rest()
     if watch.reports:
         return 0 if all(report.ok for report in watch.reports) else 1
@@ -474,16 +469,3 @@ class ProgramCheck(StepCheck):
         whole = with_memory(self.structure, self.buffers)
         is_unsplit = len(self.job.model.chunks) == 1 and self.job.groups.size("pp") == 1 and not self.job.model.is_split
         return with_state(whole, self.state, state_of(self.module)) if is_unsplit else whole
-
-
-@contextmanager
-def some_world() -> Iterator[None]:
-    """Provide a process group of one rank inside the context, if the program has not initialized torch.distributed."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -98,7 +98,7 @@ class Recorder:
             tensor = next((each for each in tensors_in(list(given)) if each.is_floating_point()), None)
             if tensor is None:
                 return
-            wide = _whole(tensor.detach()).double()
+            wide = unsharded(tensor.detach()).double()
             total, size = float(wide.sum()), float(wide.abs().sum())
             known = self.inputs.setdefault(name, [])
             if not self.is_again:
@@ -120,7 +120,7 @@ class Recorder:
             self.calls[name] = call + 1
             for part, tensor in enumerate(tensors):
                 point = Point(name, call, part)
-                self.outputs[point] = _whole(tensor.detach()).cpu().clone()
+                self.outputs[point] = unsharded(tensor.detach()).cpu().clone()
                 self._listen(point, tensor)
 
         return take
@@ -129,7 +129,7 @@ class Recorder:
         if tensor.requires_grad:
             tensor.register_hook(
                 lambda grad: (
-                    None if self.gradients.setdefault(point, _whole(grad.detach()).cpu().clone()) is None else None
+                    None if self.gradients.setdefault(point, unsharded(grad.detach()).cpu().clone()) is None else None
                 )
             )
 
@@ -142,7 +142,7 @@ class Recorder:
             points = [Point(name, call, part) for part in range(len(tensors))]
             known = [self.outputs.get(point) for point in points]
             differences[call] = max(
-                (relative_difference(_whole(new), old) for new, old in zip(tensors, known, strict=True)), default=0.0
+                (relative_difference(unsharded(new), old) for new, old in zip(tensors, known, strict=True)), default=0.0
             )
             if all(
                 differences[call] <= 64 * torch.finfo(tensor.dtype).eps for tensor in tensors
@@ -155,7 +155,7 @@ class Recorder:
             self.stale.setdefault(name, min(differences.values()))
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def unsharded(tensor: Tensor) -> Tensor:
     """Gather a DTensor, which is collective over its mesh; return any other tensor unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

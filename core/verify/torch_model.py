@@ -382,3 +382,16 @@ def _boxes(name: str, param: DTensor) -> dict[str, Any]:
     start = tuple(0 for _ in local)
     boxes = tuple(Box(tuple(chunk.offsets), start, tuple(chunk.sizes)) for chunk in chunks)
     return {"local_shape": local, "boxes": boxes}
+
+
+@contextmanager
+def some_world() -> Iterator[None]:
+    """Provide a process group of one rank inside the context, if the program has not initialized torch.distributed."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

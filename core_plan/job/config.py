@@ -215,6 +215,8 @@ class LoggingOptions:
     profile: bool = False  # write what torch's profiler sees of steps 3 to 5 on rank 0, with the names of their parts
     # TFLOP/s of one device, for the MFU in the step line; None for a table of devices, and no MFU where it has none
     peak_tflops: float | None = None
+    # record each so many-th step, for `python -m core compare`; None records none
+    record_every: int | None = None
     trace: bool = False  # draw what every rank did in the last step
     plots: bool = True  # draw the loss and the time line of the last step
 

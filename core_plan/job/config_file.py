@@ -35,6 +35,7 @@ SHORT_FLAGS = {f"--{axis}": f"--parallel.{axis}" for axis in (*AXIS_OPTIONS, "vp
 OTHER_NAMES = {
     **SHORT_FLAGS,
     "--profile": "--logging.profile",
+    "--record": "--logging.record-every",
     "--checkpoint.async": "--checkpoint.asynchronous",
 }  # Python keeps `async` for itself
 # What other trainers call an option of ours, or one of several, as an answer says it.

@@ -47,7 +47,7 @@ RANGES: dict[str, dict[str, Range]] = {
         **dict.fromkeys(("ranks", "threads_per_rank"), whole(1, 1024)),  # per machine
     },
     "checkpoint": {"every": SIZE, "keep": SIZE, "step": whole(0, SIZE.high)},
-    "logging": {"print_every": SIZE, "peak_tflops": POSITIVE},
+    "logging": {"print_every": SIZE, "peak_tflops": POSITIVE, "record_every": SIZE},
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,8 +9,9 @@ import pytest
 
 pytest.importorskip("tyro")
 
-from core_train import compare
-from tests.unit_tests.core_train.training_reference import REPLICATED, ROOT, losses_on_ranks, text_flags_in
+from core.verify.record.compare import main as compare
+from core.verify.record.file import read_recording
+from tests.unit_tests.core_train.training_reference import REPLICATED, ROOT, TINY, losses_on_ranks, text_flags_in
 
 README_COMMAND = re.compile(r"^    python pretrain_gpt\.py (--config configs/experts\.toml.*)$", re.MULTILINE)
 DEFAULTS = {
@@ -49,6 +49,7 @@ def readme_losses(directory: Path, flags: list[str], timeout_s: float) -> dict[s
 def test_the_first_steps_of_the_readmes_runs_have_the_same_losses(tmp_path: Path) -> None:
     small = ["--run.global-batch-size", "4", "--run.validation-windows", "4", "--run.stop-after", "4"]
     losses = readme_losses(tmp_path, [*small, *text_flags_in(tmp_path / "tokens")], timeout_s=120.0)
+    assert compare([str(tmp_path / name / "run") for name in losses]) == 0, "as the README says"
     first = losses.pop("experts")
     assert len(first) == 4 and first[0] - first[-1] > 0.1, "the losses must move by far more than the bound"
     for name in losses:
@@ -78,40 +79,20 @@ def test_the_first_50_losses_of_the_default_job_are_the_same_in_every_layout(tmp
         assert losses[name] == pytest.approx(losses["1rank"], abs=1e-4, rel=0), name
 
 
-def write_run(directory: Path, losses: list[tuple[int, float]]) -> str:
-    directory.mkdir()
-    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in losses]
-    (directory / "steps.jsonl").write_text("".join(line + "\n" for line in lines))
-    return str(directory)
+def test_two_recorded_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*TINY, *text_flags_in(tmp_path / "tokens"), "--run.steps", "3", "--record", "1"]
+    for name, more in (("tp", ["--tp", "2"]), ("pp", ["--tp", "1", "--pp", "2"]), ("seed", ["--run.seed", "7"])):
+        losses_on_ranks(2, [*flags, *more], tmp_path / name)
+    runs = [str(tmp_path / name / "run") for name in ("tp", "pp", "seed")]
+    assert compare(runs[:2]) == 0
+    assert "pp 2, float32), steps 1 to 3: no difference that rounding does not explain" in capsys.readouterr().out
+    assert compare(runs) == 1
+    assert "step 1, data: argument '0' of the model differs" in capsys.readouterr().out
 
 
-def test_compare_says_how_far_runs_are_apart_and_fails_above_the_bound(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(name: str, losses: list[float]) -> str:
-        return write_run(tmp_path / name, list(enumerate(losses, start=1)))
-
-    first, near, far = run("a", [3.0, 2.0, 1.0]), run("b", [3.0, 2.00005, 1.0, 0.5]), run("c", [3.0, 2.0, 1.001])
-    assert compare.main([first, near]) == 0
-    assert f"b: in 3 common steps at most 5.0e-05 away (step 2); only {near} has step 4\n" in capsys.readouterr().out
-    assert compare.main([first, near, far]) == 1
-    assert compare.main([first, run("nan", [3.0, float("nan"), 1.0])]) == 1
-    assert compare.main([first]) == 2
-    assert compare.main([first, run("empty", [])]) == 2
-
-
-def test_compare_matches_the_losses_of_a_resumed_run_by_the_number_of_the_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = write_run(tmp_path / "whole", [(1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0), (5, 1.0)])
-    resumed = write_run(tmp_path / "resumed", [(3, 3.00001), (4, 2.5), (5, 9.0), (4, 2.0), (5, 1.0)])
-    assert compare.main([whole, resumed]) == 0
-    said = capsys.readouterr().out
-    assert f"{resumed}: steps 4 to 5 written again; the last line of a step counts" in said
-    assert f"resumed: in 3 common steps at most 1.0e-05 away (step 3); only {whole} has steps 1 to 2" in said
-    later = write_run(tmp_path / "later", [(7, 3.0), (9, 2.0)])
-    assert compare.main([whole, later]) == 2
-    assert "no step in common: steps 1 to 5 and steps 7, 9" in capsys.readouterr().err
-    (tmp_path / "later" / "steps.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "lo')
-    assert compare.main([whole, later]) == 2
-    assert "line 2 has no step and loss" in capsys.readouterr().err
+def test_a_resumed_run_appends_to_its_recording(tmp_path: Path) -> None:
+    flags = [*TINY, *text_flags_in(tmp_path / "tokens"), "--run.steps", "4", "--tp", "1", "--record", "1"]
+    flags += ["--checkpoint.dir", str(tmp_path / "saved"), "--checkpoint.resume"]
+    losses_on_ranks(1, [*flags, "--run.stop-after", "2"], tmp_path)
+    losses_on_ranks(1, flags, tmp_path)
+    assert [*read_recording(tmp_path / "run").steps] == [1, 2, 3, 4]

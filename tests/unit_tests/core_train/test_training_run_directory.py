@@ -22,7 +22,6 @@ from core_plan.job.errors import ConfigError
 from core_plan.job.plan import plan_job
 from core_plan.job.run_directory import CONFIGURATION, RunDirectory
 from core_train.commands.generate import checkpoints_of
-from core_train.compare import main as compare
 from core_train.job import train
 from core_train.main import main
 from core_train.reporter import GENERATE, Reporter
@@ -137,13 +136,6 @@ def test_what_is_not_there_or_not_free_is_refused_before_ranks_start(
             assert main([*flags, *dry]) == 2
             assert message in capsys.readouterr().err
     assert main(["--data.text", str(tmp_path / "no.txt"), "--dry-run", "--device", "h100"]) == 0, "of another machine"
-
-
-def test_compare_says_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare([str(tmp_path / "none"), str(tmp_path)]) == 2
-    assert "none is no directory (from " in capsys.readouterr().err
-    assert compare([str(tmp_path), str(tmp_path)]) == 2
-    assert "has no steps.jsonl (from " in capsys.readouterr().err
 
 
 def test_a_directory_that_is_neither_a_run_nor_a_model_is_not_called_a_run(tmp_path: Path) -> None:
