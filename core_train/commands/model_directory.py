@@ -127,8 +127,8 @@ def classifies(configuration: Any) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """An error of another package in one line of at most 300 characters."""
-    return " ".join(str(error).split())[:300] or repr(error)
+    """Return an error's text in one line of at most 500 characters."""
+    return " ".join(str(error).split())[:500] or repr(error)
 
 
 def check_weights(where: str, directory: Path, model: Any, drawn: Collection[str] = ()) -> None:

@@ -132,7 +132,7 @@ def test_code_in_a_directory_is_not_run_and_no_one_is_asked(tmp_path: Path, monk
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'it ran')!r}, 'w')")
     entries = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_its_own", "auto_map": entries}))
-    words = r"code of its own.*no family 'of_its_own'.*load_split\(..., trust_remote_code=True\)"
+    words = r"no family 'of_its_own'.*loads code from its directory.*load_split\(..., trust_remote_code=True\)"
     with pytest.raises(ConfigError, match=words):
         judge(tmp_path)
     with pytest.raises(ValueError, match=words):
