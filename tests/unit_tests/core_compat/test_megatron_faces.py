@@ -180,13 +180,14 @@ def test_losses_that_megatrons_own_layers_attach_weigh_as_a_microbatch(monkeypat
     schedules._weigh_losses_of_layers(chunk, 4, None)
     chunk.config = ModelParallelConfig(calculate_per_token_loss=True)
     schedules._weigh_losses_of_layers(chunk, 4, None)
-    assert Scaler.given == [2.0, 2.0, 1.0, 1.0]
+    assert Scaler.given == [2.0, 2.0, 2.0, 1.0, 1.0, 1.0]
 
 
 def test_a_model_whose_layers_need_megatrons_schedule_is_refused() -> None:
     for name in configs.OF_THE_SCHEDULE:
-        config = SimpleNamespace(**{name: True})
-        with pytest.raises(ValueError, match=f"{name}=True is obeyed by Megatron's own schedule alone; leave it at Fa"):
+        default = configs.ModelParallelConfig.rules[name].defaults[0]
+        config = SimpleNamespace(**{name: 2})
+        with pytest.raises(ValueError, match=f"{name}=2 is obeyed by Megatron's own schedule .*leave it at {default}:"):
             mcore.DistributedDataParallel(config, None, nn.Linear(1, 1))
 
 

@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[Layout, str]] = {
     ),
     "no sum of inputs' gradients": (Layout(tp=2, break_model=no_sum), LAYER),
     "tied weight": (Layout(pp=2, tied=True, break_step=untied), "embedding.word_embeddings.weight"),
-    "one bucket": (Layout(sharded=True, break_step=unscaled), "2 times"),
+    "one bucket": (Layout(sharded=True, break_step=unscaled), "times too large"),
     "experts": (Layout(ep=2, break_step=experts_not_divided), "local_experts"),
     "microbatches": (Layout(sharded=True, break_step=doubled), "layers.0.mlp.linear_fc1.weight"),
 }  # fmt: skip
