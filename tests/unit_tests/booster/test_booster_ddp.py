@@ -213,7 +213,7 @@ def test_two_forwards_before_two_backwards_are_refused_because_torch_reduces_one
     booster, model, optimizer = boosted(TwoHeads())
     real, fake = (sum(out.sum() for out in model(batch(rank, n, torch.float32)[0])) for n in range(2))
     booster.backward(real, optimizer)
-    with pytest.raises(RuntimeError, match="a second gradient after one forward"):
+    with pytest.raises(RuntimeError, match="a second gradient to .* after one forward"):
         booster.backward(fake, optimizer)
 
 
