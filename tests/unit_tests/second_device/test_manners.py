@@ -133,7 +133,8 @@ def crossed(device: torch.device, kind: str) -> None:
         )
     for work in works:
         work.wait()
-    assert torch.equal(values[0], values[1])
+    if "batches" in kind or "itself" in kind:
+        assert torch.equal(values[0], values[1])
 
 
 @pytest.mark.parametrize(
