@@ -397,7 +397,7 @@ def _stopping(trainer: Any) -> Iterator[None]:
 
 
 def planned(config: TuneConfig, dp: int) -> ModelRun:
-    """Describe a job to `core.plan`. Raises ConfigError if the task is not planned."""
+    """Describe a job to `core_plan`. Raises ConfigError if the task is not planned."""
     options, given = config.options, read_arguments(config, dp)
     if options.task != "sft":
         raise ConfigError(f"--task {options.task} is not planned; --dry-run has made all other checks")
