@@ -157,7 +157,7 @@ def test_groups_have_multipliers_and_limits_of_their_own() -> None:
     ],
 )
 def test_numbers_that_make_no_schedule_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="|".join([*changes, "wsd_decay_steps None"])):
+    with pytest.raises(ValueError, match="|".join([*changes, "wsd_decay_steps is None"])):
         scheduler(**changes)
 
 
