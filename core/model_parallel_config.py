@@ -32,7 +32,7 @@ class ModelParallelConfig:
     expert_tensor_parallel_size: ranks that share one expert; None for tensor_model_parallel_size.
     sequence_parallel: between split matrices, each tensor-parallel rank keeps its part of the sequence.
     params_dtype: of the parameters.
-    fp16, bf16: other words for params_dtype; one of them with fp32 there is a warning, with other 16 bits refused.
+    fp16, bf16: other words for params_dtype; one of them with fp32 there is a warning, with other 16 bits rejected.
     perform_initialization: draw initial weights; False leaves what memory holds.
     use_cpu_initialization, has_cond_embedder: Megatron's names for what happens in any case; a warning where True.
     gradient_accumulation_fusion: split layers add weight gradients straight to the buffer.

@@ -1,4 +1,4 @@
-"""Ranges of the numbers in a configuration: said once, in a table, and refused in one sentence.
+"""Ranges of the numbers in a configuration: said once, in a table, and rejected in one sentence.
 
 And the numbers next to one that does not divide.
 """

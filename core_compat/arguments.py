@@ -2,7 +2,7 @@
 
     @arguments("self size bias=True * !fused=False -verbose=False old_name>name=None", {"fused": "torch fuses it"})
 
-A word is an argument and its default. '*': the following arguments are keyword-only. '!': refused unless it has its
+A word is an argument and its default. '*': the following arguments are keyword-only. '!': rejected unless it has its
 default (for several, '0|None', any of them). '-': ignored. 'theirs>ours': passed on under our name.
 """
 
@@ -22,7 +22,7 @@ class ForeignArguments:
     """Treatment of a wrapper's arguments.
 
     Attributes:
-        refused: Argument -> (accepted values, advice for other values).
+        rejected: Argument -> (accepted values, advice for other values).
         dropped: Arguments that are ignored.
     """
 
@@ -48,7 +48,7 @@ def arguments(row: str, advice: Mapping[str, str] | None = None) -> Callable[[Ca
 
     Args:
         row: The foreign signature.
-        advice: Advice for each refused argument. It is in the ValueError, which names the function.
+        advice: Advice for each rejected argument. It is in the ValueError, which names the function.
 
     Returns:
         The decorator.

@@ -1,7 +1,7 @@
 """`python -m core compat-check train.py`: check a program for Megatron Core or ColossalAI without running it.
 
 Each name, call and argument is served, obeyed otherwise, warned of, absent, or Megatron's own. The verdict is read from
-the modules that serve them: their names, their signatures, and their tables of refused arguments.
+the modules that serve them: their names, their signatures, and their tables of rejected arguments.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def _foreign(called: Any) -> list[ForeignArguments]:
 
 
 def _rules_of(called: Any, argument: str) -> Iterator[tuple[tuple[Any, ...], bool, str]]:
-    """Yield (values without effect, True if other values are refused or False if they cause a warning, advice)."""
+    """Yield (values without effect, True if other values are rejected or False if they cause a warning, advice)."""
     for foreign in _foreign(called):
         if argument in foreign.refused:
             defaults, sentence = foreign.refused[argument]

@@ -17,7 +17,7 @@ from core_plan.plan_run import plan_run
 from core_plan.report import gib
 from core_plan.suggestions import advice, suggestions_that_fit
 
-MARGIN = 1.25  # factor of the memory: a plan within this error refuses no job that fits
+MARGIN = 1.25  # factor of the memory: a plan within this error rejects no job that fits
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def this_machine(options: RunOptions, ranks_here: int) -> Device:
 
 @quietly()
 def refuse_what_cannot_fit(config: JobConfig | ModelRun, options: RunOptions, ranks: int, ranks_here: int) -> None:
-    """Refuse a job whose plan needs more than MARGIN times the memory of this machine.
+    """Reject a job whose plan needs more than MARGIN times the memory of this machine.
 
     Ranks on CPU share a machine's memory, so their sum is compared with it. With several machines it is unknown which
     ranks run here; each is assumed to be the rank that needs least memory.
@@ -60,7 +60,7 @@ def refuse_what_cannot_fit(config: JobConfig | ModelRun, options: RunOptions, ra
     device = this_machine(options, ranks_here)
     try:
         plan = plan_run(config, ranks, device)
-    except (ValueError, RuntimeError):  # a job that cannot be planned is not refused for its memory
+    except (ValueError, RuntimeError):  # a job that cannot be planned is not rejected for its memory
         return
     peaks = [memory.peak for memory in plan.memories]
     if not device.is_host:

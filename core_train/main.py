@@ -54,7 +54,7 @@ class Command(Generic[Config, Plan]):
         dry_run: Prints the plan for (ranks, ranks here, device or None for this machine, result of check_places or
             None)
             and returns the exit status.
-        check_fit: Refuses a job that does not fit into memory.
+        check_fit: Rejects a job that does not fit into memory.
     """
 
     load: Callable[[list[str]], Config]
@@ -183,7 +183,7 @@ def _dry_run_pretraining(
 
 
 def check_fit(config: JobConfig, ranks: int, ranks_here: int) -> None:
-    """Refuse a job that cannot fit into memory, by its plan and by its sizes.
+    """Reject a job that cannot fit into memory, by its plan and by its sizes.
 
     The plan comes first, because it suggests changes that fit. It is skipped if the sizes are far too large or there
     are so many layers that planning takes long.

@@ -293,7 +293,7 @@ class Booster:
             checkpoint: Path of a file, or of a directory if `shard` is True.
             shard: True to write a directory with several files, an index, and the config of a Hugging Face model. For a
                 model with adapters, the directory gets the adapters alone, as peft's `save_pretrained` writes them.
-            gather_dtensor: True to write full tensors. Plugins that shard parameters refuse False.
+            gather_dtensor: True to write full tensors. Plugins that shard parameters reject False.
             prefix: Text before the names of the directory's files.
             size_per_shard: Size of a file, in MiB.
             use_safetensors: True for safetensors, False for torch.save.
@@ -349,7 +349,7 @@ class Booster:
             optimizer: The boosted optimizer.
             checkpoint: Path of a file, or of a directory if `shard` is True.
             shard: True to write a directory with several files and an index.
-            gather_dtensor: True to write full tensors. Plugins that shard parameters refuse False.
+            gather_dtensor: True to write full tensors. Plugins that shard parameters reject False.
             prefix: Text before the names of the directory's files.
             size_per_shard: Size of a file, in MiB.
             use_async: True to return after the state is copied, and to write files in the background.

@@ -119,11 +119,11 @@ class Ranks:
 
         Args:
             wrong: Error text if this rank's arguments are invalid, else None.
-            alike: Arguments that must be equal on every rank, by name.
+            alike: Arguments that must be the same on every rank, by name.
             kind: Exception class to raise.
 
         Raises:
-            ValueError: Or `kind`, with the same text on every rank.
+            ValueError: With the same text on every rank; `kind` if that is given.
         """
         everybody = self.gather((wrong, dict(alike) if wrong is None else {}))
         if any(text is not None for text, _ in everybody):

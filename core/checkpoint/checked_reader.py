@@ -42,7 +42,7 @@ class CheckedReader(StorageReader):
         self._places: dict[Any, Any] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a different directory from `dcp.load`: this reader is bound to one."""
+        """Reject a different directory from `dcp.load`: this reader is bound to one."""
         if checkpoint_id is not None:
             raise CheckpointError(f"dcp.load was given checkpoint_id={checkpoint_id!r}; this reader reads {self.path}.")
 

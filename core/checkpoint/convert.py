@@ -147,7 +147,7 @@ def write_checkpoint(root: Path, source: WholeTensors, *, step: int, origin: str
     """Commit a checkpoint of full tensors that any layout can load. Holds all tensors in memory at once."""
     pieces = [Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key, lazy in source.items() for t in [lazy.read()]]
     meta = {"content_format": CONTENT_FORMAT, "step": step, "layout": {}, "converted_from": origin} | versions()
-    with CheckpointSaver(root) as saver:  # refuses a step that already exists
+    with CheckpointSaver(root) as saver:  # rejects a step that already exists
         report = saver.save(step, partial(saver.ranks.write, PieceSavePlanner(pieces, {})), meta=meta)
     assert report.directory is not None, "a synchronous save has ended, or raised"
     return report.directory

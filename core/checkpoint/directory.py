@@ -35,7 +35,7 @@ class CheckpointDirectory:
     step: int
     manifest: Manifest
     rank: int  # rank of this process in the loading group
-    skipped: tuple[str, ...] = ()  # newer checkpoints that were refused, with the reason
+    skipped: tuple[str, ...] = ()  # newer checkpoints that were rejected, with the reason
 
     @property
     def meta(self) -> Mapping[str, Any]:

@@ -60,6 +60,6 @@ def amount(count: int) -> str:
 
 
 def code_in(error: Exception) -> str:
-    """Describe in one line what the safe unpickler refused: the name of a function or class, or its first words."""
+    """Describe in one line what the safe unpickler rejected: the name of a function or class, or its first words."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return str(error).strip().partition("\n")[0] if found is None else found[1]

@@ -89,7 +89,7 @@ def global_slices(module: nn.Module, places: AxisRanks) -> dict[str, GlobalSlice
 
 
 def buffer_slices(module: nn.Module, places: AxisRanks) -> dict[str, GlobalSlice]:
-    """Return the global slices of persistent buffers, which are equal on all ranks of a pipeline stage."""
+    """Return the global slices of persistent buffers, which are the same on all ranks of a pipeline stage."""
     kept = set(module.state_dict(keep_vars=True))
     within_stage = [axis for axis in MODEL_AXES if axis in COPY_AXES]
     return {

@@ -96,7 +96,7 @@ def load_checkpoint(
         optimizer: The optimizer of these chunks, or None to load weights only.
         scheduler: LR scheduler whose state is loaded, or None.
         step: Step to load; None is the newest intact one.
-        strict: Refuse a checkpoint whose tensors are not exactly the model's. If False, tensors that both have are
+        strict: Reject a checkpoint whose tensors are not exactly the model's. If False, tensors that both have are
             loaded, and the report's notes name the others.
         load_random_state: Restore random states if every parallel size equals the saved one. Otherwise random states
             stay unchanged.
@@ -321,7 +321,7 @@ def _load_numbers(directory: CheckpointDirectory, optimizer: Any, scheduler: Any
     """Restore values that a schedule wrote into param groups, then the states of scheduler and loss scaler.
 
     Returns:
-        The error text if one of them refuses its state; then all are left unchanged. Otherwise None.
+        The error text if one of them rejects its state; then all are left unchanged. Otherwise None.
     """
     meta = directory.meta
     groups = [group for leaf in leaves(optimizer) for group in leaf.param_groups]

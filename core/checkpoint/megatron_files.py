@@ -169,7 +169,7 @@ def _cut(piece: Piece, records: Records) -> list[Piece]:
     *slices, elements = records[piece.key].size or [0]
     size = [whole // parts for whole, parts in zip(piece.shape, slices, strict=False)]  # size of one slice
     if [n * parts for n, parts in zip(size, slices, strict=False)] != [*piece.shape] or math.prod(size) != elements:
-        return [piece]  # a different shape is refused later
+        return [piece]  # a different shape is rejected later
     own = Box(tuple(piece.offset), (0,) * len(size), tuple(piece.data.shape))
     found = []
     for place in itertools.product(*map(range, slices)):

@@ -39,7 +39,7 @@ from core.checkpoint.pieces import Piece
 class PieceSavePlanner(SavePlanner):
     """Save planner that writes exactly the given pieces and blobs from this rank.
 
-    The first rank checks all plans before a byte is written. It refuses tensors that are not covered exactly once.
+    The first rank checks all plans before a byte is written. It rejects tensors that are not covered exactly once.
     """
 
     def __init__(self, pieces: Iterable[Piece], blobs: Mapping[str, bytes]) -> None:

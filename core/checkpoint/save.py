@@ -64,8 +64,8 @@ def save_checkpoint(
         model_chunks: List of this rank's wrapped model chunks, also if there is only one.
         optimizer: Optimizer of these chunks, or None to save weights only.
         scheduler: Any object with a `state_dict()` that JSON can represent, or None.
-        extra: Values for JSON, such as the data position; equal on every rank. Returned as `LoadReport.extra`.
-        configuration: Values for JSON; equal on every rank. Returned as `LoadReport.configuration`.
+        extra: Values for JSON, such as the data position; the same on every rank. Returned as `LoadReport.extra`.
+        configuration: Values for JSON; the same on every rank. Returned as `LoadReport.configuration`.
         group: All ranks of the job, able to communicate CPU objects; None is the default group.
         saver: A long-lived CheckpointSaver for this root, for asynchronous saves. None creates one for this save.
         keep_last: Committed checkpoints to keep if no saver is passed; None keeps all.
@@ -74,7 +74,7 @@ def save_checkpoint(
         A report of the save as this rank saw it.
 
     Raises:
-        CheckpointError: The same on every rank. Invalid arguments and state that cannot be saved are refused before
+        CheckpointError: The same on every rank. Invalid arguments and state that cannot be saved are rejected before
             anything is written; storage errors are raised too.
     """
     ranks = Ranks(group)

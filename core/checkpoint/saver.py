@@ -119,7 +119,7 @@ class CheckpointSaver:
         `step_edge` reports it. A save still in flight is awaited first.
 
         Args:
-            step: Step number, equal on every rank.
+            step: Step number, the same on every rank.
             fill: Called as fill(writer); must call `dcp.save(state, storage_writer=writer, process_group=group)`
                 exactly once.
             meta: Values for JSON. Rank 0's are stored, and returned as `CheckpointDirectory.meta`.

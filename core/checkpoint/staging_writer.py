@@ -76,7 +76,7 @@ class StagingWriter(StorageWriter):
     # --- called by dcp.save ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a different directory from `dcp.save`: the save already has one."""
+        """Reject a different directory from `dcp.save`: the save already has one."""
         if checkpoint_id is not None:
             raise CheckpointError(f"dcp.save was given checkpoint_id={checkpoint_id!r}; the saver names directories.")
 

@@ -63,7 +63,7 @@ def names_apart(tied: Mapping[tuple[str, ...], torch.dtype], found: Mapping[str,
 
 
 def refuse_apart(pairs: Sequence[tuple[str, str]], where: object) -> None:
-    """Refuse files that have different values for one parameter of the model.
+    """Reject files that have different values for one parameter of the model.
 
     Raises:
         ValueError: If `pairs` is not empty.

@@ -194,7 +194,7 @@ def apply_prefix_mapping(sharded_state_dict: StateDict, prefix_map: Mapping[str,
     Args:
         sharded_state_dict: Tree to change.
         prefix_map: Old prefix to new prefix.
-        strict: Refuse a key that no entry matches.
+        strict: Reject a key that no entry matches.
 
     Raises:
         ValueError: If `strict` and a key has none of the prefixes.

@@ -264,7 +264,7 @@ def load_tree(
 
     Raises:
         CheckpointError: On all ranks, before anything is changed, if the file is damaged, has different shapes, or is
-            refused by `refuse_lacking` or `refuse_unasked`.
+            rejected by `refuse_lacking` or `refuse_unasked`.
     """
     ranks, root = Ranks(group), Path(directory)
     files = _open(root, group)

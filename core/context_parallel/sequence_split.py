@@ -123,10 +123,10 @@ def get_batch_on_this_cp_rank(
     Labels must be shifted before the split, so that the label of a chunk's last token is the following token.
 
     Args:
-        batch: Tensors [b, s] or [b, s, ...], equal on all ranks of the group: 'tokens', 'labels', 'loss_mask',
+        batch: Tensors [b, s] or [b, s, ...], the same on all ranks of the group: 'tokens', 'labels', 'loss_mask',
             'position_ids', 'document_ids', ...
         cp_group: Context-parallel group. Defaults to the group of `parallel_state`.
-        tp: Tensor-parallel size, so that an invalid length is refused here already.
+        tp: Tensor-parallel size, so that an invalid length is rejected here already.
         sequence_parallel: True if the model splits a rank's part again over tp.
 
     Returns:

@@ -48,7 +48,7 @@ class DistributedDataParallel(nn.Module):
 
     After `finalize_model_grads`, `param.main_grad` is the mean over the data-parallel ranks of each rank's accumulated
     gradients (per token: see finalize_model_grads). `param.grad` is the same tensor, unless gradients are sharded: then
-    only this rank's shard of `main_grad` is valid, and `param.grad` is a GradPlaceholder, which refuses to be used.
+    only this rank's shard of `main_grad` is valid, and `param.grad` is a GradPlaceholder, which cannot be used.
     As in torch, a parameter that no rank used has `.grad` None. Neither config is modified.
 
     If several wrapped models share groups, ranks may use them in different orders. Their gradients are therefore

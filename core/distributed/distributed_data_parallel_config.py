@@ -121,7 +121,7 @@ class DistributedDataParallelConfig:
     deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit.
     scale_in_optimizer: leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which applies
         it together with its own factors in one pass. Until then `main_grad` contains sums: the gradient is `main_grad`
-        times its bucket's `pending_scale`. Other optimizers are refused.
+        times its bucket's `pending_scale`. Other optimizers are rejected.
     keep_params_whole: with sharded gradients, place every matrix in one rank's shard, for optimizers that need
         unsharded matrices (Muon); 'all' does so for every parameter. Embedding and output may still be split. Costs
         padding if a bucket has few parameters for its number of ranks.

@@ -167,7 +167,7 @@ def _check_arguments(
     groups: ProcessGroups,
     pg_collection: ProcessGroups | None,
 ) -> None:
-    """Refuse all invalid arguments before the first collective."""
+    """Reject all invalid arguments before the first collective."""
     if getattr(config, "moe_router_enable_expert_bias", False):
         groups.require("tp_dp_cp")
     per_token = getattr(config, "calculate_per_token_loss", False)
@@ -258,7 +258,7 @@ def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
 def compare_before_update(chunks: Sequence[DistributedDataParallel]) -> None:
     """Compare the copies of the weights that an optimizer is about to write, if a comparison is due.
 
-    Collective: every rank of the job.
+    Collective: every rank of the job must call it.
 
     Args:
         chunks: All wrapped chunks of this rank.

@@ -66,7 +66,7 @@ def materialize(module: nn.Module, init: Init | None = None, *, device: torch.de
         module: Module with all parameters on the meta device.
         init: Called with every module that directly has parameters or buffers, children first, as by `module.apply`. It
             writes all of them, and no other module's. None for the modules' own `reset_parameters`. Ranks that hold
-            copies must draw equal weights. Otherwise the wrap refuses them, or takes the first rank's: see
+            copies must draw equal weights. Otherwise the wrap rejects them, or takes the first rank's: see
             initial_weights.
         device: Device of the weights.
 

@@ -25,7 +25,7 @@ BALANCING = frozenset({"none", "sinkhorn", "aux_loss", "seq_aux_loss", "global_a
 
 
 def refuse_unknown_state(modules: Mapping[str, nn.Module], config: Any) -> None:
-    """Refuse expert layers of Megatron Core with state that `update_routers` does not know.
+    """Reject expert layers of Megatron Core with state that `update_routers` does not know.
 
     Args:
         modules: All modules of the model, by name.

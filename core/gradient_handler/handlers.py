@@ -96,7 +96,7 @@ class GroupGradientHandler(BaseGradientHandler):
 class DataParallelGradientHandler(GroupGradientHandler):
     """Handler that averages all gradients over the data-parallel ranks (including context-parallel ones).
 
-    Refuses an expert's parameter (`allreduce=False`) with a ContractError; use MoeGradientHandler for it.
+    Rejects an expert's parameter (`allreduce=False`) with a ContractError; use MoeGradientHandler for it.
 
     Args:
         model: Model with the gradients.

@@ -208,7 +208,7 @@ def _fact(number: int, gradient: LooseGradient, same_names: bool) -> str:
 def _without_reduced(
     served: Sequence[LooseGradient], codes: list[int], group: dist.ProcessGroup, wrappers: Mapping[int, Wrapper]
 ) -> list[int]:
-    """Return the codes, with MISSING for gradients that a wrapper has made equal on all ranks. Collective.
+    """Return the codes, with MISSING for gradients that a wrapper has made the same on all ranks. Collective.
 
     Averaging is linear and leaves equal values unchanged. So the mean of gradients that some ranks have already
     averaged is the mean of all of them, and gradients that torch's wrapper has left local are averaged like loose ones.

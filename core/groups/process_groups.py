@@ -209,7 +209,7 @@ _build_count = itertools.count()
 
 
 def _next_build() -> int:
-    """Return the number of this build on this job's store: equal on all ranks, and used once.
+    """Return the number of this build on this job's store: the same on all ranks, and used once.
 
     The count is in the store, because the store outlives a default group: with an old name gloo would read the
     addresses of a destroyed group. Every rank counts separately, so no rank waits.
@@ -259,7 +259,7 @@ def _come_with(sizes: Mapping[str, object]) -> tuple[dist.Store, str, str]:
 
 
 def refuse_other_sizes(sizes: Mapping[str, object], timeout: timedelta | None) -> None:
-    """Refuse ranks that split the job differently, before any group is created. Collective over the world.
+    """Reject ranks that split the job differently, before any group is created. Collective over the world.
 
     Such ranks would wait for each other in different groups until the timeout. Each rank counts itself under its sizes
     in the job's store; the sizes of all ranks are read only if the counts differ.

@@ -253,7 +253,7 @@ class RankGrid:
         return self.world_size // product
 
     def _complete(self, tokens: tuple[str, ...]) -> tuple[str, ...]:
-        """Append the axes of size 1 that the order leaves out; refuse a larger one."""
+        """Append the axes of size 1 that the order leaves out; reject a larger one."""
         missing = [token for token in TOKENS if token not in tokens]
         for token in missing:
             size = max(self.size(token), self.size(token, expert=True))

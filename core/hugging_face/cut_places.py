@@ -3,7 +3,7 @@
 A stage runs the model's own forward and keeps its layers at their original index. The first layer of a later stage ends
 the forward, and this stage's first layer takes the received tensors. Every stage computes masks, positions, and rotary
 tables by the model's own code. Absent modules return NaN. A model that passes anything besides its `Streams` from layer
-to layer is thus detected and refused.
+to layer is thus detected and rejected.
 
 An encoder-decoder is cut as one list: the encoder's layers, then the decoder's. All embeddings are on the first stage,
 whose forward also runs the decoder's embeddings; encoder stages pass that result on with their own hidden states.

@@ -92,17 +92,17 @@ class DeferringHead:
 
 
 class DeferredLogits(Tensor):
-    """Logits without values.
+    """Placeholder for logits that are computed only if they are read.
 
     Attributes:
-        head: Forward of the output layer.
-        hidden: Its input.
+        head: The output layer's forward.
+        hidden: Input of the output layer.
         tokens_at_once: Number of tokens per chunk.
         steps: Elementwise functions applied so far.
-        refusal: Creates the error to raise if values are read, because they are only a part of the vocabulary.
+        refusal: Creates the error to raise on a read. Set if the logits are split over the vocabulary.
         records: True if gradients were enabled in the forward.
         value: All logits, once computed.
-        source: For `refusal`: the loss that knows how the logits are split.
+        source: The loss that knows how the logits are split; an argument of `refusal`.
     """
 
     head: DeferringHead

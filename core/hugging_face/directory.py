@@ -39,7 +39,7 @@ def read_configuration(place: str | os.PathLike[str], *, trust_remote_code: bool
 
 
 def look_at(place: str | os.PathLike[str], *, trust_remote_code: bool = False) -> None:
-    """Refuse a directory or config.json from which no model can be built. Builds nothing and reads no weights.
+    """Reject a directory or config.json from which no model can be built. Builds nothing and reads no weights.
 
     The number of layers is limited because transformers lists all layers when it reads a configuration; a model of
     100,000 layers takes a minute.

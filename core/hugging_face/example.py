@@ -168,7 +168,7 @@ def _ids(model: Any, length: int) -> Tensor:
     """Return rows of consecutive token ids, rotated by one per row so that rows have equally many special tokens."""
     text = model.config.get_text_config()
     ids = torch.arange(length, device=model.device) % getattr(text, "vocab_size", 8)
-    # A sequence classifier reads the last non-padding token, and refuses several rows without a padding token.
+    # A sequence classifier reads the last non-padding token, and rejects several rows without a padding token.
     alone = type(model).__name__.endswith("SequenceClassification") and getattr(text, "pad_token_id", None) is None
     return torch.stack([ids.roll(row) for row in range(1 if alone else ROWS)])
 

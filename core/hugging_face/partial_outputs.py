@@ -1,4 +1,4 @@
-"""Refuse outputs of which a rank has only a part. A request for one raises before any layer runs."""
+"""Reject outputs of which a rank has only a part. A request for one raises before any layer runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-REFUSALS = "refusals_of_arguments"  # attribute of a model: functions that refuse arguments of its forward
+REFUSALS = "refusals_of_arguments"  # attribute of a model: functions that reject arguments of its forward
 HEADS = "they would be of this rank's heads; leave it out, or ask a model that is not split"
 LAYERS = "a stage has its own layers only; leave it out"
-# Arguments of a forward -> reason for refusing them, for each kind of split. The config can set them too.
+# Arguments of a forward -> reason for rejecting them, for each kind of split. The config can set them too.
 SPLIT_HEADS: Mapping[str, str] = {"output_attentions": HEADS}
 IN_STAGES: Mapping[str, str] = {
     "output_attentions": LAYERS,
@@ -39,7 +39,7 @@ def refuse_partial_outputs(model: nn.Module, family: str, where: str, refused: M
         model: Split model.
         family: Name of the model in errors.
         where: Description of the split, for the message.
-        refused: Argument -> reason.
+        rejected: Argument -> reason.
     """
     refuse = partial(_refuse, family, where, refused)
     model.register_forward_pre_hook(refuse, with_kwargs=True)
@@ -47,14 +47,14 @@ def refuse_partial_outputs(model: nn.Module, family: str, where: str, refused: M
 
 
 def refuse_arguments(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of a forward before it runs, so that every pipeline stage refuses and no stage waits.
+    """Reject arguments of a forward before it runs, so that every pipeline stage rejects and no stage waits.
 
     Args:
         model: Split model.
         arguments: Keyword arguments of the forward.
 
     Raises:
-        ValueError: If the model refuses one of them.
+        ValueError: If the model rejects one of them.
     """
     for refuse in vars(model).get(REFUSALS, ()):
         refuse(model, (), dict(arguments))

@@ -2,7 +2,7 @@
 
 A style is Transformers' word for how one module is split. Here each style is a row of a table: how weight and bias are
 cut, and how the module's input and output are changed. Everything else follows from that table and the parameters'
-shapes, so a plan can be printed, and refused, before anything runs. No process group is needed.
+shapes, so a plan can be printed, and rejected, before anything runs. No process group is needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prove a split: compare the example's output before and after, and refuse with a message that names the difference."""
+"""Prove a split: compare the example's output before and after, and reject with a message that names the difference."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def refuse_other_output(
 
 
 def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Create the received tensors of a stage that runs alone: random numbers, equal on all ranks.
+    """Create the received tensors of a stage that runs alone: random numbers, the same on all ranks.
 
     Args:
         chunk: A stage of the model.
@@ -238,7 +238,7 @@ def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tens
 def compare_output(
     parts: Sequence[Any], plan: Plan, arguments: dict[str, Any], whole: tuple[Shown, float], how: Splitting
 ) -> None:
-    """Compare the parts' output with the full model's, and refuse the split if they differ.
+    """Compare the parts' output with the full model's, and reject the split if they differ.
 
     Collective over the groups of the split; over the world for a pipeline.
 

@@ -81,7 +81,7 @@ class SequenceParallel(CutSequence):
         model.register_forward_pre_hook(self.enter_model, with_kwargs=True)
         if self.mode in OVER_TENSOR:
             return
-        # A model with custom attention only logs a warning here; the comparison of outputs then refuses it.
+        # A model with custom attention only logs a warning here; the comparison of outputs then rejects it.
         model.set_attn_implementation(register_attention(self.mode, self.group))
         present = [model.get_submodule(place) for place in present_layers(model, layers)]
         for layer in present:
@@ -91,7 +91,7 @@ class SequenceParallel(CutSequence):
             SplitRegions("cp", group_rank(self.group)).attach(present)
 
     def enter_model(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Refuse a length that cannot be cut, and convert `cu_seq_lens_q` to position ids. A forward pre-hook."""
+        """Reject a length that cannot be cut, and convert `cu_seq_lens_q` to position ids. A forward pre-hook."""
         given = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")] + [*args[:1]]
         ids = next((value for value in given if isinstance(value, Tensor) and value.dim() >= 2), None)
         kwargs = dict(kwargs)

@@ -3,8 +3,8 @@
 'all_to_all' exchanges positions for heads, so that torch's attention sees the complete sequence with the model's own
 mask. 'ring_attn' passes keys and values between ranks and supports one kind of mask: causal inside each document, with
 or without a window. To recognize it, the model's mask function is evaluated at the first and last token of each
-document, and at tokens where a window starts to move. Attention refuses any other mask; a mask that no layer uses is
-not refused.
+document, and at tokens where a window starts to move. Attention rejects any other mask; a mask that no layer uses is
+not rejected.
 
 Both support soft caps of scores and one sink per head. Torch's attention has neither, so such scores are computed in
 blocks.

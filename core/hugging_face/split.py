@@ -84,7 +84,7 @@ def split_model(
         model: Full model on a real device, with the same weights on every rank of the group.
         plan: Plan of the split. Defaults to the plan read from the model; `read_plan(model, policy)` builds one from a
             Policy.
-        example: Keyword arguments of one small forward, equal on all ranks. Defaults to two rows of at least 8 token
+        example: Keyword arguments of one small forward, the same on all ranks. Defaults to two rows of at least 8 token
             ids, or to pixels or audio for models that take these.
         parallel_output: True keeps the logits split and computes the loss from the parts. 'where possible' falls back
             to full logits, with a warning, for models that compute their loss in another way.
@@ -331,7 +331,7 @@ def proven_cut(
 
 
 def restrict_methods(model: Any, plan: Plan, how: Splitting) -> None:
-    """Refuse methods and outputs that would use a rank's part as if it were the full model."""
+    """Reject methods and outputs that would use a rank's part as if it were the full model."""
     tp = how.groups.size("tp")
     is_stage = isinstance(vars(model).get("forward"), StageForward)
     in_parts = how.sequence_parallel is not None or is_stage

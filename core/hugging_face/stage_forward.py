@@ -82,7 +82,7 @@ class _Leave(Exception):
 class StageForward:
     """The forward of one stage: takes `received=`, and returns the tensors for the next stage or the model's output.
 
-    It is set as the model's `forward` attribute. All other arguments are the model's own and equal on every stage:
+    It is set as the model's `forward` attribute. All other arguments are the model's own and the same on every stage:
     token ids give the shapes, masks, and positions.
 
     Args:

@@ -35,7 +35,7 @@ def stage_forward_step(chunk: nn.Module, microbatch: Mapping[str, Any], hidden: 
 
     Args:
         chunk: This rank's stage, wrapped or not.
-        microbatch: The model's arguments with labels, equal on every stage.
+        microbatch: The model's arguments with labels, the same on every stage.
         hidden: Tensors received from the previous stage; None on the first.
 
     Returns:

@@ -50,7 +50,7 @@ def untie_by_files(model: Any, directory: Path, files: Sequence[Path]) -> list[s
     Args:
         model: Model of the directory's config, in the training dtype; it may be on the meta device.
         directory: Checkpoint directory.
-        files: Its weight files. Files of other formats are left to the loader, which refuses them.
+        files: Its weight files. Files of other formats are left to the loader, which rejects them.
 
     Returns:
         The untied names.

@@ -172,7 +172,7 @@ def _is_size(default: Any, name: str) -> bool:
 
 
 def _value(config: Any, name: str) -> Any:
-    """Return an attribute; False if it differs between layers, which some configurations refuse to read."""
+    """Return an attribute; False if it differs between layers, which some configurations reject to read."""
     try:
         return getattr(config, name, None)
     except Exception:

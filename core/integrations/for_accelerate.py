@@ -211,7 +211,7 @@ class AcceleratorParts(Base):
         super().load_state(input_dir, load_kwargs, **options)
 
     def _load_wrapped(self, models: list[nn.Module], input_dir: str) -> None:
-        """Load the models in place of accelerate, which refuses parameters that share one memory."""
+        """Load the models in place of accelerate, which rejects parameters that share one memory."""
         from accelerate.utils import load_state_dict as read
         from accelerate.utils.constants import MODEL_NAME, SAFE_MODEL_NAME
 
@@ -292,7 +292,7 @@ def _check_parallelism(config: Any) -> None:
 
 
 def _check_plugins(given: dict[str, Any]) -> None:
-    """Refuse plugins that shard or split, which accelerate takes without a word on a CPU; its environment's too."""
+    """Reject plugins that shard or split, which accelerate takes without a word on a CPU; its environment's too."""
     shard = (
         'shard by ddp_config=DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params"), or '
         '"optim_grads", or "optim"'
@@ -314,7 +314,7 @@ def _check_plugins(given: dict[str, Any]) -> None:
 
 
 def _check_handler(handler: Any, *, warns: bool) -> None:
-    """Refuse options of torch's DDP that would change something and have another name here; warn of idle ones."""
+    """Reject options of torch's DDP that would change something and have another name here; warn of idle ones."""
     instead = {
         "bucket_cap_mb": "bucket_size, in elements, or num_buckets",
         "comm_hook": "grad_communication_dtype",

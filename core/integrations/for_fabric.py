@@ -32,7 +32,7 @@ class StrategyParts(Base):
 
     Args:
         ddp_config: Reduction and sharding of gradients. None replicates everything, as torch's DDP does.
-        kwargs: Arguments of Fabric's DDPStrategy; torch DDP's own arguments are refused.
+        kwargs: Arguments of Fabric's DDPStrategy; torch DDP's own arguments are rejected.
     """
 
     def __init__(self, ddp_config: DistributedDataParallelConfig | None = None, **kwargs: Any) -> None:

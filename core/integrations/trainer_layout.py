@@ -117,9 +117,9 @@ class LayoutParts(Base):
     """Differences from Transformers' class if a `plugin` is given; without one there are none.
 
     Tensor, sequence, expert and data parallelism run `compute_loss`, also the one of a subclass. A pipeline computes
-    the loss inside the model's last stage, and subclasses that compute another one are refused.
+    the loss inside the model's last stage, and subclasses that compute another one are rejected.
 
-    plugin: a HybridParallelPlugin. It decides the precision; `bf16` and `fp16` of the arguments are refused. With
+    plugin: a HybridParallelPlugin. It decides the precision; `bf16` and `fp16` of the arguments are rejected. With
     stages, a batch of a replica is cut into its microbatches, so give `dataloader_drop_last=True` if the last batch
     may be smaller. A model is trained once.
     """

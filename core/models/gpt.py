@@ -55,7 +55,7 @@ class GPTModel(nn.Module):
                 f"config.pipeline_model_parallel_size is {config.pipeline_model_parallel_size}, but this GPTModel "
                 "would hold every layer; pass pre_process, post_process and layer_numbers of its stage"
             )
-        tensor_parallel_group(config, groups)  # refuses a config made for another size
+        tensor_parallel_group(config, groups)  # rejects a config made for another size
         self.cp_group = context_parallel_group(config, groups)
         self.config = config
         self.vocab_size = config.vocab_size
@@ -129,8 +129,8 @@ class GPTModel(nn.Module):
         last ranks) come from zero rows, and the loss ignores them.
 
         Args:
-            input_ids: [b, s], equal on all ranks of a tensor-parallel group. Under context parallelism s is this rank's
-                part of the sequence, from get_batch_on_this_cp_rank.
+            input_ids: [b, s], the same on all ranks of a tensor-parallel group. Under context parallelism s is this
+                rank's part of the sequence, from get_batch_on_this_cp_rank.
             labels: [b, s], as `input_ids`.
             position_ids: [b, s]. Defaults to positions counted from 0 through the sequence.
             document_ids: [b, s], one number per token; a token sees only itself and earlier tokens with the same

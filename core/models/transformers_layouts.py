@@ -6,7 +6,7 @@ The options of a full GPT determine one of three layouts of transformers:
     llama    RMSNorm, swiglu, rotary positions
     arcee    RMSNorm, gelu, rotary positions: Llama with an MLP without a gate
 
-Options without a counterpart are refused by name. Nothing of transformers is imported: its configuration is a
+Options without a counterpart are rejected by name. Nothing of transformers is imported: its configuration is a
 dictionary with the content of config.json.
 """
 

@@ -13,7 +13,7 @@ class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler that checks the gradients of all ranks for overflow.
 
     A rank that holds a shard of the gradients cannot see an overflow in another rank's shard. torch's own class would
-    therefore step on some ranks and skip on others, so optimizers of this package refuse it.
+    therefore step on some ranks and skip on others, so optimizers of this package reject it.
 
         scaler = GradScaler("cuda")
         with torch.autocast("cuda", torch.float16):

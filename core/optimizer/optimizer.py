@@ -56,7 +56,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
     it as a torch optimizer: its groups, state and defaults are the inner optimizer's own objects.
     """
 
-    _step_supports_amp_scaling = True  # torch's GradScaler calls `step`, which refuses it by name
+    _step_supports_amp_scaling = True  # torch's GradScaler calls `step`, which rejects it by name
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> tuple[bool, float | None, int | None]:
-        """Update the parameters from reduced gradients. Collective: every rank of the job.
+        """Update the parameters from reduced gradients. Collective: every rank of the job must call it.
 
         Returns:
             (True, global gradient norm before clipping, zeros if counted). (False, None, None) if a gradient of any
@@ -403,7 +403,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def count_zeros(self) -> int:
-        """Return the number of zeros among the gradients of the full model. Collective: every rank of the job."""
+        """Count the zeros in the gradients of the full model. Collective: every rank of the job must call it."""
         return self._stats_or_measure(count_zeros=True).num_zeros or 0
 
     def _stats_or_measure(self, *, count_zeros: bool = False) -> GradStats:

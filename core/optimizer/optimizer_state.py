@@ -270,7 +270,7 @@ def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plain_numbers(state: Any) -> Any:
-    """Replace numpy numbers and arrays by Python numbers and lists, because torch.load refuses them.
+    """Replace numpy numbers and arrays by Python numbers and lists, because torch.load rejects them.
 
     Args:
         state: Nested dicts, lists and tuples. Tensors are kept.

@@ -60,7 +60,7 @@ Activations = Sequence[Tensor] | Callable[[int], Sequence[Tensor]]
 class StepOutcome:
     """Loss of one step.
 
-    `loss` and `num_tokens` are equal on all stages; `losses` and `reports` exist on the last stage only.
+    `loss` and `num_tokens` are the same on all stages; `losses` and `reports` exist on the last stage only.
 
     Attributes:
         loss: Unscaled mean over the microbatches, or over their tokens with calculate_per_token_loss.
@@ -165,7 +165,7 @@ class PipelineRunner:
         Raises:
             Exception: That of any stage, after the last message of the step; on ranks of other stages a ValueError,
                 TypeError, NotImplementedError or RuntimeError that names it. The step's gradients are dropped, or if
-                they were added to others or data ranks share them, refused until they are zeroed.
+                they were added to others or data ranks share them, rejected until they are zeroed.
         """
         check_microbatches(self.kind, self.layout, len(microbatches))
         schedule, stages = self._schedule(len(microbatches), activations or self.activations)
@@ -211,10 +211,17 @@ class PipelineRunner:
     def _give_up(
         self, wrapped: Sequence[DistributedDataParallel], error: Exception, *, adds: bool, finish: Any
     ) -> None:
-        """Drop the gradients of a step that has failed. Those that cannot be dropped alone are refused until zeroed.
+        """Drop the gradients of a failed step.
 
-        adds: True if they were added to gradients of other steps. finish: the end of the step, which ranks with other
-        data come to; None if it is not due.
+        If they were added to the gradients of earlier steps, they cannot be dropped separately. The optimizer then
+        raises until all gradients are zeroed.
+
+        Args:
+            wrapped: Model chunks of this rank.
+            error: Error that ended the step.
+            adds: True if gradients of earlier steps are in the same buffers.
+            finish: Function that reduces the gradients. The other data ranks will call it, so this rank must too; None
+                if they will not.
         """
         self._begin([])
         if not adds and not any(chunk.reducer.model_orders for chunk in wrapped):

@@ -263,7 +263,7 @@ class Stage(PipelineStage):
         self.events.append(StageEvent(work, self.stage_index, microbatch, start_s, time.perf_counter()))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Drop messages to this rank itself, which torch 2.11 posts for V placements and gloo refuses."""
+        """Drop messages to this rank itself, which torch 2.11 posts for V placements and gloo rejects."""
         mine = dist.get_rank()
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
 

@@ -68,10 +68,10 @@ def chunked_cross_entropy(
     returned in fp32 if the parameter's `grad_dtype` is fp32.
 
     Args:
-        hidden: [..., features], equal on all ranks of the tensor-parallel group. Its gradient is this rank's part of a
-            sum over the group.
+        hidden: [..., features], the same on all ranks of the tensor-parallel group. Its gradient is this rank's part of
+            a sum over the group.
         weight: [columns, features], this rank's rows of the vocabulary.
-        target: [...], token ids of the full vocabulary, equal on all ranks.
+        target: [...], token ids of the full vocabulary, the same on all ranks.
         chunk: Tokens whose logits exist at a time.
         bias: [columns].
         transform: The model's elementwise function on its logits.

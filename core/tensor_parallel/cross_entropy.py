@@ -31,7 +31,7 @@ def vocab_parallel_cross_entropy(
     Args:
         vocab_parallel_logits: [..., ceil(vocab_size / tp)], this rank's part of the vocabulary. On the last ranks,
             columns beyond `vocab_size` are padding and are ignored.
-        target: [...], token ids of the full vocabulary, equal on all ranks of the group.
+        target: [...], token ids of the full vocabulary, the same on all ranks of the group.
         label_smoothing: Share of the target's weight that is spread evenly over the vocabulary, as in torch.
         tp_group: Tensor-parallel group. Defaults to the group in `pg_collection`.
         pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.

@@ -40,7 +40,7 @@ class Dataflow(TorchFunctionMode):
 
     Attributes:
         partial: Parameters that are combined with split tensors.
-        complete: Parameters used in computations that are equal on all ranks. A parameter may be both.
+        complete: Parameters used in computations that are the same on all ranks. A parameter may be both.
         drops: Modules that apply dropout, without their children: True for split tensors, False for replicated ones.
         faults: Errors that no contract can correct, one sentence each. For example, a replicated activation combined
             with a split tensor.
@@ -216,7 +216,7 @@ class Dataflow(TorchFunctionMode):
                     self._roots[id(tensor)] = tensor, COPIED
             return
         roots = frozenset[str]().union(*(self._roots_of(tensor) for tensor in learned))
-        if not all(self._roots_of(tensor) for tensor in learned):  # every gradient here is equal on all ranks
+        if not all(self._roots_of(tensor) for tensor in learned):  # every gradient here is the same on all ranks
             self.complete |= roots - COPIED
             if roots >= COPIED:
                 self._fault("mixes a whole activation with one whose gradient a seam sums")

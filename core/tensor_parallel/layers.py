@@ -258,8 +258,8 @@ class VocabParallelEmbedding(_ParallelLayer):
     """Embedding whose rows (the vocabulary, padded with zero rows to a multiple of tp) are split over tensor
     parallelism.
 
-    Input: token ids [b, s], equal on all ranks. With `gradient_accumulation_fusion` only this batch's gradient rows are
-    added to `main_grad`; autograd would add a gradient of the full vocabulary, mostly zeros.
+    Input: token ids [b, s], the same on all ranks. With `gradient_accumulation_fusion` only this batch's gradient rows
+    are added to `main_grad`; autograd would add a gradient of the full vocabulary, mostly zeros.
 
     Args:
         reduce_scatter_embeddings: Return [s, b, embedding_dim] split along the sequence instead of [b, s,

@@ -254,7 +254,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGrou
     Collective in backward: all ranks of the group must call it.
 
     Args:
-        input_: Tensor that is equal on all ranks of the group.
+        input_: Tensor that is the same on all ranks of the group.
         group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
     """
     return _map(_Copy, input_, group)
@@ -278,7 +278,7 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessG
     Collective in backward: all ranks of the group must call it.
 
     Args:
-        input_: [..., n], equal on all ranks of the group.
+        input_: [..., n], the same on all ranks of the group.
         group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
 
     Returns:
@@ -290,7 +290,7 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessG
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """All-gather the last dimension; each rank keeps its own columns of the gradient.
 
-    Collective: all ranks of the group must call it. The gradient must be equal on all ranks.
+    Collective: all ranks of the group must call it. The gradient must be the same on all ranks.
 
     Args:
         input_: This rank's columns, [..., n].
@@ -308,7 +308,7 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: dist.ProcessGroup
     Collective in backward: all ranks of the group must call it.
 
     Args:
-        input_: [s, ...], equal on all ranks of the group.
+        input_: [s, ...], the same on all ranks of the group.
         group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
 
     Returns:

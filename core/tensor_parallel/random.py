@@ -172,7 +172,7 @@ def model_parallel_manual_seed(seed: int, pg_collection: ProcessGroups | None = 
     No communication. Streams seeded before are removed.
 
     Args:
-        seed: Seed of the job, equal on every rank.
+        seed: Seed of the job, the same on every rank.
         pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
     """
     groups = resolve_groups(pg_collection)

@@ -45,7 +45,7 @@ def cause_of_gradient(
         wrong: Wrong parameters, in order.
 
     Returns:
-        The likely cause, equal on all ranks.
+        The likely cause, the same on all ranks.
     """
     plain = reference.again(batch, auxiliary=0.0) if reference.has_auxiliary else None
     job.backward(batch)

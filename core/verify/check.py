@@ -73,7 +73,7 @@ def check_gradients(
             over its wrapped stages.
         loss_fn: (model, part of the batch) -> mean loss; with `config.calculate_per_token_loss` (sum of losses, number
             of tokens). A pipeline's forward step computes its own loss, so only the reference uses loss_fn then.
-        batch: The complete global batch, equal on all ranks: a tensor, or nested tuples, lists, and dicts of tensors
+        batch: The complete global batch, the same on all ranks: a tensor, or nested tuples, lists, and dicts of tensors
             whose first dimension counts samples. Data-parallel ranks take equal parts in rank order, each cut into
             `microbatches`.
         reference_fn: Builds the unsplit model, which then gets the layout's weights. Defaults to `model_fn` if that
@@ -97,7 +97,7 @@ def check_gradients(
             and parameters that have a gradient but do not move are reported.
 
     Returns:
-        The report, equal on every rank.
+        The report, the same on every rank.
 
     Raises:
         ValueError: If the arguments do not fit the layout.
@@ -227,7 +227,7 @@ def compare(
         title: First words of the report.
 
     Returns:
-        The report, equal on every rank.
+        The report, the same on every rank.
     """
     largest = share = loss_error = loss_bound = 0.0
     digests: list[str] = []

@@ -34,7 +34,7 @@ class Explanation(NamedTuple):
     """Likely cause of a wrong gradient.
 
     Attributes:
-        cause: The cause in words.
+        cause: A sentence for the report.
         details: A line for each wrong rank.
         of_reduction: False if the fault is before the reductions.
     """
@@ -210,7 +210,7 @@ class BiasPart:
 
 
 def explain_bias(parts: Sequence[BiasPart], rate: float) -> str:
-    """Name the ranks whose counts moved a router's bias.
+    """Describe which ranks' token counts moved a router's bias.
 
     Args:
         parts: Each rank's part.

@@ -143,7 +143,7 @@ class StepCheck:
         steps: Number of steps to compare, as long as they are right.
 
     Attributes:
-        report: The report; None until the check is over. Equal on all ranks.
+        report: The report; None until the check is over. The same on all ranks.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Where:
-    """Module at which a fault begins; equal on all ranks.
+    """Module at which a fault begins; the same on all ranks.
 
     Attributes:
         rows: Modules in the order of forward.

@@ -35,7 +35,7 @@ class RankFailure(RuntimeError):
     """Error for a rank that raised, exited, or timed out; the message names the first one and contains its traceback.
 
     Attributes:
-        refusal: The original error, if this package refused the input on all ranks alike; its message is sufficient.
+        refusal: The original error, if this package rejected the input on all ranks alike; its message is sufficient.
     """
 
     refusal: Exception | None = None
@@ -192,7 +192,7 @@ def _gather(workers: Sequence[_Worker], limit_s: float) -> list[Any]:
     """Collect all results in rank order. RankFailure names the rank that most likely caused the failure."""
     waiting = dict(enumerate(workers))
     results: dict[int, Any] = {}
-    failures: list[tuple[bool, bool, int, str]] = []  # (lost a peer?, refused?, order of arrival, what)
+    failures: list[tuple[bool, bool, int, str]] = []  # (lost a peer?, rejected?, order of arrival, what)
     refusals: list[Exception] = []
     deadline = time.monotonic() + limit_s
     while waiting:

@@ -37,7 +37,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """Result of checking one layout; equal on all ranks.
+    """Result of checking one layout; the same on all ranks.
 
     Attributes:
         title: First words of the report.

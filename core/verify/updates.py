@@ -379,10 +379,10 @@ def with_updates(report: GradientReport, updates: Updates, wrong: Sequence[Compa
 
 @contextmanager
 def watched_updates(found: Callable[[], Sequence[Updates]]) -> Iterator[None]:
-    """Pass the steps of our optimizers and the clips of a program to `Updates` inside the context.
+    """Report optimizer steps and gradient clipping to `Updates` while the context is active.
 
     Args:
-        found: Returns the objects of the models that are compared.
+        found: Returns the `Updates` of all models that are compared.
     """
 
     step = MegatronOptimizer.step_with_ready_grads

@@ -47,7 +47,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 class CPUAdam(FusedAdam):
-    """Adam on the parameters' device. Moments on disk (nvme_offload_fraction above 0) are refused."""
+    """Adam on the parameters' device. Moments on disk (nvme_offload_fraction above 0) are rejected."""
 
     @arguments(
         f"self model_params>params {_ADAM} weight_decay=0 adamw_mode=True !nvme_offload_fraction=0.0 "
@@ -63,7 +63,7 @@ class HybridAdam(CPUAdam):
 
 
 class FusedSGD(torch.optim.SGD):
-    """SGD. `wd_after_momentum=True` is refused, because torch's kernel decays weights before momentum."""
+    """SGD. `wd_after_momentum=True` is rejected, because torch's kernel decays weights before momentum."""
 
     @arguments("self params lr momentum=0 dampening=0 weight_decay=0 nesterov=False !wd_after_momentum=False", _ADVICE)
     def __init__(self, params: Any, **options: Any) -> None:

@@ -38,7 +38,7 @@ class LowLevelZeroOptimizer(ShardedOptimizer):
         optimizer: A torch optimizer.
         reduce_bucket_size: Size of a bucket in elements.
         partition_grad: True for ZeRO stage 2, else stage 1.
-        dp_process_group: None or the world; other groups are refused.
+        dp_process_group: None or the world; other groups are rejected.
         given: Options of LowLevelZeroPlugin, which does the same for a Booster.
 
     Raises:

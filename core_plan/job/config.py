@@ -179,7 +179,7 @@ class RunOptions:
     threads_per_rank: int | None = None  # None for OMP_NUM_THREADS where the user set it, else cores / local ranks
     # 'auto' is CUDA where every local rank has a device of its own, else CPU
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    check_memory: bool = True  # refuse a job whose plan needs far more memory than is here
+    check_memory: bool = True  # reject a job whose plan needs far more memory than is here
 
     @property
     def last_step(self) -> int:
@@ -201,7 +201,7 @@ class CheckpointOptions:
     asynchronous: bool = False  # write while training continues
     resume: bool = False  # continue from the newest intact checkpoint in dir; if there is none, begin
     step: int | None = None  # continue from this one, and no other
-    # the learning rate's schedule after resuming; 'same' refuses one that is not the saved
+    # the learning rate's schedule after resuming; 'same' rejects one that is not the saved
     schedule: Literal["same", "saved", "given"] = "same"
 
 

@@ -14,7 +14,7 @@ from core_train.commands.model_directory import one_line
 from core_train.finetune.config import TASKS, TINY, TuneConfig, TuneOptions
 
 SHORT = {"--model": "--model_name_or_path", "--steps": "--max_steps"}
-# Options of TRL and Transformers that are refused, and the reason.
+# Options of TRL and Transformers that are rejected, and the reason.
 REFUSED = {
     "bf16": "give --precision bf16",
     "fp16": "give --precision fp16",

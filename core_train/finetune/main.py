@@ -452,7 +452,7 @@ def _dry_run(config: TuneConfig, ranks: int, ranks_here: int, device: str | None
 
 
 def check_fit(config: TuneConfig, ranks: int, ranks_here: int) -> None:
-    """Refuse a job whose plan does not fit. A job that is far below the memory is not planned."""
+    """Reject a job whose plan does not fit. A job that is far below the memory is not planned."""
     if not config.run.check_memory or config.options.task != "sft" or "RANK" in os.environ:
         return
     job = planned(config, check_sizes(config, ranks))

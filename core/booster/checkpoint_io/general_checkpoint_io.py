@@ -64,7 +64,7 @@ class CheckpointIO:
             raise error
 
     def check_gather(self, gather_dtensor: bool) -> None:
-        """Refuse to write parts of tensors if tensors are sharded."""
+        """Raise an error instead of writing parts of tensors, if tensors are sharded."""
 
     def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         """Yield a model's full tensors under the plain module's names, one after another. Collective."""

@@ -43,7 +43,7 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
     def _load(
         self, model: nn.Module, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool
     ) -> None:
-        with getattr(model, "loading", nullcontext)():  # a wrong argument lacks the method, and is refused inside
+        with getattr(model, "loading", nullcontext)():  # a wrong argument lacks the method, and is rejected inside
             super()._load(model, readers, names, strict)
 
     def optimizer_groups(self, optimizer: LowLevelZeroOptimizer) -> list[dict[str, Any]]:

@@ -126,7 +126,7 @@ class DPPluginBase(Plugin):
             )
 
     def agree(self, error: Exception | None, model: Any, optimizer: Any) -> None:
-        """Raise on every rank if any rank refuses its arguments, or if the ranks' `facts_of` differ.
+        """Raise on every rank if any rank rejects its arguments, or if the ranks' `facts_of` differ.
 
         Collective over the world.
 
@@ -136,7 +136,7 @@ class DPPluginBase(Plugin):
             optimizer: The torch optimizer, or None.
 
         Raises:
-            ValueError: If facts differ, or this rank's arguments are refused.
+            ValueError: If facts differ, or this rank's arguments are rejected.
         """
         facts: list[str] = []
         if error is None:
@@ -151,7 +151,7 @@ class DPPluginBase(Plugin):
             agree.same([("the model", dist.group.WORLD, facts)], kind=ValueError, advice=SAME_MODEL)
 
     def facts_of(self, model: nn.Module, optimizer: Any) -> list[str]:
-        """Return lines that must be equal on all ranks. Local.
+        """Return lines that must be the same on all ranks. Local.
 
         Every rank returns lines, or none does. Subclasses raise ValueError for models that cannot be trained.
 
@@ -181,7 +181,7 @@ class DPPluginBase(Plugin):
             dataset: The full dataset, with a length.
             batch_size: Samples per rank.
             shuffle: True to shuffle.
-            seed: Seed of the shuffle, equal on all ranks. Each worker's Python, NumPy and torch get a different seed
+            seed: Seed of the shuffle, the same on all ranks. Each worker's Python, NumPy and torch get a different seed
                 from it.
             drop_last: True to leave out the last samples, instead of repeating some or making a smaller batch.
             pin_memory: As in torch's DataLoader.

@@ -84,7 +84,7 @@ class HybridParallelModel(LowLevelZeroModel):
     def failures_reported(self) -> Iterator[None]:
         """Report a forward that fails on this rank alone to all others, which wait in its collectives.
 
-        A ValueError is not reported: it refuses inputs, which all ranks of a replica have alike.
+        A ValueError is not reported: it rejects inputs, which all ranks of a replica have alike.
         """
         try:
             yield

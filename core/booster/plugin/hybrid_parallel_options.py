@@ -1,4 +1,4 @@
-"""Checks of HybridParallelPlugin's options together. Each option is obeyed, refused by name, or named in a warning."""
+"""Checks of HybridParallelPlugin's options together. Each option is obeyed, rejected by name, or named in a warning."""
 
 from __future__ import annotations
 

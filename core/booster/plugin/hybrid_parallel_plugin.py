@@ -42,8 +42,8 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
         parameters too.
     parallel_output: leave logits split and compute a causal model's loss from the parts, if the model allows it;
         otherwise logits are gathered, with a warning.
-    example: arguments of a small forward of the full model, equal on all ranks, that verifies the split; None to create
-        it from the model's main input.
+    example: arguments of a small forward of the full model, the same on all ranks, that verifies the split; None to
+        create it from the model's main input.
     custom_policy: a core.hugging_face.Policy, for a family without a plan.
     make_vocab_size_divisible_by: over tp_size, each rank's rows of a vocabulary are padded to a multiple of it; saved
         files have no padding.
@@ -224,7 +224,7 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
         on return.
 
         Args:
-            data_iter: Iterator over batches. A batch is a mapping of the model's arguments, equal on all ranks of a
+            data_iter: Iterator over batches. A batch is a mapping of the model's arguments, the same on all ranks of a
                 replica.
             model: The boosted model.
             criterion: Function of (outputs, batch) that returns a microbatch's mean loss. None for the model's own
@@ -235,8 +235,8 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
             return_outputs: True to return the outputs.
 
         Returns:
-            {'loss': mean over microbatches and replicas, equal on all ranks; 'outputs': the last stage's, joined over
-            microbatches}. A value that is not requested is None.
+            {'loss': mean over microbatches and replicas, the same on all ranks; 'outputs': the last stage's, joined
+            over microbatches}. A value that is not requested is None.
         """
         return run_pipeline(
             *(data_iter, model, criterion, optimizer),

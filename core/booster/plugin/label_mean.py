@@ -139,7 +139,7 @@ def given_items(inputs: Any, device: torch.device) -> Tensor | None:
 def loss_of_whole_batch(
     loss: Tensor, count: Tensor, total: Tensor | None, groups: Sequence[dist.ProcessGroup]
 ) -> Tensor:
-    """Return the entire batch's loss, equal on all data ranks, with the gradient of this rank's part.
+    """Return the entire batch's loss, the same on all data ranks, with the gradient of this rank's part.
 
     The gradient fits an average over data ranks. Collective over the groups.
 

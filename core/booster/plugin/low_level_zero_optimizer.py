@@ -165,7 +165,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         Several calls in one step act in their order, as with torch's functions.
 
         Args:
-            max_norm: The largest norm; above 0, and equal on all ranks.
+            max_norm: The largest norm; above 0, and the same on all ranks.
             norm_type: The plugin's norm_type, or None. It cannot be changed here.
             error_if_nonfinite: True to raise if the norm is not finite.
 
@@ -204,7 +204,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         applied last. `get_grad_norm` returns the clamped gradient's norm, unless a norm was clipped before.
 
         Args:
-            clip_value: Largest magnitude of an element; above 0, and equal on all ranks.
+            clip_value: Largest magnitude of an element; above 0, and the same on all ranks.
             *args: Ignored.
             **kwargs: Ignored.
 

@@ -12,7 +12,7 @@ from core.watch.warn_user import warn_user
 
 
 def agree_on_model(model: nn.Module, group: dist.ProcessGroup, plugin: str, *, warn_of_values: bool) -> None:
-    """Check that names, shapes and dtypes of parameters are equal on all ranks of a group. Collective.
+    """Check that names, shapes and dtypes of parameters are the same on all ranks of a group. Collective.
 
     Args:
         model: The model.

@@ -21,7 +21,7 @@ Boosted = tuple[nn.Module, Any, Callable[..., Any] | None, Any, Any]
 class Plugin(ABC):
     """Way of training: it decides how a model is wrapped, placed and saved, and how its gradients are reduced.
 
-    Abstract methods must be implemented. The others refuse, by the plugin's name, until they are overridden.
+    Abstract methods must be implemented. The others reject, by the plugin's name, until they are overridden.
     """
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Plugin(ABC):
         """
 
     def agree(self, error: Exception | None, model: Any, optimizer: Any) -> None:
-        """Check the arguments of `boost` before `configure`, and raise if they are refused on this rank.
+        """Check the arguments of `boost` before `configure`, and raise if they are rejected on this rank.
 
         A plugin with several ranks must raise on all of them. Otherwise the others would wait in the collectives of
         `configure` for a rank that has left.

@@ -107,7 +107,7 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
         """Clip the norm of all ranks' gradients. See OptimizerWrapper.clip_grad_by_norm. Collective.
 
         Args:
-            max_norm: Largest norm; above 0, and equal on all ranks.
+            max_norm: Largest norm; above 0, and the same on all ranks.
             *args: As in OptimizerWrapper.clip_grad_by_norm.
             **kwargs: As in OptimizerWrapper.clip_grad_by_norm.
 
@@ -123,7 +123,7 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
         """Clamp each element of the gradient to [-clip_value, clip_value]. Collective.
 
         Args:
-            clip_value: Largest magnitude of an element; above 0, and equal on all ranks.
+            clip_value: Largest magnitude of an element; above 0, and the same on all ranks.
             *args: As in OptimizerWrapper.clip_grad_by_value.
             **kwargs: As in OptimizerWrapper.clip_grad_by_value.
 

@@ -260,7 +260,7 @@ class ZeroPluginBase(DPPluginBase):
         raise ValueError(f"no_sync got neither a model nor an optimizer that {self._name} has boosted; pass one")
 
     def data_rank(self) -> int:
-        """Return the index of this rank's part of the data, equal on all ranks of a replica."""
+        """Return the index of this rank's part of the data, the same on all ranks of a replica."""
         has_groups = self.cutting is not None or parallel_state.model_parallel_is_initialized()
         return self.groups().rank("dp") if has_groups else self.rank
 

@@ -26,7 +26,7 @@ from core.checkpoint.errors import CheckpointDamaged, CheckpointError, code_in
 
 SAFE_SUFFIX = ".safetensors"
 COMMENT, METADATA, DIGITS = b"crc32:", b'"crc32":"', b"00000000"
-LONGEST_HEADER = 100_000_000  # bytes of a safetensors header; the package refuses longer ones
+LONGEST_HEADER = 100_000_000  # bytes of a safetensors header; the package rejects longer ones
 LOCK_LIMIT_S = 5.0
 
 

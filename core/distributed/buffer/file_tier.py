@@ -73,7 +73,7 @@ class FileTier(MemoryTier):
     def masters(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         try:
             return self.zeros(numel, dtype)
-        except OSError as error:  # this step is still correct; the next one is refused on all ranks
+        except OSError as error:  # this step is still correct; the next one is rejected on all ranks
             self.failure = self.failure or str(error)
             return torch.zeros(numel, dtype=dtype, device="cpu")
 
@@ -100,7 +100,7 @@ class FileTier(MemoryTier):
         descriptor = self._nameless()
         try:
             os.ftruncate(descriptor, nbytes)
-            if reserved > 0:  # posix_fallocate refuses 0
+            if reserved > 0:  # posix_fallocate rejects 0
                 os.posix_fallocate(descriptor, 0, reserved)
         except OSError as error:
             os.close(descriptor)

@@ -1,7 +1,7 @@
 """GradAttribute: `.grad` of a bucket's parameters, and the user's changes to it. No other file writes `.grad`.
 
 torch's rules hold: a backward adds to `.grad`, None means no gradient, and an edit counts. While a gradient is in
-flight, sharded or not scaled yet, `.grad` is a GradPlaceholder. An edit that cannot be followed is refused.
+flight, sharded or not scaled yet, `.grad` is a GradPlaceholder. An edit that cannot be followed is rejected.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class GradAttribute:
             try:
                 param.grad = placed
                 self.collected[index] = watched
-            except RuntimeError:  # the dtype or device has changed since the wrap, which finalize refuses by name
+            except RuntimeError:  # the dtype or device has changed since the wrap, which finalize rejects by name
                 param.grad = None
                 self.collected[index] = 0
 

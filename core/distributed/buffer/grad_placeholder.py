@@ -76,7 +76,7 @@ class GradPlaceholder(torch.Tensor):
         """Return an error text: why the gradient cannot be used, and which call to make instead.
 
         Args:
-            use: Name of the refused operation.
+            use: Name of the rejected operation.
         """
         if self.owner() is None:
             return (

@@ -38,7 +38,7 @@ class ReplicaDriftError(RuntimeError):
 
 
 class GradWatch(Protocol):
-    """Check of each gradient that arrives, which can refuse the step."""
+    """Check of each gradient that arrives, which can reject the step."""
 
     @property
     def problem(self) -> str | None: ...
@@ -108,7 +108,7 @@ class NonFiniteWatch:
 
 
 def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> None:
-    """Check that all gradients of the job are finite. Collective: every rank of the job.
+    """Check that all gradients of the job are finite. Collective: every rank of the job must call it.
 
     Args:
         watches: Watches of this rank's chunks.
@@ -205,7 +205,7 @@ class LargeGradWatch:
 
 
 def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
-    """Check that all copies of a parameter got equal gradients. Collective: every rank of the job.
+    """Check that all copies of a parameter got equal gradients. Collective: every rank of the job must call it.
 
     Data ranks are also compared if gradients are not sharded.
 
@@ -224,10 +224,10 @@ def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
 
 
 def refuse_unshared_edits(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
-    """Refuse edits of reduced gradients that the ranks of a data group do not share. Collective: every rank of the job.
+    """Raise if reduced gradients were edited on some ranks of a data group only. Collective over the job.
 
     Args:
-        buckets: All buckets of this rank. Those that are sharded are skipped, because their edits are refused.
+        buckets: All buckets of this rank. Those that are sharded are skipped, because their edits are rejected.
         groups: The groups that the model was wrapped with.
 
     Raises:

@@ -33,15 +33,15 @@ ADVICE = "If it is right all the same, set first_steps='warn' in DistributedData
 
 
 class FirstSteps:
-    """Check of one wrapped chunk until its first step has been compared.
+    """Checks a wrapped chunk until its first step has been compared.
 
     Args:
-        module: The chunk.
-        plan: Its plan.
-        buckets: Its buckets.
-        groups: Process groups of the model.
-        ddp_config: Config of the wrapper.
-        config: Config of the model, or None.
+        module: Model chunk.
+        plan: Layout and contracts of the chunk's parameters.
+        buckets: Gradient buckets of the chunk.
+        groups: The model's process groups.
+        ddp_config: Wrapper config.
+        config: Model config, or None.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ def paused(watches: Sequence[FirstSteps]) -> Iterator[None]:
 def look(watches: Sequence[FirstSteps], weights: Sequence[WeightWatch], groups: ProcessGroups) -> None:
     """Compare the gradients of one model's first step, after the reduction and before the optimizer gets them.
 
-    Collective: every rank of the job.
+    Collective: every rank of the job must call it.
 
     Args:
         watches: Checks of the model's chunks on this rank.

@@ -130,7 +130,7 @@ class Reduction(Protocol):
 
 
 class StepGuard:
-    """Refuses an optimizer's step on unreduced gradients of one wrapped model chunk.
+    """Rejects an optimizer's step on unreduced gradients of one wrapped model chunk.
 
     Without `finalize_model_grads` every rank would train on its own data, without any error. torch calls a hook before
     every `optimizer.step()`. The check costs one flag, and one pass over the parameters of a new optimizer.
@@ -153,7 +153,7 @@ class StepGuard:
         weakref.finalize(owner, register_optimizer_step_post_hook(weakly(self.note_step)).remove)
 
     def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuse a step of an optimizer that is about to use incomplete gradients.
+        """Reject a step of an optimizer that is about to use incomplete gradients.
 
         Args:
             optimizer: Any optimizer.

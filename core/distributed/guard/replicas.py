@@ -1,4 +1,4 @@
-"""Comparison of weight copies, which must be equal on all ranks. Buffers of modules are not compared."""
+"""Comparison of weight copies, which must be the same on all ranks. Buffers of modules are not compared."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class WeightWatch:
         self.warns = ddp_config.first_steps == "warn"
         self.interval = ddp_config.check_weights_interval
         self.left = WATCHED if ddp_config.first_steps != "ignore" else 0
-        self.is_due = False  # equal on all ranks
+        self.is_due = False  # the same on all ranks
         self.sums: dict[str, list[torch.Tensor]] | None = None  # checksums by group, since the last optimizer's step
 
     def note(self, *, again: bool = False) -> None:
@@ -107,7 +107,7 @@ class WeightWatch:
 
 
 def compare_weights(watches: Sequence[WeightWatch], step: int, describe: Describe, *, at_once: bool = False) -> None:
-    """Compare the copies of one model's weights, if that is due. Collective: every rank of the job.
+    """Compare the copies of one model's weights, if that is due. Collective: every rank of the job must call it.
 
     Args:
         watches: Watches of the model's chunks on this rank.

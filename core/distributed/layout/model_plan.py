@@ -372,7 +372,7 @@ def _may_overlap(layout: ParamLayout, config: DistributedDataParallelConfig, gro
 
 
 def _check_rules(rules: Sequence[GradSyncRule], contracts: dict[str, GradientContract], groups: ProcessGroups) -> None:
-    """Refuse a rule over ranks that the data-parallel reduction already covers, or that hold different slices."""
+    """Reject a rule over ranks that the data-parallel reduction already covers, or that hold different slices."""
     data_ranks = {
         data_group: set(groups.ranks(data_group))
         for data_group in {contract.data_group for contract in contracts.values()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def check_modules(root: nn.Module, modules: Mapping[str, nn.Module], *, reads_seen: bool) -> None:
-    """Refuse a ScriptModule, and a wrapper of torch's inside the model.
+    """Reject a ScriptModule, and a wrapper of torch's inside the model.
 
     Args:
         root: The module to wrap.
@@ -42,7 +42,7 @@ def check_modules(root: nn.Module, modules: Mapping[str, nn.Module], *, reads_se
 
 
 def check_param(name: str, param: nn.Parameter, first: tuple[str, nn.Parameter]) -> None:
-    """Refuse a parameter that cannot share a buffer with the first one of its model.
+    """Reject a parameter that cannot share a buffer with the first one of its model.
 
     Args:
         name: Name of the parameter.

@@ -132,7 +132,7 @@ class GradReducer:
         self.written = (False, False)  # see StepAnswer
         self.refusals: list[str] = []  # why this step's gradients must not be used, until they are zeroed
         self.loads = self.steps = 0  # loads of weights since the last step; finalized steps, ever
-        self.launches = 0  # since the wrap; equal on all ranks whenever they agree on a step
+        self.launches = 0  # since the wrap; the same on all ranks whenever they agree on a step
         self.report = StepReport()
 
     # -- backward ---------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class ModelOrder:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
         self.wraps = 0  # models wrapped so far, so also the number of the next model
-        self.launches = 0  # by all models since the first wrap; equal on all ranks whenever no step is open
+        self.launches = 0  # by all models since the first wrap; the same on all ranks whenever no step is open
         # Numbers of the models that no rank had deleted when ranks last asked each other; None before they can.
         self.living: set[int] | None = None
         self._reducers: dict[int, weakref.ref[Reducer]] = {}  # oldest first

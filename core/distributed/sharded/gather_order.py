@@ -81,10 +81,10 @@ class GatherOrder:
         return taken
 
     def compare(self, control: Mapping[str, dist.ProcessGroup]) -> None:
-        """Check that the ranks of each data group have gathered in the same order. Collective over the groups.
+        """Check that all ranks of a data group gathered parameters in the same order. Collective over the groups.
 
         Args:
-            control: Groups by name.
+            control: Group name -> process group for small CPU tensors.
 
         Raises:
             SyncError: If ranks of a data group differ.

@@ -67,7 +67,7 @@ class ShardMemory(NamedTuple):
 class ParamUnit:
     """Parameters of one bucket, and this rank's shard of them.
 
-    A parameter that is not gathered keeps its shape, dtype and device, and its class refuses reads and writes. If the
+    A parameter that is not gathered keeps its shape, dtype and device, and its class rejects reads and writes. If the
     full bucket is always in memory (mapped by all ranks, or on the only rank), the parameter's data stays there.
     Otherwise its data is a single NaN, expanded: a read that torch does not intercept gives NaN, and a write is
     detected at the next gather.
@@ -299,7 +299,7 @@ class ParamUnit:
             self.versions = [param._version for param in self.params]
 
     def accept_writes(self) -> None:
-        """Accept writes made while the parameters were shown, so that `hide` does not refuse them."""
+        """Accept writes made while the parameters were shown, so that `hide` does not reject them."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr():
                 DATA.__set__(param, view)
@@ -324,7 +324,7 @@ class SavedWeight(NamedTuple):
     tensor in the memory of a gathered bucket, or a parameter itself, is saved as its position there, and looked up when
     backward needs it. All other tensors are saved unchanged, with their version, because torch does not compare
     versions under such hooks. torch calls only the innermost hooks: inside its checkpoint and save_on_cpu weights are
-    saved by value, which costs memory only. A forward that begins inside other hooks is refused.
+    saved by value, which costs memory only. A forward that begins inside other hooks is rejected.
     """
 
     unit: ParamUnit

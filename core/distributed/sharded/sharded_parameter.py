@@ -3,7 +3,7 @@
 A parameter may be read without a hook of its module: a tied weight, `F.linear(x, emb.weight)`, attention that reads its
 projection's weight, a custom function that kept it. torch asks a tensor's class before it computes with the tensor. So
 the class changes with the values: GatheredParameter while they are available, ShardedParameter otherwise. An operation
-on a ShardedParameter first gathers its bucket, or is refused. An operation on a GatheredParameter costs nothing extra.
+on a ShardedParameter first gathers its bucket, or is rejected. An operation on a GatheredParameter costs nothing extra.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GatheredParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The values. A write to them in a forward is refused when they are freed."""
+        """The values. A write to them in a forward is rejected when they are freed."""
         values: torch.Tensor = DATA.__get__(self)
         owner = type(self).owner()
         if owner is not None:

@@ -83,7 +83,7 @@ class HostMemory:
             [numel].
         """
         first = self.channels[0].members[0]
-        if numel == 0:  # frombuffer refuses it
+        if numel == 0:  # frombuffer rejects it
             return first.tensor.new_empty(0)
         offset = start * first.tensor.itemsize
         return torch.frombuffer(first.memory, dtype=first.tensor.dtype, count=numel, offset=offset)

@@ -133,7 +133,7 @@ def trainable_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[st
         chunks: Wrapped model chunks.
 
     Returns:
-        (name in the full model, parameter, True for an expert's parameter) of each.
+        A tuple (name in the full model, parameter, is_expert) for each parameter.
     """
     namers = [namer(chunk.module) for chunk in chunks]
     return [(namers[number](contract.name), param, contract.is_expert) for number, param, contract in params_of(chunks)]

@@ -121,7 +121,7 @@ class ParamGroups:
         overrides: Overrides by key; None for `get_standard_config_overrides(config)`.
         frozen: (name, parameter) of parameters that do not train. A key that matches only these is accepted.
         repeated_name: Description of a name that two pipeline stages use for different parameters, if any. A key that
-            depends on numbers in names would then match other layers than in the full model, and is refused.
+            depends on numbers in names would then match other layers than in the full model, and is rejected.
     """
 
     def __init__(

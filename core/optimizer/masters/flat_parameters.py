@@ -69,7 +69,7 @@ class FlatParameters:
         move_to([self.homes[i] for i in away], [self.params[i] for i in away])
 
     def note_written(self) -> None:
-        """Mark the parameters as changed, so that autograd refuses graphs from before the step."""
+        """Mark the parameters as changed, so that autograd rejects graphs from before the step."""
         increment_version(self.params)
 
 

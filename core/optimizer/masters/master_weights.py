@@ -40,7 +40,7 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 class Segment:
     """Adjacent shards of one param group, and the tensor that the inner optimizer steps for them.
 
-    For a segment in scratch, `master` and `grad` are valid only while it is stepped.
+    `master` and `grad` of a segment in scratch memory are valid only during its step.
     """
 
     shards: tuple[ParamShard, ...]

@@ -29,7 +29,7 @@ from core.optimizer.norm.step_settings import Settings, digest_terms, first_diff
 
 @dataclass(frozen=True, slots=True)
 class GradStats:
-    """Statistics of a step's gradients, equal on all ranks: of the true gradients, before clipping."""
+    """Statistics of a step's gradients, the same on all ranks: of the true gradients, before clipping."""
 
     norms: Mapping[str | None, float]  # keyed by norm group; None for gradients in no group
     num_zeros: int | None
@@ -128,7 +128,7 @@ class GradMeter:
             edited: True if the user has written to reduced gradients of this rank.
 
         Returns:
-            The statistics, equal on all ranks.
+            The statistics, the same on all ranks.
 
         Raises:
             SyncError: On all ranks, if settings differ, a rank has a problem, or ranks have edited in different ways.

@@ -2,7 +2,7 @@
 
 All gradients of a step have the same loss scale, which is divided out once, at the end of the step. Every backward must
 therefore start at a loss that was multiplied by it. A hook on each scaled loss records its backward. A gradient that
-arrives while no such backward runs is refused, with its parameter's name.
+arrives while no such backward runs is rejected, with its parameter's name.
 
 Two kinds of programs may be right without recorded backwards, and are not checked. Some read the scale before their
 first step, to multiply losses by hand. In others a scaled loss reaches no parameter, because they pass its gradients on

@@ -88,7 +88,7 @@ class StepRecording:
 
     Attributes:
         steps: Number of steps that the optimizer has made, with those before `first_step`.
-        failure: Reason why recording has ended early; empty if it has not. Equal on all ranks.
+        failure: Reason why recording has ended early; empty if it has not. The same on all ranks.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class Sketch(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def signs(length: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return the signs of one dimension, [length, PROJECTIONS] of +1 and -1, equal on all machines and versions."""
+    """Return the signs of one dimension, [length, PROJECTIONS] of +1 and -1, the same on all machines and versions."""
     bits = np.random.PCG64((length, dim)).random_raw(length)[:, None] >> np.arange(PROJECTIONS, dtype=np.uint64)
     return torch.from_numpy((bits & np.uint64(1)).astype(np.float32) * 2 - 1).to(device, dtype)
 

@@ -24,12 +24,12 @@ class BufferMemory(Tensor):
     """The memory of a buffer."""
 
     def storage(self) -> Any:
-        """Return the storage. Programs free buffers by its `resize_(0)`, which is refused."""
+        """Return the storage. Programs free buffers by its `resize_(0)`, which is rejected."""
         return _Storage(super().storage())
 
 
 class _Storage:
-    """A storage that refuses to be resized."""
+    """A storage that cannot be resized."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage

@@ -1,4 +1,4 @@
-"""Megatron's configurations with every field of its versions, obeyed or refused by name. They are mutable.
+"""Megatron's configurations with every field of its versions, obeyed or rejected by name. They are mutable.
 
 Our configurations are created from them at their use (`ours()`), so the values at that time count.
 """
@@ -72,7 +72,7 @@ class DistributedDataParallelConfig(_DDP):
     """Options of the wrapper: the fields of core.distributed.DistributedDataParallelConfig, and Megatron's.
 
     Attributes:
-        data_parallel_sharding_strategy: Requires use_megatron_fsdp=True, as in Megatron; refused without it.
+        data_parallel_sharding_strategy: Requires use_megatron_fsdp=True, as in Megatron; rejected without it.
     """
 
     use_megatron_fsdp: bool = False

@@ -52,7 +52,7 @@ class MicrobatchCalculator:
 
         Args:
             consumed_samples: Samples of all earlier steps.
-            consistency_check: Refuse a batch that is not divisible.
+            consistency_check: Reject a batch that is not divisible.
 
         Raises:
             ValueError: If the batch is not divisible, or smaller than one microbatch.

@@ -37,7 +37,7 @@ class DistributedDataParallel(OurWrapper):
     def __init__(self, config: Any, ddp_config: Any, **given: Any) -> None:
         configs.check_model_config(config)
         ours = ddp_config.ours() if isinstance(ddp_config, configs.DistributedDataParallelConfig) else ddp_config
-        if isinstance(given["module"], torch.nn.Module):  # other types are refused below
+        if isinstance(given["module"], torch.nn.Module):  # other types are rejected below
             declare_layer_names(given["module"])
             for param in given["module"].parameters():
                 if param.requires_grad:

@@ -2,7 +2,7 @@
 
 A line is a message to the user, '|', and the fields with their defaults: False if no default is given, 'a|b' if
 versions differ. A letter is the first letter of the configuration with the fields: DistributedDataParallel, Optimizer,
-ModelParallel. A is for arguments, whose defaults are in the functions. Any other value of a refused field is an error.
+ModelParallel. A is for arguments, whose defaults are in the functions. Any other value of a rejected field is an error.
 A field without effect selects a kernel or a schedule with the same result: any other value is a warning.
 """
 
@@ -142,7 +142,7 @@ def _defaults(name: str, text: str) -> tuple[Any, ...]:
     return tuple(getattr(torch, value) if name.endswith("_dtype") and value else value for value in values)
 
 
-# Decorator for a function with Megatron's signature; errors for refused arguments have the table's text.
+# Decorator for a function with Megatron's signature; errors for rejected arguments have the table's text.
 arguments = functools.partial(
     signatures.arguments, advice={name: rule.sentence for kind in "MA" for name, rule in rules_of(kind).items()}
 )
