@@ -39,7 +39,7 @@ def refuse_partial_outputs(model: nn.Module, family: str, where: str, refused: M
         model: Split model.
         family: Name of the model in errors.
         where: Description of the split, for the message.
-        rejected: Argument -> reason.
+        refused: Argument -> reason.
     """
     refuse = partial(_refuse, family, where, refused)
     model.register_forward_pre_hook(refuse, with_kwargs=True)
