@@ -22,7 +22,7 @@ class ForeignArguments:
     """Treatment of a wrapper's arguments.
 
     Attributes:
-        rejected: Argument -> (accepted values, advice for other values).
+        refused: Argument -> (accepted values, advice for other values).
         dropped: Arguments that are ignored.
     """
 
