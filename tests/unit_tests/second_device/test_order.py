@@ -234,6 +234,36 @@ def test_a_bucket_waits_for_all_streams_that_produce_its_gradients(run: Runner, 
     assert run(two_producers, 2, strategy, overlap) == ""
 
 
+def other_loops(device: torch.device) -> dict[str, str]:
+    """The races of a compiled model, and of two models with one optimizer, for each strategy that has some."""
+    parallel_state.initialize_model_parallel()
+    races = {}
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        options = {"data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": True, "bucket_size": 500}
+        config = DistributedDataParallelConfig(**options)
+        models = [DistributedDataParallel(None, config, layers(device)) for _ in range(2)]
+        optimizer: Any = get_megatron_optimizer(OptimizerConfig(lr=0.05), models)
+        first, second_model = torch.compile(models[0], backend="aot_eager"), models[1]
+
+        def steps(first: Any = first, other: Any = second_model, optimizer: Any = optimizer) -> None:
+            for number in range(3):
+                optimizer.zero_grad()
+                x = batch(number, device)
+                (other(first(x)) - x).square().mean().backward()
+                finalize_model_grads([first._orig_mod, other])
+                optimizer.step()
+
+        words = raced(steps)
+        if words:
+            races[strategy] = words
+    parallel_state.destroy_model_parallel()
+    return races
+
+
+def test_a_compiled_model_and_two_models_are_in_order(run: Runner) -> None:
+    assert run(other_loops, 2) == {}
+
+
 # -- a call that is left out ------------------------------------------------------------------------------------------
 
 PLACES = [
