@@ -25,7 +25,7 @@ RUN: dict[str, Any] = runpy.run_path(str(DOCS / "draw_run.py"))
 def first_plan() -> RunPlan:
     """That of the page's first command."""
     page = (DOCS / "source" / "plan.md").read_text()
-    command = re.search(r"\$ python -m core\.plan ((?:.*\\\n)*.*)\n", page)
+    command = re.search(r"\$ python -m core plan ((?:.*\\\n)*.*)\n", page)
     assert command is not None, "the page begins with a plan"
     flags = shlex.split(command[1].replace("\\\n", " "))
     short = {"--seq": "--model.sequence-length", "--global-batch": "--run.global-batch-size"}

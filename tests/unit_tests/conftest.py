@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,6 +36,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def poisoned() -> None:
     if poison.is_on():
         poison.start()
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Groups belong to ranks; one that a test leaves in this process makes others fail."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test has left a process group in pytest's own process")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -285,9 +285,9 @@ def test_rooms_make_no_circle_and_applications_are_imported_by_jobs_alone() -> N
 
 # Most today, and the aim. The first number may only fall; lower it when it has.
 BUDGETS = {
-    "lines of core": (64_000, 48_500),
-    "lines of all packages": (81_000, 63_500),
-    "lines of core/distributed": (11_400, 9_950),
+    "lines of core": (63_700, 48_500),
+    "lines of all packages": (80_800, 63_500),
+    "lines of core/distributed": (11_200, 9_950),
     "rooms": (25, 25),
     "arrows between rooms": (161, 160),  # the last: the main job records its steps (core_train -> core.verify)
 }

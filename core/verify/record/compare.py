@@ -81,9 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="rename modules and parameters of all runs but the first, by re.sub; may be repeated",
     )
     parser.add_argument("--table", action="store_true", help="show every module of the step that differs")
-    asked = parser.parse_args(argv)
-    if len(asked.runs) < 2:
-        parser.error("two recordings are needed")
+    try:
+        asked = parser.parse_args(argv)
+        if len(asked.runs) < 2:
+            parser.error("two recordings are needed")
+    except SystemExit as end:
+        return int(end.code or 0)
     differ = False
     for other in asked.runs[1:]:
         try:

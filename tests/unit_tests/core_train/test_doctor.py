@@ -21,8 +21,8 @@ import torch
 import benchmarks.__main__ as benchmarks
 from core import __main__ as command
 from core.hugging_face.transformers_plans import VERSIONS
+from core.verify.record import compare
 from core_compat import check as compat
-from core_train import compare
 from core_train.commands import doctor
 
 ROOT = Path(__file__).parents[3]

@@ -99,7 +99,7 @@ def test_the_last_lines_of_the_command_are_commands_that_continue_a_text_and_the
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     *_, kept, last = done.stdout.splitlines()
-    words = re.fullmatch(r"continue a text: \S*python\S* -m core\.generate (\S+)", last)
+    words = re.fullmatch(r"continue a text: \S*python\S* -m core generate (\S+)", last)
     assert words is not None, done.stdout
     assert generate.main([words[1], "--prompt", "import ", "--tokens", "9", "--temperature", "0"]) == 0
     said = capsys.readouterr().out

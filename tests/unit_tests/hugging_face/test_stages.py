@@ -223,7 +223,7 @@ def test_an_output_of_another_shape_is_refused_as_one_of_other_values() -> None:
     """Layers that run in a loop, which a stage without the others does otherwise, can leave out the head."""
     plan: Any = SimpleNamespace(family="dory")
     with pytest.raises(
-        PlanError, match=r"dory: as a pipeline, its output .* is \[2, 64\] and .* \[2, 96\], so its layers"
+        PlanError, match=r"dory: as a pipeline, its output .* has shape \[2, 64\], expected \[2, 96\] .*, so its layers"
     ):
         whole_one, of_parts = Shown(torch.ones(2, 96)), Shown(torch.ones(2, 64))
         refuse_other_output(plan, whole_one, of_parts, 0.1, "as a pipeline", "its layers run again")

@@ -254,7 +254,7 @@ def test_features_of_images_for_layers_of_later_stages_are_refused() -> None:
 def test_an_example_without_an_image_is_refused() -> None:
     """It would say nothing of what becomes of images."""
     model = built("Llava")
-    with pytest.raises(PlanError, match="does not reach 'model.vision_tower.*pass example= with images"):
+    with pytest.raises(PlanError, match="does not reach 'model.vision_tower.*an example= with images"):
         watch_order(model, example_of(model, ALONE))
 
 

@@ -229,8 +229,9 @@ def test_a_schedule_that_reads_the_state_of_adafactor_logs_what_plain_trainer_lo
     assert expected[-1] > expected[1] > 0
 
 
-def test_fsdp_of_the_arguments_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
-    with launched(0, 1):
+@ranks(1)
+def test_fsdp_of_the_arguments_is_refused_with_what_to_write_instead(rank: int, world: int, tmp_path: Path) -> None:
+    with launched(rank, world):
         trainer = r"TrainingArguments\(fsdp=\.\.\.\).*data_parallel_sharding_strategy=\"optim_grads_params\""
         with pytest.raises(ValueError, match=trainer):
             trainer_of(tmp_path, "optim", fsdp="full_shard")
