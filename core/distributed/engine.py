@@ -31,7 +31,7 @@ from core.distributed.reduce.buffer_sync import BufferSync
 from core.distributed.reduce.grad_reducer import GradReducer, Launches
 from core.distributed.reduce.model_order import ModelOrder
 from core.distributed.reduce.sync_rules import GradSync
-from core.distributed.router_state import refuse_unknown_state
+from core.distributed.router_state import ROUTER_STATE, refuse_unknown_state
 from core.distributed.sharded.eviction import Budget, Window
 from core.distributed.sharded.param_unit import units_of
 from core.distributed.sharded.plain_params import PlainParams
@@ -112,6 +112,7 @@ class Engine:
         unasked = Launches.ONE_BY_ONE if ddp_config.shards_gradients else Launches.AT_THE_END
         asked = Launches.IN_BACKWARD if ddp_config.overlap_grad_reduce else unasked
         watches_nan = ddp_config.check_for_nan_in_grad or ddp_config.record_nan_in_grad
+        self.routers = [part for part in module.modules() if any(hasattr(part, name) for name in ROUTER_STATE)]
         self.model_watch = ModelWatch(module, plan, self.buckets)
         self.large_grads = LargeGradWatch(self.buckets) if ddp_config.check_for_large_grads else None
         members = [set(dist.get_process_group_ranks(group)) for group in _data_groups(groups)]

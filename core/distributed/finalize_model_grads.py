@@ -111,8 +111,8 @@ def _reduce_and_guard(
             written = agree_on_copies(syncs, (any(moved for moved, _ in found), any(loaded for _, loaded in found)))
             parts[0].reducer.written = written
     chunks[0].reducer.report.exposed_ms += (time.perf_counter() - begun) * 1e3
-    modules = itertools.chain.from_iterable(chunk.module.modules() for chunk in chunks)
-    update_routers(modules, config, chunks[0].collectives, groups)
+    routers = [router for chunk in chunks for router in chunk.engine.routers]
+    update_routers(routers, config, chunks[0].collectives, groups)
     if num_tokens is not None:
         total = _global_num_tokens(num_tokens, chunks[0])
         for chunk in chunks:

@@ -6,7 +6,7 @@ counter that nothing clears gives a wrong auxiliary loss from the second step on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ KNOWN_BUFFERS = frozenset(
     {"expert_bias", "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps"}
     | {"qb_beta", "qb_beta_accum", "qb_beta_count", "_fc1_weight", "_fc2_weight"}
 )
+# A module with one of these is a router; the wrap finds them once, since absent attributes are slow to look up.
+ROUTER_STATE = ("expert_bias", "qb_beta_accum", "reset_global_aux_loss_tracker")
 BALANCING = frozenset({"none", "sinkhorn", "aux_loss", "seq_aux_loss", "global_aux_loss", "quantile_balancing"})
 
 
@@ -52,27 +54,28 @@ def refuse_unknown_state(modules: Mapping[str, nn.Module], config: Any) -> None:
         )
 
 
-def update_routers(modules: Iterable[nn.Module], config: Any, collectives: Collectives, groups: ProcessGroups) -> None:
+def update_routers(routers: Sequence[Any], config: Any, collectives: Collectives, groups: ProcessGroups) -> None:
     """Update the biases of all routers from the tokens of the global batch, and clear what the step counted.
 
     Collective over 'tp_dp_cp' if the config enables expert biases, and over 'dp_cp' with quantile balancing.
 
     Args:
-        modules: Modules of all chunks.
+        routers: Routers of all chunks.
         config: Config of the model, or None.
         collectives: Reductions of the first chunk.
         groups: Process groups of the model.
     """
-    parts = list(modules)
+    if not routers:
+        return
     if getattr(config, "moe_router_enable_expert_bias", False):
-        _move_expert_biases(parts, config.moe_router_bias_update_rate, collectives, groups)
-    _set_quantile_biases(parts, config, collectives, groups)
-    for part in parts:
-        if getattr(part, "reset_global_aux_loss_tracker", None) is not None:
-            part.reset_global_aux_loss_tracker()
+        _move_expert_biases(routers, config.moe_router_bias_update_rate, collectives, groups)
+    _set_quantile_biases(routers, config, collectives, groups)
+    for router in routers:
+        if getattr(router, "reset_global_aux_loss_tracker", None) is not None:
+            router.reset_global_aux_loss_tracker()
 
 
-def _move_expert_biases(parts: list[Any], rate: float, collectives: Collectives, groups: ProcessGroups) -> None:
+def _move_expert_biases(parts: Sequence[Any], rate: float, collectives: Collectives, groups: ProcessGroups) -> None:
     """Move every router's bias towards an even load (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
     A router module in training mode has `expert_bias` [experts] and `local_tokens_per_expert` [experts]. The latter
@@ -92,7 +95,7 @@ def _move_expert_biases(parts: list[Any], rate: float, collectives: Collectives,
         router.local_tokens_per_expert.zero_()
 
 
-def _set_quantile_biases(parts: list[Any], config: Any, collectives: Collectives, groups: ProcessGroups) -> None:
+def _set_quantile_biases(parts: Sequence[Any], config: Any, collectives: Collectives, groups: ProcessGroups) -> None:
     """Set every router's bias to the mean of the quantiles that the step's microbatches found.
 
     A router has `qb_beta` [experts], their sum `qb_beta_accum` [experts] and their number `qb_beta_count` []. Each

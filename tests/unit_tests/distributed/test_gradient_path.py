@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 ARCHITECTURE = ROOT / "docs" / "source" / "architecture.md"
 # (functions, files) that are entered from autograd's hook to the launch, from the hook to the call of torch's
 # optimizer, in a whole step from zero_grad on, and at the wrap. Comprehensions count with the function around them.
-MOST = {"backward": (18, 6), "read": (142, 27), "step": (181, 30), "wrap": (136, 33)}
+MOST = {"backward": (18, 6), "read": (140, 27), "step": (180, 30), "wrap": (136, 33)}
 
 Call = tuple[str, str]  # a function's name, with its class, and its file
 READ: Call = ("torch's optimizer", "")
