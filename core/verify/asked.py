@@ -74,8 +74,11 @@ def asked_by(arguments: Sequence[str]) -> Asked:
     return Asked(**{**found, "arguments": tuple(found["arguments"])})
 
 
-def execute(asked: Asked) -> Any:
-    """Run the program in this process, as `__main__`, and return the exit status that it asks for."""
+def execute(asked: Asked) -> int:
+    """Run the program in this process, as `__main__`, and return its exit status; 2 if there is no such file."""
+    if not asked.is_module and not Path(asked.program).is_file():
+        print(f"python -m core verify: there is no file {asked.program!r}", file=sys.stderr)
+        return 2
     sys.argv = [asked.program, *asked.arguments]
     try:
         if asked.is_module:
@@ -84,7 +87,7 @@ def execute(asked: Asked) -> Any:
             sys.path[0] = str(Path(asked.program).resolve().parent)
             runpy.run_path(asked.program, run_name="__main__")
     except SystemExit as end:
-        return end.code
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
 
 

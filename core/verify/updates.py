@@ -125,7 +125,7 @@ class Updates:
         self.optimizers.append(optimizer)
         self.clips = []
         if dist.get_rank() == 0 and not again and id(optimizer) not in self.twins and optimizer.state:
-            self._stop(f"{type(optimizer).__name__} has a state from before the first step")
+            self.stopped = f"{type(optimizer).__name__} has a state from before the first step"
 
     def after_step(self, params: Sequence[Any], left_out: Sequence[Any] = ()) -> None:
         """Copy the weights that an optimizer has stepped.
@@ -245,9 +245,6 @@ class Updates:
             f"weights after {self.done} step{'s' * (self.done > 1)} of the optimizer are those of one process, largest "
             f"relative error of an update {self.largest:.2g}{coarse if self.coarse else ''}"
         )
-
-    def _stop(self, reason: str) -> None:
-        self.stopped = reason
 
     def _comparison(self, held: Held, before: Tensor, after: Tensor, have: Tensor) -> Comparison:
         valid = slice_of(held.place, torch.ones(held.place.shape))
