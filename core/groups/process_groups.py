@@ -90,6 +90,11 @@ class ProcessGroups:
         """Return the global ranks of the group `name`, ascending; RuntimeError if this object has no such group."""
         return dist.get_process_group_ranks(self.require(name))
 
+    def with_other_ranks(self) -> list[ProcessGroup]:
+        """Return the groups of more than one rank, each once, except the default group."""
+        groups = {id(group): group for name in FIELDS if (group := self._field(name)) and self.size(name) > 1}
+        return [group for group in groups.values() if group is not dist.group.WORLD]
+
     def destroy(self) -> None:
         """Destroy the groups that `build` created, once; groups that were passed in belong to the caller."""
         created = self._created

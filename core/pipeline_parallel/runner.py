@@ -185,6 +185,7 @@ class PipelineRunner:
             with (
                 auxiliary_loss_scale(self._weight_of_a_loss()),
                 calling(f"PipelineRunner.step with {len(microbatches)} microbatches", self.steps),
+                self.errors.waits_ended(),
                 waiting("the activations or gradients of a microbatch", self.group, computes=True),
             ):
                 begun_s = time.perf_counter()
@@ -249,7 +250,8 @@ class PipelineRunner:
         self._begin(microbatches)
         received = partial(self._received, activations or self.activations)
         runs = {stage: partial(self._run, i, received(stage + 1)) for i, stage in enumerate(self.stage_numbers)}
-        forward_only(self.layout, runs, len(microbatches), received, self.group, self.device)
+        with self.errors.waits_ended():
+            forward_only(self.layout, runs, len(microbatches), received, self.group, self.device)
         error = self.errors.agreed()
         if error is not None:
             self._begin([])

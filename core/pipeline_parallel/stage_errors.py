@@ -18,7 +18,7 @@ from torch import Tensor
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 from core.parallel_state import get_rank_watch
-from core.watch.waiting import in_short, is_peers
+from core.watch.waiting import end_waits_of, in_short, is_peers
 
 WITHIN_A_STAGE = ("tp", "cp", "ep")  # groups whose ranks wait for one another inside one stage
 ALIKE_S = 3.0  # how long a rank waits for the same error on the other ranks of its stage
@@ -61,6 +61,22 @@ class StageErrors:
                 words = f"rank {rank} failed in the {work} of microbatch {microbatch} on stage {stage}: "
                 kind = next((number for number, kind in enumerate(KINDS) if isinstance(error, kind)), len(KINDS))
                 self.error, self.finding = error, (microbatch, _place(work, stage), kind, words + in_short(error))
+
+    @contextmanager
+    def waits_ended(self) -> Iterator[None]:
+        """End the other ranks' waits if an error leaves the step early, since this rank's messages will not come.
+
+        The job's groups cannot be used afterwards, even if the program catches the error.
+        """
+        try:
+            yield
+        except Exception as error:
+            watch = get_rank_watch()
+            if watch is not None and not watch.failed:
+                watch.failed = f"left a pipeline's step: {in_short(error)}"
+            for group in self.groups.with_other_ranks():
+                end_waits_of(group)
+            raise
 
     def _is_alike(self, place: str) -> bool:
         """True if all ranks that compute this stage together have failed at the same place."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from core import parallel_state
 from core.groups.agree import SyncError
 from core.pipeline_parallel import gpt_forward_step, plan_pipeline
+from core.watch.waiting import PeerLost
 from tests.unit_tests.pipeline_parallel.pipeline_reference import (
     build_whole,
     check_steps,
@@ -142,3 +143,23 @@ def test_an_error_that_all_tensor_parallel_ranks_of_a_stage_have_reaches_all(ran
     runner = start_pipeline(plan_pipeline(4, 2), "1F1B", tp=2)
     fails(runner, 1, 1, "forward")
     check_steps(runner, build_whole(), COUNT)
+
+
+@ranks(4)
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_an_error_of_one_tensor_parallel_rank_ends_the_step_of_all_though_it_is_caught(
+    rank: int, world: int, call: str
+) -> None:
+    """For a loop that catches the error and stays: the others' messages of this step never come."""
+    store = dist.PrefixStore(call, dist.group.WORLD.get_group_store())
+    runner = start_pipeline(plan_pipeline(4, 2), "1F1B", tp=2)
+    runner.forward_step = failing(runner, 0, 1, "forward", only=1)
+    begun = time.monotonic()
+    with pytest.raises(ValueError if rank == 1 else PeerLost) as caught:
+        getattr(runner, call)(batches())
+    assert time.monotonic() < begun + 12.0
+    said = "rank 1 left a pipeline's step: ValueError: these tokens are odd"
+    assert rank in (1, 2) or said in str(caught.value), caught.value  # rank 2 has no group with rank 1
+    store.add("ended", 1)
+    while store.add("ended", 0) < world:  # the process stays
+        time.sleep(0.05)
