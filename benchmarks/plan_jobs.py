@@ -17,9 +17,9 @@ from core.booster.mixed_precision.fp8 import use_fp8_linears
 from core.context_parallel import split_sequence
 from core.distributed import DistributedDataParallel, finalize_model_grads
 from core.hugging_face import read_plan, split_model, split_stages, stage_activations, use_chunked_loss
-from core.hugging_face.deferred_logits import loss_follows
-from core.hugging_face.parallel_loss import ParallelCausalLoss
-from core.hugging_face.transformers_plans import checkpoint_each_layer
+from core.hugging_face.read.transformers_plans import checkpoint_each_layer
+from core.hugging_face.run.loss.deferred_logits import loss_follows
+from core.hugging_face.run.loss.parallel_loss import ParallelCausalLoss
 from core.moe import auxiliary_loss_scale
 from core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from core.pipeline_parallel import PipelineRunner, build_gpt_stages, gpt_activations, gpt_forward_step, wrap_stages

@@ -11,10 +11,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.hugging_face.chunked_loss import why_not_in_chunks
-from core.hugging_face.deferred_logits import DeferringHead
-from core.hugging_face.parallel_loss import output_layer
-from core.hugging_face.plan import without_adapters
+from core.hugging_face.read.plan import without_adapters
+from core.hugging_face.run.loss.chunked_loss import why_not_in_chunks
+from core.hugging_face.run.loss.deferred_logits import DeferringHead
+from core.hugging_face.run.loss.parallel_loss import output_layer
 from core.tensor_parallel.chunked_loss import chunk_of, chunked_cross_entropy
 from core_plan.planned_groups import PlannedGroups
 

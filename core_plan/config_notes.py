@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from core.hugging_face.transformers_plans import transformers_package
+from core.hugging_face.read.transformers_plans import transformers_package
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 ALIKE = 0.8  # difflib's ratio: one letter missing or added, but no different word

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.context_parallel import ring
-from core.hugging_face.dropout import ForwardStream
+from core.hugging_face.run.dropout import ForwardStream
 from core.moe import token_dispatcher
 from core.moe.token_dispatcher import HostCounts
 from core.tensor_parallel import chunked_loss, layers

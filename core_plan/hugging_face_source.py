@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from core.booster.mixed_precision.fp8 import use_fp8_linears
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.contract.gradient_contract import declare_gradient
-from core.hugging_face import Plan, PlanError, cut_parts, stages_config
-from core.hugging_face.cut_places import find_cut, list_of_layers
-from core.hugging_face.example import example_of
+from core.hugging_face import Plan, PlanError, stages_config
+from core.hugging_face.cut import parts as cut_parts
+from core.hugging_face.cut.places import find_cut, list_of_layers
+from core.hugging_face.cut.report import REPORT, SplitReport, Splitting
+from core.hugging_face.cut.sequence import OVER_TENSOR
+from core.hugging_face.cut.split import finish_split, prepare
 from core.hugging_face.lora import cut_adapters, finish_adapters, with_adapters
-from core.hugging_face.parallel_loss import ParallelCausalLoss
-from core.hugging_face.sequence import OVER_TENSOR
-from core.hugging_face.split import finish_split, prepare
-from core.hugging_face.split_report import REPORT, SplitReport, Splitting
-from core.hugging_face.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
+from core.hugging_face.read.example import example_of
+from core.hugging_face.read.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
+from core.hugging_face.run.loss.parallel_loss import ParallelCausalLoss
 from core.pipeline_parallel import PipelineLayout
 from core_plan.chunked_head import ChunkedHead
 from core_plan.fake_collectives import fake_collectives
@@ -242,8 +243,7 @@ class HuggingFaceSource:
 
     def stages(self, layout: PipelineLayout, groups: PlannedGroups) -> Sequence[nn.Module]:
         """Build the stages of the planned rank on the meta device, split and tagged as by `load_split`."""
-        plan = self.plan(groups)
-        indices = layout.stages_of(groups.rank("pp"))
+        plan, indices = self.plan(groups), layout.stages_of(groups.rank("pp"))
         model = self._copy([number for index in indices for number in layout.stage(index).layer_numbers])
         chunks = [model]
         if layout.pp > 1:

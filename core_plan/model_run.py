@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from core.extras import require_installed
-from core.hugging_face.directory import MOST_LAYERS, read_configuration
-from core.hugging_face.sequence import MODES, OVER_CONTEXT, OVER_TENSOR
+from core.hugging_face.cut.sequence import MODES, OVER_CONTEXT, OVER_TENSOR
+from core.hugging_face.read.directory import MOST_LAYERS, read_configuration
 from core.hugging_face.tiny import tiny_of_bytes
 from core.pipeline_parallel.schedules import plan_pipeline
 from core_plan.config_notes import config_notes

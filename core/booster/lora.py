@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from core.hugging_face.transformers_plans import peft_by_old_names
+from core.hugging_face.read.transformers_plans import peft_by_old_names
 
 
 def add_lora(

@@ -23,21 +23,21 @@ from core.checkpoint.weights.one_file import is_kind_with_point
 from core.checkpoint.weights.sliced import Cut, SlicedTensor
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.cut_parts import check_cut, cut_parameters, keep_stage, mark_absent
-from core.hugging_face.cut_places import find_cut
-from core.hugging_face.directory import check_files, look_at, read_configuration
-from core.hugging_face.example import example_of
+from core.hugging_face.cut.parts import check_cut, cut_parameters, keep_stage, mark_absent
+from core.hugging_face.cut.places import find_cut
+from core.hugging_face.cut.report import REPORT, SplitReport, Splitting
+from core.hugging_face.cut.slices import whole_of
+from core.hugging_face.cut.split import finish_parts, prepare
 from core.hugging_face.lora import is_of_adapter
-from core.hugging_face.plan import Plan, PlanError, Split, family_of
-from core.hugging_face.policies import Policy
-from core.hugging_face.prove import refusing_together
-from core.hugging_face.slices import whole_of
-from core.hugging_face.split import finish_parts, prepare
-from core.hugging_face.split_report import REPORT, SplitReport, Splitting
-from core.hugging_face.stage_forward import ModelCut, StageForward
-from core.hugging_face.stages import stage_of
-from core.hugging_face.ties import Stored, stored_tensors, ties_of, untie, untie_as_stored
-from core.hugging_face.transformers_plans import read_plan, transformers_package
+from core.hugging_face.prove.compare import refusing_together
+from core.hugging_face.read.directory import check_files, look_at, read_configuration
+from core.hugging_face.read.example import example_of
+from core.hugging_face.read.plan import Plan, PlanError, Split, family_of
+from core.hugging_face.read.policies import Policy
+from core.hugging_face.read.ties import Stored, stored_tensors, ties_of, untie, untie_as_stored
+from core.hugging_face.read.transformers_plans import read_plan, transformers_package
+from core.hugging_face.run.stage_forward import ModelCut, StageForward
+from core.hugging_face.run.stages import stage_of
 from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.mappings import resolve_groups
 from core.watch.waiting import waiting

@@ -20,20 +20,20 @@ from torch import nn
 
 from core.checkpoint.tied_tensors import tied_names
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.chunked_loss import use_chunked_loss
-from core.hugging_face.cut_parts import draw
-from core.hugging_face.cut_places import find_cut
-from core.hugging_face.layer_checkpointing import GradientCheckpointConfig, checkpoint_layers
+from core.hugging_face.cut.parts import draw
+from core.hugging_face.cut.places import find_cut
+from core.hugging_face.cut.report import Splitting
+from core.hugging_face.cut.slices import slice_of, whole_of
+from core.hugging_face.cut.split import split_empty, split_parts
 from core.hugging_face.lora import is_of_adapter, put_on, splits_of, take_off
-from core.hugging_face.plan import Plan, Split
-from core.hugging_face.policies import Policy
 from core.hugging_face.prompts import has_prompts, keep_prompts
-from core.hugging_face.prove import refusing_together
-from core.hugging_face.slices import slice_of, whole_of
-from core.hugging_face.split import split_empty, split_parts
-from core.hugging_face.split_report import Splitting
-from core.hugging_face.stages import stage_of
-from core.hugging_face.transformers_plans import read_plan
+from core.hugging_face.prove.compare import refusing_together
+from core.hugging_face.read.plan import Plan, Split
+from core.hugging_face.read.policies import Policy
+from core.hugging_face.read.transformers_plans import read_plan
+from core.hugging_face.run.layer_checkpointing import GradientCheckpointConfig, checkpoint_layers
+from core.hugging_face.run.loss.chunked_loss import use_chunked_loss
+from core.hugging_face.run.stages import stage_of
 from core.pipeline_parallel import PipelineLayout, plan_pipeline
 
 

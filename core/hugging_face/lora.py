@@ -21,16 +21,16 @@ from torch import nn
 
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.cut_parts import cut_parameters, place_seams, tag_slices
-from core.hugging_face.example import example_of
-from core.hugging_face.plan import Before, Plan, PlanError, Seam, Split
-from core.hugging_face.prove import received_example, refusing_together
-from core.hugging_face.seams import SeamForward
-from core.hugging_face.slices import slice_of
-from core.hugging_face.split import declare_whole, refuse_whole_methods
-from core.hugging_face.split_report import REPORT, SplitReport
-from core.hugging_face.stage_forward import StageForward
-from core.hugging_face.transformers_plans import peft_by_old_names
+from core.hugging_face.cut.parts import cut_parameters, place_seams, tag_slices
+from core.hugging_face.cut.report import REPORT, SplitReport
+from core.hugging_face.cut.slices import slice_of
+from core.hugging_face.cut.split import declare_whole, refuse_whole_methods
+from core.hugging_face.prove.compare import received_example, refusing_together
+from core.hugging_face.read.example import example_of
+from core.hugging_face.read.plan import Before, Plan, PlanError, Seam, Split
+from core.hugging_face.read.transformers_plans import peft_by_old_names
+from core.hugging_face.run.seams import SeamForward
+from core.hugging_face.run.stage_forward import StageForward
 from core.tensor_parallel.mappings import resolve_groups
 from core.watch.waiting import waiting
 

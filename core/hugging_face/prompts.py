@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.example import example_of
-from core.hugging_face.plan import Plan
-from core.hugging_face.split import declare_whole, refuse_whole_methods
-from core.hugging_face.split_report import REPORT, SplitReport
+from core.hugging_face.cut.report import REPORT, SplitReport
+from core.hugging_face.cut.split import declare_whole, refuse_whole_methods
+from core.hugging_face.read.example import example_of
+from core.hugging_face.read.plan import Plan
 
 METHODS = {"PROMPT_TUNING", "P_TUNING"}  # prefixes have keys and values for all heads
 

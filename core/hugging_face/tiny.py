@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from core.hugging_face.policies import POLICIES
-from core.hugging_face.transformers_plans import transformers_package
+from core.hugging_face.read.policies import POLICIES
+from core.hugging_face.read.transformers_plans import transformers_package
 
 LAYERS, HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 4, 64, 8, 4, 8, 96
 BATCH, TOKENS = 3, 12

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.hugging_face.deferred_logits import DeferredLogits
-from core.hugging_face.parallel_loss import ParallelCausalLoss
-from core.hugging_face.plan import without_adapters
+from core.hugging_face.read.plan import without_adapters
+from core.hugging_face.run.loss.deferred_logits import DeferredLogits
+from core.hugging_face.run.loss.parallel_loss import ParallelCausalLoss
 from core.tensor_parallel.cross_entropy import largest_of_ranks
 from core.tensor_parallel.mappings import all_reduce, group_rank
 

@@ -69,7 +69,7 @@ def loss_of_stages(runner: PipelineRunner) -> Callable[..., Any]:
 def is_weighted(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """True if every label of the global batch has the same weight, in any microbatch."""
     from core.booster.plugin.label_mean import LabelMeanModel
-    from core.hugging_face.label_counts import count_labels
+    from core.hugging_face.run.loss.label_counts import count_labels
 
     is_boosted = isinstance(model, LabelMeanModel)
     own = model.unwrap() if is_boosted else model
@@ -105,7 +105,7 @@ def loss_of_forward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 def loss_by_tokens(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Return the summed loss and the number of labels that count."""
-    from core.hugging_face.label_counts import count_labels
+    from core.hugging_face.run.loss.label_counts import count_labels
 
     loss = loss_of_forward(model, *args, **kwargs)
     count = count_labels(unwrapped(model), kwargs)

@@ -20,7 +20,7 @@ from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.convert import parse_size
 from core.checkpoint.transformers_files import CONFIG, is_of_transformers, read_transformers, write_transformers
 from core.extras import MissingExtra
-from core.hugging_face.directory import look_at
+from core.hugging_face.read.directory import look_at
 from core.models.gpt import GPTModel
 from core.models.transformers_layouts import DTYPES, layout_of
 from core.transformer.transformer_config import TransformerConfig

@@ -223,8 +223,8 @@ def extra(name: str) -> Callable[[], Line]:
         if missing:
             return Line("without", f"{', '.join(missing)} not installed: pip install 'gradient-core[{name}]'")
         if "transformers" in EXTRAS[name]:
-            from core.hugging_face.plan import PlanError
-            from core.hugging_face.transformers_plans import check_version
+            from core.hugging_face.read.plan import PlanError
+            from core.hugging_face.read.transformers_plans import check_version
 
             try:
                 check_version(importlib.metadata.version("transformers"))

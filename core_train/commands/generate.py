@@ -20,7 +20,7 @@ from core.checkpoint import CheckpointError, find_intact, load_checkpoint
 from core.checkpoint.transformers_files import is_of_transformers
 from core.extras import MissingExtra, require_installed
 from core.hugging_face import load_split
-from core.hugging_face.transformers_plans import transformers_package
+from core.hugging_face.read.transformers_plans import transformers_package
 from core.models.gpt import GPTModel
 from core_plan.job.config import JobConfig, ModelOptions, ParallelOptions
 from core_plan.job.config_file import saved_options

@@ -15,8 +15,8 @@ from core.checkpoint.transformers_files import is_of_transformers
 from core.checkpoint.weights.index import weight_files
 from core.checkpoint.weights.one_file import SAFE_SUFFIX, Description, describe, is_kind_with_point
 from core.extras import require_installed
-from core.hugging_face.directory import check_files, look_at, read_configuration
-from core.hugging_face.transformers_plans import peft_by_old_names, transformers_package
+from core.hugging_face.read.directory import check_files, look_at, read_configuration
+from core.hugging_face.read.transformers_plans import peft_by_old_names, transformers_package
 from core_plan.job.errors import ConfigError
 from core_plan.job.hub import cached_model, how_to_download
 

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from core.hugging_face.directory import read_configuration
-from core.hugging_face.sequence import MODES
+from core.hugging_face.cut.sequence import MODES
+from core.hugging_face.read.directory import read_configuration
 from core.hugging_face.tiny import all_families
 from tests.families.check import check_families, table
 

@@ -18,7 +18,7 @@ from core.checkpoint.weights.sliced import FileTensor, SlicedFile
 from core.hugging_face.checkpoint import read_slices
 from core.hugging_face.cut_model import CutModel
 from core.hugging_face.lora import is_of_adapter, name_in_base
-from core.hugging_face.plan import without_adapters
+from core.hugging_face.read.plan import without_adapters
 
 if TYPE_CHECKING:
     from core.booster.plugin.hybrid_parallel_model import HybridParallelModel

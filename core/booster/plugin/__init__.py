@@ -8,7 +8,7 @@ from core.booster.plugin.moe_hybrid_parallel_plugin import MoeHybridParallelPlug
 from core.booster.plugin.plugin_base import PipelinePluginBase, Plugin
 from core.booster.plugin.torch_ddp_plugin import TorchDDPPlugin
 from core.booster.plugin.torch_fsdp_plugin import TorchFSDPPlugin
-from core.hugging_face.layer_checkpointing import GradientCheckpointConfig, PipelineGradientCheckpointConfig
+from core.hugging_face.run.layer_checkpointing import GradientCheckpointConfig, PipelineGradientCheckpointConfig
 
 __all__ = [
     "DPPluginBase",

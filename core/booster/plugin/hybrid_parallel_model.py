@@ -12,8 +12,8 @@ import torch
 from torch.utils import _pytree as tree
 
 from core.booster.plugin.low_level_zero_model import LowLevelZeroModel
-from core.hugging_face.parallel_loss import refuse_use_of_split_logits, with_whole_logits
-from core.hugging_face.plan import without_adapters
+from core.hugging_face.read.plan import without_adapters
+from core.hugging_face.run.loss.parallel_loss import refuse_use_of_split_logits, with_whole_logits
 from core.parallel_state import get_rank_watch
 from core.watch.waiting import is_peers
 

@@ -24,7 +24,7 @@ from core.booster.plugin.zero_plugin_base import MEGA, SCALER, WIRE_DTYPES, Zero
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.hugging_face import Policy
 from core.hugging_face.cut_model import Cutting
-from core.hugging_face.layer_checkpointing import GradientCheckpointConfig
+from core.hugging_face.run.layer_checkpointing import GradientCheckpointConfig
 
 
 class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):

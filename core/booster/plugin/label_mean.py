@@ -18,7 +18,7 @@ from torch import Tensor
 
 from core.distributed.finalize_model_grads import divisor_of_tokens
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.label_counts import count_labels
+from core.hugging_face.run.loss.label_counts import count_labels
 from core.interface import ModelWrapper
 from core.watch.waiting import waiting
 

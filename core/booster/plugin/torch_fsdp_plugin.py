@@ -40,7 +40,7 @@ from core.booster.plugin.limit_agreement import check_limit
 from core.booster.plugin.model_agreement import agree_on_model
 from core.booster.plugin.plugin_base import Boosted
 from core.groups import agree
-from core.hugging_face.precision import kept_dtypes
+from core.hugging_face.read.precision import kept_dtypes
 from core.interface import OptimizerWrapper
 from core.interface.optimizer import check_clip_value, check_max_norm
 from core.optimizer.loss_scaler import DynamicLossScaler

@@ -32,7 +32,7 @@ from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import GRADIENT_KINDS, RankGrid, axes_of, group_ranks
 from core.hugging_face import stages_config
 from core.hugging_face.cut_model import CutModel, Cutting, cut_model
-from core.hugging_face.precision import cast_model
+from core.hugging_face.read.precision import cast_model
 from core.interface.optimizer import is_number
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.algorithms.names import undeclared, update_scope

@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.families import PRECISIONS, table_of, verdict_on_rank
 from core import parallel_state
-from core.hugging_face.sequence import OVER_CONTEXT
+from core.hugging_face.cut.sequence import OVER_CONTEXT
 from core.hugging_face.tiny import all_families
 from core.tensor_parallel import mappings
 from tests.unit_tests.hugging_face.models import grad_times
@@ -25,7 +25,7 @@ def test_a_right_family_is_equal_and_a_wrong_gradient_is_seen(rank: int, world: 
     assert verdict.answer == "equal", verdict
     parallel_state.destroy_model_parallel()
     wrong = grad_times(2.0, mappings.reduce_from_tensor_model_parallel_region)
-    with mock.patch("core.hugging_face.seams.reduce_from_tensor_model_parallel_region", wrong):
+    with mock.patch("core.hugging_face.run.seams.reduce_from_tensor_model_parallel_region", wrong):
         verdict = verdict_on_rank(LLAMA, all_families()[LLAMA], world, precision)
     assert verdict.answer == "wrong" and "off" in verdict.why, verdict
 

@@ -18,7 +18,7 @@ from core.booster import Booster
 from core.booster.plugin import GradientCheckpointConfig, HybridParallelPlugin
 from core.booster.plugin.hybrid_parallel_options import WITHOUT_EFFECT
 from core.hugging_face import Policy
-from core.hugging_face.layer_checkpointing import checkpoint_layers
+from core.hugging_face.run.layer_checkpointing import checkpoint_layers
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 

@@ -20,7 +20,7 @@ import torch
 
 import benchmarks.__main__ as benchmarks
 from core import __main__ as command
-from core.hugging_face.transformers_plans import VERSIONS
+from core.hugging_face.read.transformers_plans import VERSIONS
 from core.verify.record import compare
 from core_compat import check as compat
 from core_train.commands import doctor

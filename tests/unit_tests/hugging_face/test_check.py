@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from core.hugging_face.read.transformers_plans import transformers_package
 from core.hugging_face.tiny import families
-from core.hugging_face.transformers_plans import transformers_package
 from tests.families.__main__ import main
 from tests.families.check import Verdict, table
 

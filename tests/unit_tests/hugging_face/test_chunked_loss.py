@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 import transformers
 
 from core.hugging_face import PlanError, use_chunked_loss
-from core.hugging_face.chunked_loss import why_not_in_chunks
-from core.hugging_face.deferred_logits import DeferredLogits, DeferringHead
+from core.hugging_face.run.loss.chunked_loss import why_not_in_chunks
+from core.hugging_face.run.loss.deferred_logits import DeferredLogits, DeferringHead
 from core.hugging_face.tiny import families, tiny_config, tiny_model
 from core_plan.live_memory import LiveMemory
 from tests.unit_tests.hugging_face.models import VOCABULARY, small, tokens

@@ -17,7 +17,7 @@ import transformers
 from core import parallel_state
 from core.booster import Booster
 from core.hugging_face.checkpoint import load_split
-from core.hugging_face.directory import read_configuration
+from core.hugging_face.read.directory import read_configuration
 from core_plan.command import main as plan
 from core_plan.job.errors import ConfigError
 from core_train.commands import convert

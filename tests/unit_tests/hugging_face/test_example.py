@@ -13,8 +13,8 @@ from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, HybridParallelPlugin
 from core.hugging_face import PlanError, gather_logits, split_model
-from core.hugging_face.example import example_of, layer_configurations, run_quietly, unreached
-from core.hugging_face.streams import Form
+from core.hugging_face.read.example import example_of, layer_configurations, run_quietly, unreached
+from core.hugging_face.run.streams import Form
 from core.hugging_face.tiny import all_families, tiny_config, tiny_inputs, tiny_model
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks

@@ -22,8 +22,8 @@ from core.hugging_face import (
     stage_forward_step,
     stages_config,
 )
-from core.hugging_face.experts import ExpertsForward
-from core.hugging_face.slices import whole_of
+from core.hugging_face.cut.experts import ExpertsForward
+from core.hugging_face.cut.slices import whole_of
 from core.hugging_face.tiny import families
 from core.pipeline_parallel import PipelineRunner, plan_pipeline, wrap_stages
 from core.verify.in_double import InDouble
@@ -215,7 +215,7 @@ def test_a_wrong_exchange_is_seen(rank: int, world: int, mutation: str) -> None:
             run = ExpertsForward._run
             patch.setattr(ExpertsForward, "_run", lambda self, h, c, w: run(self, h, c, w.detach()))
         else:
-            import core.hugging_face.cut_parts as split_module
+            import core.hugging_face.cut.parts as split_module
 
             patch.setattr(split_module, "EXPERT_TAGS", {"expert_dim": 0})
         with pytest.raises((AssertionError, RuntimeError, ValueError)):

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from core.hugging_face.label_counts import count_labels
+from core.hugging_face.run.loss.label_counts import count_labels
 from tests.unit_tests.hugging_face.models import VOCABULARY, small, tokens
 
 BERT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("transformers")
 
 from core.hugging_face import Plan, PlanError, Split, read_plan
-from core.hugging_face.plan import STYLES, cut_of, style_of
-from core.hugging_face.transformers_plans import transformers_package
+from core.hugging_face.read.plan import STYLES, cut_of, style_of
+from core.hugging_face.read.transformers_plans import transformers_package
 
 
 def model_of(family: str, **values: Any) -> Any:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from core import parallel_state
 from core.distributed.guard.finite import ReplicaDriftError
-from core.hugging_face import seams
-from core.hugging_face.seams import SeamForward
+from core.hugging_face.run import seams
+from core.hugging_face.run.seams import SeamForward
 from tests.families.check import Verdict, check_on_rank
 from tests.unit_tests.hugging_face.models import grad_times
 from tests.unit_tests.ranks import ranks

@@ -17,10 +17,11 @@ from core.context_parallel import all_to_all, cut_sequence
 from core.context_parallel.cut_sequence import CutSequence
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.guard.finite import ReplicaDriftError
-from core.hugging_face import PlanError, sequence, split_model
-from core.hugging_face.sequence import MODES, OVER_CONTEXT
+from core.hugging_face import PlanError, split_model
+from core.hugging_face.cut import sequence
+from core.hugging_face.cut.sequence import MODES, OVER_CONTEXT
+from core.hugging_face.read.transformers_plans import checkpoint_each_layer
 from core.hugging_face.tiny import families, families_with_policy
-from core.hugging_face.transformers_plans import checkpoint_each_layer
 from core.tensor_parallel import mappings
 from core.verify.in_double import InDouble
 from tests.families.check import Verdict, check_on_rank

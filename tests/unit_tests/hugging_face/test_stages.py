@@ -14,10 +14,10 @@ from core import parallel_state
 from core.distributed import DistributedDataParallelConfig
 from core.groups import agree
 from core.hugging_face import PlanError, split_stages, stage_activations, stage_forward_step, stages_config
-from core.hugging_face.cut_parts import keep_stage
-from core.hugging_face.cut_places import find_cut, watch_order
-from core.hugging_face.prove import Shown, refuse_other_output
-from core.hugging_face.stage_forward import StageForward
+from core.hugging_face.cut.parts import keep_stage
+from core.hugging_face.cut.places import find_cut, watch_order
+from core.hugging_face.prove.compare import Shown, refuse_other_output
+from core.hugging_face.run.stage_forward import StageForward
 from core.hugging_face.tiny import families
 from core.pipeline_parallel import PipelineRunner, StageSpec, plan_pipeline, wrap_stages
 from core.verify.in_double import InDouble
@@ -26,7 +26,7 @@ from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
 
 LAYERS = 4
-split_stages_module = importlib.import_module("core.hugging_face.split")
+split_stages_module = importlib.import_module("core.hugging_face.cut.split")
 # gemma scales embeddings by a buffer and ties them; granite multiplies embeddings, residuals and logits by numbers.
 GRANITE = {"embedding_multiplier": 2.5, "residual_multiplier": 0.7, "logits_scaling": 3.0}
 FAMILIES: dict[str, dict[str, Any]] = {

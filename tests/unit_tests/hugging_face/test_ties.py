@@ -140,7 +140,7 @@ def test_files_that_rename_their_tensors_are_refused_too(rank: int, world: int, 
 def test_two_names_with_equal_values_stay_tied(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from core.hugging_face.ties import untie_by_files
+    from core.hugging_face.read.ties import untie_by_files
 
     model = small("llama", torch.float32, tie_word_embeddings=True)
     model.save_pretrained(tmp_path)

@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-from core.hugging_face.deferred_logits import head_of
-from core.hugging_face.example import in_mode, run_quietly
-from core.hugging_face.plan import PlanError, family_of
-from core.hugging_face.stage_forward import GIVEN, PIXELS, ModelCut, refuse_router_loss
-from core.hugging_face.streams import Seen, Streams, all_learning, of_hidden_states, streams_of, watched
+from core.hugging_face.read.example import in_mode, run_quietly
+from core.hugging_face.read.plan import PlanError, family_of
+from core.hugging_face.run.loss.deferred_logits import head_of
+from core.hugging_face.run.stage_forward import GIVEN, PIXELS, ModelCut, refuse_router_loss
+from core.hugging_face.run.streams import Seen, Streams, all_learning, of_hidden_states, streams_of, watched
 
 Side = Literal["entry", "between", "exit"]
 SIDES: tuple[Side, ...] = ("entry", "between", "exit")

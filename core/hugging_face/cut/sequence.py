@@ -23,11 +23,11 @@ from torch.utils import _pytree as tree
 
 from core.context_parallel.cut_sequence import CutSequence
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face import partial_outputs
-from core.hugging_face.dropout import SplitRegions, has_dropout
-from core.hugging_face.plan import Plan, PlanError, Seam
-from core.hugging_face.seams import on_first, on_output
-from core.hugging_face.sequence_attention import register_attention
+from core.hugging_face.read.plan import Plan, PlanError, Seam
+from core.hugging_face.run import partial_outputs
+from core.hugging_face.run.dropout import SplitRegions, has_dropout
+from core.hugging_face.run.seams import on_first, on_output
+from core.hugging_face.run.sequence_attention import register_attention
 from core.tensor_parallel.mappings import group_rank
 
 OVER_TENSOR = ("split_gather", "ring")  # equal here: there is no ring of partial matrix products

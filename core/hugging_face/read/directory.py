@@ -10,7 +10,7 @@ from typing import Any
 from core.checkpoint.bounded_read import parse_json, read_bytes
 from core.checkpoint.weights.index import is_index, model_names, open_files, read_index
 from core.checkpoint.weights.one_file import SAFE_SUFFIX, check, in_turn
-from core.hugging_face.transformers_plans import transformers_package
+from core.hugging_face.read.transformers_plans import transformers_package
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 READ = (".json", ".safetensors", ".bin")  # suffixes that transformers opens

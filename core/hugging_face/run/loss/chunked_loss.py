@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from core.hugging_face.deferred_logits import DeferringHead, deferring_head, end_forward, expect_loss
-from core.hugging_face.label_counts import calls_loss_function
-from core.hugging_face.parallel_loss import ParallelCausalLoss, output_layer
-from core.hugging_face.plan import PlanError, family_of, without_adapters
+from core.hugging_face.read.plan import PlanError, family_of, without_adapters
+from core.hugging_face.run.loss.deferred_logits import DeferringHead, deferring_head, end_forward, expect_loss
+from core.hugging_face.run.loss.label_counts import calls_loss_function
+from core.hugging_face.run.loss.parallel_loss import ParallelCausalLoss, output_layer
 
 
 def use_chunked_loss(model: Any, logits_chunk: int | None = None) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from core.hugging_face.plan import PADDED, Plan, PlanError, Seam, Split, Style, cut_of, family_of, style_of
-from core.hugging_face.policies import Policy, longest_fit, policy_of
+from core.hugging_face.read.plan import PADDED, Plan, PlanError, Seam, Split, Style, cut_of, family_of, style_of
+from core.hugging_face.read.policies import Policy, longest_fit, policy_of
 
 VERSIONS = ((5, 23), (5, 25))  # first supported, first unsupported; styles may change between versions
 # Attributes of attention modules and configs that count the heads of a projection's output.

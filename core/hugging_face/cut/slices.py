@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.plan import Split
+from core.hugging_face.read.plan import Split
 from core.tensor_parallel.initialization import tensor_parallel_join, tensor_parallel_slice
 from core.watch.waiting import waiting
 

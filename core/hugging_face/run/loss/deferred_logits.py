@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.plan import PlanError, without_adapters
-from core.hugging_face.seams import SeamForward
+from core.hugging_face.read.plan import PlanError, without_adapters
+from core.hugging_face.run.seams import SeamForward
 from core.tensor_parallel.chunked_loss import chunk_of, chunked_cross_entropy
 from core.tensor_parallel.mappings import group_size
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.deferred_logits import DeferredLogits, head_of
-from core.hugging_face.example import run_quietly
-from core.hugging_face.plan import Plan, PlanError
-from core.hugging_face.sequence import SequenceParallel
+from core.hugging_face.cut.sequence import SequenceParallel
+from core.hugging_face.read.example import run_quietly
+from core.hugging_face.read.plan import Plan, PlanError
+from core.hugging_face.run.loss.deferred_logits import DeferredLogits, head_of
 from core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, group_size
 

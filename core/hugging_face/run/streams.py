@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.hugging_face.plan import PlanError
+from core.hugging_face.read.plan import PlanError
 
 Slot = int | str  # position or name of an argument
 HIDDEN = "hidden_states"

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from core.groups import agree
-from core.hugging_face.cut_places import Watched, watch_order
-from core.hugging_face.example import run_quietly, with_labels
-from core.hugging_face.parallel_loss import with_whole_logits
-from core.hugging_face.plan import Plan, PlanError
-from core.hugging_face.precision import rounded_otherwise
-from core.hugging_face.sequence import SequenceParallel
-from core.hugging_face.split_report import Splitting
-from core.hugging_face.stages import activations_of, stage_of
+from core.hugging_face.cut.places import Watched, watch_order
+from core.hugging_face.cut.report import Splitting
+from core.hugging_face.cut.sequence import SequenceParallel
+from core.hugging_face.read.example import run_quietly, with_labels
+from core.hugging_face.read.plan import Plan, PlanError
+from core.hugging_face.read.precision import rounded_otherwise
+from core.hugging_face.run.loss.parallel_loss import with_whole_logits
+from core.hugging_face.run.stages import activations_of, stage_of
 from core.pipeline_parallel.forward_only import forward_only
 from core.pipeline_parallel.layout import PipelineLayout
 from core.watch.waiting import is_peers

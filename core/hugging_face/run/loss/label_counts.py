@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.hugging_face.plan import without_adapters
+from core.hugging_face.read.plan import without_adapters
 
 IGNORED = -100
 CAUSAL = ("ForCausalLM", "ForConditionalGeneration")  # transformers' losses of shifted labels

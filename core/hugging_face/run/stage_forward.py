@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.hugging_face.plan import PlanError
-from core.hugging_face.streams import HIDDEN, Slot, Streams
+from core.hugging_face.read.plan import PlanError
+from core.hugging_face.run.streams import HIDDEN, Slot, Streams
 from core.pipeline_parallel.layout import PipelineLayout, StageSpec
 
 GIVEN = "encoder_outputs"  # the argument that passes the encoder's output to a forward

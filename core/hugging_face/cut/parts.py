@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.cut_places import Watched, find_cut, hidden_streams, lists_of_layers
-from core.hugging_face.example import layer_configurations
-from core.hugging_face.experts import EXPERTS_SEAM, ExpertsForward
-from core.hugging_face.plan import Plan, PlanError, Split
-from core.hugging_face.seams import SeamForward
-from core.hugging_face.slices import slice_of
-from core.hugging_face.split_report import Splitting
-from core.hugging_face.stage_forward import ModelCut, StageForward
-from core.hugging_face.stages import stage_of
-from core.hugging_face.streams import Streams
+from core.hugging_face.cut.experts import EXPERTS_SEAM, ExpertsForward
+from core.hugging_face.cut.places import Watched, find_cut, hidden_streams, lists_of_layers
+from core.hugging_face.cut.report import Splitting
+from core.hugging_face.cut.slices import slice_of
+from core.hugging_face.read.example import layer_configurations
+from core.hugging_face.read.plan import Plan, PlanError, Split
+from core.hugging_face.run.seams import SeamForward
+from core.hugging_face.run.stage_forward import ModelCut, StageForward
+from core.hugging_face.run.stages import stage_of
+from core.hugging_face.run.streams import Streams
 from core.pipeline_parallel.gpt_stages import check_embedding_group
 from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.layers import set_tensor_model_parallel_attributes

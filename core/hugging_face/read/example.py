@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.dropout import as_in_training
-from core.hugging_face.plan import PlanError, family_of
+from core.hugging_face.read.plan import PlanError, family_of
+from core.hugging_face.run.dropout import as_in_training
 
 IMAGE_FEATURES, GRIDS = "get_image_features", "image_grid_thw"
 ROWS, CHOICES, SAMPLES = 2, 2, 2000

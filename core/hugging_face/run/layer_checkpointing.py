@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from core.hugging_face.transformers_plans import checkpoint_each_layer
+from core.hugging_face.read.transformers_plans import checkpoint_each_layer
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.plan import PlanError, Seam
+from core.hugging_face.read.plan import PlanError, Seam
 from core.tensor_parallel.dataflow import Dataflow
 from core.tensor_parallel.initialization import rows_on_rank
 from core.tensor_parallel.mappings import (

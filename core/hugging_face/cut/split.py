@@ -20,16 +20,12 @@ from torch import nn
 
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.counted_positions import CountedPositions
-from core.hugging_face.cut_parts import cut_into_parts, draw, of_stage, place_seams, tag_slices, tie_ends
-from core.hugging_face.cut_places import list_of_layers
-from core.hugging_face.dropout import ForwardStream, drop_parts_apart
-from core.hugging_face.example import PASS, example_of, run_quietly, unreached
-from core.hugging_face.experts import over_experts
-from core.hugging_face.parallel_loss import gathering_logits, use_parallel_loss, why_logits_stay_whole
-from core.hugging_face.partial_outputs import IN_STAGES, SPLIT_HEADS, refuse_partial_outputs
-from core.hugging_face.plan import Plan, PlanError, family_of
-from core.hugging_face.prove import (
+from core.hugging_face.cut.experts import over_experts
+from core.hugging_face.cut.parts import cut_into_parts, draw, of_stage, place_seams, tag_slices, tie_ends
+from core.hugging_face.cut.places import list_of_layers
+from core.hugging_face.cut.report import REPORT, SplitReport, Splitting
+from core.hugging_face.cut.sequence import OVER_CONTEXT, OVER_TENSOR, SequenceParallel, over_sequence, present_layers
+from core.hugging_face.prove.compare import (
     AGAIN,
     CUT,
     OTHER_TOKENS,
@@ -46,11 +42,15 @@ from core.hugging_face.prove import (
     shown_over_sequence,
     shown_whole,
 )
-from core.hugging_face.sequence import OVER_CONTEXT, OVER_TENSOR, SequenceParallel, over_sequence, present_layers
-from core.hugging_face.split_report import REPORT, SplitReport, Splitting
-from core.hugging_face.stage_forward import StageForward
-from core.hugging_face.stages import stage_of
-from core.hugging_face.transformers_plans import read_plan
+from core.hugging_face.prove.counted_positions import CountedPositions
+from core.hugging_face.read.example import PASS, example_of, run_quietly, unreached
+from core.hugging_face.read.plan import Plan, PlanError, family_of
+from core.hugging_face.read.transformers_plans import read_plan
+from core.hugging_face.run.dropout import ForwardStream, drop_parts_apart
+from core.hugging_face.run.loss.parallel_loss import gathering_logits, use_parallel_loss, why_logits_stay_whole
+from core.hugging_face.run.partial_outputs import IN_STAGES, SPLIT_HEADS, refuse_partial_outputs
+from core.hugging_face.run.stage_forward import StageForward
+from core.hugging_face.run.stages import stage_of
 from core.interface.whole import about_to_change
 from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.dataflow import run_watched

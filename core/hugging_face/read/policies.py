@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.hugging_face.plan import Style
+from core.hugging_face.read.plan import Style
 
 
 @dataclass(frozen=True)

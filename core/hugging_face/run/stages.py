@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from core.hugging_face.plan import PlanError
-from core.hugging_face.stage_forward import StageForward
-from core.hugging_face.streams import Sizes, sizes_of
+from core.hugging_face.read.plan import PlanError
+from core.hugging_face.run.stage_forward import StageForward
+from core.hugging_face.run.streams import Sizes, sizes_of
 from core.model_parallel_config import ModelParallelConfig
 from core.pipeline_parallel.layout import PipelineLayout
 from core.pipeline_parallel.runner import MicrobatchLoss

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.plan import Plan, PlanError, Seam, Split, family_of
-from core.hugging_face.seams import SeamForward
-from core.hugging_face.transformers_plans import read_experts
+from core.hugging_face.read.plan import Plan, PlanError, Seam, Split, family_of
+from core.hugging_face.read.transformers_plans import read_experts
+from core.hugging_face.run.seams import SeamForward
 from core.moe.token_dispatcher import AllToAllTokenDispatcher
 from core.number_ranges import divisors
 

@@ -1,0 +1,1 @@
+"""Compare the output of a cut model with the output that the full model gave before."""

@@ -1,0 +1,1 @@
+"""Forwards of a cut model: seams, pipeline stages, attention over a split sequence, dropout, and the loss."""
