@@ -18,12 +18,13 @@ from torch import nn
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.buffer.bucket_pool import pool_numel
 from core.distributed.buffer.grad_buffer import dtype_named
-from core.distributed.contract.global_names import namer
-from core.distributed.contract.gradient_contract import GradientContract, data_group_of
+from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.layout.model_plan import ModelPlan, shard_and_replica
 from core.distributed.layout.param_layout import BucketLayout, BufferLayout
 from core.distributed.layout.places import Places, Where, places_of
 from core.distributed.sharded.eviction import WINDOW
+from core.groups.global_names import namer
+from core.groups.param_attributes import data_group_of
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import DATA_KINDS
 from core.optimizer import OptimizerConfig

@@ -8,7 +8,7 @@ A layer declares three facts that its tensors do not show:
     param.partition_length      the split dimension's length in the full model, if padding makes ranks store more
     param.expert_dim            the dimension along which a rank stacks its experts; ranks of 'ep' store different ones
     module.global_names         names of children or parameters in the full model:
-                                core/distributed/contract/global_names.py
+                                core/groups/global_names.py
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from core.checkpoint.boxes import Box, Index, Split, split_boxes
-from core.distributed.contract.global_names import global_name, is_numbered
-from core.distributed.contract.gradient_contract import copies_across_stages, data_group_of, embeddings_of
+from core.groups.global_names import global_name, is_numbered
+from core.groups.param_attributes import copies_across_stages, data_group_of, embeddings_of
 from core.groups.rank_grid import COPY_AXES, MODEL_AXES, axes_of
 
 

@@ -38,8 +38,6 @@ from core.checkpoint.save import (
     settle,
     words_of,
 )
-from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
-from core.optimizer.optimizer_state import load_groups
 
 logger = logging.getLogger(__name__)
 LONGEST_RANDOM_STATE = 1 << 20  # bytes; the state of Python, numpy, torch and a tracker has some ten thousand
@@ -155,7 +153,7 @@ def load_checkpoint(
     if meta.get("scheduler") is not None:
         _set_learning_rates(scheduler)
     for leaf, saved in zip(leaves(optimizer), groups, strict=False):
-        load_groups(leaf.param_groups, saved)
+        _load_groups(leaf.param_groups, saved)
     if random_state is not None:
         set_random_state(random_state)
     notes = tuple(dict.fromkeys(note for found in ranks.gather(plan.notes) for note in found))
@@ -293,9 +291,15 @@ def _saved_groups(optimizer: Any, meta: Mapping[str, Any]) -> list[list[dict[str
                 f"{sorted(ours)}"
             )
         groups = _with_tuples(record["param_groups"])
-        load_groups([dict(group) for group in leaf.param_groups], groups)  # try on copies first
+        _load_groups([dict(group) for group in leaf.param_groups], groups)  # try on copies first
         found.append(groups)
     return found
+
+
+def _load_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    from core.optimizer.optimizer_state import load_groups  # an optimizer's job has loaded it; others need not
+
+    load_groups(groups, saved)
 
 
 def _algorithms(groups: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -323,6 +327,8 @@ def _load_numbers(directory: CheckpointDirectory, optimizer: Any, scheduler: Any
     Returns:
         The error text if one of them rejects its state; then all are left unchanged. Otherwise None.
     """
+    from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
+
     meta = directory.meta
     groups = [group for leaf in leaves(optimizer) for group in leaf.param_groups]
     undo: list[Callable[[], Any]] = [partial(_set_groups, groups, [dict(group) for group in groups])]
@@ -332,7 +338,7 @@ def _load_numbers(directory: CheckpointDirectory, optimizer: Any, scheduler: Any
         if scheduler is not None and meta.get("scheduler") and not isinstance(scheduler, OptimizerParamScheduler):
             for leaf, record in zip(leaves(optimizer), meta.get("optimizer", []), strict=False):
                 if "written" in record and _algorithms(record["param_groups"]) == _algorithms(leaf.param_groups):
-                    load_groups(leaf.param_groups, _with_tuples(record["written"]))
+                    _load_groups(leaf.param_groups, _with_tuples(record["written"]))
         for name, target in (("scheduler", scheduler), ("loss_scaler", scaler)):
             if target is not None and meta.get(name) is not None:
                 before = copy.deepcopy(target.state_dict())

@@ -13,9 +13,7 @@ from core.checkpoint.algorithm_keys import AlgorithmKeys, keys_by_group
 from core.checkpoint.optimizer_pieces import WEIGHTS, Entry, entries_of, entry_pieces, leaves
 from core.checkpoint.pieces import MODEL, OPTIMIZER, LocalTensor, Piece, box_view, local_tensors, tied_names
 from core.checkpoint.planners import read_items, tensor_records
-from core.distributed.wire import huge_pages
 
-CPU = torch.device("cpu")
 MAPPED_BYTES = 2**16  # from this size on, freed memory returns to the system instead of the C library
 LACKS = "the checkpoint lacks "  # first words of problems that strict=False allows
 
@@ -99,7 +97,7 @@ def _plan_tensor(plan: LoadPlan, local: LocalTensor, records: Mapping[str, Tenso
         kept = Entry(None, piece.name, local, first, part.numel(), {})
         plan.staged.append((local, _staged(plan, kept, WEIGHTS, part.dtype, key)))
         return
-    staging = huge_pages.zeros(local.tensor.shape, local.tensor.dtype, CPU, MAPPED_BYTES)  # padding stays zero
+    staging = _staging(local.tensor.shape, local.tensor.dtype)  # padding stays zero
     plan.staged.append((local, staging))
     plan.pieces += [Piece(key, piece.shape, box.global_offset, box_view(staging, box)) for box in piece.boxes]
 
@@ -184,6 +182,12 @@ def _wanted(plan: LoadPlan, keeps: Keeps, saved: set[str]) -> set[str]:
 
 
 def _staged(plan: LoadPlan, entry: Entry, state_key: str, dtype: torch.dtype, key: str) -> torch.Tensor:
-    flat = huge_pages.zeros(entry.numel, dtype, CPU, MAPPED_BYTES)
+    flat = _staging(entry.numel, dtype)
     plan.pieces += entry_pieces(entry, state_key, flat, key)
     return flat
+
+
+def _staging(shape: int | torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    from core.distributed.wire import huge_pages
+
+    return huge_pages.zeros(shape, dtype, torch.device("cpu"), MAPPED_BYTES)

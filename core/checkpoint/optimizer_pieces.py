@@ -18,7 +18,6 @@ from torch import Tensor
 from core.checkpoint.boxes import cut_to_range, row_strides
 from core.checkpoint.global_slices import written_here
 from core.checkpoint.pieces import OPTIMIZER, LocalTensor, Piece, groups_of, module_of
-from core.optimizer.optimizer_state import PLACE, elements_of
 
 WEIGHTS = "master"
 INSTANCES = {"dp_cp": "inter_dp_cp", "expt_dp": "inter_expt_dp"}  # axes of ranks that own the same shard
@@ -76,6 +75,8 @@ def entries_of(optimizer: Any, chunks: Sequence[Any], tensors: Sequence[LocalTen
     Raises:
         ValueError: If an optimizer's state has no names, or belongs to a parameter outside `chunks`.
     """
+    from core.optimizer.optimizer_state import PLACE, elements_of
+
     by_param = {id(param): local for param, local in _params(chunks, tensors)}
     found = []
     for leaf in leaves(optimizer):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from core import parallel_state
 from core.checkpoint.boxes import Box, Index
 from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices
-from core.distributed.contract.global_names import global_name
+from core.groups.global_names import global_name
 from core.groups.process_groups import ProcessGroups
 
 MODEL = "model"

@@ -34,7 +34,6 @@ from core.checkpoint.save_arguments import checked_step, wrong_keep_last
 from core.checkpoint.saver import CheckpointSaver, SaveReport
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import AXES
-from core.optimizer.optimizer_state import GROUP_NAME, save_groups
 from core.watch.warn_user import warn_user
 
 CONTENT_FORMAT = 1  # version of names and of the contents of `meta`
@@ -239,14 +238,7 @@ def _meta(
         "step": step,
         "layout": layout_of(chunks),
         **versions(),
-        "optimizer": [
-            {
-                "algorithm": type(leaf.optimizer).__name__,
-                "param_groups": _groups(leaf.param_groups),
-                "written": _written(_groups(leaf.param_groups), _groups(leaf.built_groups)),
-            }
-            for leaf in leaves(optimizer)
-        ],
+        "optimizer": [_hyperparameters(leaf) for leaf in leaves(optimizer)],
         "scheduler": None if scheduler is None else plain(scheduler.state_dict()),
         "loss_scaler": None if scaler is None else plain(scaler.state_dict()),
         "configuration": dict(configuration or {}),
@@ -262,17 +254,21 @@ def _meta(
     return meta
 
 
-def _groups(groups: list[dict[str, Any]]) -> Any:
-    """Return hyperparameters for readers of the checkpoint. Values that JSON cannot represent are stored as text."""
-    return json.loads(json.dumps(plain(save_groups(groups)), default=str))
+def _hyperparameters(leaf: Any) -> dict[str, Any]:
+    """Return an optimizer's algorithm and groups. Values that JSON cannot represent are stored as text.
 
+    "written" has the group values that a schedule has changed or added, which are part of the schedule's state.
+    """
+    from core.optimizer.optimizer_state import GROUP_NAME, save_groups
 
-def _written(groups: list[dict[str, Any]], built: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return group values that a schedule has changed or added: they are part of its state."""
-    return [
+    groups, built = (
+        json.loads(json.dumps(plain(save_groups(each)), default=str)) for each in (leaf.param_groups, leaf.built_groups)
+    )
+    written = [
         {k: v for k, v in group.items() if k == GROUP_NAME or k not in before or v != before[k]}
         for group, before in zip(groups, built, strict=True)
     ]
+    return {"algorithm": type(leaf.optimizer).__name__, "param_groups": groups, "written": written}
 
 
 def versions() -> dict[str, Any]:

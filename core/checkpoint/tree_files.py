@@ -56,7 +56,6 @@ from core.checkpoint.tree import (
     map_leaves,
     with_saved,
 )
-from core.distributed.sharded.sharded_parameter import ShardedParameter
 
 logger = logging.getLogger(__name__)
 STEP = 0  # step of the only checkpoint in a directory
@@ -78,6 +77,8 @@ def module_tree(chunk: Any, prefix: str = "") -> StateDict:
     Raises:
         ValueError: If parameters are sharded over data ranks.
     """
+    from core.distributed.sharded.sharded_parameter import ShardedParameter
+
     module, groups = module_of(chunk), groups_of(chunk)
     slices = {**global_slices(module, groups), **buffer_slices(module, groups)}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

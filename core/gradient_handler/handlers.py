@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.distributed.contract.gradient_contract import ContractError, data_group_of
+from core.distributed.contract.gradient_contract import ContractError
 from core.distributed.hooks import engine_of
 from core.distributed.wire.collectives import Collectives
 from core.gradient_handler.base import BaseGradientHandler
 from core.gradient_handler.loose_gradients import GradientHandlerError, LooseGradient, LooseReduction, Wrapper
 from core.gradient_handler.registry import GRADIENT_HANDLER
 from core.groups.agree import SyncError
+from core.groups.param_attributes import data_group_of
 
 
 class GroupGradientHandler(BaseGradientHandler):

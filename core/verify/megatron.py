@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.distributed.contract.global_names import declare_layer_names
+from core.groups.global_names import declare_layer_names
 from core.groups.process_groups import ProcessGroups
 
 WRAPPERS = (

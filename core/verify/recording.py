@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from core.distributed.buffer.grad_placeholder import tensors_in
-from core.distributed.contract.gradient_contract import data_group_of
+from core.groups.param_attributes import data_group_of
 
 
 class Point(NamedTuple):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from core.distributed.contract.global_names import namer
 from core.groups import agree
+from core.groups.global_names import namer
 from core.moe import TopKRouter, auxiliary_loss_scale
 from core.verify.gathered import BIAS, cast, load_whole_weights, on_tensors, piece_of
 from core.verify.job import Job, LossFn, in_full, split_loss

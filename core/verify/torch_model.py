@@ -27,8 +27,9 @@ from core import parallel_state
 from core.checkpoint.boxes import Box
 from core.checkpoint.global_slices import GlobalSlice, global_slices
 from core.distributed import DistributedDataParallel
-from core.distributed.contract.gradient_contract import GradientContract, data_group_of
+from core.distributed.contract.gradient_contract import GradientContract
 from core.groups import agree
+from core.groups.param_attributes import data_group_of
 from core.groups.process_groups import ProcessGroups
 from core.interface import ModelWrapper
 from core.verify import megatron

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from core.checkpoint.global_slices import GlobalSlice
-from core.distributed.contract.global_names import namer
 from core.groups import agree
+from core.groups.global_names import namer
 from core.verify.cuts import cuts_of
 from core.verify.job import Job, PipelineJob
 from core.verify.place import (

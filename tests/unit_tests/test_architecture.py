@@ -481,7 +481,7 @@ COMPILER = "torch._dynamo"
         ("core", ()),
         ("core.parallel_state", ()),
         ("core.distributed", ("core.distributed",)),
-        ("core.checkpoint", ("core.distributed", "core.optimizer", "core.checkpoint")),
+        ("core.checkpoint", ("core.checkpoint",)),
     ],
 )
 def test_importing_a_package_loads_no_extra_and_no_model_kernel_or_job(module: str, packages: tuple[str, ...]) -> None:

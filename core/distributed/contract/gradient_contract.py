@@ -1,9 +1,9 @@
 """GradientContract: the reductions that one parameter's gradient needs, read once from its tags at the wrap.
 
-No other file reads tags. For a parameter, each parallel axis is one of three things: its ranks hold different slices
-(`sharded_over`), they hold partial gradients that must be added or averaged (`partial_over`, `averaged_over`), or their
-gradients are already equal. Gradients of all parameters are partial over data parallelism. Expert parameters have a
-separate data group.
+Tags are read here and in core/groups/param_attributes.py only. For a parameter, each parallel axis is one of three
+things: its ranks hold different slices (`sharded_over`), they hold partial gradients that must be added or averaged
+(`partial_over`, `averaged_over`), or their gradients are already equal. Gradients of all parameters are partial over
+data parallelism. Expert parameters have a separate data group.
 """
 
 from __future__ import annotations
@@ -12,18 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import nn
 
+from core.groups.param_attributes import STAGE_COPIES, copies_across_stages, data_group_of, embeddings_of
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING, axes_of
 
-# Groups across pipeline stages whose ranks may hold copies of a parameter, and the attributes that say so.
-STAGE_COPIES = {
-    "pp": ("pipeline_parallel", "flextron_router_pp_sync"),
-    "embd": ("shared_embedding",),
-    "pos_embd": ("shared_position_embedding",),
-}
 DECLARATION = "gradient_declaration"  # the attribute that `declare_gradient` sets on a parameter
 
 
@@ -122,15 +116,6 @@ def declare_gradient(
     return param
 
 
-def data_group_of(param: nn.Parameter) -> str:
-    """Return the data-parallel group of a parameter. Experts have `allreduce = False` and a separate group.
-
-    Args:
-        param: The parameter.
-    """
-    return DATA_KINDS[0] if getattr(param, "allreduce", True) else DATA_KINDS[1]
-
-
 def divisor_of(groups: ProcessGroups, config: Any) -> int:
     """Return the divisor of a gradient's sum over its data group: the size of 'dp_cp', for experts too.
 
@@ -146,45 +131,6 @@ def divisor_of(groups: ProcessGroups, config: Any) -> int:
 
 
 UNTAGGED = Tags(False, False, False, False, None, None, ())
-
-
-def embeddings_of(modules: Iterable[nn.Module]) -> dict[int, str]:
-    """Find embeddings that modules name as Megatron's models do.
-
-    Args:
-        modules: All modules of the model.
-
-    Returns:
-        id of a weight -> 'embd' or 'pos_embd'.
-    """
-    found: dict[int, str] = {}
-    for part in modules:
-        position = getattr(getattr(part, "position_embeddings", None), "weight", None)
-        if isinstance(position, torch.Tensor):
-            found[id(position)] = "pos_embd"
-        shares = getattr(part, "share_embeddings_and_output_weights", False)
-        if shares and hasattr(part, "shared_embedding_or_output_weight"):
-            word = part.shared_embedding_or_output_weight()
-            if isinstance(word, torch.Tensor):
-                found[id(word)] = "embd"
-    return found
-
-
-def copies_across_stages(param: nn.Parameter, embeddings: Mapping[int, str]) -> tuple[str, ...]:
-    """Return the groups across pipeline stages whose ranks hold copies of a parameter.
-
-    Args:
-        param: The parameter.
-        embeddings: Result of `embeddings_of`.
-    """
-    named = embeddings.get(id(param))
-    return tuple(
-        [
-            group
-            for group, tags in STAGE_COPIES.items()
-            if group == named or any([getattr(param, tag, False) for tag in tags])
-        ]
-    )
 
 
 def read_tags(param: nn.Parameter, embeddings: Mapping[int, str]) -> Tags:

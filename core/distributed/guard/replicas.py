@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.contract.global_names import namer, without_transparent
 from core.distributed.guard.finite import Finding, ReplicaDriftError
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.wire.packs import flat_of, packs_of
 from core.groups import agree
 from core.groups.agree import LayoutMismatch
+from core.groups.global_names import namer, without_transparent
 from core.groups.process_groups import ProcessGroups, control_of_stage, world_groups
 from core.groups.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING
 from core.watch.warn_user import warn_user

@@ -15,8 +15,6 @@ from core.distributed.contract.gradient_contract import (
     ContractError,
     GradientContract,
     GradSyncRule,
-    data_group_of,
-    embeddings_of,
     read_contracts,
     read_tags,
     replicated_over,
@@ -33,6 +31,7 @@ from core.distributed.layout.param_layout import (
 )
 from core.distributed.layout.wrap_checks import check_modules, check_param, shared_params
 from core.groups.agree import control_device
+from core.groups.param_attributes import data_group_of, embeddings_of
 from core.groups.process_groups import ProcessGroups
 from core.groups.rank_grid import ACTIVATION_KINDS, DATA_KINDS
 

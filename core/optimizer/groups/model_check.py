@@ -1,7 +1,7 @@
 """Parameters and buckets of wrapped chunks, and checks of a config against them before memory is allocated.
 
 Names are those of the full model in every pipeline stage, as in a checkpoint. A stage counts its own layers from 0, and
-its modules define their names in the full model (core.distributed.contract.global_names). If they do not, two stages
+its modules define their names in the full model (core.groups.global_names). If they do not, two stages
 use one name for different parameters.
 """
 
@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.memory_tier import HostTier
-from core.distributed.contract.global_names import global_name, namer
 from core.distributed.contract.gradient_contract import GradientContract
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.finalize_model_grads import models_of
 from core.groups import agree
+from core.groups.global_names import global_name, namer
 from core.groups.process_groups import CHAINS, ProcessGroups, world_chain
 from core.groups.rank_grid import COPY_AXES
 from core.optimizer.algorithms.names import Algorithm, undeclared, update_scope

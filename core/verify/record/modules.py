@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from core.checkpoint.global_slices import GlobalSlice
 from core.distributed.buffer.grad_placeholder import tensors_in
-from core.distributed.contract.global_names import namer
+from core.groups.global_names import namer
 from core.verify.record.merge import Key
 from core.verify.record.sketches import Sketch, of_integers, of_rows
 from core.verify.recording import Recorder, unsharded

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from core import parallel_state
-from core.distributed.contract.global_names import declare_layer_names
+from core.groups.global_names import declare_layer_names
 from core_compat.megatron.faces.checkpoint import sharded_state_dict
 
 

@@ -12,9 +12,9 @@ from core import optimizer as ours
 from core.checkpoint import OptimizerState
 from core.distributed import DistributedDataParallel as OurWrapper
 from core.distributed.buffer.bucket import Bucket
-from core.distributed.contract.global_names import declare_layer_names
 from core.distributed.finalize_model_grads import wrapped_chunks
 from core.groups import agree
+from core.groups.global_names import declare_layer_names
 from core.groups.process_groups import world_groups
 from core.watch.warn_user import warn_user
 from core_compat.megatron.faces import configs

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from core.checkpoint import CheckpointError, CheckpointSaver, list_steps, load_checkpoint, save_checkpoint
 from core.checkpoint.root_directory import list_committed
 from core.distributed import finalize_model_grads
-from core.distributed.contract.global_names import global_name
+from core.groups.global_names import global_name
 from tests.unit_tests.checkpoint.test_checkpoint_content import Net, build, flat_state, same, train, weights
 from tests.unit_tests.ranks import ranks
 

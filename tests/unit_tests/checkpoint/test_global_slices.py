@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from core.checkpoint.boxes import Box, Split, cut_to_range, range_boxes, row_strides, split_boxes
 from core.checkpoint.global_slices import GlobalSlice, buffer_slices, global_slices, written_here
-from core.distributed.contract.global_names import global_name
+from core.groups.global_names import global_name
 from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import tensor_parallel_slice
 from core.transformer import TransformerConfig
