@@ -13,7 +13,7 @@ import torch
 from core.number_ranges import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, POSITIVE_OR_INFINITE, Range, check_ranges
 from core.optimizer.algorithms.names import Algorithm, label
 
-BACKENDS = ("auto", "transformer_engine", "apex", "fused", "foreach", "single")
+BACKENDS = ("auto", "fused", "foreach", "single")
 MUON_SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm", "none")
 MUON_COEFFICIENTS = ("simple", "quintic", "polar_express")
 MUON_TP_MODES = ("duplicated", "blockwise")

@@ -114,7 +114,7 @@ def steps_16_bits(config: OptimizerConfig, dtype: torch.dtype, grad_dtype: torch
     kept = {grad_dtype, config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype}
     if dtype not in LOW_PRECISION or kept != {dtype} or device.type != "cpu":
         return False
-    return choose("adam", device, dtype, config.optimizer_backend)[0] == "fused"
+    return choose("adam", [(device, dtype)], config.optimizer_backend)[0] == "fused"
 
 
 class BucketMasters:
