@@ -22,8 +22,8 @@ utils,common,cuda,device,timer .devices get_current_device Timer MultiTimer core
 nn @nn.optimizer
 nn.optimizer,hybrid_adam,cpu_adam,fused_adam,fused_sgd,lamb,lars,came .optimizers HybridAdam CPUAdam FusedAdam FusedSGD
     core.optimizer.algorithms.layerwise Lamb Lars CAME
-nn.lr_scheduler,cosine,linear,multistep,onecycle,poly,torch .optimizers CosineAnnealingLR FlatAnnealingLR MultiStepLR
-    OneCycleLR PolynomialLR LambdaLR MultiplicativeLR StepLR ExponentialLR core.booster.lr_schedules
+nn.lr_scheduler,cosine,linear,multistep,onecycle,poly,torch .schedules CosineAnnealingLR FlatAnnealingLR MultiStepLR
+    OneCycleLR PolynomialLR LambdaLR MultiplicativeLR StepLR ExponentialLR
     CosineAnnealingWarmupLR FlatAnnealingWarmupLR LinearWarmupLR MultiStepWarmupLR PolynomialWarmupLR
 lazy,lazy_init .lazy_init LazyInitContext
 

@@ -1,7 +1,4 @@
-"""Optimizers and LR schedules with ColossalAI's names, over torch's and core.booster.lr_schedules.
-
-An unknown keyword of a schedule raises TypeError; ColossalAI ignores it.
-"""
+"""Optimizers with ColossalAI's names, over torch's."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import lr_scheduler
 
-from core.booster import lr_schedules as ours
 from core_compat.arguments import arguments
 
 _ADVICE = {
@@ -77,32 +72,3 @@ def _use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
         params: list[Tensor] = group["params"]
         if all(param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params):
             group.update(fused=True, foreach=False)
-
-
-def _face(name: str, kind: Any, row: str) -> Any:
-    """Create a schedule class with the arguments of a row after `optimizer`."""
-
-    def build(self: Any, optimizer: Any, **options: Any) -> None:
-        kind.__init__(self, ours.plain(optimizer), **options)
-
-    taken = arguments(f"self optimizer {row} last_epoch=-1")(build)
-    return type(name, (kind,), {"__init__": taken, "__doc__": kind.__doc__, "__module__": __name__})
-
-
-CosineAnnealingLR = _face("CosineAnnealingLR", ours.CosineAnnealingWarmupLR, "total_steps eta_min=0")
-FlatAnnealingLR = _face("FlatAnnealingLR", ours.FlatAnnealingWarmupLR, "total_steps pct_start=0.72")
-MultiStepLR = _face("MultiStepLR", ours.MultiStepWarmupLR, "total_steps milestones=None gamma=0.1")
-PolynomialLR = _face("PolynomialLR", ours.PolynomialWarmupLR, "total_steps end_lr=0.0001 power=1.0")
-# torch's schedules do not need total_steps.
-LambdaLR = _face("LambdaLR", lr_scheduler.LambdaLR, "-total_steps lr_lambda=None")
-MultiplicativeLR = _face("MultiplicativeLR", lr_scheduler.MultiplicativeLR, "-total_steps lr_lambda=None")
-StepLR = _face("StepLR", lr_scheduler.StepLR, "-total_steps step_size=1 gamma=0.1")
-ExponentialLR = _face("ExponentialLR", lr_scheduler.ExponentialLR, "-total_steps gamma=1.0")
-
-
-class OneCycleLR(lr_scheduler.OneCycleLR):
-    """torch's one-cycle schedule with the groups' LRs as maximum. Options and defaults are torch's."""
-
-    def __init__(self, optimizer: Any, total_steps: int, pct_start: float = 0.3, **options: Any) -> None:
-        largest = [group["lr"] for group in ours.plain(optimizer).param_groups]
-        super().__init__(ours.plain(optimizer), largest, total_steps=total_steps, pct_start=pct_start, **options)

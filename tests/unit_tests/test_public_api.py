@@ -24,7 +24,7 @@ MODULES = (
     *("parallel_state", "distributed", "optimizer", "checkpoint", "pipeline_parallel", "tensor_parallel"),
     *("context_parallel", "moe", "transformer", "models", "model_parallel_config", "groups.process_groups", "verify"),
     "verify.record",
-    *("optimizer.algorithms.layerwise", "booster.launch", "booster.lr_schedules", "booster.rank_logger"),
+    *("optimizer.algorithms.layerwise", "booster.launch", "booster.rank_logger"),
     *("booster", "booster.plugin", "booster.mixed_precision", "booster.checkpoint_io", "interface"),
     *("gradient_accumulation", "gradient_handler", "integrations"),
 )

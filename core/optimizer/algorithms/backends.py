@@ -93,6 +93,7 @@ def make_with_backend(
     make: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.AdamW if decoupled else torch.optim.Adam}[algorithm]
     # foreach=False without fused is torch's way to ask for one tensor at a time
     kernels = {"fused": True} if backend == "fused" else {"foreach": backend == "foreach"}
-    optimizer: torch.optim.Optimizer = make(groups, lr=lr, **kernels, **options)
-    optimizer.backend_report = text  # type: ignore[attr-defined]
-    return optimizer
+    optimizer: Any = make(groups, lr=lr, **kernels, **options)
+    optimizer.backend_report = text
+    made: torch.optim.Optimizer = optimizer
+    return made
