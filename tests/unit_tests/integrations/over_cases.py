@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,18 @@ def arguments_of(kind: Any, folder: Path, batch: int, **more: Any) -> Any:
 def logged(trainer: Any, *names: str) -> list[list[float]]:
     """Of each step that was logged, these figures, as they were before they were rounded."""
     return [[entry[name] for name in names] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def without_updates(steps: Collection[int]) -> Any:
+    """A callback that skips these steps (from 0) as an overflow of fp16 does: weights and learning rate stay."""
+    import transformers
+
+    class Skip(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step in steps:
+                more["model"].zero_grad()
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            more["optimizer"]._is_overflow = state.global_step in steps
+
+    return Skip()

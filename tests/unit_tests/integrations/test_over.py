@@ -12,7 +12,7 @@ import torch.distributed as dist
 from core.booster.plugin import HybridParallelPlugin
 from core.distributed import DistributedDataParallelConfig
 from tests.unit_tests.integrations.loops import alone, launched
-from tests.unit_tests.integrations.over_cases import arguments_of, llama, logged, rows, tokenizer
+from tests.unit_tests.integrations.over_cases import arguments_of, llama, logged, rows, tokenizer, without_updates
 from tests.unit_tests.ranks import ranks
 
 transformers = pytest.importorskip("transformers")
@@ -43,7 +43,7 @@ def test_the_trainers_of_trl_are_there_by_name() -> None:
 
 def plugin_of(tp: int, pp: int, **options: Any) -> HybridParallelPlugin:
     micro = {"num_microbatches": 2} if pp > 1 else {}
-    return HybridParallelPlugin(tp, pp, precision="fp32", **{"zero_stage": 1, **micro, **options})
+    return HybridParallelPlugin(tp, pp, **{"precision": "fp32", "zero_stage": 1, **micro, **options})
 
 
 def of_trl(kind: str, folder: Path, batch: int, parts: Any = None, model: Any = None, **options: Any) -> Any:
@@ -132,6 +132,34 @@ def test_a_trainer_of_trl_logs_over_shards_and_parts_of_the_sequence_what_it_log
     torch.testing.assert_close(
         torch.tensor(logged(trainer, *names)), torch.tensor(logged(single, *names)), atol=1e-5, rtol=1e-5
     )
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", ["tp", "dp", "ddp_config"])
+@pytest.mark.in_suite(1)
+def test_fp16_logs_what_trl_logs_in_fp32_on_one_process_that_skips_as_many_steps(
+    rank: int, world: int, layout: str, tmp_path: Path
+) -> None:
+    from core.integrations import over
+
+    half = {"precision": "fp16", "initial_scale": 2.0**18}  # the first steps overflow
+    with launched(rank, world):
+        options: dict[str, Any] = {"ddp_config": SHARDED, "fp16": True}
+        if layout != "ddp_config":
+            options = {"plugin": plugin_of(2 if layout == "tp" else 1, 1, **half)}
+        trainer = of_trl("SFT", tmp_path, 4 if layout == "tp" else 2, over, **options)
+        trainer.train()
+    losses, norms, rates = torch.tensor(logged(trainer, "loss", "grad_norm", "learning_rate")).T
+    skipped = int(norms.isinf().sum())
+    assert 0 < skipped < 4 if layout != "ddp_config" else skipped == 0
+    with alone():
+        single = of_trl("SFT", tmp_path, 4)
+        single.add_callback(without_updates(range(skipped)))
+        single.train()
+    wanted, expected_norms, expected_rates = torch.tensor(logged(single, "loss", "grad_norm", "learning_rate")).T
+    torch.testing.assert_close(losses, wanted, atol=2e-3, rtol=0)
+    torch.testing.assert_close(norms[skipped:], expected_norms[skipped:], atol=0, rtol=1e-2)
+    torch.testing.assert_close(rates, expected_rates)
 
 
 @ranks(2)

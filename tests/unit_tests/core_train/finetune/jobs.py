@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+from tests.unit_tests.integrations.over_cases import without_updates
 
 STEPS, ROWS = 8, 4
 LETTERS = "abc"
@@ -72,8 +75,11 @@ def make_model(folder: Path, family: str = "qwen3", name: str = "model") -> None
     byte_tokenizer().save_pretrained(folder / name)
 
 
-def of_peer(folder: Path, saved: Path, task: str, *more: str) -> list[float]:
-    """Losses of TRL's trainer, or Transformers', as its page says to use it, on this process. Saves the model."""
+def of_peer(folder: Path, saved: Path, task: str, *more: str, skipped: Collection[int] = ()) -> list[float]:
+    """Losses of TRL's trainer, or Transformers', as its page says to use it, on this process. Saves the model.
+
+    skipped: Steps, from 0, whose update is left out.
+    """
     import peft
     import transformers
     import trl
@@ -116,7 +122,11 @@ def of_peer(folder: Path, saved: Path, task: str, *more: str) -> list[float]:
         if task in ("sft", "dpo"):
             settings["router_aux_loss_coef"] = 0.0
         theirs = config(**settings, **flags, bf16=False, max_length=64)
-        trainer = kind(directory, args=theirs, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)
+        trained: Any = directory
+        if (Path(directory) / "adapter_config.json").exists():  # TRL reads such a directory by peft alone
+            trained = peft.AutoPeftModelForCausalLM.from_pretrained(directory, is_trainable=True)
+        trainer = kind(trained, args=theirs, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)
+    trainer.add_callback(without_updates(skipped))
     trainer.train()
     trainer.save_model(str(saved))
     return losses_of(trainer)

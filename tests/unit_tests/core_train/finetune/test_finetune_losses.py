@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from core_train.finetune.arguments import load_config
 from core_train.finetune.main import check_sizes, tune
 from tests.unit_tests.core_train.finetune.jobs import STEPS, losses_of, make_model, of_peer, options
-from tests.unit_tests.integrations.loops import _forget, launched
+from tests.unit_tests.integrations.loops import _forget, alone, launched
 from tests.unit_tests.ranks import ranks
 
 transformers = pytest.importorskip("transformers")
@@ -128,3 +129,43 @@ def test_losses_of_replicas_of_split_models_are_those_of_one_process(
     rank: int, world: int, case: str, folder: Path, expected: list[float]
 ) -> None:
     assert_equal(folder, case, "--tp 2", rank, world, expected)
+
+
+@pytest.mark.nightly
+@ranks(2, timeout_s=150.0)
+@pytest.mark.parametrize("layout", ["--tp 2", "--zero 1"])
+def test_fp16_has_the_losses_of_one_process_in_fp32_that_skips_as_many_updates(
+    rank: int, world: int, layout: str, folder: Path
+) -> None:
+    with launched(rank, world):
+        dp = 1 if "--tp" in layout else 2
+        config = load_config(options(folder, "sft", *layout.split(), "--precision", "fp16", dp=dp))
+        trainer = tune(config, check_sizes(config, world))
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    skipped = [step for step, norm in enumerate(norms) if math.isinf(norm)]
+    assert 0 < len(skipped) < STEPS - 2, "the first scale overflows"
+    with alone():
+        expected = of_peer(folder, folder / f"peer fp16 {rank}", "sft", skipped=skipped)
+    assert losses_of(trainer) == pytest.approx(expected, abs=1e-2)
+    assert max(expected) - min(expected) > 0.1
+
+
+@pytest.mark.nightly
+@ranks(2, timeout_s=250.0)
+@pytest.mark.parametrize(("case", "then"), [("sft", "sft"), ("sft", "dpo"), ("sft lora", "dpo"), ("reward", "reward")])
+def test_trl_goes_on_from_a_saved_directory_as_from_its_own(
+    rank: int, world: int, case: str, then: str, folder: Path, expected: list[float]
+) -> None:
+    """A program of the user's: SFTTrainer(DIR), DPOTrainer on adapters, RewardTrainer(DIR)."""
+    with launched(rank, world):
+        task, *more = CASES[case]
+        config = load_config(options(folder, task, *more, "--tp", "2"))
+        trainer = tune(config, check_sizes(config, world))
+    found, wanted = [], []
+    with alone():
+        for losses, directory in ((found, trainer.args.output_dir), (wanted, str(folder / f"peer {case}"))):
+            losses += of_peer(folder, folder / f"next {rank}", then, "--model", directory)
+    assert found == pytest.approx(wanted, abs=1e-5)
+    start = expected[0] if then == task else math.log(2)
+    assert abs(wanted[0] - start) > 0.1 if then == task else abs(wanted[0] - start) < 1e-3
+    assert max(wanted) - min(wanted) > 1e-4, "nothing is learned"
