@@ -25,7 +25,7 @@ from tests.unit_tests.second_device import device as second
 from tests.unit_tests.second_device import left_out
 from tests.unit_tests.second_device.conftest import Runner
 from tests.unit_tests.second_device.order import RaceError, ordered
-from tests.unit_tests.second_device.test_second_device import ENGINE, ON_HOST, batch, layers
+from tests.unit_tests.second_device.test_second_device import ENGINE, ON_HOST, QUARTERS, batch, layers
 
 pytestmark = [
     pytest.mark.skipif(second.why_not() is not None, reason=str(second.why_not())),
@@ -179,7 +179,7 @@ def all_on_a_stream(device: torch.device, cases: dict[str, Any]) -> dict[str, st
     return races
 
 
-@pytest.mark.parametrize("cases", [ENGINE, ON_HOST], ids=["engine", "on_host"])
+@pytest.mark.parametrize("cases", QUARTERS.values(), ids=QUARTERS)
 @pytest.mark.in_suite(1)
 def test_a_forward_on_a_stream_of_the_users_is_followed(run: Runner, cases: dict[str, Any]) -> None:
     assert run(all_on_a_stream, 2, cases) == {}
@@ -387,10 +387,11 @@ def waits_of_a_step(device: torch.device, cases: list[Any]) -> list[list[str]]:
     return found
 
 
-def test_a_step_waits_for_the_device_once(run: Runner) -> None:
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.in_suite(1)
+def test_a_step_waits_for_the_device_once(run: Runner, strategy: str) -> None:
     """The docs promise it: for the norm. A comparison of weights in 16 bits has waited once a parameter."""
-    strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-    cases = list(itertools.product(strategies, (torch.float32, torch.bfloat16), (False, True)))
+    cases = list(itertools.product([strategy], (torch.float32, torch.bfloat16), (False, True)))
     for case, waits in zip(cases, run(waits_of_a_step, 2, cases), strict=True):
         assert len(waits) == 1 and "clip_grads.py" in waits[0], (case, waits)
 

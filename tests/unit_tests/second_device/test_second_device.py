@@ -246,9 +246,16 @@ def equal_to_the_cpu(device: torch.device, cases: dict[str, Case], is_default: b
     return different
 
 
+QUARTERS = {
+    f"{name}, part {part + 1}": dict(itertools.islice(cases.items(), part, None, 4))
+    for name, cases in (("engine", ENGINE), ("on_host", ON_HOST))
+    for part in range(4)
+}
+
+
 @pytest.mark.parametrize("is_default", [False, True])
-@pytest.mark.parametrize("cases", [ENGINE, ON_HOST], ids=["engine", "on_host"])
-@pytest.mark.in_suite()
+@pytest.mark.parametrize("cases", QUARTERS.values(), ids=QUARTERS)
+@pytest.mark.in_suite(3)
 def test_training_is_that_of_the_cpu_bit_for_bit(run: Runner, cases: dict[str, Case], is_default: bool) -> None:
     assert run(equal_to_the_cpu, 2, cases, is_default) == []
 
