@@ -4,7 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test check docs nightly clean
+QUICK := $(addprefix tests/unit_tests/distributed/, contract buffer layout reduce sharded wire)
+QUICK += $(addprefix tests/unit_tests/, optimizer test_architecture.py test_parallel_state.py test_plain_words.py test_public_api.py)
+
+.PHONY: train test quick check docs nightly clean
 
 # Made anew when the metadata changes. torch first and alone, so that its build is chosen by constraints.txt only.
 $(VENV)/.ready: setup.py constraints.txt
@@ -25,6 +28,10 @@ check: $(VENV)/.ready
 
 test: check
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+
+# One case of each test of the engine, the optimizer and the house, in about two minutes; before a commit, not before a push.
+quick: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 3 --dist worksteal --quick $(QUICK) $(ARGS)
 
 nightly: $(VENV)/.ready
 	$(BIN)/python -m pytest -m nightly $(ARGS)

@@ -30,6 +30,7 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--poison", action="store_true", help="fill memory with NaN until it is written")
+    parser.addoption("--quick", action="store_true", help="run one case of each test that needs at most two ranks")
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +75,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test that is marked `in_suite`, mark the cases that are not chosen as nightly."""
+    if config.getoption("--quick", False):
+        first: dict[str, pytest.Item] = {}
+        for item in items:
+            if item.get_closest_marker("nightly") is None and _world(item) <= 2:
+                first.setdefault(item.nodeid.split("[")[0], item)
+        config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
+        items[:] = first.values()
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("in_suite") is not None and item.get_closest_marker("nightly") is None:
@@ -87,6 +95,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for case in cases:
             if case not in chosen:
                 case.add_marker("nightly")
+
+
+def _world(item: pytest.Item) -> int:
+    return item.callspec.params.get("world", 1) if hasattr(item, "callspec") else 1
 
 
 def _spread(cases: list[pytest.Function], count: int) -> list[pytest.Function]:
