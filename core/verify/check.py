@@ -269,7 +269,8 @@ def compare(
             if random is not None:
                 cause = (
                     f"the model is random: {random} gives another output when the reference runs a second time on the "
-                    "same batch, so nothing can be compared; set dropout to 0"
+                    "same batch, so nothing can be compared; set dropout to 0, and put layers whose forward writes "
+                    "buffers, such as a spectral norm, in eval mode"
                 )
                 break
             explanation = _explain(job, reference, expected, batch, got, names, moved)

@@ -31,8 +31,10 @@ from core.verify.microbatches import (
     JoinFn,
     Microbatch,
     data_of,
+    other_buffers,
     other_ends,
     other_inputs,
+    other_weights,
     other_wholes,
     same_data,
     whole_batch,
@@ -40,6 +42,7 @@ from core.verify.microbatches import (
 from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob
 from core.verify.reference import ModelFn, Reference
 from core.verify.report import GradientReport
+from core.verify.structure import buffers_of, set_buffers, written_buffers
 from core.verify.torch_model import TorchLoopJob
 
 OTHER_BACKWARDS = (
@@ -122,7 +125,9 @@ def loss_of_call(loss_fn: Callable[..., Any]) -> Callable[[nn.Module, Microbatch
     """Convert loss_fn(model, *args, **kwargs) to a function of a model and a microbatch."""
 
     def loss_of(model: nn.Module, microbatch: Microbatch) -> Any:
-        args, kwargs = microbatch
+        args, kwargs, *buffers = microbatch
+        for values in buffers:
+            set_buffers(model, values)
         return loss_fn(model, *args, **kwargs)
 
     return loss_of
@@ -171,12 +176,13 @@ class StepCheck:
         self.skips = False  # True if a loss scale skips steps whose gradients are not finite
         self.forwards: list[Microbatch] = []
         self.noted: list[Microbatch] = []
+        self.starts: list[dict[str, Tensor]] = []  # floating-point buffers before each forward
         self.autocast: torch.dtype | None = None
         self.until_over = ExitStack()
         self.until_over.enter_context(job.watched(self._finish))
         self.also = AlsoSeen(job)
         self.until_over.callback(self.also.stop)
-        self.notes: tuple[str, ...] = ()  # findings of all compared steps
+        self.notes: tuple[str, ...] = ()  # of all compared steps
         self.data: dict[int, list[str]] = {}  # digests of the last step's microbatches by data rank
         self.wholes: list[str] = []  # digests of the batches that tokens were cut from
 
@@ -215,14 +221,25 @@ class StepCheck:
             return
         kind = self.job.model.device.type
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if self.job.ends is not None:
+            self.job.ends.forward()
         self.forwards.append(kept((args, kwargs)))
+        self._note_buffers(at=len(self.starts))
         for tensor in tensors_in([list(args), kwargs]):
             self.wholes += _digests(((getattr(tensor, OF_WHOLE, None),), {}))
+
+    def _note_buffers(self, at: int) -> None:
+        """Record the buffers before a forward, because forwards such as spectral norm's write them."""
+        chunks = self.job.model.chunks
+        if len(chunks) == 1 and self.job.groups.size("pp") == 1 and not self.job.model.is_split:
+            self.starts[at:] = [buffers_of(chunks[0].module, self.starts[at - 1] if at else {})]
 
     def look_inside(self, module: nn.Module) -> None:
         """Detect autocast or cast weights in a module that is about to run inside the model."""
         if not self.listens:
             return
+        if self.starts and module is self.job.model.chunks[0].module:  # DDP has broadcast its buffers since
+            self._note_buffers(at=len(self.starts) - 1)
         kind = self.job.model.device.type
         if torch.is_autocast_enabled(kind):
             self.autocast = torch.get_autocast_dtype(kind)
@@ -230,7 +247,7 @@ class StepCheck:
 
     def forget(self) -> None:
         """Drop the inputs of a step that was skipped for non-finite gradients; the next step is compared instead."""
-        self.forwards, self.noted, self.wholes = [], [], []
+        self.forwards, self.noted, self.wholes, self.starts = [], [], [], []
 
     def _finish(self, after_clip: bool = False) -> None:
         """Compare the step that has just ended. Collective over the world.
@@ -241,6 +258,8 @@ class StepCheck:
         """
         if after_clip and not (self.noted or self.forwards):
             return
+        if self.job.ends is not None:
+            self.job.ends.meet(notes=bool(self.noted))
         if self.done and not agree.any(bool(self.noted or self.forwards), None, "the forwards of a step"):
             return  # for example, a second optimizer's step
         if self.skips and not self._is_finite():
@@ -264,9 +283,13 @@ class StepCheck:
         if not self.listens:
             self.conclude(self.report)
 
+    def _initialized(self) -> set[str]:
+        """Return buffers of modules that have initialised themselves from this step's first input."""
+        return set()
+
     def _is_finite(self) -> bool:
-        finite = all(bool(grad.isfinite().all()) for grad in self.job.gradients().values())
-        return not agree.any(not finite, None, "gradients that are not finite")
+        infinite = not all(bool(grad.isfinite().all()) for grad in self.job.gradients().values())
+        return not agree.any(infinite, None, "gradients that are not finite")
 
     def _compared(self, mine: list[Microbatch]) -> GradientReport:
         job, groups, reference = self.job, self.job.groups, self.reference
@@ -282,6 +305,8 @@ class StepCheck:
             [_digests(part) for part in mine],
             parts,
             self.wholes,
+            written_buffers(self.starts, job.model.chunks[0].module, len(mine), without=self._initialized()),
+            job.weight_checksums(),
         )
         answers = agree.gather(given, None, "the microbatches of the first step")
         counts = {rank: len(given.digests) for rank, given in answers.items()}
@@ -312,18 +337,18 @@ class StepCheck:
                 f"{_counted(len(mine), 'microbatch')} each",
             )
             differences = [other_inputs(answers), other_wholes(answers), other_ends(answers)]
-            notes = [*same_data(answers, self.data), *(text for text in differences if text), *self.also.lines()]
+            notes = [*same_data(answers, self.data), *filter(None, differences), *self.also.lines()]
+            notes += other_buffers(answers)
             notes += [f"the loop takes {mean}, not the mean of its microbatches' means"] if mean else []
             self.data = data_of(answers)
             report = replace(report, notes=tuple(dict.fromkeys((*self.notes, *notes))))
             self.notes = report.notes
-            other = "" if report.ok else differences[0]
-            at_fault = ""
+            other, at_fault = "" if report.ok else other_weights(answers) or differences[0], ""
             unexplained = report.cause.startswith((NO_SUM, BEFORE, ELSEWHERE)) or NO_SIZE in report.cause
             if report.wrong and not other and unexplained:
                 at_fault = microbatches_at_fault(job, reference, batch, report, got, self.before)
-                in_loop = ELSEWHERE not in report.cause and BEFORE not in report.cause
-                other = OTHER_BACKWARDS if not at_fault and in_loop else ""
+                is_in_loop = not at_fault and ELSEWHERE not in report.cause and BEFORE not in report.cause
+                other = OTHER_BACKWARDS if is_in_loop else ""
         self.before = got if self.steps > 1 else {}
         everywhere = len({entry.name for entry in report.wrong}) == report.parameters
         if at_fault or (everywhere and "of microbatches" in report.cause):  # the loop is at fault, not a module

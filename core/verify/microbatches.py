@@ -12,7 +12,8 @@ from core.context_parallel.sequence_split import join_sequence
 from core.distributed.buffer.grad_placeholder import tensors_in
 from core.verify.gathered import on_tensors
 
-Microbatch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward, or of `note`
+# Arguments of a forward, or of `note`: (args, kwargs). In a combined batch, buffers follow that forwards write.
+Microbatch = tuple[Any, ...]
 JoinFn = Callable[[Sequence[Tensor]], Tensor]  # parts of a context-parallel group, in rank order -> the complete tensor
 
 
@@ -27,6 +28,8 @@ class Given(NamedTuple):
         digests: Digests of each microbatch's tensors.
         parts: The microbatches; None if another rank sends the same ones.
         wholes: Digests of the batches from which tokens of the forwards were cut.
+        buffers: Values before each microbatch of the buffers that forwards wrote; empty if they wrote none.
+        weights: Checksums of parameters by name and position; empty for a model in our wrapper, which compares them.
     """
 
     data_rank: int
@@ -36,6 +39,8 @@ class Given(NamedTuple):
     digests: list[list[str]]  # digests of each microbatch's tensors
     parts: list[Microbatch] | None  # None if another rank sends the same ones
     wholes: list[str]  # digests of batches that the forwards' tokens were cut from
+    buffers: list[dict[str, Tensor]]
+    weights: dict[tuple[Any, ...], list[int]]
 
 
 def whole_batch(answers: Mapping[int, Given], join: JoinFn | None) -> list[list[Microbatch]]:
@@ -56,7 +61,9 @@ def _of_data_rank(given: Sequence[Given], join: JoinFn | None) -> list[Microbatc
     by_place = {(each.cp, each.stage): each.parts for each in given if each.parts is not None}
     cp = 1 + max(each.cp for each in given)
     of_cp = [_both_ends(by_place[rank, 0], by_place.get((rank, -1))) for rank in range(cp)]
-    return [_joined(list(parts), join) for parts in zip(*of_cp, strict=True)]
+    joined = [_joined(list(parts), join) for parts in zip(*of_cp, strict=True)]
+    buffers = next((each.buffers for each in given if each.buffers), None)
+    return joined if buffers is None else [(*part, values) for part, values in zip(joined, buffers, strict=True)]
 
 
 def _both_ends(first: list[Microbatch], last: list[Microbatch] | None) -> list[Microbatch]:
@@ -162,6 +169,33 @@ def other_wholes(answers: Mapping[int, Given]) -> str:
         {rank: ((given.data_rank, given.tp, given.stage), given.wholes) for rank, given in answers.items()},
         "hold parts of a sequence that were cut from different batches",
     )
+
+
+def other_weights(answers: Mapping[int, Given]) -> str:
+    """Name a parameter whose copies differ between two ranks before the step."""
+    firsts: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
+    for rank, given in answers.items():
+        for place, found in given.weights.items():
+            first, expected = firsts.setdefault(place, (rank, found))
+            if found != expected:
+                return (
+                    f"parameter {place[0]!r} had other values on rank {rank} than on rank {first} before this step: "
+                    "did a rank leave out an optimizer's step, or load or write weights alone?"
+                )
+    return ""
+
+
+def other_buffers(answers: Mapping[int, Given]) -> list[str]:
+    """Name a buffer that forwards write and whose values differ between data ranks when the step begins."""
+    firsts = [(rank, given.buffers[0]) for rank, given in answers.items() if given.buffers]
+    for rank, values in firsts[1:]:
+        for name, value in firsts[0][1].items():
+            if name in values and not torch.equal(values[name], value):
+                return [
+                    f"forwards write the buffer {name!r}, and it has other values on rank {rank} than on rank "
+                    f"{firsts[0][0]}, so these ranks compute different functions; each was compared with its own"
+                ]
+    return []
 
 
 def _difference(facts: Mapping[int, tuple[Any, Any]], what: str) -> str:

@@ -42,6 +42,7 @@ from core.verify.structure import (
     State,
     buffers_without_values,
     builder_of,
+    initialized_modules,
     state_of,
     structure_of,
     with_memory,
@@ -347,6 +348,8 @@ class ProgramWatch:
     def show_the_rest(self) -> None:
         """Print the reports of models that ran fewer steps than were asked for before the program ended."""
         for check in self.checks.values():
+            if check.job.ends is not None:
+                check.job.ends.leave()
             check.compare_weights()
             if check.listens and check.report is not None:
                 check.listens = False
@@ -422,6 +425,11 @@ class ProgramCheck(StepCheck):
             cause = f"{scale:g} times too small, the loss scale: the loss is not multiplied by it"
             report = replace(report, cause=cause, where=None)
         return report if self.of_gpt is None else replace(report, reference=self.of_gpt[1])
+
+    def _initialized(self) -> set[str]:
+        """See StepCheck."""
+        modules = initialized_modules(self.state, state_of(self.module))
+        return {name for name, _ in self.module.named_buffers() if name.rpartition(".")[0] in modules}
 
     def prepare(self) -> None:
         """See StepCheck.

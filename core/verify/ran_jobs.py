@@ -17,6 +17,7 @@ from core.verify.gathered import first_tensor, kept
 from core.verify.job import Job, PipelineJob, PlainJob
 from core.verify.microbatches import Microbatch
 from core.verify.recording import Recorder
+from core.verify.step_ends import StepEnds
 
 
 class Tape:
@@ -54,10 +55,12 @@ class RanJob(Job):
         tapes: Recorded data that a pipeline's forward step draws itself.
         mine: Arguments for loss_fn.
         forwards: Arguments of the model's forwards.
+        ends: Meetings of the ranks if only an optimizer's step ends a step of the loop; else None.
     """
 
     sees_loss = False
     tapes: Sequence[Tape] = ()
+    ends: StepEnds | None = None
     mine: list[Microbatch]  # arguments for loss_fn
     forwards: list[Microbatch]  # arguments of the model's forwards
     loss_fn: Any
@@ -88,6 +91,10 @@ class RanJob(Job):
     def biases(self) -> dict[tuple[int, str], Tensor]:
         """See Job."""
         return self.before
+
+    def weight_checksums(self) -> dict[tuple[Any, ...], list[int]]:
+        """Return checksums of parameters by name and position; empty, because our wrapper compares weights itself."""
+        return {}
 
     def keep_biases(self) -> None:
         """Save the biases before the step."""

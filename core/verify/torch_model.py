@@ -28,6 +28,7 @@ from core.checkpoint.boxes import Box
 from core.checkpoint.global_slices import GlobalSlice, global_slices
 from core.distributed import DistributedDataParallel
 from core.distributed.contract.gradient_contract import GradientContract
+from core.distributed.guard.replicas import checksum
 from core.groups import agree
 from core.groups.param_attributes import data_group_of
 from core.groups.process_groups import ProcessGroups
@@ -38,6 +39,7 @@ from core.verify.job import Job, split_loss
 from core.verify.microbatches import Microbatch
 from core.verify.ran_jobs import LoopJob
 from core.verify.recording import Recorder
+from core.verify.step_ends import StepEnds
 
 WRAPPERS = (DistributedDataParallel, TorchDDP, ModelWrapper)
 # Names of mesh dimensions along which data differs; all other dimensions split the model.
@@ -174,6 +176,7 @@ class TorchLoopJob(LoopJob):
         self.torch_model = model
         self.loss_fn = loss_fn
         self.before = {}
+        self.ends = StepEnds()
         self.kept: dict[str, Tensor | None] | None = None  # the loop's gradients, while the diagnosis computes others
 
     @contextmanager
@@ -219,6 +222,10 @@ class TorchLoopJob(LoopJob):
             for owner, name in CLIPS:
                 stack.enter_context(mock.patch.object(owner, name, before_clip(getattr(owner, name))))
             yield
+
+    def weight_checksums(self) -> dict[tuple[Any, ...], list[int]]:
+        """See RanJob."""
+        return {(each.name, *each.place.boxes): checksum(each.tensor).tolist() for each in self.model.held}
 
     def clear(self) -> None:
         """Restore the loop's gradients."""

@@ -370,7 +370,7 @@ def test_parts_of_a_sequence_are_put_together() -> None:
         chosen = [0, 1, 6, 7] if cp == 0 else [2, 3, 4, 5]
         part = {"tokens": tokens[:, chosen] if stage == 0 else None, "mask": mask[:, chosen], "scale": torch.tensor(3)}
         labels = None if stage == 0 else 100 + tokens[:, chosen]
-        said[rank] = Given(0, cp, 0, stage, [], [((part,), {"labels": labels})], [])
+        said[rank] = Given(0, cp, 0, stage, [], [((part,), {"labels": labels})], [], [], {})
     ((whole, rest),) = whole_batch(said, None)[0]
     assert torch.equal(whole[0]["tokens"], tokens) and torch.equal(whole[0]["mask"], mask)
     assert torch.equal(rest["labels"], 100 + tokens) and whole[0]["scale"] == 3

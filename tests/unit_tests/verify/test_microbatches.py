@@ -6,7 +6,7 @@ from core.verify.microbatches import Given, data_of, same_data
 
 
 def given(rank: int, *digests: str) -> Given:
-    return Given(rank, 0, 0, 0, [[digest] for digest in digests], None, [])
+    return Given(rank, 0, 0, 0, [[digest] for digest in digests], None, [], [], {})
 
 
 def test_equal_and_repeated_microbatches_are_described() -> None:

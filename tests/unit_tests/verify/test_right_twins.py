@@ -51,6 +51,24 @@ class ActNorm(nn.Module):
         return x * self.scale
 
 
+class Centred(nn.Module):
+    """Subtracts a moving average of its inputs, whose buffer it writes or replaces."""
+
+    def __init__(self, replaces: bool = False) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = self.mean.lerp(x.mean(0), 0.5)
+            if self.replaces:
+                self.mean = mean
+            else:
+                self.mean.copy_(mean)
+        return x - self.mean.clone()
+
+
 def mse(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().mean()
 
@@ -62,13 +80,14 @@ def train(
     sizes: Callable[[int], list[int]] = lambda rank: [5, 5, 5],
     share: Callable[[int, int], float] = lambda rank, number: 1 / 3,
     warms_up: bool = False,
+    broadcasts: bool = True,
     prepare: Callable[[Any], object] = lambda net: None,
 ) -> None:
     net, rank = Normed(norm()), dist.get_rank()
     if warms_up:
         with torch.no_grad():
             net(data_of(rank)[0][0])
-    model = nn.parallel.DistributedDataParallel(net)
+    model = nn.parallel.DistributedDataParallel(net, broadcast_buffers=broadcasts)
     prepare(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -114,6 +133,12 @@ TWINS: dict[str, dict[str, Any]] = {
     "initialised before the wrap by rank": {"norm": lambda: ActNorm(of_rank=True), "warms_up": True},
     "frozen batch statistics": {"norm": lambda: nn.BatchNorm1d(8), "prepare": with_statistics},
     "a norm of weights": {"norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))},
+    "a spectral norm": {"norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))},
+    "the older spectral norm": {"norm": lambda: nn.utils.spectral_norm(nn.Linear(8, 8))},
+    "batch statistics": {"norm": lambda: nn.BatchNorm1d(8)},
+    "a moving average inside": {"norm": Centred},
+    "a mean over the batches so far": {"norm": lambda: Centred(replaces=True)},
+    "a moving average of each rank": {"norm": Centred, "broadcasts": False},
 }
 
 
@@ -122,7 +147,8 @@ TWINS: dict[str, dict[str, Any]] = {
 def test_a_right_program_is_not_blamed(rank: int, world: int, name: str) -> None:
     report = report_of(lambda: train(**TWINS[name]))
     assert report.ok and "those of one process" in report.weights, str(report)
-    assert bool(report.notes) == ("samples" in name), str(report)
+    assert bool(report.notes) == ("samples" in name or "of each rank" in name), str(report)
+    assert ("forwards write the buffer 'norm.mean'" in str(report)) == ("average of each rank" in name), str(report)
 
 
 @ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -108,6 +109,40 @@ FAULTS = {
 def test_a_wrong_step_is_named(rank: int, world: int, fault: str) -> None:
     report = report_of(lambda: train("DDP of torch", fault=fault))
     assert not report.ok and re.search(FAULTS[fault], str(report).replace("\n", " ")), str(report)
+
+
+def leave_out_a_step(at: int, clips: bool) -> None:
+    """A plain loop around torch's DDP, in which rank 1 leaves out an optimizer's step."""
+    model, rank = wrapped_by("DDP of torch"), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(*data_of(10 * step + rank)[0]).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        if (rank, step) != (1, at):
+            optimizer.step()
+        elif not clips:
+            time.sleep(1.0)  # until the other rank's step has begun, so that both hear the error
+
+
+@ranks(2)
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_step_of_torch_that_one_rank_leaves_out_ends_no_process_and_is_named(rank: int, world: int, at: int) -> None:
+    """For users of torch's DDP, whose ranks meet in backwards alone: the comparison waited for a rank that ran on."""
+    watch = ProgramWatch(Asked("a program"))
+    named = f"rank 1 runs forward {at + 2} without the optimizer's step that rank 0 makes after forward {at + 1}"
+    with watch.active(), pytest.raises(ValueError, match=named):
+        leave_out_a_step(at, clips=False)
+
+
+@ranks(2)
+def test_weights_that_differ_before_a_step_of_torch_are_its_cause(rank: int, world: int) -> None:
+    watch = ProgramWatch(Asked("a program"))
+    with watch.active(), pytest.raises(SystemExit):
+        leave_out_a_step(0, clips=True)
+    (report,) = watch.reports
+    assert not report.ok and "'norm.weight' had other values on rank 1 than on rank 0 before this step" in report.cause
 
 
 @ranks(2)
