@@ -23,7 +23,7 @@ from core.distributed.guard.agreement import ControlGroup
 from core.distributed.guard.finite import LargeGradWatch, NonFiniteWatch
 from core.distributed.guard.first_steps import FirstSteps
 from core.distributed.guard.misuse import ModelWatch
-from core.distributed.guard.weights import WeightWatch
+from core.distributed.guard.replicas import WeightWatch
 from core.distributed.layout.model_plan import ModelPlan, groups_of, option_table, plan_model
 from core.distributed.layout.places import Places, places_of
 from core.distributed.materialize import DeferredParameter
@@ -131,7 +131,7 @@ class Engine:
         self.grad_sync = GradSync(self.buckets, plan.rules, groups, plain, list(plan.params))
         self.buffer_sync = BufferSync.chosen(module, plan.contracts, groups, ddp_config.broadcast_buffers)
         self.weights = WeightWatch(plan, groups, self.params, ddp_config)
-        self.reducer.at_begin = self.weights.note
+        self.reducer.at_begin = self.weights.record
         self._make_first_steps = partial(FirstSteps, module, plan, self.buckets, groups, ddp_config, config)
 
     @functools.cached_property

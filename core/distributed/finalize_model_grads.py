@@ -17,8 +17,8 @@ from core import parallel_state
 from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.distributed_data_parallel import DistributedDataParallel
 from core.distributed.guard.finite import check_finite, check_replicas
-from core.distributed.guard.first_steps import look
-from core.distributed.guard.weights import compare_weights
+from core.distributed.guard.first_steps import compare_first_step
+from core.distributed.guard.replicas import compare_weights
 from core.distributed.reduce.grad_reducer import StepState, link_chunks
 from core.distributed.reduce.sync_rules import agree_on_copies, check_stages, sync_across_stages
 from core.distributed.router_state import update_routers
@@ -297,9 +297,9 @@ def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: Pr
         first_steps = [part.engine.first_steps for part in parts]
         if first_steps[0].active:
             with attributes_alone():
-                look(first_steps, [part.engine.weights for part in parts], groups)
+                compare_first_step(first_steps, [part.engine.weights for part in parts], groups)
         for part in parts:
-            part.engine.weights.next_is_due(part.reducer.steps + 1, counts=not first_steps[0].is_paused)
+            part.engine.weights.end_step(part.reducer.steps + 1, counts=not first_steps[0].is_paused)
             part.engine.weights.is_due |= parts[0].reducer.written[0] and not first_steps[0].is_paused
 
 

@@ -89,9 +89,9 @@ def _begin_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
         )
     if torch.is_grad_enabled():
         engine.reducer.note_forward()
-        engine.weights.note()
+        engine.weights.record()
         if engine.first_steps.active and module.training:
-            engine.first_steps.note_forward(args, kwargs)
+            engine.first_steps.record_forward(args, kwargs)
 
 
 def _finish_gathers(module: nn.Module, *_: Any) -> None:

@@ -17,7 +17,7 @@ from core.distributed.buffer.grad_attribute import attributes_alone
 from core.distributed.guard.replicas import (
     checksum,
     refuse_unequal,
-    unequal_within_stage,
+    unequal_weights,
     within_stage,
 )
 from core.distributed.layout.model_plan import ModelPlan
@@ -168,8 +168,8 @@ def make_and_cut(
             kept = 0
     agree.refuse(error, control_of_stage(groups), "the initial weights")
     if initial_weights == "check":
-        copies = {name: {key: sums[key] for key in held} for name, held in within_stage(plan, groups)}
-        refuse_unequal(unequal_within_stage(copies, groups), groups, step=0)
+        copies = {name: {key: [sums[key]] for key in params} for name, params in within_stage(plan, groups)}
+        refuse_unequal(unequal_weights(copies, groups), groups, step=0)
     params.cut_all(())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from core.distributed.buffer.grad_attribute import weakly
 from core.distributed.buffer.grad_placeholder import tensors_in
-from core.distributed.guard.inputs import is_readable
+from core.distributed.guard.replicas import is_readable
 
 LEAST_COLUMN = 4  # number of outputs; fewer can be collinear by chance
 ON_A_LINE = 1e-4  # relative distance of gradients from the line

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -48,12 +47,13 @@ class Moment(IntEnum):
     DROP = 3  # drops the reductions
 
 
-class StepAnswer(NamedTuple):
+@dataclass(slots=True)
+class StepAnswer:
     """Result of the agreement on a step, known to all ranks."""
 
-    late: set[int]  # ids of the buckets that got gradients after their launch on any rank
-    whole: set[dist.ProcessGroup]  # data groups with a rank that wants full gradients
-    continues: bool  # True if some ranks begin a backward while others end the step
+    late: set[int] = field(default_factory=set)  # ids of buckets that got gradients after their launch on any rank
+    whole: set[dist.ProcessGroup] = field(default_factory=set)  # data groups with a rank that wants full gradients
+    continues: bool = False  # some ranks begin a backward while others end the step
     written: tuple[bool, bool] = (False, False)  # weights seem to differ; weights were loaded on some ranks alone
 
 
@@ -94,17 +94,14 @@ def agree_on_step(
     Raises:
         SyncError: On all ranks of a data group, if one has a problem, or if they are at different steps.
     """
-    late_buckets, wanting, continues, written = set[int](), set[dist.ProcessGroup](), False, (False, False)
-    found: SyncError | None
+    answer = StepAnswer()
     failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
     for entry in control:
-        trains = used = b""
-        late = [False] * len(entry.buckets)
-        if moment is Moment.FINISH:
-            params = chain.from_iterable(bucket.params for bucket in entry.buckets)
-            trains = bytes(map(attrgetter("requires_grad"), params))
-            used = bytes(chain.from_iterable(bucket.used for bucket in entry.buckets))
-            late = [bucket.attribute.has_late for bucket in entry.buckets]
+        finishes = entry.buckets if moment is Moment.FINISH else ()
+        params = chain.from_iterable(bucket.params for bucket in finishes)
+        trains = bytes(map(attrgetter("requires_grad"), params))
+        used = bytes(chain.from_iterable(bucket.used for bucket in finishes))
+        late = [moment is Moment.FINISH and bucket.attribute.has_late for bucket in entry.buckets]
         mine = {
             "moment": moment,
             "trains": zlib.crc32(trains),
@@ -118,7 +115,7 @@ def agree_on_step(
             "adds to shards": any(bucket.accumulated_shard is not None and bucket.sharded for bucket in entry.buckets),
             "gathers": zlib.crc32(repr(gathers.get(entry.name, ())).encode()),
             # The first group has all ranks of the others.
-            "weights": _sample(entry.buckets, launches) if moment is Moment.FINISH and entry is control[0] else 0,
+            "weights": _sample(finishes, launches) if finishes and entry is control[0] else 0,
             "loads": loads,
         }
         what = f"the agreement of data group {entry.name}"
@@ -126,14 +123,12 @@ def agree_on_step(
         low, high = (dict(zip(mine, found, strict=False)) for found in (least, largest))
         if low["moment"] != high["moment"]:  # other differences follow from it
             joins = (low["moment"], high["moment"]) == (Moment.BACKWARD, Moment.END) and low["model"] == high["model"]
-            # The first group has all ranks of the others, so that all of them know.
-            continues = continues or (may_join and joins and entry is control[0])
-            if continues:
-                continue
-            found = _unequal_backwards(entry, moment, backwards)
-            failure = failure or found
+            answer.continues |= may_join and joins and entry is control[0]
+            if not answer.continues:
+                error = _unequal_backwards(entry, moment, backwards)
+                failure = failure or error
             continue
-        found = None  # found by a collective, so ranks that already have a failure must take part
+        found: SyncError | None = None  # by a collective, so ranks that already have a failure must take part
         if low["trains"] != high["trains"]:
             found = unequal_copies(members_of(entry.buckets), entry.group, f"data group {entry.name!r}")
         elif high["problem"]:
@@ -145,23 +140,23 @@ def agree_on_step(
             found = SyncError(text)
         failure = failure or found
         if entry is control[0]:
-            written = low["weights"] != high["weights"], low["loads"] != high["loads"]
+            answer.written = low["weights"] != high["weights"], low["loads"] != high["loads"]
         if high["unused"]:
             share_used(members_of(entry.buckets), entry.group)
         if high["wants whole"]:
-            wanting.update(bucket.groups.data for bucket in entry.buckets)
+            answer.whole.update(bucket.groups.data for bucket in entry.buckets)
         flags = zip(entry.buckets, largest[len(mine) :], strict=True)
-        late_buckets.update(id(bucket) for bucket, is_late in flags if is_late)
+        answer.late.update(id(bucket) for bucket, is_late in flags if is_late)
     if failure is not None:
         raise failure
-    return StepAnswer(late_buckets, wanting, continues, written)
+    return answer
 
 
 def _sample(buckets: Sequence[Bucket], launches: int) -> int:
     """Hash a few elements of the parameters, others in each step. Returns 0 on a device, to avoid a wait."""
     turn = launches // max(1, len(buckets))
-    whole = [bucket for bucket in buckets if bucket.param_data is not None or bucket.param_shard is None]
-    return sample_of(whole[turn % len(whole)].params, turn) if whole and whole[0].device.type == "cpu" else 0
+    full = [bucket for bucket in buckets if bucket.param_data is not None or bucket.param_shard is None]
+    return sample_of(full[turn % len(full)].params, turn) if full and full[0].device.type == "cpu" else 0
 
 
 def _contradiction(entry: ControlGroup, low: dict[str, int], high: dict[str, int]) -> str | None:
@@ -194,22 +189,22 @@ def _contradiction(entry: ControlGroup, low: dict[str, int], high: dict[str, int
 
 
 def _unequal_backwards(entry: ControlGroup, moment: Moment, backwards: int) -> SyncError:
-    does = f"begins backward {backwards + 1}" if moment is Moment.BACKWARD else f"ends its step after {backwards}"
-    does = "drops its step (zero_grad)" if moment is Moment.DROP else does
-    answers = agree.gather(does, entry.group, "the number of backwards")
-    if any("drops" in theirs for theirs in answers.values()):
+    does = {Moment.BACKWARD: f"begins backward {backwards + 1}", Moment.DROP: "drops its step (zero_grad)"}
+    mine = does.get(moment, f"ends its step after {backwards}")
+    answers = agree.gather(mine, entry.group, "the number of backwards")
+    ranks = f"the ranks of data group {entry.name!r} {list(answers)}"
+    drops = any("drops" in theirs for theirs in answers.values())
+    listed = ", ".join(f"rank {r} {theirs.split(' after')[0] if drops else theirs}" for r, theirs in answers.items())
+    if drops:
         return SyncError(
-            f"the ranks of data group {entry.name!r} {list(answers)} do not drop a step together: "
-            + ", ".join(f"rank {rank} {does.split(' after')[0]}" for rank, does in answers.items())
-            + ". When reductions have begun a step is dropped on all ranks, or on none. zero_grad_buffer() on all of "
-            "them drops it"
+            f"{ranks} do not drop a step together: {listed}. When reductions have begun a step is dropped on all "
+            "ranks, or on none. zero_grad_buffer() on all of them drops it"
         )
     return SyncError(
-        f"the ranks of data group {entry.name!r} {list(answers)} have different numbers of backwards in this step: "
-        + ", ".join(f"rank {rank} {does}" for rank, does in answers.items())
-        + ". reduce_microbatches='every' needs as many on every rank where all ranks gather parameters, and where "
-        "experts have other ranks: give ranks without data a microbatch whose loss is "
-        "multiplied by 0, or set reduce_microbatches='last'. zero_grad_buffer() on all ranks drops the step"
+        f"{ranks} have different numbers of backwards in this step: {listed}. reduce_microbatches='every' needs as "
+        "many on every rank if all ranks gather parameters, or if experts have other ranks: give ranks without data a "
+        "microbatch whose loss is multiplied by 0, or set reduce_microbatches='last'. zero_grad_buffer() on all ranks "
+        "drops the step"
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_placeholder import GradPlaceholder
@@ -27,6 +29,7 @@ NORMS_SAMPLED, LARGE = 100, 10.0
 NOISE = 0.05  # fraction of the largest norm: no closer comparison of a gradient that is only rounding (a bias of keys)
 
 Finding = tuple[int, int, str]  # (order of importance, rank, text): `agree.first` gives all ranks the smallest
+Direction = Callable[[int, torch.device], tuple[torch.Tensor, torch.Tensor]]
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -38,15 +41,12 @@ class ReplicaDriftError(RuntimeError):
 
 
 class GradWatch(Protocol):
-    """Check of each gradient that arrives, which can reject the step."""
+    """Interface of an optimizer's check of each gradient that arrives, which can reject the step."""
 
     @property
     def problem(self) -> str | None: ...
-
     def look(self, bucket: Bucket, index: int) -> None: ...
-
     def note_loss(self) -> None: ...
-
     def reset(self) -> None: ...
 
 
@@ -70,25 +70,31 @@ class NonFiniteWatch:
         self.reset()
 
     def look(self, bucket: Bucket, index: int) -> None:
-        n = self.index[id(bucket), index]
-        grad = bucket.params[index].grad
-        if isinstance(grad, GradPlaceholder):  # the bucket has left: this gradient came late
+        """Record a gradient that has just arrived.
+
+        Args:
+            bucket: The parameter's bucket.
+            index: Index of the parameter in the bucket.
+        """
+        n, grad = self.index[id(bucket), index], bucket.params[index].grad
+        if isinstance(grad, GradPlaceholder):  # the bucket is in flight: this gradient came late
             grad = grad.added
         self.arrivals[n] += 1
         if self.arrivals[n] > self.backwards:  # not every backward uses every parameter
-            self._note()
+            self._end_backward()
             self.backwards = self.arrivals[n]
         if grad is not None:
             values = grad.coalesce().values() if grad.is_sparse else grad
             self.ends[n] = torch.aminmax(values) if values.numel() else self.nothing
 
-    def _note(self) -> None:
-        """Record results of the last backward. A non-finite gradient stays non-finite in later backwards."""
+    def _end_backward(self) -> None:
+        """Record the results of the last backward. A non-finite gradient stays non-finite in later backwards."""
         if self.backwards:
             low, high = map(torch.stack, zip(*self.ends, strict=True))
             self.first_bad.clamp_(max=torch.where(_are_finite(low, high), UNSEEN, self.backwards - 1))
 
     def reset(self) -> None:
+        """Begin a new step."""
         self.first_bad.fill_(UNSEEN)
         self.ends = [self.nothing] * len(self.names)  # smallest and largest value of each gradient
         self.arrivals = [0] * len(self.names)
@@ -96,13 +102,14 @@ class NonFiniteWatch:
 
     def first(self) -> tuple[str, int] | None:
         """Return (parameter, microbatch) of this rank's earliest non-finite gradient, or None if all are finite."""
-        self._note()
+        self._end_backward()
         if not self.names or int(self.first_bad.min()) == UNSEEN:
             return None
         n = int(self.first_bad.argmin())
         return self.names[n], int(self.first_bad[n])
 
     def finding(self) -> str | None:
+        """Describe this rank's earliest non-finite gradient, or return None."""
         bad = self.first()
         return None if bad is None else f"the gradient of {bad[0]!r} became non-finite in microbatch {bad[1]}"
 
@@ -130,19 +137,16 @@ def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> No
 def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
     """Find a non-finite gradient on this rank. One from backward (0) has priority over a later one (1)."""
     rank = dist.get_rank()
-    for watch in watches:
-        seen = watch.finding()
-        if seen is not None:
-            return 0, rank, seen
+    texts = (watch.finding() for watch in watches)
+    if (text := next(filter(None, texts), None)) is not None:
+        return 0, rank, text
     if are_finite([bucket for watch in watches for bucket in watch.buckets]):
         return None
-    for watch in watches:
-        for bucket, i in members_of(watch.buckets):
-            part = bucket.valid_part(i)
-            if not all_finite(part):
-                name = bucket.contracts[i].name
-                where = f"in its reduction in {part.dtype} or before it"
-                return 1, rank, f"the gradient of {name!r} became non-finite after backward, {where}"
+    for bucket, i in members_of([bucket for watch in watches for bucket in watch.buckets]):
+        part = bucket.valid_part(i)
+        if not all_finite(part):
+            name, where = bucket.contracts[i].name, f"in its reduction in {part.dtype} or before it"
+            return 1, rank, f"the gradient of {name!r} became non-finite after backward, {where}"
     return None
 
 
@@ -152,8 +156,8 @@ def are_finite(buckets: Sequence[Bucket]) -> bool:
     Args:
         buckets: Reduced buckets.
     """
-    found = [all_finite(bucket.valid_grad).to(bucket.device) for bucket in buckets]
-    return not found or bool(torch.stack(found).all())
+    flags = [all_finite(bucket.valid_grad).to(bucket.device) for bucket in buckets]
+    return not flags or bool(torch.stack(flags).all())
 
 
 def all_finite(values: torch.Tensor) -> torch.Tensor:
@@ -190,8 +194,8 @@ class LargeGradWatch:
         Args:
             step: Number of the step, for the warning.
         """
-        found = [bucket.valid_grad for bucket in self.buckets]
-        norms = [grad.norm(dtype=torch.promote_types(grad.dtype, torch.float32)).double() for grad in found]
+        grads = [bucket.valid_grad for bucket in self.buckets]
+        norms = [grad.norm(dtype=torch.promote_types(grad.dtype, torch.float32)).double() for grad in grads]
         for norm, bucket in zip(torch.stack(norms).tolist() if norms else (), self.buckets, strict=True):
             if self.sampled < NORMS_SAMPLED:
                 self.sampled += 1
@@ -216,9 +220,8 @@ def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
     Raises:
         ReplicaDriftError: On all ranks, if copies in some group differ.
     """
-    drift = agree.first(
-        unequal_gradients(buckets, groups, data=True), world_groups(groups), "the guard of equal copies"
-    )
+    finding = unequal_gradients(buckets, groups, data=True)
+    drift = agree.first(finding, world_groups(groups), "the guard of equal copies")
     if drift is not None:
         raise ReplicaDriftError(drift[2])
 
@@ -233,19 +236,18 @@ def refuse_unshared_edits(buckets: Sequence[Bucket], groups: ProcessGroups) -> N
     Raises:
         SyncError: On all ranks, with the first parameter whose gradients differ.
     """
-    finding: Finding | None = None
+    texts = []
     for name in DATA_KINDS:
-        members = [(bucket, i) for bucket, i in members_of(buckets) if bucket.whole]
-        members = [(bucket, i) for bucket, i in members if bucket.contracts[i].data_group == name]
+        members = [(b, i) for b, i in members_of(buckets) if b.whole and b.contracts[i].data_group == name]
         if members and groups.size(name) > 1:
             fine = all(bucket.dtype.itemsize > 2 for bucket, _ in members)
             text = _dropped_apart(name, members, groups.control(name))
-            text = text or _compare_over(name, members, groups.control(name), FINE if fine else COARSE)
-            finding = finding or (None if text is None else (2, dist.get_rank(), text))
-    finding = agree.first(finding, world_groups(groups), "the edits of gradients")
+            texts.append(text or _compare_over(name, members, groups.control(name), FINE if fine else COARSE))
+    mine = next(((dist.get_rank(), text) for text in texts if text is not None), None)
+    finding = agree.first(mine, world_groups(groups), "the edits of gradients")
     if finding is not None:
         raise SyncError(
-            f"rank {finding[1]}: the step was not made: {finding[2]}. Edit `.grad` alike on all data ranks, between "
+            f"rank {finding[0]}: the step was not made: {finding[1]}. Edit `.grad` equally on all data ranks, between "
             "finalize_model_grads and step(); zero_grad() drops this step"
         )
 
@@ -290,20 +292,17 @@ def unequal_gradients(
             by_group.setdefault(contract.data_group, []).append((bucket, i))
     dtypes = {dtype for bucket in buckets for dtype in (bucket.dtype, *(param.dtype for param in bucket.params))}
     coarse = coarse or any(dtype.is_floating_point and dtype.itemsize <= 2 for dtype in dtypes)
-    found: Finding | None = None
-    for name in sorted(by_group):
-        if groups.size(name) > 1:
-            text = _compare_over(name, by_group[name], groups.control(name), COARSE if coarse else FINE)
-            found = found or (None if text is None else (2, dist.get_rank(), text))
-    return found
+    tolerance = COARSE if coarse else FINE
+    names = [name for name in sorted(by_group) if groups.size(name) > 1]
+    texts = [_compare_over(name, by_group[name], groups.control(name), tolerance) for name in names]
+    return next(((2, dist.get_rank(), text) for text in texts if text is not None), None)
 
 
 def _compare_over(name: str, served: Sequence[Member], group: dist.ProcessGroup, tolerance: float) -> str | None:
     """Return a text about the first difference between the ranks of a group. `served` is in the order of backward."""
-    directions: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    sketches = torch.stack(
-        [_sketch(bucket.valid_part(i), tolerance, directions).to(bucket.device) for bucket, i in served]
-    )
+    direction = functools.cache(_direction)
+    found = (_sketch(bucket.valid_part(i), tolerance, direction).to(bucket.device) for bucket, i in served)
+    sketches = torch.stack(list(found))
     what = f"the gradients of copies over group {name}"
     ends = agree.bounds(sketches.reshape(-1), group, what)
     low, high = (torch.tensor(end, dtype=torch.float64, device="cpu").view(sketches.shape) for end in ends)
@@ -337,21 +336,18 @@ def _cause(name: str, served: Sequence[Member], differs: Sequence[bool], first: 
             "none for this one, or something has changed it since"
         )
     contracts = [bucket.contracts[i] for bucket, i in served]
+    pairs = list(zip(contracts, differs, strict=True))
     # Copies that a rule makes equal do not show where the others begin to differ.
-    own = [
-        is_bad
-        for contract, is_bad in zip(contracts, differs, strict=True)
-        if is_bad or name not in (*contract.partial_over, *contract.averaged_over)
-    ]
-    modules = {c.name.rpartition(".")[0] for c, is_bad in zip(contracts, differs, strict=True) if is_bad}
-    if own[0] and 2 * count > len(own) and len(modules) > 1:
+    own = [is_bad for c, is_bad in pairs if is_bad or name not in (*c.partial_over, *c.averaged_over)]
+    several = len({c.name.rpartition(".")[0] for c, is_bad in pairs if is_bad}) > 1  # modules
+    if several and own[0] and 2 * count > len(own):
         return (
             f"{count} of {len(served)} copies differ, from the loss backwards, so these ranks have computed different "
             f"outputs: likeliest the outputs of a split layer are not added over {name!r}, or the ranks saw different "
             "inputs or dropped out other elements"
         )
     before = own[own.index(True) :]
-    if len(modules) > 1 and 4 * sum(before) >= 3 * len(before):  # the order is that of registration, not of the forward
+    if several and 4 * sum(before) >= 3 * len(before):  # the order is that of registration, not of the forward
         return (
             f"So do {count - 1} copies before it in the model, and those behind it are equal: likeliest the layer "
             f"behind it is split and sends back only its own part of a gradient. Add the gradient of that layer's "
@@ -368,39 +364,29 @@ def _cause(name: str, served: Sequence[Member], differs: Sequence[bool], first: 
     return f"{reason}. Else the ranks saw different inputs. {count} of {len(served)} copies differ; see ddp.describe()"
 
 
-def _sketch(
-    part: torch.Tensor, tolerance: float, directions: dict[int, tuple[torch.Tensor, torch.Tensor]]
-) -> torch.Tensor:
+def _sketch(part: torch.Tensor, tolerance: float, direction: Direction) -> torch.Tensor:
     """Return [norm, projection, projection of marks, tolerance] in fp64, without synchronization.
 
-    The first two leave out non-finite elements, because NaN equals nothing. The marks represent NaN, Inf and -Inf. The
-    projection is on a fixed direction of rank one, drawn as two vectors of sqrt(numel) numbers.
+    The first two leave out non-finite elements, because NaN equals nothing. The marks represent NaN, Inf and -Inf.
     """
     values = part.detach().to(torch.promote_types(part.dtype, torch.float32))
-    if values.numel() not in directions:
-        directions[values.numel()] = _direction(values)
     finite = values.nan_to_num(0.0, 0.0, 0.0)
     marks = torch.where(values.isfinite(), 0.0, values.nan_to_num(1.0, 2.0, 3.0))
     norm = torch.linalg.vector_norm(finite, dtype=torch.float64)
-    ends = [_project(flat, *directions[values.numel()]) for flat in (finite, marks.double())]
-    return torch.stack([norm, *ends, torch.full_like(norm, tolerance)])
+    across, down = direction(values.numel(), values.device)
+    padding = 0, across.numel() * down.numel() - values.numel()
+    tables = [nn.functional.pad(flat, padding).view(down.numel(), -1) for flat in (finite, marks.double())]
+    projections = [(table @ across.to(table.dtype)).double() @ down.double() for table in tables]
+    return torch.stack([norm, *projections, torch.full_like(norm, tolerance)])
 
 
-def _direction(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return normal vectors for columns and rows, so that a projection is about as large as the projected values."""
-    columns = max(1, math.isqrt(values.numel()))
-    rows = -(-values.numel() // columns)
-    generator = torch.Generator("cpu").manual_seed(values.numel())  # the same numbers for every kind of device
-    across, down = (torch.randn(n, generator=generator, device="cpu").to(values.device) for n in (columns, rows))
+def _direction(numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return normal vectors for the columns and rows of a table of `numel` elements.
+
+    A projection on their outer product is about as large as the projected values, at the cost of sqrt(numel) numbers.
+    """
+    columns = max(1, math.isqrt(numel))
+    generator = torch.Generator("cpu").manual_seed(numel)  # the same numbers for every kind of device
+    sizes = columns, max(1, -(-numel // columns))
+    across, down = (torch.randn(n, generator=generator, device="cpu").to(device) for n in sizes)
     return across, down
-
-
-def _project(flat: torch.Tensor, across: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Return the sum over rows and columns of value x across x down, 0-dim fp64. The last row may be shorter."""
-    columns = across.numel()
-    body = flat.numel() // columns * columns
-    across = across.to(flat.dtype)
-    sums = [flat[:body].view(-1, columns) @ across]
-    if body < flat.numel():
-        sums.append(torch.dot(flat[body:], across[: flat.numel() - body]).reshape(1))
-    return torch.dot(torch.cat(sums).double(), down.double())

@@ -1,12 +1,11 @@
-"""FirstSteps: checks of a wrapped model's first two steps, because most program errors show in the first step.
+"""FirstSteps: comparison of gradients in a wrapped model's first step, where most program errors show.
 
 Only violations of the contracts are errors, because everything else is correct in some program. Copies of a gradient
-must be equal after the first backward. A parameter on two stages must have a rule that adds its gradients. Copies of a
-weight must be equal after the first two steps (`guard.weights`). After a violation, the ranks compare their weights,
-inputs, or optimizers' steps and settings, and the error names a difference as the likeliest cause. All ranks raise,
-before the step.
+must be equal after the first backward. A parameter on two stages must have a rule that adds its gradients. After a
+violation, the ranks compare their weights and their inputs, and the error names a difference as the likeliest cause.
+All ranks raise, before the step.
 
-A first step with a non-finite gradient, as with a loss scale that is still too high, does not count.
+A first step with a non-finite gradient does not count, because a loss scale may still be too high.
 """
 
 from __future__ import annotations
@@ -19,21 +18,27 @@ import torch
 from torch import nn
 
 from core.distributed.buffer.bucket import Bucket
+from core.distributed.buffer.grad_placeholder import tensors_in
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.finite import ReplicaDriftError, are_finite, unequal_gradients
-from core.distributed.guard.inputs import Inputs
-from core.distributed.guard.replicas import AFTER_THE_WRAP, held_twice, raise_or_warn, unequal_within_stage
-from core.distributed.guard.weights import WeightWatch
+from core.distributed.guard.replicas import (
+    AFTER_THE_WRAP,
+    WeightWatch,
+    checksum,
+    is_readable,
+    raise_or_warn,
+    untied_parameter,
+)
 from core.distributed.layout.model_plan import ModelPlan
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups, world_chain, world_groups
 
-MOST_TRIES = 64  # limit for first steps that overflow
+MOST_FORWARDS = 16  # number of forwards whose inputs are recorded
 ADVICE = "If it is right all the same, set first_steps='warn' in DistributedDataParallelConfig"
 
 
 class FirstSteps:
-    """Checks a wrapped chunk until its first step has been compared.
+    """Records a wrapped chunk's forwards until the gradients of a first step have been compared.
 
     Args:
         module: Model chunk.
@@ -55,47 +60,57 @@ class FirstSteps:
     ) -> None:
         several = any(groups.size(name) > 1 for name in world_chain(groups))
         compares = ddp_config.first_steps != "ignore" and ddp_config.initial_weights != "ignore"
-        self.looks = several and compares  # until the gradients of a first step have been compared
+        self.is_due = several and compares  # until the gradients of a first step have been compared
         self.is_paused = False
         self.warns = ddp_config.first_steps == "warn"
         self.module, self.plan, self.buckets, self.config = module, plan, list(buckets), config
         self.groups = groups
         self.computes_in_16_bits = False
-        self.tries = 0  # steps that do not count
-        self.inputs = Inputs()
+        self.forwards = 0
+        self.inputs: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}  # shapes and checksums of integer inputs
 
     @property
     def active(self) -> bool:
         """True while forwards are recorded and gradients are compared."""
-        return self.looks and not self.is_paused
+        return self.is_due and not self.is_paused
 
-    def note_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Record a forward that records gradients.
+    def record_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Record a training forward. Queues a few small operations on the device and does not wait for them.
+
+        Only inputs of integers, such as tokens, are recorded: others may be activations, which differ by rounding.
 
         Args:
-            args: Its arguments.
-            kwargs: Its keyword arguments.
+            args: The forward's positional arguments.
+            kwargs: The forward's keyword arguments.
         """
         lower = torch.get_float32_matmul_precision() != "highest"
         self.computes_in_16_bits |= torch.is_autocast_enabled(self.plan.device.type) or lower
-        if self.groups.size("tp") > 1:
-            self.inputs.note({**dict(enumerate(args)), **kwargs})
+        if self.groups.size("tp") > 1 and self.forwards < MOST_FORWARDS:
+            for number, tensor in enumerate(tensors_in([list(args), kwargs])):
+                if tensor.dim() and not tensor.is_floating_point() and is_readable(tensor):
+                    self.inputs[f"forward {self.forwards}, input {number}"] = tuple(tensor.shape), checksum(tensor)
+        self.forwards += 1
 
-    def cuts_inputs(self) -> bool:
+    def unequal_inputs(self) -> str | None:
+        """Describe the first input that differs between tensor-parallel ranks, or return None. Collective over them."""
+        mine = {place: (shape, sums.tolist()) for place, (shape, sums) in self.inputs.items()}
+        answers = agree.gather(mine, self.groups.control("tp"), "the inputs over group tp")
+        (rank, reference), *others = answers.items()
+        for other, theirs in others:
+            place = next((place for place in reference if place in theirs and theirs[place] != reference[place]), None)
+            if place is not None:
+                return (
+                    f"the inputs differ between ranks {rank} and {other} of group 'tp' {list(answers)}, first in "
+                    f"{place}. These ranks see the same batch in most programs: choose data by "
+                    "parallel_state.get_data_parallel_rank(), and draw it from one seed in such a group"
+                )
+        return None
+
+    def splits_inputs(self) -> bool:
         """Return True if tensor-parallel ranks may get parts of a sequence or of a batch."""
         tags = (getattr(param, "sequence_parallel", False) for param in self.plan.named.values())
         averaged = any(contract.averaged_over for contract in self.plan.contracts.values())
         return bool(getattr(self.config, "sequence_parallel", False)) or averaged or any(tags)
-
-    def end_step(self, *, counts: bool) -> None:
-        """Finish the comparison of a step.
-
-        Args:
-            counts: False if the step overflowed.
-        """
-        self.tries += 1
-        self.inputs = Inputs()
-        self.looks = not counts and self.tries < MOST_TRIES
 
 
 @contextmanager
@@ -103,7 +118,7 @@ def paused(watches: Sequence[FirstSteps]) -> Iterator[None]:
     """Return a context whose steps are not compared and do not count, because the caller compares more.
 
     Args:
-        watches: Checks to pause.
+        watches: Comparisons to pause.
     """
     counted = [watch for watch in watches if not watch.is_paused]
     for watch in counted:
@@ -115,14 +130,14 @@ def paused(watches: Sequence[FirstSteps]) -> Iterator[None]:
             watch.is_paused = False
 
 
-def look(watches: Sequence[FirstSteps], weights: Sequence[WeightWatch], groups: ProcessGroups) -> None:
+def compare_first_step(watches: Sequence[FirstSteps], weights: Sequence[WeightWatch], groups: ProcessGroups) -> None:
     """Compare the gradients of one model's first step, after the reduction and before the optimizer gets them.
 
     Collective: every rank of the job must call it.
 
     Args:
-        watches: Checks of the model's chunks on this rank.
-        weights: Weight checks of these chunks.
+        watches: First steps of the model's chunks on this rank.
+        weights: Weight comparisons of these chunks.
         groups: Process groups of the model.
 
     Raises:
@@ -131,20 +146,20 @@ def look(watches: Sequence[FirstSteps], weights: Sequence[WeightWatch], groups: 
     buckets = [bucket for watch in watches for bucket in watch.buckets]
     coarse = any(watch.computes_in_16_bits for watch in watches)
     drift = unequal_gradients(buckets, groups, coarse=coarse)  # all ranks of a group make its collective
-    found = held_twice([(watch.module, watch.plan) for watch in watches], groups) or drift
+    finding = untied_parameter([(watch.module, watch.plan) for watch in watches], groups) or drift
     overflows = not are_finite(buckets)
-    chain = world_groups(groups)
-    _, (is_wrong, any_overflows) = agree.bounds([found is not None, overflows], chain, "the first steps")
-    if is_wrong:
-        # Under sequence parallelism ranks may be given parts.
-        asks = groups.size("tp") > 1 and not any(watch.cuts_inputs() for watch in watches)
-        causes = [watch.inputs.difference(groups) for watch in watches] if asks else []
-        unequal = [unequal_within_stage(watch.copies(), groups) for watch in weights]
-        causes += [f"{finding[2]}. {AFTER_THE_WRAP}" for finding in unequal if finding is not None]
-        everyone = agree.gather((found, [cause for cause in causes if cause]), chain, "the first steps").values()
-        _, rank, text = min(finding for finding, _ in everyone if finding is not None)
-        seen = [cause for _, causes in everyone for cause in causes][:1]
-        text = ". Likeliest, because it was seen in this step: ".join([text, *seen])
+    chain, what = world_groups(groups), "the first steps"
+    _, (is_broken, any_overflows) = agree.bounds([finding is not None, overflows], chain, what)
+    if is_broken:
+        causes: list[str | None] = []
+        if groups.size("tp") > 1 and not any(watch.splits_inputs() for watch in watches):
+            causes += [watch.unequal_inputs() for watch in watches]
+        unequal = [watch.unequal_within_stage() for watch in weights]
+        causes += [f"{found[2]}. {AFTER_THE_WRAP}" for found in unequal if found is not None]
+        everyone = agree.gather((finding, [cause for cause in causes if cause]), chain, what).values()
+        _, rank, text = min(found for found, _ in everyone if found is not None)
+        first_cause = [cause for _, causes in everyone for cause in causes][:1]
+        text = ". Likeliest, because it was seen in this step: ".join([text, *first_cause])
         raise_or_warn(ReplicaDriftError(f"{text}. {ADVICE}"), rank, warns=watches[0].warns)
     for watch in watches:
-        watch.end_step(counts=not any_overflows)
+        watch.is_due, watch.forwards, watch.inputs = bool(any_overflows), 0, {}

@@ -1,14 +1,24 @@
-"""Comparison of weight copies, which must be the same on all ranks. Buffers of modules are not compared."""
+"""Comparison of weight copies, which must be the same on all ranks. Buffers of modules are not compared.
+
+Copies are compared at the wrap, after the first two optimizer steps, and every `check_weights_interval` steps. Within a
+step a program may change each rank's copies differently, as sharpness-aware minimization and per-rank noise do. So
+checksums are computed after an optimizer's step, or when the next step begins, and `finalize_model_grads` compares
+them. Weights differ only if they also differ there. Our optimizer compares before it writes, because a gather would mix
+different weights.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.guard.finite import Finding, ReplicaDriftError
 from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.wire.packs import flat_of, packs_of
@@ -20,8 +30,8 @@ from core.groups.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING
 from core.watch.warn_user import warn_user
 
 Describe = Callable[[], list[str]]  # returns lines about this rank
+FIRST_STEPS = 2  # number of first steps after which weights are compared
 DATA, WITHIN_STAGE, ACROSS_STAGES = range(3)  # which copies differ
-AFTER_INPUTS = 1  # the order of a finding
 REMEDIES = {
     DATA: "Seed all data ranks alike, load the same checkpoint, or wrap with initial_weights='broadcast'",
     WITHIN_STAGE: "Each of these ranks holds a copy: draw it from a seed that they share (the model-parallel seed is "
@@ -33,61 +43,16 @@ REMEDIES = {
 AFTER_THE_WRAP = (
     "Some ranks have initialised, loaded or written them since. Do it before the wrap, or on all ranks alike."
 )
-RESTART = "Otherwise restart from a checkpoint that was saved before, and look for a lost message or damaged memory"
 # Causes of unequal weights in training, likeliest first.
 STEPS = (
     "a rank left out an optimizer's step, clipped alone, or stepped with another learning rate, decay or seed; or "
-    "weights were initialised or loaded again on some ranks. " + RESTART
+    "weights were initialised or loaded again on some ranks. Otherwise restart from an earlier checkpoint, and look "
+    "for a lost message or damaged memory"
 )
 CLIPS = (
     "torch.nn.utils.clip_grad_norm_, which clips by the norm of one rank's part of the model; clip by "
     "OptimizerConfig(clip_grad=...) or optimizer.clip_grad_norm, which count every gradient once. Else: " + STEPS
 )
-
-
-def first_unequal(
-    named: Iterable[tuple[str, Sequence[torch.Tensor]]], group: dist.ProcessGroup, group_name: str
-) -> str | None:
-    """Return a text about the first parameter whose copies differ between ranks of a group. Collective over `group`.
-
-    Only a hash is sent. The checksums of single parameters are sent only if hashes differ.
-
-    Args:
-        named: (name, copies on this rank), in one order on all ranks. Names may differ between stages.
-        group: Control group of the ranks.
-        group_name: Its name, for the text.
-
-    Returns:
-        The text, or None if all copies are equal.
-    """
-    named, rank, what = list(named), dist.get_rank(), f"the weights of group {group_name}"
-    with torch.inference_mode():  # autograd keeps no account of the views
-        sums = [checksum(flat_of(pack)).tolist() for pack in packs_of(copies[0] for _, copies in named)]
-    several = [_sums(copies, rank) for _, copies in named if len(copies) > 1]
-    if agree.equal((sums, several), group, what):
-        return None
-    everyone = agree.gather([(name, _sums(copies, rank)) for name, copies in named], group, what)
-    ranks = list(everyone)
-    for held in itertools.zip_longest(*everyone.values(), fillvalue=("nothing", ())):
-        name, expected = held[0]
-        others = {rank: other for rank, (other, found) in zip(ranks, held, strict=True) if found != expected}
-        if others:
-            there = next(iter(others.values()))
-            return (
-                f"parameter {name!r} has other values on ranks {list(others)}"
-                f"{'' if there == name else f' (there it is {there!r})'} than on rank {ranks[0]} of group "
-                f"{group_name!r} {ranks}"
-            )
-    return (
-        f"weights have other values on some of the ranks {ranks} of group {group_name!r}. Which parameter differs "
-        "cannot be said: the checksums of each are equal, those of many together are not"
-    )
-
-
-def _sums(copies: Sequence[torch.Tensor], rank: int) -> tuple[object, ...]:
-    """Return the checksum of equal copies. If a rank's copies differ, its result differs from every other rank's."""
-    sums = {tuple(checksum(copy).tolist()) for copy in copies}
-    return sums.pop() if len(sums) == 1 else (rank, *sorted(sums))
 
 
 @torch.no_grad()
@@ -115,6 +80,61 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([columns.sum(), by_column.sum(), by_row.sum()])
 
 
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Return True for a plain tensor with values, which can be read without changing the program.
+
+    Args:
+        tensor: Any tensor.
+    """
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
+    if not plain or tensor.is_complex() or tensor.is_quantized or torch.compiler.is_compiling():
+        return False
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # inside torch.func, whose tensors have no memory
+        return False
+
+
+def first_unequal(
+    named: Iterable[tuple[str, Sequence[torch.Tensor]]], group: dist.ProcessGroup, group_name: str
+) -> str | None:
+    """Describe the first parameter whose copies differ between ranks of a group. Collective over `group`.
+
+    Only a hash is sent. The checksums of single parameters are sent only if hashes differ.
+
+    Args:
+        named: (name, copies on this rank), in one order on all ranks. Names may differ between stages.
+        group: Control group of the ranks.
+        group_name: Name of the group, for the text.
+
+    Returns:
+        The text, or None if all copies are equal.
+    """
+    named, rank, what = list(named), dist.get_rank(), f"the weights of group {group_name}"
+    with torch.inference_mode():  # autograd does not track the views
+        sums = [checksum(flat_of(pack)).tolist() for pack in packs_of(copies[0] for _, copies in named)]
+    several = [_sums(copies, rank) for _, copies in named if len(copies) > 1]
+    if agree.equal((sums, several), group, what):
+        return None
+    everyone = agree.gather([(name, _sums(copies, rank)) for name, copies in named], group, what)
+    ranks = list(everyone)
+    for row in itertools.zip_longest(*everyone.values(), fillvalue=("nothing", ())):
+        name, expected = row[0]
+        unequal = {rank: other for rank, (other, theirs) in zip(ranks, row, strict=True) if theirs != expected}
+        if unequal:
+            there = next(iter(unequal.values()))
+            other = "" if there == name else f" (there it is {there!r})"
+            where = f"on ranks {list(unequal)}{other} than on rank {ranks[0]} of group {group_name!r} {ranks}"
+            return f"parameter {name!r} has other values {where}"
+    return f"weights differ between the ranks {ranks} of group {group_name!r}, but no parameter's checksum does"
+
+
+def _sums(copies: Sequence[torch.Tensor], rank: int) -> tuple[object, ...]:
+    """Return the checksum of equal copies. If a rank's copies differ, its result differs from every other rank's."""
+    sums = {tuple(checksum(copy).tolist()) for copy in copies}
+    return sums.pop() if len(sums) == 1 else (rank, *sorted(sums))
+
+
 def within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
     """Yield each group within the stage with the parameters that all its ranks hold copies of.
 
@@ -130,82 +150,31 @@ def within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, 
             yield name, plan.of_group(name) if name in DATA_KINDS else plan.copies_over(name)
 
 
-def copies_of_stage(
-    plan: ModelPlan, groups: ProcessGroups, shards: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the weights that ranks of each group hold copies of.
-
-    Data ranks hold no copies of shards, but the ranks of other optimizer instances do.
-
-    Args:
-        plan: The model's plan.
-        groups: Process groups of the model.
-        shards: This rank's shards of sharded parameters, by name.
-
-    Returns:
-        Weights by group and name; for sharded parameters this rank's shard.
-    """
-    shards = shards or {}
-    held_over = dict(within_stage(plan, groups))
-    instances = {f"inter_{name}": name for name in DATA_KINDS if shards and groups.size(f"inter_{name}") > 1}
-    held_over |= {name: plan.of_group(kind) for name, kind in instances.items()}
-    return {
-        name: {k: shards.get(k, param) for k, param in held.items() if k not in shards or name not in DATA_KINDS}
-        for name, held in held_over.items()
-    }
-
-
-def unequal_within_stage(copies: Mapping[str, Mapping[str, torch.Tensor]], groups: ProcessGroups) -> Finding | None:
-    """Find the first weight of a model chunk whose copies within its stage differ. Collective over their groups.
-
-    Args:
-        copies: From `copies_of_stage`; a weight may be replaced by its checksum.
-        groups: Process groups of the model.
-    """
-    finding: Finding | None = None
-    for name, held in copies.items():
-        found = first_unequal(((key, [tensor]) for key, tensor in held.items()), groups.control(name), name)
-        # Raised after the loop: ranks of another group may not know of it, and wait in the next comparison.
-        if found is not None and finding is None:
-            is_data = name.removeprefix("inter_") in DATA_KINDS
-            finding = DATA if is_data else WITHIN_STAGE, dist.get_rank(), found
-    return finding
-
-
-def copies_across_stages(plan: ModelPlan, groups: ProcessGroups) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the weights of a chunk that other pipeline stages hold copies of, by group and name.
-
-    Args:
-        plan: The chunk's plan.
-        groups: Process groups of the model.
-    """
+def _copies_across_stages(plan: ModelPlan, groups: ProcessGroups) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the weights of a chunk that other pipeline stages hold copies of, by group and name."""
     names = (*sorted(STAGE_CROSSING - {"pp"}), "pp")  # as in check_stages
     return {name: dict(plan.copies_over(name)) for name in names if groups.size(name) > 1}
 
 
-def unequal_across_stages(
-    chunks: Sequence[Mapping[str, Mapping[str, torch.Tensor]]], groups: ProcessGroups
+def unequal_weights(
+    copies: Mapping[str, Mapping[str, Sequence[torch.Tensor]]], groups: ProcessGroups
 ) -> Finding | None:
-    """Find the first weight whose copies on several pipeline stages differ. Collective over groups across stages.
+    """Find the first weight whose copies differ. Collective over all groups, of which another rank may find none.
 
     Args:
-        chunks: From `copies_across_stages`, for one model's chunks on this rank, in the model's order. Equal names in
-            several chunks mean one weight. Sharded ones must be read unsharded, because stages shard them differently.
+        copies: By group and name, the copies on this rank; a weight may be replaced by its checksum.
         groups: Process groups of the model.
     """
-    finding: Finding | None = None
-    for name in chunks[0]:
-        held: dict[str, list[torch.Tensor]] = {}
-        for copies in chunks:
-            for key, tensor in copies[name].items():
-                held.setdefault(key, []).append(tensor)
-        found = first_unequal(held.items(), groups.control(name), name)
-        if found is not None and finding is None:
-            finding = ACROSS_STAGES, dist.get_rank(), found
-    return finding
+    findings: list[Finding] = []
+    for name, of_group in copies.items():
+        text = first_unequal(of_group.items(), groups.control(name), name)
+        kind = DATA if name.removeprefix("inter_") in DATA_KINDS else WITHIN_STAGE
+        if text is not None:
+            findings.append((ACROSS_STAGES if name in STAGE_CROSSING else kind, dist.get_rank(), text))
+    return findings[0] if findings else None
 
 
-def held_twice(chunks: Sequence[tuple[nn.Module, ModelPlan]], groups: ProcessGroups) -> Finding | None:
+def untied_parameter(chunks: Sequence[tuple[nn.Module, ModelPlan]], groups: ProcessGroups) -> Finding | None:
     """Find a parameter that two stages hold under one global name although no rule adds its gradients.
 
     Collective over the stages. Names count only if a module declares them (`global_names`), because stages number their
@@ -221,21 +190,21 @@ def held_twice(chunks: Sequence[tuple[nn.Module, ModelPlan]], groups: ProcessGro
     for module, plan in chunks:
         name_of = namer(module)
         for name in plan.params:
-            whole = name_of(name)
-            is_said = whole != without_transparent(name.split("."))
-            mine.append((whole, is_said, plan.contracts[name].crosses_stages))
+            full_name = name_of(name)
+            is_declared = full_name != without_transparent(name.split("."))
+            mine.append((full_name, is_declared, plan.contracts[name].crosses_stages))
     answers = agree.gather(mine, groups.control("pp"), "the names of parameters of all stages")
     first: dict[str, tuple[int, bool, bool]] = {}
     for rank, names in answers.items():
-        for name, is_said, is_added in names:
-            other, was_said, was_added = first.setdefault(name, (rank, is_said, is_added))
-            if other != rank and (is_said or was_said) and not (is_added and was_added):
+        for name, is_declared, is_added in names:
+            other, was_declared, was_added = first.setdefault(name, (rank, is_declared, is_added))
+            if other != rank and (is_declared or was_declared) and not (is_added and was_added):
                 text = (
                     f"parameter {name!r} of the whole model is held by two stages, on ranks {other} and {rank} of "
                     f"pipeline {list(answers)}, and no rule adds their gradients. Tie copies of one weight "
                     "(shared_embedding = True on both), or give each layer to one stage and name it so (global_names)"
                 )
-                return AFTER_INPUTS, dist.get_rank(), text
+                return 1, dist.get_rank(), text
     return None
 
 
@@ -257,22 +226,20 @@ def refuse_unequal(
         LayoutMismatch: If copies differed from the start.
         ReplicaDriftError: If copies have become different in training.
     """
-    asked = control_of_stage(groups) if step == 0 else world_groups(groups)
-    finding = agree.first(finding, asked, "the guard of equal weights")
+    chain = control_of_stage(groups) if step == 0 else world_groups(groups)
+    finding = agree.first(finding, chain, "the guard of equal weights")
     if finding is None:
         return
-    kind, rank, found = finding
+    kind, rank, text = finding
     if step > 1:
-        tables = agree.gather(describe(), asked, "the optimizers' steps")
+        tables = agree.gather(describe(), chain, "the optimizers' steps")
         differs = any(table != tables[rank] for table in tables.values())
         likeliest = f"Likeliest: {agree.first_difference(tables)}. Else" if differs else "Likeliest"
-        error: Exception = ReplicaDriftError(
-            f"{found}, in step {step}. {likeliest}: {STEPS if kind == DATA else CLIPS}"
-        )
+        error: Exception = ReplicaDriftError(f"{text}, in step {step}. {likeliest}: {STEPS if kind == DATA else CLIPS}")
     elif step == 1 and kind != ACROSS_STAGES:
-        error = LayoutMismatch(f"{found}, and they were equal at the wrap. {AFTER_THE_WRAP} {REMEDIES[kind]}")
+        error = LayoutMismatch(f"{text}, and they were equal at the wrap. {AFTER_THE_WRAP} {REMEDIES[kind]}")
     else:
-        error = LayoutMismatch(f"{found}, at the start. {REMEDIES[kind]}")
+        error = LayoutMismatch(f"{text}, at the start. {REMEDIES[kind]}")
     raise_or_warn(error, rank, warns=warns)
 
 
@@ -288,3 +255,145 @@ def raise_or_warn(error: Exception, rank: int, *, warns: bool) -> None:
         raise error
     if dist.get_rank() == rank:
         warn_user(f"rank {rank}, the first two steps: {error}")
+
+
+class Parameters(Protocol):
+    """Interface of parameters for WeightWatch."""
+
+    def own_part_of(self, param: torch.nn.Parameter) -> tuple[int, torch.Tensor] | None: ...
+    def reading(self) -> AbstractContextManager[None]: ...
+
+
+class WeightWatch:
+    """Weights of one wrapped chunk, and the steps after which they are compared.
+
+    Args:
+        plan: The chunk's plan.
+        groups: Process groups of the model.
+        params: Parameters of the chunk.
+        ddp_config: Config of the wrapper.
+    """
+
+    def __init__(
+        self, plan: ModelPlan, groups: ProcessGroups, params: Parameters, ddp_config: DistributedDataParallelConfig
+    ) -> None:
+        self.plan, self.groups, self.params = plan, groups, params
+        self.compares = ddp_config.initial_weights != "ignore"
+        self.warns = ddp_config.first_steps == "warn"
+        self.interval = ddp_config.check_weights_interval
+        self.left = FIRST_STEPS if ddp_config.first_steps != "ignore" else 0
+        self.is_due = False  # the same on all ranks
+        self.sums: dict[str, list[torch.Tensor]] | None = None  # checksums by group, since the last optimizer's step
+
+    def record(self, *, again: bool = False) -> None:
+        """Compute the checksums if they are due. Local; does not wait for the device.
+
+        Args:
+            again: Replace checksums that were already computed.
+        """
+        if self.is_due and (again or self.sums is None):
+            self.sums = self._sums()
+
+    def _sums(self) -> dict[str, list[torch.Tensor]]:
+        is_sharded = any(self.params.own_part_of(param) is not None for param in self.plan.named.values())
+        across = {} if is_sharded else _copies_across_stages(self.plan, self.groups)
+        with torch.inference_mode():  # autograd does not track the views
+            return {
+                name: [checksum(flat_of(pack)) for pack in packs_of(of_group.values())]
+                for name, of_group in (*self.copies().items(), *across.items())
+            }
+
+    def copies(self, *, cut: bool = True) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the weights that ranks of this stage hold copies of, by group and name.
+
+        Data ranks hold no copies of shards, but the ranks of other optimizer instances do. Frozen parameters that are
+        sharded are left out, because nothing writes them.
+
+        Args:
+            cut: False at the wrap, before any parameter is sharded.
+        """
+        named = self.plan.named if cut else {}
+        parts = ((name, self.params.own_part_of(param)) for name, param in named.items())
+        shards = {n: part[1][:0] if n in self.plan.frozen else part[1] for n, part in parts if part is not None}
+        by_group = dict(within_stage(self.plan, self.groups))
+        instances = {f"inter_{name}": name for name in DATA_KINDS if shards and self.groups.size(f"inter_{name}") > 1}
+        by_group |= {name: self.plan.of_group(kind) for name, kind in instances.items()}
+        return {
+            name: {k: shards.get(k, param) for k, param in params.items() if k not in shards or name not in DATA_KINDS}
+            for name, params in by_group.items()
+        }
+
+    def unequal_within_stage(self, *, cut: bool = True) -> Finding | None:
+        """Find the first weight whose copies within this stage differ. Collective over the groups of copies.
+
+        Args:
+            cut: False at the wrap, before any parameter is sharded.
+        """
+        by_group = self.copies(cut=cut).items()
+        return unequal_weights({name: {k: [w] for k, w in copies.items()} for name, copies in by_group}, self.groups)
+
+    def take_difference(self) -> bool:
+        """Drop the checksums, and return True if they differ between ranks. Collective over the groups of copies."""
+        sums, self.sums = self.sums or self._sums(), None
+        what = "the weights after the last step"
+        equal = [agree.equal([s.tolist() for s in of], self.groups.control(name), what) for name, of in sums.items()]
+        return not all(equal)
+
+    def end_step(self, step: int, *, counts: bool) -> None:
+        """Decide if weights are compared after this step.
+
+        Args:
+            step: Number of the step.
+            counts: False if the step is not one of the first steps.
+        """
+        self.is_due = (counts and self.left > 0) or (self.interval > 0 and (step + 1) % self.interval == 0)
+        self.left -= counts and self.left > 0
+
+
+def _unequal_across_stages(watches: Sequence[WeightWatch], groups: ProcessGroups) -> Finding | None:
+    """Find the first weight whose copies on several pipeline stages differ. Collective over groups across stages.
+
+    Equal names in several chunks mean one weight. Sharded weights are read unsharded, because stages shard them
+    differently.
+    """
+    copies: dict[str, dict[str, list[torch.Tensor]]] = {}
+    with torch.no_grad(), ExitStack() as stack:  # nothing is saved for a backward, so chunks may be read together
+        for watch in watches:
+            stack.enter_context(watch.params.reading())
+            for name, of_group in _copies_across_stages(watch.plan, groups).items():
+                of_chunks = copies.setdefault(name, {})
+                for key, tensor in of_group.items():
+                    of_chunks.setdefault(key, []).append(tensor)
+        return unequal_weights(copies, groups)
+
+
+def compare_weights(watches: Sequence[WeightWatch], step: int, describe: Describe, *, at_once: bool = False) -> None:
+    """Compare the copies of one model's weights, if that is due. Collective: every rank of the job must call it.
+
+    Args:
+        watches: Watches of the model's chunks on this rank.
+        step: Number of the step.
+        describe: Returns lines about this rank's optimizers.
+        at_once: Compare the current values, before an optimizer writes them.
+
+    Raises:
+        LayoutMismatch: On all ranks, if copies differed from the start.
+        ReplicaDriftError: On all ranks, if copies have become different in training.
+    """
+    first, groups = watches[0], watches[0].groups
+    if not first.compares or not (first.is_due or step == 1):
+        return
+    findings: list[Finding | None] = []
+    is_due = first.is_due
+    if is_due and not at_once:
+        differ = [watch.take_difference() for watch in watches]
+        is_due = agree.any(any(differ), world_groups(groups), "the weights after the last step")
+    if is_due:
+        findings += [watch.unequal_within_stage() for watch in watches]
+    if is_due or (step == 1 and not at_once):  # stages meet in the first step for the first time
+        findings.append(_unequal_across_stages(watches, groups))
+    for watch in watches:
+        watch.is_due = False
+    finding = next((found for found in findings if found is not None), None)
+    warns = first.warns and step <= FIRST_STEPS + 1
+    refuse_unequal(finding, groups, step=step, warns=warns, describe=describe)

@@ -54,7 +54,7 @@ def test_an_edit_that_ranks_do_not_share_is_refused_on_all_ranks(rank: int, worl
                 finalize_model_grads([ddp])
             for _ in range(0 if step != 2 else 1 if scaler.is_enabled() else 2):
                 with pytest.raises(
-                    SyncError, match=r"step was not made: .*'[\w.]+'.* group 'dp_cp'.*alike on all data"
+                    SyncError, match=r"step was not made: .*'[\w.]+'.* group 'dp_cp'.*equally on all data"
                 ):
                     scaler.step(optimizer)
                 assert_same(weights(model), before)

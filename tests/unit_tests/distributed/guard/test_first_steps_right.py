@@ -372,4 +372,4 @@ def test_after_the_first_steps_nothing_is_left_of_the_watch(rank: int, world: in
     for looks, compares in ((False, True), (False, True), (False, False)):
         next(program)
         assert model.engine.first_steps.active == looks and model.engine.weights.is_due == compares
-    assert not model.engine.first_steps.inputs.noted and model.engine.weights.sums is None
+    assert not model.engine.first_steps.inputs and model.engine.weights.sums is None
