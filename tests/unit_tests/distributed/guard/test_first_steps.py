@@ -126,7 +126,7 @@ OVER_TENSOR: dict[str, tuple[Callable[[], Steps], str, int, str]] = {
     "other tokens": (
         lambda: split_program(batch=lambda step: tokens(step, dist.get_rank())),
         *("error", 1),
-        r"inputs differ between ranks 0 and 1 of group 'tp' \[0, 1\], first in forward 0, input 0\. .*data_parallel_rank",
+        r"inputs differ between ranks 0 and 1 of group 'tp' \[0, 1\], first in forward 0, input 0\. .*data_para",
     ),
     "another dropout": (
         lambda: split_program("another dropout"),
