@@ -66,7 +66,7 @@ FOREIGN_NAMES = {
 }
 
 
-def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig:
+def load_config(argv: Sequence[str]) -> JobConfig:
     """Read `[--config FILE.toml ...] [--section.option value ...]` over the defaults.
 
     Raises:
@@ -78,6 +78,8 @@ def load_config(argv: Sequence[str], prog: str = "pretrain_gpt.py") -> JobConfig
     default = JobConfig(ddp=ddp_defaults(given_options(tables, flags)))
     about = "Train a GPT. Flags win over --config FILE.toml (may be repeated), files over the defaults. "
     about += f"{', '.join(SHORT_FLAGS)} are short for --parallel.dp and so on."
+    script = Path(sys.argv[0]).name
+    prog = script if script == "pretrain_gpt.py" else "python -m core train"
     return read_over(default, list(zip(files, tables, strict=True)), flags, prog, about)
 
 
