@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m core.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="inspect|verify|convert")
 
-    looking = commands.add_parser("inspect", prog="python -m core inspect", help="print steps, layout, tensors and sizes")
+    looking = commands.add_parser(
+        "inspect", prog="python -m core inspect", help="print steps, layout, tensors and sizes"
+    )
     _add_place(looking)
     looking.add_argument("--files", action="store_true", help="also print the files and what is in them")
     looking.set_defaults(run=lambda options: inspect(options.place, options.step, _print, with_files=options.files))

@@ -1,8 +1,8 @@
 """`python -m core compare RUN RUN ...`: find the first difference between recorded runs of one model.
 
-Two runs of one model never agree bit for bit in two layouts or dtypes. A difference counts if rounding does not explain
-it: if it is more than ALLOWANCE times the largest of the dtype's rounding error, the error that has reached the tensor
-from the weights and from modules before it, and the error of the same tensor in earlier steps.
+Two runs of one model never agree bit for bit in two layouts or dtypes. One rule decides in all tables: a difference
+counts if it is more than ALLOWANCE times the largest of the dtype's rounding error, the error that has reached the
+tensor from the weights and from tensors before it, and the error of the same tensor in earlier steps.
 """
 
 from __future__ import annotations
@@ -14,23 +14,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from core.verify.place import ALLOWANCE, Measured, Row, Where, in_any_layer, judge, quoted
-from core.verify.record.differences import (
-    common_ratio,
-    comparable,
-    difference,
-    distance,
-    from_own_weights,
-    norm,
-    projected,
-    rms,
-    root_mean_square,
-)
 from core.verify.record.file import TABLES, Entry, RecordedRun, RecordedStep, ranges, read_recording
+from core.verify.record.sketches import LINEAR, ORDERED, ROWS
 from core.verify.report import wrong_by_layer
 
+Table = Mapping[str, Entry]
 Errors = dict[str, Measured]
 
 HALF = 2.0**-11  # smallest rounding unit of a 16-bit dtype
@@ -38,6 +28,7 @@ HALF = 2.0**-11  # smallest rounding unit of a 16-bit dtype
 UNITS = {True: 2.0, False: 16.0}
 NOISE = {True: 1e-2, False: 1e-3}  # a tensor smaller than this share of the largest one is round-off (check_gradients)
 SAME_RATE = 1e-6  # relative
+SAME_FACTOR = 1e-2  # relative
 
 
 @dataclass(frozen=True)
@@ -124,16 +115,16 @@ def compare_recordings(first: Path | str, second: Path | str, names: Mapping[str
     common = sorted(one.steps.keys() & two.steps.keys())
     if not common:
         raise ValueError(f"the recordings have no step in common: {ranges(one.steps)} and {ranges(two.steps)}")
-    a, b = one.steps[common[0]], two.steps[common[0]]
-    if not a.grads.keys() & b.grads.keys():
-        shown = [", ".join([*step.grads][:3]) or "none" for step in (a, b)]
+    a, b = (run.steps[common[0]].tables["grads"] for run in (one, two))
+    if not a.keys() & b.keys():
+        shown = [", ".join([*table][:3]) or "none" for table in (a, b)]
         raise ValueError(
             f"the recordings have no parameter in common: {shown[0]}, ... and {shown[1]}, ...; map the names of the "
             "second one by --names REGEX=NEW"
         )
     title = f"{one.name} ({one.layout}) and {two.name} ({two.layout})"
     alone = []
-    for run, other, mine, theirs in ((one, two, a.grads, b.grads), (two, one, b.grads, a.grads)):
+    for run, other, mine, theirs in ((one, two, a, b), (two, one, b, a)):
         if steps := run.steps.keys() - other.steps.keys():
             alone.append(f"{ranges(steps)} of {run.name}")
         if more := mine.keys() - theirs.keys():
@@ -149,14 +140,13 @@ def compare_recordings(first: Path | str, second: Path | str, names: Mapping[str
 
 def _renamed(step: RecordedStep, pattern: str, new: str) -> RecordedStep:
     try:
-        tables: dict[str, Any] = {
-            table: {re.sub(pattern, new, name): entry for name, entry in getattr(step, table).items()}
-            for table in TABLES
-            if table != "data"
+        tables = {
+            table: rows if table == "data" else {re.sub(pattern, new, name): entry for name, entry in rows.items()}
+            for table, rows in step.tables.items()
         }
     except (re.error, IndexError) as error:
         raise ValueError(f"--names {pattern}={new} is no regular expression with its replacement: {error}") from None
-    return replace(step, **tables)
+    return replace(step, tables=tables)
 
 
 class _Steps:
@@ -165,226 +155,191 @@ class _Steps:
     def __init__(self, one: RecordedRun, two: RecordedRun) -> None:
         self.runs = one, two
         self.history: dict[tuple[str, str], float] = {}  # table and name in any layer -> largest error so far
-        self.last: tuple[int, Mapping[str, Entry], Mapping[str, Entry]] | None = None  # last step, weights after it
+        self.last = 0  # the last compared step
         self.is_equal = True  # bit for bit
-        self.worst = (0.0, "", "")  # share of what is allowed, in words, error
+        self.worst = 0.0, "", ""  # error, table, name
         self.drift: list[tuple[int, float]] = []  # step, distance of the weights before it
-        self.base = 0.0
-        self.flowed = 0.0  # error that the last comparisons explain in tensors after them
 
     def compare(self, number: int) -> Comparison | None:
         """Compare a step; None without a difference beyond rounding."""
-        one, two = (run.steps[number] for run in self.runs)
-        is_half = max(one.eps, two.eps) >= HALF
-        self.base, self.noise = UNITS[is_half] * max(one.eps, two.eps), NOISE[is_half]
+        self.number, steps = number, [run.steps[number] for run in self.runs]
+        eps = max(step.eps for step in steps)
+        self.base, self.noise = UNITS[eps >= HALF] * eps, NOISE[eps >= HALF]
         self.seen: dict[tuple[str, str], float] = {}
-        weights = [
-            step.before or self._weights_after(run, number - 1) for run, step in zip(self.runs, (one, two), strict=True)
+        self.tables = {table: (steps[0].tables[table], steps[1].tables[table]) for table in TABLES}
+        earlier = [run.steps.get(number - 1) for run in self.runs]
+        before = [
+            mine or ({} if step is None else step.tables["after"])
+            for mine, step in zip(self.tables["before"], earlier, strict=True)
         ]
-        data = _other_data(one.data, two.data, ALLOWANCE * self.base)
-        if data:
-            return Comparison(number, "data", lines=(f"step {number}, data: {data}",))
-        found = self._weights(number, weights[0], weights[1], one, two)
+        data = _other_data(*self.tables["data"], ALLOWANCE * self.base)
+        found = Comparison(number, "data", lines=(f"step {number}, data: {data}",)) if data else None
+        if found is None and not self.last:
+            found = self._first_weights(before)
+        elif found is None and self.last != number - 1:
+            after = [run.steps[self.last].tables["after"] for run in self.runs]
+            found = self._updates("weights", after, before, gap=number - self.last)
         if found is None:
-            self.drift.append((number, distance(weights[0], weights[1])))
-            found = self._modules(number, one, two, (weights[0], weights[1])) or self._updates(
-                f"step {number}, update", "update", (weights[0], one.after), (weights[1], two.after), one, two
-            )
-        self.last = number, one.after, two.after
+            self.drift.append((number, _distance(*before)))
+            found = self._modules(before) or self._updates("update", before, self.tables["after"])
+        self.last = number
         self.history |= {key: max(error, self.history.get(key, 0.0)) for key, error in self.seen.items()}
         return found
 
-    @staticmethod
-    def _weights_after(run: RecordedRun, number: int) -> Mapping[str, Entry]:
-        return run.steps[number].after if number in run.steps else {}
-
-    def _weights(
-        self, number: int, a: Mapping[str, Entry], b: Mapping[str, Entry], one: RecordedStep, two: RecordedStep
-    ) -> Comparison | None:
-        """Compare the weights before a step: at the first one all of them, later their change since the last one."""
-        if self.last is None:
-            errors = self._measure("weights", a, b, [*a], self.base)
-            wrong = [name for name, found in errors.items() if not found.ok]
-            if not wrong:
-                return None
-            line = (
-                f"step {number}, weights: {len(wrong)} of {len(errors)} parameters differ before the step, first "
-                f"{quoted(wrong[0])}, {_size(errors[wrong[0]])}: another seed, or another checkpoint?"
-            )
-            return Comparison(number, "weights", wrong[0], (line,))
-        last, *after = self.last
-        if last == number - 1:
+    def _first_weights(self, before: Sequence[Table]) -> Comparison | None:
+        errors, _ = self._measure("weights", before, [*before[0]], self.base)
+        wrong = [name for name, found in errors.items() if not found.ok]
+        if not wrong:
             return None
-        title = f"weights: they differ before step {number}, and after step {last} they did not; record every step"
-        return self._updates(title, "weights", (after[0], a), (after[1], b), one, two, gap=number - last)
+        line = (
+            f"step {self.number}, weights: {len(wrong)} of {len(errors)} parameters differ before the step, first "
+            f"{quoted(wrong[0])}, {_size(errors[wrong[0]])}: another seed, or another checkpoint?"
+        )
+        return Comparison(self.number, "weights", wrong[0], (line,))
 
-    def _modules(
-        self,
-        number: int,
-        one: RecordedStep,
-        two: RecordedStep,
-        weights: tuple[Mapping[str, Entry], Mapping[str, Entry]],
-    ) -> Comparison | None:
-        names = [name for name in one.outputs if name in two.outputs]
+    def _modules(self, before: Sequence[Table]) -> Comparison | None:
+        """Compare outputs in the order of forward, gradients there in the order of backward, then parameters'."""
+        one, two = self.tables["outputs"]
+        names = [name for name in one if name in two]
         cost = max(self.base, self.drift[-1][1])
-        own = from_own_weights(one.outputs, *weights)
-        outputs = self._measure("outputs", one.outputs, two.outputs, names, cost, flows=True, own=own)
-        cost = self.flowed
-        factor = self._factor(one.gradients, two.gradients, names)
-        gradients = self._measure(
-            "gradients", one.gradients, two.gradients, names[::-1], cost, factor=factor, flows=True
-        )
-        own = {name: found.error for name, found in gradients.items() if found.ok}
-        grads = self._measure("grads", one.grads, two.grads, [*one.grads], cost, own=own)
+        own = _from_own_weights(one, *before)
+        own = {name: own.get(_module(name), 0.0) for name in names}
+        outputs, flowed = self._measure("outputs", (one, two), names, cost, own, flows=True)
+        factor = _factor(*self.tables["gradients"], names)
+        tables = self.tables["gradients"]
+        at, flowed = self._measure("gradients", tables, names[::-1], flowed, factor=factor, flows=True)
+        parameters = [*self.tables["grads"][0]]
+        own = {name: at[owner].error for name in parameters if (owner := _owner(name)) in at and at[owner].ok}
+        grads, _ = self._measure("grads", self.tables["grads"], parameters, flowed, own)
         wrong = [name for name, found in grads.items() if not found.ok]
-        modules = list(dict.fromkeys(_module(name) for name in names))
-        rows = [Row(module, _of(module, outputs), _of(module, gradients)) for module in modules]
-        where = judge(rows, [*grads], wrong, {}, {})
-        if where.forward is not None:
-            line = f"the output of {quoted(where.forward)} differs, {_size(_of(where.forward, outputs)[0])}"
-            before = next((row for row in rows[: modules.index(where.forward)][::-1] if row.outputs), None)
-            line += f"; right before it: {'nothing' if before is None else quoted(before.module)}"
-            return Comparison(number, "output", where.forward, (f"step {number}, output: {line}",), where)
-        if where.backward is None and not wrong:
+        where = _where(names, outputs, at, grads, wrong)
+        if where.forward is None and where.backward is None and not wrong:
             return None
-        ratio = common_ratio(one.grads, two.grads, wrong)
-        if len(wrong) == len(grads) and ratio is not None and where.backward is not None and not _any_wrong(gradients):
+        # Sums over rows do not change with their order. Signs by rows do, if both runs distribute rows equally.
+        order = ""
+        rows, _ = self._measure("rows", (one, two), names, cost, flows=True)
+        by_rows = _where(names, rows, at, grads, wrong)
+        if by_rows.forward not in (None, _module(names[0])) and names[0] in rows:
+            places = [row.module for row in where.rows]
+            if where.forward is None or places.index(by_rows.forward) < places.index(where.forward):
+                where, order = by_rows, ", in its rows or their order"
+        title = f"step {self.number}, {'gradient' if where.forward is None else 'output'}:"
+        if where.forward is not None:
+            row = next(row for row in where.rows if row.module == where.forward)
+            earlier = [r.module for r in where.rows[: where.rows.index(row)] if r.outputs]
+            line = f"the output of {quoted(where.forward)} differs{order}, {_size(row.outputs[0])}; right before it: "
+            line += quoted(earlier[-1]) if earlier else "nothing"
+            return Comparison(self.number, "output", where.forward, (f"{title} {line}",), where)
+        a, b = self.tables["grads"]
+        ratios = [_norm(b[name]) / _norm(a[name]) for name in wrong if _norm(a[name])] or [math.nan]
+        is_right = where.backward is not None and all(found.ok for found in at.values())
+        if is_right and len(wrong) == len(grads) and max(ratios) - min(ratios) <= SAME_FACTOR * max(ratios):
+            ratio = sorted(ratios)[len(ratios) // 2]
             line = f"every gradient is {ratio:.6g} times the first run's: the loss is weighted, or divided, differently"
-            return Comparison(number, "gradient", "", (f"step {number}, gradient: {line}",), where)
-        module, line = _backward(rows, where, wrong, {**grads, **gradients})
-        lines = [f"step {number}, gradient: {line}"]
-        return Comparison(
-            number, "gradient", module, (*lines, *([wrong_by_layer([*grads], wrong)] * bool(wrong))), where
-        )
+            return Comparison(self.number, "gradient", "", (f"{title} {line}",), where)
+        module, line = _backward(where, wrong, grads)
+        layers = [wrong_by_layer(parameters, wrong)] if wrong else []
+        return Comparison(self.number, "gradient", module, (f"{title} {line}", *layers), where)
 
-    def _updates(
-        self,
-        title: str,
-        kind: str,
-        a: tuple[Mapping[str, Entry], Mapping[str, Entry]],
-        b: tuple[Mapping[str, Entry], Mapping[str, Entry]],
-        one: RecordedStep,
-        two: RecordedStep,
-        *,
-        gap: int = 1,
-    ) -> Comparison | None:
-        """Compare the changes from the first to the second table of weights.
+    def _updates(self, kind: str, start: Sequence[Table], end: Sequence[Table], *, gap: int = 1) -> Comparison | None:
+        """Compare the changes of the weights, which are sketches too.
 
         Adam divides a gradient by its size, so the sign of a tiny element decides a full step. An error e of a gradient
         may cost sqrt(e) of the update, and a tiny element its complete update. Parameters whose gradient is round-off
         are left out.
         """
-        rates = [sorted(set(step.rates)) for step in (one, two)]
-        other = len(rates[0]) != len(rates[1]) or any(
+        rates = [sorted(set(run.steps[self.number].rates)) for run in self.runs]
+        is_other = len(rates[0]) != len(rates[1]) or any(
             abs(x - y) > SAME_RATE * max(abs(x), abs(y)) for x, y in zip(*rates, strict=True)
         )
-        largest = max((rms(entry) for entry in one.grads.values()), default=0.0)
-        wrong: dict[str, float] = {}
-        count = 0
-        for name, grad in one.grads.items():
-            tables = (*a, *b)
-            if rms(grad) <= self.noise * largest or any(name not in table for table in (*tables, two.grads)):
+        one, two = self.tables["grads"]
+        largest = max(map(_rms, one.values()), default=0.0)
+        moves: tuple[dict[str, Entry], dict[str, Entry]] = {}, {}
+        explained = {}
+        for name in one.keys() & two.keys():
+            if _rms(one[name]) <= self.noise * largest or any(name not in table for table in (*start, *end)):
                 continue
-            moves = [
-                [y - x for x, y in zip(projected(table[0][name]), projected(table[1][name]), strict=True)]
-                for table in (a, b)
-            ]
-            count += 1
-            size = max(map(root_mean_square, moves))
-            error = root_mean_square([x - y for x, y in zip(*moves, strict=True)])
-            weight = max(norm(table[name]) for table in tables)
-            key = kind, in_any_layer(name)
-            cost = max(self.base, self.seen.get(("grads", in_any_layer(name)), 0.0))
-            tiny = 2 * math.sqrt(max(grad.numbers[-1], two.grads[name].numbers[-1]) / grad.numel)
-            share = max((math.sqrt(ALLOWANCE * cost) + tiny) * gap, ALLOWANCE * self.history.get(key, 0.0))
-            if not error <= share * size + ALLOWANCE * self.base * weight:
-                wrong[name] = root_mean_square(moves[1]) / (root_mean_square(moves[0]) or math.nan)
-            elif size:
-                self.seen[key] = max(error / size, self.seen.get(key, 0.0))
-        if not wrong and not (other and kind == "update"):
+            for move, a, b in zip(moves, start, end, strict=True):
+                move[name] = _minus(b[name], a[name])
+            weight = max(_norm(table[name]) for table in (*start, *end))
+            size = max(_norm(move[name]) for move in moves)
+            error = max(self.base, self.seen.get(("grads", in_any_layer(name)), 0.0))
+            tiny = 2 * math.sqrt(max(grads[name].numbers[-1] for grads in (one, two)) / one[name].numel)
+            explained[name] = (math.sqrt(ALLOWANCE * error) + tiny) * gap / ALLOWANCE
+            explained[name] += self.base * weight / size if size else 0.0
+        errors, _ = self._measure(kind, moves, [name for name in one if name in explained], self.base, explained)
+        wrong = [name for name, found in errors.items() if not found.ok]
+        if not wrong and not (is_other and kind == "update"):
             return None
-        name = next(iter(wrong), "")
-        line = f"{title}: the learning rates are {rates[0]} and {rates[1]}" if other else title
+        line = f"step {self.number}, update"
+        if kind == "weights":
+            line = f"weights: they differ before step {self.number}, and after step {self.last} they did not; record"
+            line += " every step"
+        line += f": the learning rates are {rates[0]} and {rates[1]}" if is_other else ""
         if wrong:
+            ratio = _norm(moves[1][wrong[0]]) / (_norm(moves[0][wrong[0]]) or math.nan)
             line += (
-                f"{'; ' if other else ': '}the gradients agree, and the updates of {len(wrong)} of {count} parameters "
-                f"differ, first {quoted(name)}, which moves {wrong[name]:.6g} times as far in the second run"
+                f"{'; ' if is_other else ': '}the gradients agree, and the updates of {len(wrong)} of {len(errors)} "
+                f"parameters differ, first {quoted(wrong[0])}, which moves {ratio:.6g} times as far in the second run"
             )
-        return Comparison(max(one.step, two.step), kind, name, (line,))
-
-    def _factor(self, a: Mapping[str, Entry], b: Mapping[str, Entry], names: Sequence[str]) -> float:
-        """Return the factor of the second run's gradients at outputs, from the one closest to the loss.
-
-        Ranks and microbatches take means over their own parts, which are divided by later. A wrong factor shows in the
-        parameters' gradients, which are compared without one.
-        """
-        for name in reversed(names):
-            if comparable(a.get(name), b.get(name)) and a[name].numbers[0] > 0 and b[name].numbers[0] > 0:
-                factor = math.sqrt(b[name].numbers[0] / a[name].numbers[0])
-                if not math.isfinite(factor):
-                    return 1.0
-                near = max(1, round(factor)) if factor >= 1 else 1 / max(1, round(1 / factor))
-                return near if abs(factor / near - 1) <= ALLOWANCE * self.base else factor
-        return 1.0
+        return Comparison(self.number, kind, wrong[0] if wrong else "", (line,))
 
     def _measure(
         self,
-        table: str,
-        a: Mapping[str, Entry],
-        b: Mapping[str, Entry],
+        kind: str,
+        tables: Sequence[Table],
         names: Sequence[str],
         cost: float,
+        explained: Mapping[str, float] | None = None,
         *,
         factor: float = 1.0,
         flows: bool = False,
-        own: Mapping[str, float] | None = None,
-    ) -> Errors:
+    ) -> tuple[Errors, float]:
         """Compare tensors that both runs have, in this order.
 
         Args:
-            table: Name of the table.
-            a: The first run's.
-            b: The second run's.
+            kind: Name of the table; 'rows' for outputs with a sign for each local row.
+            tables: Both runs' entries.
             names: Tensors, in order.
             cost: Error that rounding explains in all of them.
+            explained: Larger error that is explained in one tensor.
             factor: Factor of the second run's tensors.
             flows: True if an allowed error of a tensor explains errors of later ones.
-            own: Error by module that its own weights explain, or for a weight the gradient at its module's output.
 
         Returns:
-            The comparisons by name.
+            The comparisons by name, and the error that is explained in tensors after them.
         """
-        names = [name for name in names if comparable(a.get(name), b.get(name))]
-        largest = max((rms(a[name]) for name in names), default=0.0)
+        a, b = tables
+        by_rows = kind == "rows"
+        names = [n for n in names if _comparable(a.get(n), b.get(n)) and not (by_rows and a[n].rows != b[n].rows)]
+        largest = max((_rms(a[name]) for name in names), default=0.0)
         found: Errors = {}
         for name in names:
-            floor = self.noise * largest * math.sqrt(a[name].numel)
-            error = difference(a[name], b[name], factor, floor)
-            self.is_equal = self.is_equal and a[name].digest == b[name].digest
-            key = table, in_any_layer(name)
-            explained = (own or {}).get(name.rpartition(".")[0] if table == "grads" else _module(name), 0.0)
-            allowed = ALLOWANCE * max(cost, self.history.get(key, 0.0), explained)
+            error = _difference(a[name], b[name], factor, self.noise * largest * math.sqrt(a[name].numel), by_rows)
+            self.is_equal = self.is_equal and a[name] == b[name]
+            key = kind, in_any_layer(name)
+            own = (explained or {}).get(name, 0.0)
+            allowed = ALLOWANCE * max(cost, self.history.get(key, 0.0), own)
             found[name] = Measured(error, error / allowed, a[name].numel == 1)
             if found[name].ok:
                 self.seen[key] = max(error, self.seen.get(key, 0.0))
                 # An error from a module's own weights alone may end there, as that of keys' biases in the softmax.
-                cost = max(cost, error) if flows and explained < error <= ALLOWANCE * cost else cost
-                if error > self.worst[0]:
-                    self.worst = error, WORDS[table], name
-        self.flowed = cost
-        return found
+                cost = max(cost, error) if flows and own < error <= ALLOWANCE * cost else cost
+                if error > self.worst[0] and kind in WORDS:
+                    self.worst = error, WORDS[kind], name
+        return found, cost
 
     def summary(self) -> str:
         """Describe two runs without a difference beyond rounding."""
         if self.is_equal:
             return "equal bit for bit"
-        error, what, name = self.worst
-        said = (
-            f"no difference that rounding does not explain. Rounding: at most {error:.2g} ({what} {quoted(name)}); one "
-            f"operation costs {self.base:.2g}"
-        )
+        error, table, name = self.worst
         (first, start), (last, end) = self.drift[0], self.drift[-1]
-        return said + f"; the weights are {start:.2g} apart before step {first} and {end:.2g} before step {last}"
+        return (
+            f"no difference that rounding does not explain. Rounding: at most {error:.2g} ({table} {quoted(name)}); "
+            f"one operation costs {self.base:.2g}; the weights are {start:.2g} apart before step {first} and {end:.2g} "
+            f"before step {last}"
+        )
 
 
 WORDS = {
@@ -395,37 +350,37 @@ WORDS = {
 }
 
 
-def _backward(rows: Sequence[Row], where: Where, wrong: Sequence[str], errors: Errors) -> tuple[str, str]:
+def _where(names: Sequence[str], outputs: Errors, gradients: Errors, grads: Errors, wrong: Sequence[str]) -> Where:
+    modules = dict.fromkeys(map(_module, names))
+    return judge([Row(m, _worst(m, outputs), _worst(m, gradients)) for m in modules], [*grads], wrong, {}, {})
+
+
+def _backward(where: Where, wrong: Sequence[str], grads: Errors) -> tuple[str, str]:
     """Return the module whose backward differs, and a line that describes it."""
-    place = next((n for n, row in enumerate(rows) if row.module == where.backward), None)
-    if place is None:
-        return wrong[-1].rpartition(".")[0], f"the gradient of {quoted(wrong[-1])} differs, {_size(errors[wrong[-1]])}"
-    row = rows[place]
-    if all(found.ok for found in row.gradients.values()):
-        own = [name for name in wrong if name.rpartition(".")[0] == row.module]
-        line = f"right at the output of {quoted(row.module)}, and {', '.join(map(quoted, own))} differs"
-        return row.module, f"{line}, {_size(errors[own[0]])}"
-    after = next(
-        (r for r in rows[place + 1 :] if r.gradients and all(found.ok for found in r.gradients.values())), None
-    )
-    size = _size(next(found for found in row.gradients.values() if not found.ok))
+    row = next((row for row in where.rows if row.module == where.backward), None)
+    if row is None or all(found.ok for found in row.gradients.values()):
+        own = [name for name in wrong if row is not None and _owner(name) == row.module] or [wrong[-1]]
+        start = "the gradient of" if row is None else f"right at the output of {quoted(row.module)}, and"
+        return _owner(own[0]), f"{start} {', '.join(map(quoted, own))} differs, {_size(grads[own[0]])}"
+    later = where.rows[where.rows.index(row) + 1 :]
+    after = next((r for r in later if r.gradients and all(found.ok for found in r.gradients.values())), None)
+    size = _size(row.gradients[0])
     if after is None:
         return row.module, f"differs from the loss on, first at the output of {quoted(row.module)}, {size}"
     line = f"right at the output of {quoted(after.module)} and different at that of {quoted(row.module)}, {size}"
     return after.module, f"{line}: the backward of {quoted(after.module)} differs"
 
 
-def _other_data(a: Mapping[str, Entry], b: Mapping[str, Entry], bound: float) -> str:
+def _other_data(a: Table, b: Table, bound: float) -> str:
     """Describe data that differ; '' if they are equal, or nothing can be compared.
 
     Layouts and frameworks may pass a batch by other arguments. Then one equal argument is enough.
     """
-    pairs = [(name, a[name], b[name]) for name in a if name in b]
-    other = [
-        name
-        for name, x, y in pairs
-        if x.numel != y.numel or (x.digest != y.digest and (x.width < 0 or not difference(x, y, 1.0, 0.0) <= bound))
-    ]
+
+    def is_equal(x: Entry, y: Entry) -> bool:
+        return x.numel == y.numel and (x == y if x.width < 0 else _difference(x, y) <= bound)
+
+    other = [name for name in a if name in b and not is_equal(a[name], b[name])]
     if not other or (a.keys() != b.keys() and {x.digest for x in a.values()} & {y.digest for y in b.values()}):
         return ""
     x, y = a[other[0]], b[other[0]]
@@ -433,18 +388,106 @@ def _other_data(a: Mapping[str, Entry], b: Mapping[str, Entry], bound: float) ->
     return f"argument {other[0]!r} of the model differs{sizes}: the runs were given other batches"
 
 
+def _from_own_weights(outputs: Table, a: Table, b: Table) -> dict[str, float]:
+    """Return the error of each module's output that its own weights explain.
+
+    Adam moves a weight of which the loss does not depend by rounding alone, such as the bias of attention's keys.
+    """
+    found: dict[str, float] = {}
+    for name in a:
+        output = outputs.get(_owner(name))
+        if output is None or not output.width or not _comparable(a[name], b.get(name)):
+            continue
+        error = _difference(a[name], b[name])
+        if a[name].numel == output.width and (size := _size_of(output)):  # a bias is added to every row
+            error = max(error, output.numel / output.width * error * max(_norm(a[name]), _norm(b[name])) / size)
+        found[_owner(name)] = max(error, found.get(_owner(name), 0.0))
+    return found
+
+
+def _factor(a: Table, b: Table, names: Sequence[str]) -> float:
+    """Return the factor of the second run's gradients at outputs, from the one closest to the loss.
+
+    Ranks and microbatches take means over their own parts, which are divided by later. A wrong factor shows in the
+    parameters' gradients, which are compared without one.
+    """
+    pairs = ((_norm(a[name]), _norm(b[name])) for name in reversed(names) if _comparable(a.get(name), b.get(name)))
+    factor = next((second / first for first, second in pairs if first > 0 and second > 0), 1.0)
+    return factor if math.isfinite(factor) else 1.0
+
+
+# --- two entries ------------------------------------------------------------------------------------------------------
+
+
+def _comparable(a: Entry | None, b: Entry | None) -> bool:
+    """Return True if both are sketches of one tensor, in equal parts."""
+    return a is not None and b is not None and a.numel == b.numel and a.width == b.width >= 0
+
+
+def _difference(a: Entry, b: Entry, factor: float = 1.0, floor: float = 0.0, by_rows: bool = False) -> float:
+    """Estimate the norm of the difference of two tensors relative to their norm, or to `floor` if that is larger."""
+    x, y = a.numbers, b.numbers
+    if x == y and factor == 1.0:
+        return 0.0
+    if not all(map(math.isfinite, (*x, *y))):
+        return 0.0 if not (math.isfinite(x[0]) or math.isfinite(y[0])) else math.nan
+
+    def apart(part: slice, factor: float) -> float:
+        return _root_mean_square([right / factor - left for left, right in zip(x[part], y[part], strict=True)])
+
+    if by_rows:
+        return apart(ORDERED, factor) / (max(_norm(a), _norm(b), floor) or 1.0)
+    size = max(_size_of(a), _size_of(b) / factor, floor)
+    if not size:
+        return 0.0
+    squares = apart(slice(0, 1), factor**2)
+    if a.width and x[ROWS.start] and y[ROWS.start]:
+        squares = max(squares, apart(ROWS, factor**2))
+    return max(apart(LINEAR, factor), squares / (2 * size)) / size
+
+
+def _distance(a: Table, b: Table) -> float:
+    """Return the distance of all weights that both runs have, relative to their norm."""
+    names = [name for name in a if _comparable(a[name], b.get(name))]
+    apart = math.hypot(*(_difference(a[name], b[name]) * _norm(a[name]) for name in names))
+    return apart / (math.hypot(*(_norm(a[name]) for name in names)) or 1.0)
+
+
+def _minus(a: Entry, b: Entry) -> Entry:
+    """Return the sketch of the difference; its norm is estimated."""
+    apart = tuple(x - y for x, y in zip(a.numbers[LINEAR], b.numbers[LINEAR], strict=True))
+    return a._replace(digest=0, numbers=(_root_mean_square(apart) ** 2, *apart))
+
+
+def _norm(entry: Entry) -> float:
+    return math.sqrt(max(entry.numbers[0], 0.0))
+
+
+def _size_of(entry: Entry) -> float:
+    """Return the norm, or the size of the projections if that is larger: rows may be alike, and a sketch adds them."""
+    return max(_norm(entry), _root_mean_square(entry.numbers[LINEAR]))
+
+
+def _rms(entry: Entry) -> float:
+    return _norm(entry) / math.sqrt(max(entry.numel, 1))
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values) / len(values))
+
+
 def _module(name: str) -> str:
     return name.partition("[")[0]
 
 
-def _of(module: str, errors: Errors) -> dict[int, Measured]:
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _worst(module: str, errors: Errors) -> dict[int, Measured]:
     """Return the worst comparison of a module's tensors, as judge expects it: by rank."""
     found = [measured for name, measured in errors.items() if _module(name) == module]
     return {0: max(found, key=lambda each: (math.isnan(each.share), each.share))} if found else {}
-
-
-def _any_wrong(errors: Errors) -> bool:
-    return not all(found.ok for found in errors.values())
 
 
 def _size(found: Measured) -> str:

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 FILE_NAME = "record.jsonl"  # in the directory of a run
 VERSION = 1
+# Arguments of the model; outputs by module, in the order of forward, and gradients there; weights before the step if
+# the step before it is not recorded; gradients of the parameters; weights after the step.
+TABLES = ("data", "outputs", "gradients", "before", "grads", "after")
 
 
 class Entry(NamedTuple):
-    """Sketch of one full tensor; see core.verify.record.sketches.
-
-    Attributes:
-        numel: Number of elements, over all ranks and microbatches.
-        width: As in core.verify.record.sketches.Sketch.
-        digest: Sum of the bits.
-        numbers: The sums.
-    """
+    """Sketch of one full tensor, over all ranks and microbatches; see core.verify.record.sketches.Sketch."""
 
     numel: int
     width: int
+    rows: int
     digest: int
     numbers: tuple[float, ...]
 
@@ -36,42 +33,23 @@ class RecordedStep:
         step: Number of the step, from 1.
         eps: Rounding unit of the coarsest dtype that the step computed in.
         rates: Learning rates of the optimizer's groups.
-        data: Arguments of the model.
-        outputs: Outputs by module, in the order of forward.
-        gradients: Gradients at these outputs.
-        before: Weights before the step; empty if the step before it is recorded.
-        grads: Reduced gradients of the parameters.
-        after: Weights after the step.
+        tables: Entries by name, for each of TABLES.
     """
 
     step: int
     eps: float
-    rates: tuple[float, ...] = ()
-    data: Mapping[str, Entry] = field(default_factory=dict)
-    outputs: Mapping[str, Entry] = field(default_factory=dict)
-    gradients: Mapping[str, Entry] = field(default_factory=dict)
-    before: Mapping[str, Entry] = field(default_factory=dict)
-    grads: Mapping[str, Entry] = field(default_factory=dict)
-    after: Mapping[str, Entry] = field(default_factory=dict)
+    rates: tuple[float, ...]
+    tables: Mapping[str, Mapping[str, Entry]]
 
     def line(self) -> str:
         """Return the step as a line of the file."""
-        parts = [f'"step":{self.step},"eps":{self.eps!r},"rates":{json.dumps(self.rates)}']
-        for name in TABLES:
-            if table := getattr(self, name):
-                rows = ",".join(f"{json.dumps(key)}:{_row(entry)}" for key, entry in table.items())
-                parts.append(f'"{name}":{{{rows}}}')
-        return f"{{{','.join(parts)}}}"
-
-
-def _row(entry: Entry) -> str:
-    numbers = ",".join([f"{number:.9g}" for number in entry.numbers])
-    if "n" in numbers:
-        numbers = numbers.replace("nan", "NaN").replace("inf", "Infinity")
-    return f"[{entry.numel},{entry.width},{entry.digest},{numbers}]"
-
-
-TABLES = ("data", "outputs", "gradients", "before", "grads", "after")
+        digits = ".9g" if self.eps > 1e-9 else ".17g"
+        tables = {
+            table: {name: [*row[:4], *(float(format(x, digits)) for x in row.numbers)] for name, row in rows.items()}
+            for table, rows in self.tables.items()
+            if rows
+        }
+        return json.dumps({"step": self.step, "eps": self.eps, "rates": self.rates, **tables}, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -119,18 +97,16 @@ def read_recording(path: Path) -> RecordedRun:
             continue
         try:
             read = json.loads(text)
-            if "recording" in read:
-                if read["recording"] != VERSION:
-                    raise ValueError(f"version {read['recording']} is not {VERSION}")
+            if "recording" not in read:
+                steps[int(read["step"])] = _step(read)
+            elif read["recording"] == VERSION:
                 layout = str(read["layout"])
-                continue
-            step = _step(read)
+            else:
+                raise ValueError(f"version {read['recording']} is not {VERSION}")
         except (ValueError, TypeError, KeyError) as error:
-            cut = number > 1 and (number == len(lines) or lines[number].startswith('{"recording"'))
-            if cut:  # the run ended while it wrote this line
-                continue
-            raise ValueError(f"{file}, line {number} is no line of a recording ({error}): {text[:60]!r}") from error
-        steps[step.step] = step
+            is_cut = number > 1 and (number == len(lines) or lines[number].startswith('{"recording"'))
+            if not is_cut:  # otherwise the run ended while it wrote this line
+                raise ValueError(f"{file}, line {number} is no line of a recording ({error}): {text[:60]!r}") from error
     if not steps:
         raise ValueError(f"{file} has no step; a step is written when the optimizer has made it")
     return RecordedRun(str(path), layout, dict(sorted(steps.items())))
@@ -138,13 +114,10 @@ def read_recording(path: Path) -> RecordedRun:
 
 def _step(read: dict[str, Any]) -> RecordedStep:
     tables = {
-        name: {
-            key: Entry(int(row[0]), int(row[1]), int(row[2]), tuple(map(float, row[3:]))) for key, row in rows.items()
-        }
-        for name in TABLES
-        if (rows := read.get(name)) is not None
+        table: {name: Entry._make([*row[:4], tuple(row[4:])]) for name, row in read.get(table, {}).items()}
+        for table in TABLES
     }
-    return RecordedStep(int(read["step"]), float(read["eps"]), tuple(read["rates"]), **tables)
+    return RecordedStep(int(read["step"]), float(read["eps"]), tuple(read["rates"]), tables)
 
 
 def ranges(steps: Collection[int]) -> str:

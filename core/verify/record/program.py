@@ -7,8 +7,7 @@ pipeline that runs. The optimizer is the first one that steps one of its paramet
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -32,7 +31,15 @@ def record_program(asked: Asked) -> int:
         The status; 1 if the program has made no step, 2 if there is no program.
     """
     watch = _ProgramRecording(asked)
-    with watch.active():
+    with ExitStack() as stack:
+        stack.callback(watch.close)
+        for owner, name in ((nn.Module, "__call__"), (PipelineRunner, "step")):
+            patch = mock.patch.object(owner, name, watch.finding_model(getattr(owner, name)))
+            watch.finding.enter_context(patch)
+        step = watch.recording_step(MegatronOptimizer.step)
+        stack.enter_context(mock.patch.object(MegatronOptimizer, "step", step))
+        stack.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: watch.before(optimizer)).remove)
+        stack.callback(register_optimizer_step_post_hook(lambda optimizer, *_: watch.after(optimizer)).remove)
         status = execute(asked)
     if status != 0:
         return status
@@ -54,42 +61,20 @@ class _ProgramRecording:
         self.recording: StepRecording | None = None
         self.optimizer: Any = None
         self.depth = 0
-        self.looking = ExitStack()  # for the model
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Record the program that runs inside the context."""
-        with ExitStack() as stack:
-            stack.callback(self.close)
-            for owner, name, found in (
-                (nn.Module, "__call__", self._is_trained),
-                (PipelineRunner, "step", lambda _: True),
-            ):
-                patch = mock.patch.object(owner, name, self._watched(getattr(owner, name), found))
-                self.looking.enter_context(patch)
-            step = MegatronOptimizer.step
-
-            def recorded(optimizer: MegatronOptimizer, *args: Any, **kwargs: Any) -> Any:
-                self._before(optimizer)
-                result = step(optimizer, *args, **kwargs)
-                self._after(optimizer)
-                return result
-
-            stack.enter_context(mock.patch.object(MegatronOptimizer, "step", recorded))
-            stack.callback(register_optimizer_step_pre_hook(lambda each, *_: self._before(each)).remove)
-            stack.callback(register_optimizer_step_post_hook(lambda each, *_: self._after(each)).remove)
-            yield
+        self.finding = ExitStack()  # patches that find the model
 
     def close(self) -> None:
         """Remove all hooks, and close the file."""
-        self.looking.close()
+        self.finding.close()
         if self.recording is not None:
             self.recording.close()
 
-    def _watched(self, call: Callable[..., Any], found: Callable[[Any], bool]) -> Callable[..., Any]:
+    def finding_model(self, call: Any) -> Any:
+        """Wrap a call of a module or pipeline: the first outermost one that trains is recorded."""
+
         def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.depth and self.recording is None and found(model):
-                self.looking.close()
+            if not self.depth and self.recording is None and _is_trained(model):
+                self.finding.close()
                 assert self.asked.record is not None, "the option of this command"
                 self.recording = StepRecording(model, self.asked.record, every=self.asked.every)
             self.depth += 1
@@ -100,25 +85,40 @@ class _ProgramRecording:
 
         return watched
 
-    @staticmethod
-    def _is_trained(model: nn.Module) -> bool:
-        return model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    def recording_step(self, step: Any) -> Any:
+        """Wrap the step of our optimizer, which has no hooks."""
 
-    def _before(self, optimizer: Any) -> None:
+        def recorded(optimizer: MegatronOptimizer, *args: Any, **kwargs: Any) -> Any:
+            self.before(optimizer)
+            result = step(optimizer, *args, **kwargs)
+            self.after(optimizer)
+            return result
+
+        return recorded
+
+    def before(self, optimizer: Any) -> None:
         """Choose the optimizer of the recorded model, and sketch the gradients."""
         if self.recording is None:
             return
         if self.optimizer is None:
-            chunks = getattr(optimizer, "model_chunks", None)
-            if chunks is None and self.recording.torch_job is not None:
-                mine = {id(param) for param in self.recording.torch_job.torch_model.params.values()}
-                stepped: Sequence[Any] = [param for group in optimizer.param_groups for param in group["params"]]
-                self.optimizer = optimizer if any(id(param) in mine for param in stepped) else None
-            elif chunks is not None and self.recording.torch_job is None:
-                self.optimizer = optimizer if self.recording.model.chunks[0] in chunks else None
+            job = self.recording.torch_job
+            if job is None:
+                is_mine = self.recording.model.chunks[0] in getattr(optimizer, "model_chunks", ())
+            else:
+                mine = {id(param) for param in job.torch_model.params.values()}
+                is_mine = any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
+            self.optimizer = optimizer if is_mine else None
         if self.optimizer is optimizer:
             self.recording.before_update(optimizer)
 
-    def _after(self, optimizer: Any) -> None:
+    def after(self, optimizer: Any) -> None:
+        """Sketch the weights, and write the step."""
         if self.recording is not None and self.optimizer is optimizer:
             self.recording.after_update()
+
+
+def _is_trained(model: Any) -> bool:
+    if isinstance(model, PipelineRunner):
+        return True
+    is_training: bool = model.training and torch.is_grad_enabled()
+    return is_training and any(param.requires_grad for param in model.parameters())

@@ -5,27 +5,38 @@ from __future__ import annotations
 import functools
 import os
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from core.checkpoint.global_slices import GlobalSlice
 from core.distributed import DistributedDataParallel
 from core.groups import agree
 from core.pipeline_parallel import PipelineRunner
 from core.verify.gathered import WrappedModel, buckets_of
-from core.verify.record.file import Entry, header
-from core.verify.record.merge import Key, Row, merged
-from core.verify.record.modules import ModuleSketches
-from core.verify.record.sketches import Sketch, of_part, parts_of
+from core.verify.record.file import TABLES, Entry, RecordedStep, header
+from core.verify.record.modules import Key, ModuleSketches
+from core.verify.record.sketches import LINEAR, Sketch, of_part, parts_of
 from core.verify.torch_model import TorchLoopJob, TorchModel, some_world
 from core.watch.waiting import waiting
 from core.watch.warn_user import warn_user
+
+
+class Row(NamedTuple):
+    """One rank's entry of a table; `part` is equal for ranks with the same part of a parameter, or equal outputs."""
+
+    key: Key
+    stage: int  # of the pipeline
+    order: int  # in the stage's forward
+    part: Hashable
+    entry: Entry
+    eps: float
 
 
 def record_with(
@@ -77,14 +88,9 @@ def record_with(
 
 
 class StepRecording:
-    """Recording of a loop's steps. `close`, or the end of its context, removes it from model and optimizer.
+    """Recording of a loop's steps, with the arguments of record_with.
 
-    Args:
-        model: As in record_with.
-        path: As in record_with.
-        every: As in record_with.
-        first_step: As in record_with.
-        mesh: As in record_with.
+    `close`, or the end of its context, removes it from model and optimizer.
 
     Attributes:
         steps: Number of steps that the optimizer has made, with those before `first_step`.
@@ -100,12 +106,11 @@ class StepRecording:
         first_step: int = 1,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        given = (
-            model.chunks if isinstance(model, PipelineRunner) else [model] if isinstance(model, nn.Module) else model
-        )
-        chunks = [part for each in given for part in each.modules() if isinstance(part, DistributedDataParallel)]
+        is_pipeline = isinstance(model, PipelineRunner)
+        models = model.chunks if is_pipeline else [model] if isinstance(model, nn.Module) else model
+        chunks = [part for each in models for part in each.modules() if isinstance(part, DistributedDataParallel)]
         with some_world():
-            self.torch_job = None if chunks else TorchLoopJob(given[0], lambda *_: None, mesh)
+            self.torch_job = None if chunks else TorchLoopJob(models[0], lambda *_: None, mesh)
         self.model = WrappedModel(chunks) if self.torch_job is None else self.torch_job.torch_model
         self.every, self.steps, self.path = every, first_step - 1, Path(path)
         self.failure = ""
@@ -114,12 +119,11 @@ class StepRecording:
         self.armed = ExitStack()
         self.closing = ExitStack()
         self.sketches: list[ModuleSketches] | None = None  # hooks; None if the next step is not recorded
-        self.parts: dict[Key, list[tuple[int, Sketch]]] = {}
+        self.parts: dict[Key, list[tuple[Hashable, Sketch]]] = {}
         self.rates: tuple[float, ...] = ()
         groups = self.model.groups
         stages = [number * groups.size("pp") + groups.rank("pp") for number in range(len(self.model.chunks))]
-        self.stages = model.stage_numbers if isinstance(model, PipelineRunner) else stages
-        self.data_rank = groups.rank("dp_cp")
+        self.stages = model.stage_numbers if is_pipeline else stages
         with agree.together(None, "the file of the recording", OSError):
             if self._is_first_rank:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,17 +178,16 @@ class StepRecording:
 
     def before_update(self, optimizer: Any) -> None:
         """Sketch the reduced gradients, before an optimizer uses them."""
-        if self.sketches is None:
-            return
-        self.rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
-        self._take_gradients(optimizer)
+        if self.sketches is not None:
+            self.rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+            self._record_parameters("grads", optimizer)
 
     def after_update(self) -> None:
         """Sketch the weights after an update, and write the step. Collective if the step is recorded."""
         self.steps += 1
         recorded = self.sketches is not None
         if recorded:
-            self._take_weights("after")
+            self._record_parameters("after")
             everyone = self._gathered()
             self._disarm()
             error = None
@@ -213,94 +216,97 @@ class StepRecording:
                 for held in self.model.held
                 if held.chunk == number and held.name.endswith(".weight") and held.place.shape != held.place.local_shape
             }
-            sketches = ModuleSketches(chunk.module, split)
-            self.armed.enter_context(sketches)
-            self.sketches.append(sketches)
+            self.sketches.append(ModuleSketches(chunk.module, split))
+            self.armed.callback(self.sketches[-1].remove)
         if self.torch_job is not None:
-            self.armed.enter_context(self.torch_job.watched(lambda *_: self._take_gradients(None)))
+            self.armed.enter_context(self.torch_job.watched(lambda *_: self._record_parameters("grads")))
         if weights:
-            self._take_weights("before")
+            self._record_parameters("before")
 
     def _disarm(self) -> None:
         self.armed.close()
         self.sketches = None
 
-    # -- parameters -----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
-    def _take_gradients(self, optimizer: Any) -> None:
-        """Sketch the reduced gradients, once a step: before they are clipped, if torch clips them."""
-        if any(table == "grads" for table, _ in self.parts):
-            return
-        if isinstance(self.model, TorchModel):
-            grads = self.model.gradients()
-            for held in self.model.trained:
-                self._take("grads", held.place, grads[held.key].reshape(-1), 0)
+    def _record_parameters(self, table: str, optimizer: Any = None) -> None:
+        """Sketch this rank's parts of gradients or weights. Gradients are sketched once a step: before torch clips."""
+        if any(known == table for known, _ in self.parts):
             return
         scaler = getattr(optimizer, "grad_scaler", None) or getattr(optimizer, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.value)
-        for places, bucket in self._buckets():
-            factor = float(bucket.pending_scale) / scale
-            for index, slot in enumerate(bucket.layout.slots):
-                first = max(0, bucket.valid_range[0] - bucket.ranges[index][0])
-                self._take("grads", places[slot.name], bucket.valid_part(index), first, factor)
+        scale = 1.0 if scaler is None or self.torch_job is not None else float(scaler.value)
+        for place, flat, first, pending in self._local_parts(table):
+            if place.is_copy or not flat.numel():
+                continue
+            sketch = of_part(flat.contiguous(), first, place, is_gradient=table == "grads")
+            if table == "grads" and (factor := float(pending) / scale) != 1.0:
+                sketch.numbers[0] *= factor * factor
+                sketch.numbers[LINEAR] *= factor
+            part = tuple((box.global_offset, box.size) for box in parts_of(first, flat.numel(), place))
+            self.parts.setdefault((table, place.name), []).append((part, sketch))
 
-    @torch.no_grad()
-    def _take_weights(self, table: str) -> None:
+    def _local_parts(self, table: str) -> Iterator[tuple[GlobalSlice, Tensor, int, Any]]:
+        """Yield (place, flat elements, index of the first one, factor that a gradient still lacks)."""
         if isinstance(self.model, TorchModel):
+            grads = self.model.gradients() if table == "grads" else {}
             for held in self.model.trained:
-                self._take(table, held.place, held.tensor.reshape(-1), 0)
+                yield held.place, grads.get(held.key, held.tensor).reshape(-1), 0, 1.0
             return
-        for places, bucket in self._buckets():
-            for index, slot in enumerate(bucket.layout.slots):
-                if bucket.sharded and bucket.param_shard is not None:
-                    first = max(0, bucket.shard_range[0] - bucket.ranges[index][0])
-                    part = bucket.part_of(bucket.param_shard, index, bucket.shard_range)
-                    self._take(table, places[slot.name], part, first)
-                else:
-                    self._take(table, places[slot.name], bucket.params[index].detach().reshape(-1), 0)
-
-    def _buckets(self) -> Iterator[tuple[Mapping[str, Any], Any]]:
-        """Yield each bucket with the places of its chunk's parameters."""
         for number, chunk in enumerate(self.model.chunks):
             places = {held.place.local_name: held.place for held in self.model.held if held.chunk == number}
             for bucket in buckets_of(chunk):
-                yield places, bucket
+                for index, slot in enumerate(bucket.layout.slots):
+                    if table == "grads":
+                        flat, within = bucket.valid_grad, bucket.valid_range
+                    elif bucket.sharded and bucket.param_shard is not None:
+                        flat, within = bucket.param_shard, bucket.shard_range
+                    else:
+                        flat, within = bucket.params[index].detach().reshape(-1), bucket.ranges[index]
+                    first = max(0, within[0] - bucket.ranges[index][0])
+                    yield places[slot.name], bucket.part_of(flat, index, within), first, bucket.pending_scale
 
-    def _take(self, table: str, place: Any, flat: Tensor, first: int, factor: float = 1.0) -> None:
-        if place.is_copy or not flat.numel():
-            return
-        sketch = of_part(flat.contiguous(), first, place, counts_tiny=table == "grads")
-        if factor != 1.0:
-            sketch.numbers[:-1].mul_(factor)[0] *= factor
-        part = hash(tuple((box.global_offset, box.size) for box in parts_of(first, flat.numel(), place)))
-        self.parts.setdefault((table, place.name), []).append((part, sketch))
-
-    # -- all ranks ------------------------------------------------------------------------------------------------
-
-    def _gathered(self) -> list[Any]:
-        """Return every rank's tables on rank 0: (data rank, rounding unit, rows by table and name)."""
+    def _gathered(self) -> list[Row]:
+        """Return the rows of all ranks on rank 0."""
         assert self.sketches is not None, "a recorded step"
-        found: list[tuple[Key, int, float, Sketch, int]] = []
+        data_rank = self.model.groups.rank("dp_cp")
+        found: list[tuple[Key, int, int, Hashable, Sketch]] = []
         for stage, chunk in zip(self.stages, self.sketches, strict=True):
-            for index, (key, sketch) in enumerate(chunk.sketches.items()):
-                found.append((key, 0, stage + index / len(chunk.sketches), sketch, stage))
-        held = self.model.held
-        order = {each.name: self.stages[each.chunk] + index / len(held) for index, each in enumerate(held)}
-        found += [(key, part, order[key[1]], sketch, 0) for key, parts in self.parts.items() for part, sketch in parts]
-        numbers = torch.cat([sketch.numbers for *_, sketch, _ in found]).tolist() if found else []
-        digests = torch.stack([sketch.digest for *_, sketch, _ in found]).tolist() if found else []
-        rows, start = [], 0
-        for (key, part, at, sketch, stage), digest in zip(found, digests, strict=True):
-            end = start + len(sketch.numbers)
-            entry = Entry(sketch.numel, sketch.width, digest, tuple(numbers[start:end]))
-            rows.append((key, stage, Row(part, at, entry)))
-            start = end
+            found += [(key, stage, n, None, sketch) for n, (key, sketch) in enumerate(chunk.sketches.items())]
+        order = {held.name: (self.stages[held.chunk], n) for n, held in enumerate(self.model.held)}
+        found += [(key, *order[key[1]], part, sketch) for key, parts in self.parts.items() for part, sketch in parts]
+        numbers = torch.cat([sketch.numbers for *_, sketch in found]).tolist() if found else []
+        digests = torch.stack([sketch.digest for *_, sketch in found]).tolist() if found else []
         eps = max([chunk.eps for chunk in self.sketches] + [torch.finfo(self.model.dtype).eps])
-        mine = (self.data_rank, eps, rows)
+        mine, start = [], 0
+        for (key, stage, number, part, sketch), digest in zip(found, digests, strict=True):
+            end = start + len(sketch.numbers)
+            entry = Entry(sketch.numel, sketch.width, sketch.rows, digest, tuple(numbers[start:end]))
+            mine.append(Row(key, stage, number, part or (data_rank, digest, entry.numbers), entry, eps))
+            start = end
         if not dist.is_initialized():
-            return [mine]
+            return mine
         everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         with waiting("the sketches of a recorded step", dist.group.WORLD):
             dist.gather_object(mine, everyone, dst=0)
-        return everyone or []
+        return [row for rank in everyone or () for row in rank]
+
+
+def merged(rows: Sequence[Row], step: int, rates: tuple[float, ...]) -> RecordedStep:
+    """Add the sketches of all ranks. Pure.
+
+    A part that several ranks hold counts once. Tensor-parallel ranks may hold an output or parts of it: equal sketches
+    are of one tensor. A container of which several pipeline stages hold parts has the outputs of its last stage.
+    """
+    last: dict[Key, int] = {}
+    for row in rows:
+        last[row.key] = max(row.stage, last.get(row.key, 0))
+    parts: dict[Key, dict[Hashable, Entry]] = {}
+    for row in sorted(rows, key=lambda row: (row.stage, row.order)):
+        if row.stage == last[row.key]:
+            parts.setdefault(row.key, {})[row.part] = row.entry
+    tables: dict[str, dict[str, Entry]] = {table: {} for table in TABLES}
+    for (table, name), found in parts.items():
+        numels, widths, local, digests, numbers = zip(*found.values(), strict=True)
+        width = widths[0] if len(set(widths)) == 1 else -2
+        sums = tuple(map(sum, zip(*numbers, strict=True)))
+        tables[table][name] = Entry(sum(numels), width, max(local), sum(digests) % 2**64, sums)
+    return RecordedStep(step, max(row.eps for row in rows), rates, tables)
