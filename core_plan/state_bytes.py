@@ -47,6 +47,14 @@ STATE_KINDS = (PARAMETERS, GRADIENTS, POOL, GATHERED, MASTERS, MOMENTS, SCRATCH)
 UserOptimizer = Callable[[Sequence[nn.Module]], torch.optim.Optimizer]
 
 
+class PlannedMemory(NamedTuple):
+    """A bucket's memory on the meta device."""
+
+    owned_grad: torch.Tensor  # [owned]
+    param_shard: torch.Tensor  # [owned]
+    state_tier: None = None
+
+
 @dataclass(frozen=True)
 class PlannedBucket:
     """A bucket on the meta device, with the attributes that master weights read."""
@@ -55,10 +63,8 @@ class PlannedBucket:
     shard_range: tuple[int, int]
     params: Sequence[nn.Parameter]
     contracts: Sequence[GradientContract]
-    owned_grad: torch.Tensor  # [owned]
-    param_shard: torch.Tensor  # [owned]
+    memory: PlannedMemory
     steps_apart: bool  # True if exactly one of parameters and optimizer state is on the host
-    state_tier: None = None
 
 
 # True for a parameter of experts, by its name in its chunk.
@@ -333,7 +339,7 @@ def _planned_buckets(
             contracts = [plan.contracts[slot.name] for slot in bucket.slots]
             here = (number, bucket.index)
             apart = not on_cpu and (here in places.params) != (here in places.states)
-            yield number, PlannedBucket(bucket, owned, params, contracts, grad, shard, apart), kinds
+            yield number, PlannedBucket(bucket, owned, params, contracts, PlannedMemory(grad, shard), apart), kinds
 
 
 def _trainable(chunks: Sequence[tuple[nn.Module, ModelPlan]]) -> Iterator[tuple[str, nn.Parameter, bool]]:

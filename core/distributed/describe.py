@@ -22,15 +22,7 @@ def describe_model(
     reduce_microbatches: str,
     units: Sequence[ParamUnit],
 ) -> str:
-    """Return buffers, their buckets and their parameters as text, one line each.
-
-    Args:
-        plan: The model's plan.
-        buffers: Its buffers.
-        groups: Process groups of the model.
-        reduce_microbatches: 'every' or 'last', the choice in use.
-        units: Units of sharded parameters.
-    """
+    """Return buffers, their buckets and their parameters as text, one line each."""
     lines = []
     for number, buffer in enumerate(buffers):
         key = buffer.layout.key
@@ -47,12 +39,12 @@ def describe_model(
         for bucket in buffer.buckets:
             layout = bucket.layout
             padding = layout.end - max(slot.end for slot in layout.slots)
-            is_offloaded = any(bucket.owned_grad is part for part in buffer.offloaded)
+            is_offloaded = any(bucket.memory.owned_grad is part for part in buffer.offloaded)
             grads = "; gradients offloaded" if is_offloaded else ""
             scaled = "" if bucket.scale == 1.0 else f", x {bucket.scale:.6g} before"
             lines.append(
                 f"  bucket {layout.index}: [{layout.start}, {layout.end}), {bucket.nbytes} bytes, {padding} "
-                f"padding, {bucket.op}{scaled}{grads}{_below(bucket.state_tier, '; masters and moments')}"
+                f"padding, {bucket.op}{scaled}{grads}{_below(bucket.memory.state_tier, '; masters and moments')}"
             )
             for slot in layout.slots:
                 contract = plan.contracts[slot.name]
@@ -70,22 +62,19 @@ def _below(tier: MemoryTier | None, what: str) -> str:
 
 def _sharded_parameters(unit: ParamUnit) -> str:
     if unit.tier is not None:
-        how = f"is copied to the device around its use, and stays there {unit.keep_gathered.value}"
+        how = f"is copied to the device around its use, and stays there {unit.keep_unsharded.value}"
     elif unit.layout.shards == 1:
         how = "is whole on its only rank"
     elif unit.mapped is not None:
         how = "is always whole in memory that its ranks map from each other"
     else:
-        how = f"is gathered around its use, and stays whole {unit.keep_gathered.value}"
+        how = f"is gathered around its use, and stays whole {unit.keep_unsharded.value}"
     on = f"{unit.shard.nbytes} bytes on each of {unit.layout.shards} ranks{_below(unit.tier, ',')}"
     return f"{unit.name}: {on}; the bucket {how}"
 
 
 def _sharded_gradients(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str]:
-    """Describe the cost of a sharded gradient for both ways of accumulation.
-
-    `nbytes` is the unsharded buffer's size.
-    """
+    """Describe the cost of a sharded gradient for both ways of accumulation, from the unsharded buffer's bytes."""
     kept = nbytes // buffer.layout.shards
     pool = 0 if buffer.pool is None else buffer.pool.memory.nbytes
     sent = nbytes - kept  # (shards - 1) / shards
@@ -98,16 +87,7 @@ def _sharded_gradients(buffer: GradBuffer, nbytes: int, chosen: str) -> list[str
 
 
 def where(name: str, buffers: Sequence[GradBuffer], frozen: Collection[str]) -> str:
-    """Describe the location of a parameter's gradient in one sentence.
-
-    Args:
-        name: Name of the parameter.
-        buffers: Buffers of the model.
-        frozen: Names of parameters that were frozen at the wrap.
-
-    Raises:
-        ValueError: If no parameter has this name.
-    """
+    """Describe the location of a parameter's gradient in one sentence; ValueError if no parameter has this name."""
     for number, buffer in enumerate(buffers):
         for bucket in buffer.buckets:
             for index, contract in enumerate(bucket.contracts):
@@ -122,13 +102,17 @@ def where(name: str, buffers: Sequence[GradBuffer], frozen: Collection[str]) -> 
 def _state_of(bucket: Bucket, index: int, place: str) -> str:
     if not bucket.params[index].requires_grad:
         return "does not exist: the parameter is frozen (requires_grad is False)"
-    if bucket.state is BucketState.ACCUMULATING:
+    if bucket.step.state is BucketState.ACCUMULATING:
         return _accumulating(bucket, index, place)
-    if bucket.state is BucketState.IN_FLIGHT:
+    if bucket.step.state is BucketState.IN_FLIGHT:
         return _in_flight(bucket, index, place)
     if not bucket.used[index]:
         return "does not exist: no rank used the parameter in this step, so `.grad` is None until a backward uses it"
-    words = f"is final in {place}" if bucket.state is BucketState.FINAL else f"is reduced in {place}, before sync rules"
+    words = (
+        f"is final in {place}"
+        if bucket.step.state is BucketState.FINAL
+        else f"is reduced in {place}, before sync rules"
+    )
     return f"{words}; {_held(bucket, index)}; {_shown(bucket, index)}"
 
 
@@ -136,12 +120,12 @@ def _accumulating(bucket: Bucket, index: int, place: str) -> str:
     grad = bucket.params[index].grad
     if bucket.attribute.collected[index]:
         return f"accumulates in borrowed memory of {place}; `.grad` is a placeholder until finalize_model_grads"
-    if bucket.views and grad is bucket.views[index]:
+    if bucket.memory.views and grad is bucket.memory.views[index]:
         came = "accumulates" if bucket.used[index] else "has not come in this step; it will accumulate"
         return f"{came} in {place}, and `.grad` is that memory"
     if grad is not None:
         return f"accumulates in `.grad`, a tensor of its own, which moves into {place} before that bucket is launched"
-    if bucket.sums and bucket.used[index]:
+    if bucket.step.sums and bucket.used[index]:
         return (
             f"of earlier microbatches is reduced in {place}; {_held(bucket, index)}; `.grad` is None until a backward"
         )
@@ -173,9 +157,9 @@ def _shown(bucket: Bucket, index: int) -> str:
     grad = bucket.params[index].grad
     if grad is None:
         return "you have set `.grad` to None; the next backward makes a new gradient"
-    if bucket.views and grad is bucket.views[index]:
+    if bucket.memory.views and grad is bucket.memory.views[index]:
         return "`.grad` is that memory"
     if grad is bucket.attribute.shown[index]:
-        due = "it is sharded" if not bucket.whole else "the optimizer has still to scale it"
+        due = "it is sharded" if not bucket.step.is_full_grad else "the optimizer has still to scale it"
         return f"`.grad` is a placeholder, because {due}"
     return "you have put another tensor into `.grad`, which the optimizer's step takes or refuses"

@@ -23,7 +23,7 @@ from core.distributed.guard.finite import Finding
 from core.distributed.guard.misuse import StepGuard, refuse_reshaped
 from core.distributed.guard.replicas import refuse_unequal
 from core.distributed.hooks import hook, owned_params
-from core.distributed.materialize import MARK, Init, broadcast_weights, make_all, make_and_cut
+from core.distributed.materialize import MARK, Init, broadcast_weights, make_all, make_and_shard
 from core.distributed.reduce.grad_reducer import StepReport
 from core.distributed.wire.collective_events import resolve
 from core.distributed.wire.overlap import OverlapReport
@@ -33,10 +33,11 @@ from core.watch.collector_pause import collector_paused
 
 
 class DistributedDataParallel(nn.Module):
-    """Wrap a model chunk so that its gradients are kept in contiguous buffers and reduced over data parallelism.
+    """Keep a model chunk's gradients in contiguous buffers, and reduce them over the data-parallel ranks.
 
-    Separate gradients would need one small collective each. In buffers they are reduced bucket by bucket, optionally
-    while backward runs, and can be sharded.
+    Reducing each gradient alone takes one small collective per parameter. A buffer is reduced in buckets instead, each
+    as soon as backward has produced its gradients (`overlap_grad_reduce`). It can also be sharded, with the optimizer
+    state and the parameters, so that a rank stores only its part.
 
         config = DistributedDataParallelConfig(overlap_grad_reduce=True)
         model = DistributedDataParallel(None, config, model)
@@ -47,19 +48,18 @@ class DistributedDataParallel(nn.Module):
             optimizer.step()
 
     After `finalize_model_grads`, `param.main_grad` is the mean over the data-parallel ranks of each rank's accumulated
-    gradients (per token: see finalize_model_grads). `param.grad` is the same tensor, unless gradients are sharded: then
-    only this rank's shard of `main_grad` is valid, and `param.grad` is a GradPlaceholder, which cannot be used.
-    As in torch, a parameter that no rank used has `.grad` None. Neither config is modified.
+    gradients (with `num_tokens`, the mean per token). `param.grad` is the same tensor, and None if no rank used the
+    parameter. If gradients are sharded, only this rank's shard of `main_grad` is valid, and `param.grad` is a
+    GradPlaceholder, which raises SyncError when it is used.
 
-    If several wrapped models share groups, ranks may use them in different orders. Their gradients are therefore
-    reduced in `finalize_model_grads`, not in backward. To overlap the reduction, wrap them as one module.
-
-    Collective over all ranks that hold this chunk.
+    Constructing the wrapper is collective over all ranks that hold this chunk. If several wrapped models share process
+    groups, ranks may use them in different orders, so their gradients are reduced in `finalize_model_grads` instead of
+    in backward. Wrap them as one module to overlap the reduction.
 
     Args:
-        config: A ModelParallelConfig, or None for a model without tensor, sequence or expert parallelism.
-        ddp_config: Options for reducing and sharding gradients. None for the defaults.
-        module: Any nn.Module on one device.
+        config: A ModelParallelConfig, or None for a model without tensor, sequence or expert parallelism. Not modified.
+        ddp_config: How gradients are reduced and sharded. None for the defaults. Not modified.
+        module: Any nn.Module with all parameters on one device.
         disable_bucketing: Use one bucket for each buffer, for chunks whose gradients are not on the critical path.
         pg_collection: Process groups of the model. Default: the groups of parallel_state.
 
@@ -123,13 +123,13 @@ class DistributedDataParallel(nn.Module):
         self.reducer, self.grad_sync, self.param_sync = engine.reducer, engine.grad_sync, engine.params
         self.step_guard = StepGuard(self, self.reducer, engine.ids, engine.weights)
         if init is not None:
-            make_and_cut(self.module, init, engine.params, engine.plan, self.groups, self.ddp_config.initial_weights)
+            make_and_shard(self.module, init, engine.params, engine.plan, self.groups, self.ddp_config.initial_weights)
         elif self.ddp_config.initial_weights == "broadcast":
             broadcast_weights(engine.plan, self.groups, engine.params.collectives)
         elif self.ddp_config.initial_weights == "check":
             refuse_unequal(engine.weights.unequal_within_stage(cut=False), self.groups, step=0)
         if init is None:
-            engine.params.cut_all(engine.plan.named.values())
+            engine.params.shard_params(engine.plan.named.values())
         if engine.buffer_sync is not None:
             engine.buffer_sync.broadcast()
         hook(engine)
@@ -153,7 +153,10 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them, for every backward of a step but the last. May be nested."""
+        """Return a context in which backward accumulates gradients without reducing them. May be nested.
+
+        Use it for every microbatch of a step but the last, so that a step has one reduction.
+        """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -170,13 +173,16 @@ class DistributedDataParallel(nn.Module):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, syncs: bool) -> None:
+        """False while backward accumulates without reducing, as inside `no_sync`.
+
+        Loops such as nanoGPT's set this attribute of torch's DDP. Its value matters when backward runs.
+        """
         self.reducer.no_sync_depth = 0 if syncs else 1
 
     def start_grad_sync(self, *unused: Any, force_all_reduce: bool = False) -> None:
         """Launch every bucket that backward has not launched yet. Collective over the data group, asynchronous.
 
-        If several models share the group, nothing is launched here. finalize_model_grads launches their buckets, in an
-        order that it checks.
+        If several models share the group, finalize_model_grads launches their buckets, in an order that it checks.
 
         Args:
             unused: Ignored; for Megatron's callers.
@@ -185,10 +191,10 @@ class DistributedDataParallel(nn.Module):
         self.reducer.start(force_all_reduce=force_all_reduce, early=True)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Complete the data-parallel reduction and launch remaining buckets. Idempotent.
+        """Complete the data-parallel reduction, and launch remaining buckets. Collective over the data group.
+        Idempotent.
 
-        Collective over the data group. Sync rules (sequence parallelism, tied embeddings) run in
-        `finalize_model_grads`.
+        Sync rules (sequence parallelism, tied embeddings) are left to `finalize_model_grads`.
 
         Args:
             force_all_reduce: Give every rank full gradients even if they are sharded.
@@ -208,11 +214,7 @@ class DistributedDataParallel(nn.Module):
                 buffer.zero()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero all gradients like zero_grad_buffer.
-
-        Args:
-            set_to_none: Ignored, because gradients are in the buffer and stay allocated.
-        """
+        """Call zero_grad_buffer. `set_to_none` is ignored, because gradients stay allocated in the buffer."""
         self.zero_grad_buffer()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
@@ -230,7 +232,7 @@ class DistributedDataParallel(nn.Module):
     def param_shard(self, param: nn.Parameter) -> tuple[int, torch.Tensor] | None:
         """Return this rank's part of a sharded parameter. Local.
 
-        Write its elements only between `begin_param_update` and `note_param_write`, which every rank of the shard group
+        An optimizer writes it between `begin_param_update` and `note_param_write`, which every rank of the shard group
         calls.
 
         Args:
@@ -243,7 +245,7 @@ class DistributedDataParallel(nn.Module):
         return None if engine is None else engine.params.own_part_of(param)
 
     def begin_param_update(self) -> None:
-        """Prepare for an optimizer to write this rank's shards of the parameters. Collective over the shard groups.
+        """Wait until no rank reads old parameters, before an optimizer writes shards. Collective over the shard groups.
 
         Raises:
             SyncError: Inside `gathered`, because the write would be lost.
@@ -251,19 +253,16 @@ class DistributedDataParallel(nn.Module):
         self.engine.params.begin_update()
 
     def note_param_write(self) -> None:
-        """Finish an update: all ranks have written their shards since `begin_param_update`. Collective."""
+        """Finish an update: every rank has written its shards. Collective over the shard groups."""
         self.engine.params.invalidate()
         self.engine.params.barrier()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gather the parameters whose shards the optimizer has just written. Collective over the shard groups.
-
-        All parameters are complete when it returns, so that every later read is correct.
+        """Gather the parameters whose shards the optimizer has written, and wait. Collective over the shard groups.
 
         Args:
             unused: Ignored; for Megatron's callers.
-            force_sync: Ignored, because the gather always completes (Megatron's argument).
-            force_dispatch: Ignored (Megatron's argument).
+            force_sync, force_dispatch: Ignored, because the gather always completes (Megatron's arguments).
         """
         self.param_sync.finish_update()
 
@@ -277,8 +276,8 @@ class DistributedDataParallel(nn.Module):
             with model.gathered():
                 torch.save(model.state_dict(), "weights.pt")
 
-        Writes are kept on all ranks. If parameters are not sharded, nothing is gathered. Collective: every rank of the
-        data group enters and leaves the context, and all must write the same values.
+        Collective: every rank of the data group enters and leaves the context. Writes are kept, and all ranks must
+        write the same values. If parameters are not sharded, nothing is communicated.
 
         Raises:
             SyncError: Inside a forward or backward.
@@ -287,7 +286,7 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Overwrite all copies of a weight within a stage with the copies on each group's first rank.
+        """Overwrite all copies of a weight within a stage with the copy on each group's first rank.
 
         Collective over the data groups and the tensor-parallel groups that hold copies.
         """
@@ -298,12 +297,12 @@ class DistributedDataParallel(nn.Module):
         """Return a copy that computes the same outputs, for weight averages and evaluation. Local.
 
         The copy has a plain module and no buffers. Its forward raises SyncError in training mode if gradients would be
-        recorded, and so does every call that reduces. Wrap `copy.module` to train it. Sharded parameters must be
-        gathered before they are copied, otherwise SyncError is raised.
+        recorded, and so does every call that reduces. Wrap `copy.module` to train it. Copy sharded parameters inside
+        `gathered`.
         """
         if "param_sync" in vars(self):
             self.param_sync.finish()
-            if not self.engine.params.is_held:
+            if not self.engine.params.stays_unsharded:
                 raise SyncError(
                     "the parameters are sharded and not gathered, so there is nothing to copy; do it inside "
                     "`with model.gathered():`, on all ranks"
@@ -368,8 +367,8 @@ class DistributedDataParallel(nn.Module):
     def overlap_report(self) -> OverlapReport:
         """Return when each collective of the last finished step was launched, done and waited for, on this rank.
 
-        The report shows how much of this time was exposed, and includes the parameter gathers that were last waited
-        for. Print it with `print(report.table())`.
+        Read from it how much communication was exposed: `print(report.table())`. It includes the parameter gathers that
+        were last waited for.
         """
         report = OverlapReport(tuple(self.reducer.step_report().events), tuple(self.param_sync.events()))
         resolve((*report.reductions, *report.gathers))
@@ -378,9 +377,9 @@ class DistributedDataParallel(nn.Module):
     def reduced_so_far(self) -> dict[str, torch.Tensor]:
         """Return copies of this rank's shards of microbatches that are already reduced, to save an unfinished step.
 
-        The result is empty unless reduce_microbatches is 'every'. Then the gradients that backward left in `.grad` are
-        reduced first: copy `.grad` after this call, not before. All other gradients of the open step are in `.grad`.
-        Each rank saves its own. Collective: every rank calls it after the same microbatch.
+        Empty unless reduce_microbatches is 'every'. Then the gradients that backward left in `.grad` are reduced first:
+        copy `.grad` after this call. All other gradients of the open step are in `.grad`. Each rank saves its own
+        result. Collective: every rank calls it after the same microbatch.
         """
         self.reducer.complete_microbatch()
         found = {name: bucket.reduced_so_far() for name, bucket in self._sharded_buckets().items()}
@@ -397,8 +396,12 @@ class DistributedDataParallel(nn.Module):
         """
         buckets = self._sharded_buckets()
         for name, shard in saved.items():
-            if name not in buckets or shard.shape != buckets[name].owned_grad.shape:
-                here = "does not exist" if name not in buckets else f"has {buckets[name].owned_grad.numel()} elements"
+            if name not in buckets or shard.shape != buckets[name].memory.owned_grad.shape:
+                here = (
+                    "does not exist"
+                    if name not in buckets
+                    else f"has {buckets[name].memory.owned_grad.numel()} elements"
+                )
                 raise ValueError(
                     f"rank {dist.get_rank()}: the saved partial gradients hold {shard.numel()} elements of {name}, "
                     f"which {here} here; a step is continued with the layout, strategy and bucket size of its begin"
@@ -413,7 +416,7 @@ class DistributedDataParallel(nn.Module):
     def reading(self) -> AbstractContextManager[None]:
         """Return a context in which parameters can be read without a forward.
 
-        If parameters are sharded, each bucket is gathered while it is used, and all ranks must read in the same order.
+        If parameters are sharded, each unit is unsharded while it is used, and all ranks must read in the same order.
         """
         return self.engine.params.reading()
 
@@ -422,7 +425,7 @@ class DistributedDataParallel(nn.Module):
             f"buffer {number} {bucket.layout.describe()}": bucket
             for number, buffer in enumerate(self.all_buffers)
             for bucket in buffer.buckets
-            if bucket.pool is not None
+            if bucket.memory.pool is not None
         }
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -434,12 +437,7 @@ class DistributedDataParallel(nn.Module):
         return state
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Return `state_dict`, under the name that Megatron's checkpoint code calls.
-
-        Args:
-            prefix: Prefix of all names.
-            keep_vars: Return parameters instead of detached tensors.
-        """
+        """Return `state_dict`, under the name that Megatron's checkpoint code calls."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

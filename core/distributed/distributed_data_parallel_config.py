@@ -38,11 +38,7 @@ class Residency:
     keeps_params: bool = True
 
     def spread(self, shards: int) -> Spread:
-        """Return the number of ranks that share the memory of each kind.
-
-        Args:
-            shards: Size of the shard group.
-        """
+        """Return the number of ranks that share the memory of each kind, in a shard group of `shards` ranks."""
         return Spread(
             1 if self.keeps_params else shards,
             1 if self.keeps_whole else shards,
@@ -75,76 +71,76 @@ RANGES = {
 
 @dataclass(frozen=True)
 class DistributedDataParallelConfig:
-    """Options of the wrapper: reduction of gradients, and sharding. Names are Megatron Core's; the last block is ours.
+    """Options for reducing and sharding gradients. Names are Megatron Core's; from initial_weights on they are ours.
 
-    grad_reduce_in_fp32: accumulate and reduce gradients in fp32, regardless of the parameter's dtype.
-    overlap_grad_reduce: launch a bucket's collective in backward, as soon as all its gradients have arrived.
-    overlap_param_gather: the optimizer's step gathers a bucket's parameters while it updates the next bucket (needs a
-        sharded strategy). All gathers end before `step()` returns; none runs during the next forward.
-    align_param_gather: no effect, because no gather runs during the forward; a warning where True.
-    use_distributed_optimizer: shard the optimizer's state over data parallelism; the same as strategy 'optim'.
-    num_distributed_optimizer_instances: shard within groups of data ranks / instances ranks, replicate across them.
-    check_for_nan_in_grad: find NaN and Inf before gradients are reduced; all ranks raise together and name the first.
-    record_nan_in_grad: record where and in which microbatch a gradient first became NaN or Inf without raising, for an
-        optimizer that skips such steps and reports the cause.
-    check_for_large_grads: warn of a bucket whose gradient norm, on this rank, is more than 10 times the largest of the
-        first 100 norms. It waits for the device once in each step.
-    bucket_size: elements after which a bucket is closed; None for max(40 000 000, 1 000 000 x data ranks). Used only
-        with overlap, and with 'optim_grads'. With 'optim_grads' it is an upper limit, except for a single larger
-        parameter; None is a sixteenth of the buffer, but at least 1 000 000 and at most the number above, because two
-        such buckets are in memory.
-    num_buckets: number of buckets, instead of their size; with 'optim_grads' there may be more, because none is larger.
-    pad_buckets_for_high_nccl_busbw: pad bucket ends to multiples of 2**16 elements.
-    reduce_scatter_with_fp32_accumulation: send 16-bit gradients and add them in fp32. Needs memory for a second copy of
-        the buckets in flight, as deterministic_reduction does.
-    average_in_collective: let the collective divide.
-    data_parallel_sharding_strategy: 'no_shard'; 'optim' (shards the optimizer's state); 'optim_grads' (also gradients:
-        full ones exist only while a bucket fills and is reduced, so backward reduces with or without overlap); or
-        'optim_grads_params' (also parameters: see docs/source/sharded_parameters.md).
-    reduce_microbatches: with sharded gradients and accumulation, keep full gradients until the 'last' microbatch (one
-        reduction in each step), or reduce 'every' microbatch into the shard, also inside no_sync (less memory, more
-        traffic; reduced gradients can no longer be cleared through `.grad`). With 'every', a rank that has fewer
-        backwards in a step adds zeros to the other ranks' gradients. If backward gathers parameters over all ranks, or
-        experts have other data ranks, all ranks raise SyncError instead. `describe()` prints the bytes of both choices.
-        None: 'every' if parameters are sharded too, else 'last'.
-
-    initial_weights: 'check' that all copies of a weight start equal (on data ranks, on tensor-parallel ranks if the
-        weight is not split, on stages), 'broadcast' the first rank's copy, or 'ignore'. Copies on several stages are
-        checked in the first finalize_model_grads and are not broadcast.
-    check_weights_interval: compare all of these copies once in so many finalize_model_grads, by checksums of their
-        memory, and raise an error that names a difference; 0 for never, and never with initial_weights='ignore'.
-        Megatron's check_weight_hash_across_dp_replicas_interval, for all copies.
-    check_replicas: debug mode; after the last reduction of every step compare the gradients of copies, and raise an
-    error
-        that names a difference. It does not detect weights that drift apart, because data ranks have just got equal
-        gradients from the reduction.
-    deterministic_reduction: add in rank order, so that bucket size, overlap and strategy do not change a bit.
-    scale_in_optimizer: leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which applies
-        it together with its own factors in one pass. Until then `main_grad` contains sums: the gradient is `main_grad`
-        times its bucket's `pending_scale`. Other optimizers are rejected.
-    keep_params_whole: with sharded gradients, place every matrix in one rank's shard, for optimizers that need
-        unsharded matrices (Muon); 'all' does so for every parameter. Embedding and output may still be split. Costs
-        padding if a bucket has few parameters for its number of ranks.
-    grad_communication_dtype: cast buckets to this dtype for their reduction, and back: fp32, bf16, fp16, or
-    float8_e4m3fn
-        (in blocks with scales, see wire/fp8_communication.py, and without overlap). None: the dtype of the buffer.
-    share_host_memory: on CPU with gloo, keep buffers in memory that the ranks of one host map from each other, and
-        reduce there instead of through sockets. Groups that span hosts use sockets. A forked process shares this memory
-        too: it gets no snapshot, and its parent sees its writes.
-    sync_rules: additional reductions. Rules within a stage run before rules across stages, and user rules after the
-        built-in ones of their kind.
-    reshard_after_forward: with 'optim_grads_params', True frees a bucket of parameters when two others have been used,
-        and backward gathers it again. False keeps all buckets that a forward has gathered until the end of the next
-        backward: fewer gathers, but memory for the full model.
-    placement: choose buckets that stay unsharded, and buckets that are offloaded. None: everything is sharded
-        according to the strategy, and is stored on the device.
-    first_steps: 'check' that copies of gradients and weights are equal in the first two steps (see
-        core/distributed/guard/first_steps.py), 'warn' instead of raising an error, or 'ignore'.
-    broadcast_buffers: torch DDP's option. True: begin a forward with the first data rank's module buffers, such as
-        BatchNorm statistics, if the forward before it recorded gradients outside no_sync. They need one broadcast, and
-        none without buffers. With sharded gradients, once in each step. All ranks must then run equally many forwards
-        of the wrapper. False: each rank keeps its own. None: False, with a warning if there are BatchNorms, but True in
-        core.integrations, as with torch's DDP.
+    Args:
+        grad_reduce_in_fp32: Accumulate and reduce gradients in fp32, regardless of the parameter's dtype.
+        overlap_grad_reduce: Launch a bucket's collective in backward, as soon as all its gradients have arrived.
+        overlap_param_gather: Gather a bucket's parameters while the optimizer's step updates the next bucket (needs a
+            sharded strategy). All gathers end before `step()` returns; none runs during the next forward.
+        align_param_gather: No effect, because no gather runs during the forward; a warning where True.
+        use_distributed_optimizer: Shard the optimizer state over data parallelism; the same as strategy 'optim'.
+        num_distributed_optimizer_instances: Shard within groups of data ranks / instances ranks, replicate across them.
+        check_for_nan_in_grad: Find NaN and Inf before gradients are reduced; all ranks raise together and name the
+            first.
+        record_nan_in_grad: Record in which parameter and microbatch a gradient first became NaN or Inf without raising,
+            for an optimizer that skips such steps and reports the cause.
+        check_for_large_grads: Warn of a bucket whose gradient norm, on this rank, is more than 10 times the largest of
+            the first 100 norms. Waits for the device once in each step.
+        bucket_size: Elements after which a bucket is closed; None for max(40 000 000, 1 000 000 x data ranks). Used
+            only with overlap, and with 'optim_grads', for which it is an upper limit, except for a single larger
+            parameter. None is then a sixteenth of the buffer, but at least 1 000 000 and at most the number above,
+            because two such buckets are in memory.
+        num_buckets: Number of buckets, instead of their size; more with 'optim_grads', if some would be larger.
+        pad_buckets_for_high_nccl_busbw: Pad bucket ends to multiples of 2**16 elements.
+        reduce_scatter_with_fp32_accumulation: Send 16-bit gradients and add them in fp32. Needs memory for a second
+            copy of the buckets in flight, as deterministic_reduction does.
+        average_in_collective: Let the collective divide.
+        data_parallel_sharding_strategy: 'no_shard'; 'optim' (shards the optimizer state); 'optim_grads' (also
+            gradients: full ones exist only while a bucket fills and is reduced, so backward reduces with or without
+            overlap); or 'optim_grads_params' (also parameters: see docs/source/sharded_parameters.md).
+        reduce_microbatches: With sharded gradients and accumulation, keep full gradients until the 'last' microbatch
+            (one reduction in each step), or reduce 'every' microbatch into the shard, also inside no_sync (less memory,
+            more traffic; reduced gradients can no longer be cleared through `.grad`). With 'every', a rank that has
+            fewer backwards in a step adds zeros to the other ranks' gradients. If backward gathers parameters over all
+            ranks, or experts have other data ranks, all ranks raise SyncError instead. `describe()` prints the bytes of
+            both choices. None: 'every' if parameters are sharded too, else 'last'.
+        initial_weights: 'check' that all copies of a weight start equal (on data ranks, on tensor-parallel ranks if the
+            weight is not split, on stages), 'broadcast' the first rank's copy, or 'ignore'. Copies on several stages
+            are checked in the first finalize_model_grads and are not broadcast.
+        check_weights_interval: Compare all of these copies once in so many finalize_model_grads, by checksums of their
+            memory, and raise an error that names a difference; 0 for never, and never with initial_weights='ignore'.
+            Megatron's check_weight_hash_across_dp_replicas_interval, for all copies.
+        check_replicas: Debug mode: after the last reduction of every step compare the gradients of copies, and raise an
+            error that names a difference. It does not detect weights that drift apart, because data ranks have just got
+            equal gradients from the reduction.
+        deterministic_reduction: Add in rank order, so that bucket size, overlap and strategy do not change a bit.
+        scale_in_optimizer: Leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which
+            applies it together with its own factors in one pass. Until then `main_grad` contains sums: the gradient is
+            `main_grad` times its bucket's `step.pending_scale`. Other optimizers are rejected.
+        keep_params_whole: With sharded gradients, place every matrix in one rank's shard, for optimizers that need
+            unsharded matrices (Muon); 'all' does so for every parameter. Embedding and output may still be split. Costs
+            padding if a bucket has few parameters for its number of ranks.
+        grad_communication_dtype: Cast buckets to this dtype for their reduction, and back: fp32, bf16, fp16, or
+            float8_e4m3fn (in blocks with scales, see wire/fp8_communication.py, and without overlap). None: the dtype
+            of the buffer.
+        share_host_memory: On CPU with gloo, keep buffers in memory that the ranks of one host map from each other, and
+            reduce there instead of through sockets. Groups that span hosts use sockets. A forked process shares this
+            memory too: it gets no snapshot, and its parent sees its writes.
+        sync_rules: Additional reductions. Rules within a stage run before rules across stages, and user rules after the
+            built-in ones of their kind.
+        reshard_after_forward: With 'optim_grads_params', True frees a bucket of parameters when two others have been
+            used, and backward gathers it again. False keeps all buckets that a forward has gathered until the end of
+            the next backward: fewer gathers, but memory for the full model.
+        placement: Choose buckets that stay unsharded, and buckets that are offloaded. None: everything is sharded
+            according to the strategy, and is stored on the device.
+        first_steps: 'check' that copies of gradients and weights are equal in the first two steps (see
+            core/distributed/guard/first_steps.py), 'warn' instead of raising an error, or 'ignore'.
+        broadcast_buffers: Torch DDP's option. True: begin a forward with the first data rank's module buffers, such as
+            BatchNorm statistics, if the forward before it recorded gradients outside no_sync. They need one broadcast,
+            and none without buffers. With sharded gradients, once in each step. All ranks must then run equally many
+            forwards of the wrapper. False: each rank keeps its own. None: False, with a warning if there are
+            BatchNorms, but True in core.integrations, as with torch's DDP.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -262,11 +258,7 @@ class DistributedDataParallelConfig:
         return self.residency.sharded
 
     def grad_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a parameter are accumulated and reduced.
-
-        Args:
-            dtype: Dtype of the parameter.
-        """
+        """Return the dtype in which gradients of a parameter are accumulated and reduced."""
         return torch.promote_types(dtype, torch.float32) if self.grad_reduce_in_fp32 else dtype
 
     @property

@@ -49,14 +49,7 @@ from core.groups.rank_grid import COPY_AXES, DATA_KINDS
 class Engine:
     """Components of one wrapped model chunk, created in the order of their dependencies.
 
-    Collective over all ranks with this chunk.
-
-    Args:
-        module: The chunk.
-        config: Config of the model, or None.
-        ddp_config: Config of the wrapper.
-        groups: Process groups of the model.
-        options: Keyword arguments of `plan_model`.
+    Collective over all ranks with this chunk. `options` are keyword arguments of `plan_model`.
     """
 
     def __init__(
@@ -99,9 +92,9 @@ class Engine:
         self.buckets = [self.buffers[buffer].buckets[bucket] for buffer, bucket in plan.buckets]  # in launch order
         if plan.shared:
             for bucket in self.buckets:
-                bucket.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
+                bucket.memory.params_stay = any(slot.name in plan.shared for slot in bucket.layout.slots)
         for number, index in places.states:
-            self.buffers[number].buckets[index].state_tier = self.tier
+            self.buffers[number].buckets[index].memory.state_tier = self.tier
         gathers = Collectives(channels=plain.channels, clock=plain.clock)
         self.params: PlainParams | Unsharder = PlainParams(self.buckets, gathers)
         if units:
@@ -116,17 +109,18 @@ class Engine:
         self.model_watch = ModelWatch(module, plan, self.buckets)
         self.large_grads = LargeGradWatch(self.buckets) if ddp_config.check_for_large_grads else None
         members = [set(dist.get_process_group_ranks(group)) for group in _data_groups(groups)]
+        wire_dtype = ddp_config.grad_communication_dtype
         nested = all(other <= members[0] for other in members[1:])
         self.reducer = GradReducer(
             self.buckets,
-            gradient_collectives(ddp_config.grad_communication_dtype, plain),
+            plain if wire_dtype is None else gradient_collectives(wire_dtype, plain),
             _control_groups(self.buckets, groups),
             self.model_watch.problems,
             launches=asked if plan.may_overlap else Launches.AT_THE_END,
             every_microbatch=ddp_config.reduces_every_microbatch and plan.may_overlap,
             may_join=nested and not any(unit.is_collective for unit in self.params.units),
             watch=NonFiniteWatch(self.buckets) if watches_nan else None,
-            take_gathers=self.params.take_gathers,
+            pop_gathers=self.params.pop_gathers,
         )
         self.grad_sync = GradSync(self.buckets, plan.rules, groups, plain, list(plan.params))
         self.buffer_sync = BufferSync.chosen(module, plan.contracts, groups, ddp_config.broadcast_buffers)

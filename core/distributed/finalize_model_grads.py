@@ -36,21 +36,21 @@ def finalize_model_grads(
     pg_collection: ProcessGroups | None = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Complete the gradients of all model chunks, after the last backward and before the optimizer's step.
+    """Complete the gradients of all model chunks, between the last backward and the optimizer's step.
 
-    Backward leaves each rank with its own gradients, or with a reduction that is still running. An optimizer that used
-    them would train every rank on its own data. Collective over all groups of the model: call it on every rank.
+    Backward leaves each rank with its own gradients, or with a reduction that is still running, and an optimizer that
+    used them would train every rank on its own data. This call reduces every chunk over data parallelism, launching the
+    buckets that backward has not; runs the sync rules on each reduced bucket (see GradSyncRule); updates the routers'
+    biases and counts; divides by the global number of tokens; and runs the guards, in this order.
 
-    In order: reduce every chunk over data parallelism, launching the buckets that backward has not; run the sync rules
-    on each bucket once it is reduced (see GradSyncRule); update the routers' biases and counts; divide by the global
-    number of tokens; run the guards.
+    Collective over all groups of the model: every rank must call it, once in each step.
 
     Args:
         model: This rank's chunks (DistributedDataParallel, or modules around one), or its only chunk.
         num_tokens: With `calculate_per_token_loss`, the number of tokens that this rank's losses were summed over: a
             number, or a 0-dim or [1] tensor. Only the last pipeline stage's value is used. It may differ between ranks
             and be zero on some.
-        pg_collection: Process groups. Those that it has must be the groups that the model was wrapped with.
+        pg_collection: Process groups, to check that the model was wrapped with the same ones.
         force_all_reduce: Leave full gradients on every rank even if they are sharded. It is enough if one rank of a
             data group passes True.
 
@@ -112,7 +112,8 @@ def _reduce_and_guard(
             parts[0].reducer.written = written
     chunks[0].reducer.report.exposed_ms += (time.perf_counter() - begun) * 1e3
     routers = [router for chunk in chunks for router in chunk.engine.routers]
-    update_routers(routers, config, chunks[0].collectives, groups)
+    if routers:
+        update_routers(routers, config, chunks[0].collectives, groups)
     if num_tokens is not None:
         total = _global_num_tokens(num_tokens, chunks[0])
         for chunk in chunks:
@@ -124,13 +125,8 @@ def _reduce_and_guard(
 def wrapped_chunks(model: nn.Module | Sequence[nn.Module], call: str) -> list[DistributedDataParallel]:
     """Return the wrappers of a rank's chunks, found inside the modules that the user put around them.
 
-    Args:
-        model: Chunks, or a single one.
-        call: The user's call, spelled correctly, for error messages.
-
-    Raises:
-        TypeError: If `model` is neither a module nor a sequence of modules.
-        ValueError: If it is empty, or a chunk is not wrapped, or a chunk occurs twice.
+    `call` is the user's call, spelled correctly, for messages. Raises TypeError if `model` is neither a module nor a
+    sequence of modules, and ValueError if it is empty, or a chunk is not wrapped or occurs twice.
     """
     containers = (nn.ModuleList, nn.Sequential)
     chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, containers) else model
@@ -210,12 +206,7 @@ def _check_same_groups(wrapped: ProcessGroups, given: ProcessGroups) -> None:
 
 @contextmanager
 def timed(config: Any, name: str) -> Iterator[None]:
-    """Time a block with the user's timer of this name, if the config has Megatron's `timers`.
-
-    Args:
-        config: The model's config, or None.
-        name: Name of the timer.
-    """
+    """Time a block with the user's timer of this name, if the config has Megatron's `timers`."""
     timers = getattr(config, "timers", None)
     if timers is None:
         yield
@@ -244,13 +235,8 @@ def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel)
 
 
 def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
-    """Return the divisor for gradients that are sums over tokens.
-
-    Args:
-        total: Number of tokens. A loss mask may make it less than 1.
-
-    Returns:
-        `total`, with 1 in place of 0.
+    """Return a number of tokens, with 1 in place of 0, as the divisor of gradients. A loss mask may make it less than
+    1.
     """
     return total.masked_fill(total <= 0, 1)
 
@@ -258,14 +244,8 @@ def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
 def compare_before_update(chunks: Sequence[DistributedDataParallel]) -> None:
     """Compare the copies of the weights that an optimizer is about to write, if a comparison is due.
 
-    Collective: every rank of the job must call it.
-
-    Args:
-        chunks: All wrapped chunks of this rank.
-
-    Raises:
-        LayoutMismatch: On all ranks, if copies differed from the start.
-        ReplicaDriftError: On all ranks, if copies have become different.
+    Collective: every rank of the job must call it with all of its wrapped chunks. Raises on all ranks: LayoutMismatch
+    if copies differed from the start, ReplicaDriftError if they have become different.
     """
     for parts in _by_model(chunks):
         weights = [part.engine.weights for part in parts]
@@ -304,20 +284,12 @@ def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: Pr
 
 
 def models_of(chunks: Sequence[Any]) -> list[int]:
-    """Return the number of the model that each chunk belongs to.
+    """Return the number of the model that each chunk belongs to: [0, 0, 1, 1] for two models of two chunks.
 
     A virtual pipeline splits one model into several chunks, which must be adjacent. Two chunks of one model that have a
     parameter of the same name hold copies of a tied weight: their gradients are added, and the sum counts once in a
-    norm. In two models the same name means two weights.
-
-        models_of([encoder, decoder])  # [0, 1]
-        models_of([chunk0, chunk1])    # [0, 0] with virtual_pipeline_model_parallel_size=2
-
-    Args:
-        chunks: Wrapped chunks of one rank, in the model's order. All ranks have equally many.
-
-    Raises:
-        ValueError: On all ranks, if there are several models and some of a model's chunks are missing.
+    norm. In two models the same name means two weights. All ranks have equally many chunks. Raises ValueError on all of
+    them if there are several models and some of a model's chunks are missing.
     """
     given = (getattr(getattr(chunk, "config", None), "virtual_pipeline_model_parallel_size", None) for chunk in chunks)
     size = next(

@@ -26,14 +26,7 @@ _UNSHARDERS: weakref.WeakValueDictionary[int, Unsharder] = weakref.WeakValueDict
 
 
 def engine_of(part: nn.Module | torch.Tensor) -> Engine | None:
-    """Return the engine of a wrapped module, or the one that reduces a parameter's gradient.
-
-    Args:
-        part: Module or parameter.
-
-    Returns:
-        The engine, or None if there is none or it is deleted.
-    """
+    """Return the engine of a wrapped module, or the one that reduces a parameter's gradient; None if it has none."""
     return next((engine for engine in _ENGINES if id(part) in engine.ids), None)
 
 
@@ -43,11 +36,7 @@ def owned_params() -> frozenset[int]:
 
 
 def hook(engine: Engine) -> None:
-    """Register the hooks of an engine. They are removed when the engine is deleted, which leaves a plain module.
-
-    Args:
-        engine: Engine of a wrapped chunk.
-    """
+    """Register the hooks of an engine. They are removed when the engine is deleted, which leaves a plain module."""
     module = engine.module  # calling it without the wrapper is the same
     hooks = [
         module.register_forward_pre_hook(_begin_forward, prepend=True, with_kwargs=True),
@@ -125,7 +114,7 @@ def _refuse_without_values(module: nn.Module, *arguments: Any) -> None:
     """Raise SyncError if parameters without values would be saved or loaded."""
     unsharder = _UNSHARDERS.get(id(module))
     keeps_vars = len(arguments) == 2 and arguments[1]  # state_dict(keep_vars=True) gives the parameters themselves
-    if unsharder is not None and not (unsharder.is_held or unsharder.loaded is not None or keeps_vars):
+    if unsharder is not None and not (unsharder.stays_unsharded or unsharder.loaded is not None or keeps_vars):
         raise SyncError(
             f"the state dict of {type(module).__name__} holds sharded parameters, which are not gathered; call "
             "state_dict() or load_state_dict() of the wrapped model, or do it inside `with model.gathered():`, on all "

@@ -53,10 +53,10 @@ class DeferredParameter(nn.Parameter):
 
 
 def materialize(module: nn.Module, init: Init | None = None, *, device: torch.device | str = "cpu") -> nn.Module:
-    """Initialize a module that was built on the meta device, on `device`, while it is wrapped. Local.
+    """Let the wrap initialize a module that was built on the meta device, one part after another. Local.
 
-    A model that is too large for one rank cannot be built before it is sharded. Built on the meta device, it has no
-    memory, and the wrap creates, initializes and shards one part after another.
+    A model that is too large for one rank cannot be built before it is sharded. On the meta device it has no memory,
+    and the wrap creates, initializes and shards one part before it begins the next.
 
         with torch.device("meta"):
             module = Model()
@@ -66,7 +66,7 @@ def materialize(module: nn.Module, init: Init | None = None, *, device: torch.de
         module: Module with all parameters on the meta device.
         init: Called with every module that directly has parameters or buffers, children first, as by `module.apply`. It
             writes all of them, and no other module's. None for the modules' own `reset_parameters`. Ranks that hold
-            copies must draw equal weights. Otherwise the wrap rejects them, or takes the first rank's: see
+            copies must draw equal weights. Otherwise the wrap rejects them, or uses the first rank's: see
             initial_weights.
         device: Device of the weights.
 
@@ -103,19 +103,14 @@ def materialize(module: nn.Module, init: Init | None = None, *, device: torch.de
 
 
 def make_all(module: nn.Module, init: Init) -> None:
-    """Initialize the complete model, for ranks that hold all of it. Local.
-
-    Args:
-        module: The model.
-        init: Initializes one module.
-    """
+    """Initialize the complete model, for ranks that hold all of it. Local."""
     names = {id(param): name for name, param in module.named_parameters()}
     for part in _parts(module):
         _make(part, init, names)
 
 
 @torch.no_grad()
-def make_and_cut(
+def make_and_shard(
     module: nn.Module,
     init: Init,
     params: PlainParams,
@@ -125,20 +120,8 @@ def make_and_cut(
 ) -> None:
     """Initialize each part, compare or broadcast it, and keep only this rank's shard.
 
-    Collective over the model's stage.
-
-    Raises the error of `init`, and RuntimeError on the other ranks.
-
-    Args:
-        module: The model.
-        init: Initializes one module.
-        params: Sharded parameters.
-        plan: The model's plan.
-        groups: Process groups of the model.
-        initial_weights: Option of the wrapper's config.
-
-    Raises:
-        LayoutMismatch: On all ranks, if copies of a weight differ.
+    Collective over the model's stage. Raises LayoutMismatch on all ranks if copies of a weight differ. An error of
+    `init` is raised on its rank, with a RuntimeError on the others.
     """
     parts = list(_parts(module))
     names = {id(param): name for name, param in plan.named.items()}
@@ -162,7 +145,7 @@ def make_and_cut(
         for name, param in ready.items():
             sums[name] = checksum(param).cpu()
             kept += param.nbytes
-            params.cut(param)
+            params.shard_param(param)
         if kept >= GIVEN_BACK:
             huge_pages.give_back()
             kept = 0
@@ -170,20 +153,15 @@ def make_and_cut(
     if initial_weights == "check":
         copies = {name: {key: [sums[key]] for key in params} for name, params in within_stage(plan, groups)}
         refuse_unequal(unequal_weights(copies, groups), groups, step=0)
-    params.cut_all(())
+    params.shard_params(())
 
 
 @torch.no_grad()
 def broadcast_weights(
     plan: ModelPlan, groups: ProcessGroups, collectives: Collectives, only: Collection[str] | None = None
 ) -> None:
-    """Overwrite all copies of weights within a stage with the copies on each group's first rank. Collective.
-
-    Args:
-        plan: The model's plan.
-        groups: Process groups of the model.
-        collectives: Issues the broadcasts.
-        only: Names of the weights, or None for all.
+    """Overwrite copies of weights within a stage with those on each group's first rank: all, or `only` these.
+    Collective.
     """
     for name, held in within_stage(plan, groups):
         for pack in packs_of(param for key, param in held.items() if only is None or key in only):

@@ -29,12 +29,7 @@ BALANCING = frozenset({"none", "sinkhorn", "aux_loss", "seq_aux_loss", "global_a
 def refuse_unknown_state(modules: Mapping[str, nn.Module], config: Any) -> None:
     """Reject expert layers of Megatron Core with state that `update_routers` does not know.
 
-    Args:
-        modules: All modules of the model, by name.
-        config: Config of the model, or None.
-
-    Raises:
-        ValueError: If a buffer, or the way of load balancing, is unknown.
+    Raises ValueError if a buffer, or the way of load balancing, is unknown.
     """
     experts = {name: part for name, part in modules.items() if type(part).__module__.startswith(MEGATRONS_EXPERTS)}
     for name, part in experts.items():
@@ -58,15 +53,7 @@ def update_routers(routers: Sequence[Any], config: Any, collectives: Collectives
     """Update the biases of all routers from the tokens of the global batch, and clear what the step counted.
 
     Collective over 'tp_dp_cp' if the config enables expert biases, and over 'dp_cp' with quantile balancing.
-
-    Args:
-        routers: Routers of all chunks.
-        config: Config of the model, or None.
-        collectives: Reductions of the first chunk.
-        groups: Process groups of the model.
     """
-    if not routers:
-        return
     if getattr(config, "moe_router_enable_expert_bias", False):
         _move_expert_biases(routers, config.moe_router_bias_update_rate, collectives, groups)
     _set_quantile_biases(routers, config, collectives, groups)

@@ -52,7 +52,7 @@ class LoopOptimizer(AdoptedOptimizer):
     # -- one step, in order -----------------------------------------------------------------------------------------
 
     def _take_gradients(self) -> str | None:
-        if any(masters.bucket.state is not BucketState.FINAL for masters in self.masters):
+        if any(masters.bucket.step.state is not BucketState.FINAL for masters in self.masters):
             finalize_model_grads(self.model_chunks)
         return super()._take_gradients()
 

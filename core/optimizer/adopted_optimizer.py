@@ -137,7 +137,7 @@ class AdoptedOptimizer(DistributedOptimizer):
         for masters, factor in zip(self.masters, stats.factors, strict=True):
             for segment in masters.segments:
                 bound = limit / (factor * clip_coefficient(max_norm, stats.norms[segment.norm_group]))
-                masters.bucket.owned_grad[segment.start : segment.start + segment.numel].clamp_(-bound, bound)
+                masters.bucket.memory.owned_grad[segment.start : segment.start + segment.numel].clamp_(-bound, bound)
         if max_norm == 0:
             self._stats = self.meter.measure(loss_scale=self._scale)
 
@@ -184,7 +184,7 @@ class AdoptedOptimizer(DistributedOptimizer):
         for masters, factor in zip(self.masters, self._measured().factors, strict=True):
             if not any(own is param for own in masters.bucket.params):
                 continue
-            reduced = masters.bucket.owned_grad
+            reduced = masters.bucket.memory.owned_grad
             whole = torch.zeros(param.numel(), dtype=torch.float32, device=masters.bucket.device)
             for shard in masters.shards:
                 if shard.param is param:

@@ -305,19 +305,19 @@ class MegatronOptimizer(torch.optim.Optimizer):
     def _take_gradients(self) -> str | None:
         """Apply user edits of `.grad`; return the error text of an invalid one. SyncError if a reduction is missing."""
         for masters in self.masters:
-            bucket = masters.bucket
-            if bucket.owed is not None:
+            bucket, step = masters.bucket, masters.bucket.step
+            if step.owed is not None:
                 raise SyncError(
                     f"rank {dist.get_rank()}: an optimizer has made a step of the gradients of "
                     f"{bucket.layout.describe()} already, which may have multiplied them by its factor; a second step "
                     "would do so again. Run zero_grad, backward and finalize_model_grads before the next one"
                 )
-            rules_due = any(contract.rules for contract in bucket.contracts) or bucket.accumulated_shard is not None
-            whole = bucket.state is BucketState.REDUCED and not rules_due
-            if bucket.state is not BucketState.FINAL and not whole:
+            rules_due = any(contract.rules for contract in bucket.contracts) or step.accumulated_shard is not None
+            whole = step.state is BucketState.REDUCED and not rules_due
+            if step.state is not BucketState.FINAL and not whole:
                 raise SyncError(
                     f"rank {dist.get_rank()}: optimizer.step() came while {bucket.layout.describe()} was "
-                    f"{bucket.state.value}; its gradients are not reduced. Call finalize_model_grads([model]) "
+                    f"{step.state.value}; its gradients are not reduced. Call finalize_model_grads([model]) "
                     "after the last backward and before step()"
                 )
         problems = [chunk.engine.tier.failure for chunk in self.model_chunks if chunk.engine.tier is not None]

@@ -41,8 +41,7 @@ def broadcast_data(
     odd = {key: dtype for key, (_, dtype) in known.items() if dtype != datatype}
     if odd:
         raise ValueError(f"broadcast_data: {odd} where datatype is {datatype}; cast them, or broadcast them apart")
-    on_gpu = group is not None and "nccl" in dist.get_backend_config(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = torch.device("cpu") if group is None else agree.device_of(group)
     sent = {
         key: torch.empty(shape, dtype=datatype, device=device) if given is None else given[key].to(device).contiguous()
         for key, (shape, _) in known.items()

@@ -216,13 +216,13 @@ def buckets_of(ddp: DistributedDataParallel) -> Iterator[Bucket]:
 
 def _whole_bucket(bucket: Bucket) -> Tensor:
     """Return the bucket's full gradients, gathered from all shards, with every scale that is left to the optimizer."""
-    if bucket.whole:
-        return bucket.grad * bucket.pending_scale
-    mine = bucket.owned_grad.to(bucket.device).contiguous()
+    if bucket.step.is_full_grad:
+        return bucket.memory.grad * bucket.step.pending_scale
+    mine = bucket.memory.owned_grad.to(bucket.device).contiguous()
     shards = [torch.empty_like(mine) for _ in range(dist.get_world_size(bucket.groups.shard))]
     with waiting("the shards of a bucket", bucket.groups.shard):
         dist.all_gather(shards, mine, group=bucket.groups.shard)
-    return torch.cat(shards) * bucket.pending_scale
+    return torch.cat(shards) * bucket.step.pending_scale
 
 
 def load_whole_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:

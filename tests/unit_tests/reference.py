@@ -97,7 +97,7 @@ def whole_grads(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     for buffer in (*ddp.grad_buffers, *ddp.expert_parallel_buffers):
         for bucket in buffer.buckets:
             flat = bucket.valid_grad.clone()
-            if not bucket.whole:
+            if not bucket.step.is_full_grad:
                 shards = [torch.empty_like(flat) for _ in range(dist.get_world_size(bucket.groups.shard))]
                 dist.all_gather(shards, flat, group=bucket.groups.shard)
                 flat = torch.cat(shards)

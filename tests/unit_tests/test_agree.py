@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +95,25 @@ def test_without_a_job_a_process_agrees_with_itself() -> None:
     assert agree.any(True, None, "a test") and agree.first((0, "it"), None, "a test") == (0, "it")
     with pytest.raises(ValueError, match="^mine$"):
         agree.refuse(ValueError("mine"), None, "a test")
+
+
+@pytest.mark.parametrize(
+    "config, control, tensors",
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cuda:3"),
+        ("cuda:nccl", "cuda:3", "cuda:3"),
+        ("xpu:xccl", "xpu:3", "xpu:3"),
+        ("cpu:mpi,cuda:mpi", "cpu", "cpu"),
+    ],
+)
+def test_tensors_are_on_the_device_that_the_backend_serves(
+    config: str, control: str, tensors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(current_device=lambda: 3))
+    group: Any = None
+    assert (str(agree.control_device(group)), str(agree.device_of(group))) == (control, tensors)
 
 
 @ranks(2)

@@ -83,7 +83,7 @@ IN_HYBRID = {
     "load": ("core.booster.booster", "Booster.load_model", False),
     "save": ("core.booster.booster", "Booster.save_model", False),
 }
-GATHERED_IN_USE = {"gather": ("core.distributed.sharded.unsharder", "Unsharder._gather", True)}
+GATHERED_IN_USE = {"gather": ("core.distributed.sharded.unsharder", "Unsharder._all_gather", True)}
 LAYERS = ("TransformerLayer", "LlamaDecoderLayer")
 PHASES = (*FUNCTIONS, "forward", "backward")
 IN_STEPS = {"data", "forward", "backward", "bucket", "guards", "norm", "gather"}

@@ -12,14 +12,15 @@ Every reduction adds to the shard, so one step may have several: `next_microbatc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 import torch.distributed as dist
 
-from core.distributed.buffer.bucket_pool import BucketPool
+from core.distributed.buffer.bucket_memory import BucketMemory
 from core.distributed.buffer.grad_attribute import GradAttribute, dense
-from core.distributed.buffer.memory_tier import HostTier, MemoryTier, copy_to_host
+from core.distributed.buffer.memory_tier import HostTier
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.layout.model_plan import BucketGroups, ModelPlan
 from core.distributed.layout.param_layout import BucketLayout
@@ -37,130 +38,79 @@ class BucketState(Enum):
     FINAL = "final"  # ready for the optimizer
 
 
+@dataclass(slots=True)
+class BucketStep:
+    """Changes of one step to a bucket. `Bucket.reset` begins the next step with a new one."""
+
+    pending: int  # parameters whose last gradient has not arrived
+    arrivals: list[int]  # gradients of each parameter
+    accumulates: bytes  # 1 for each parameter whose earlier gradient this step adds to
+    used_without: bytearray  # 1 for each parameter that counts as used without a gradient
+    is_full_grad: bool  # True if all of the bucket is valid once it is reduced, not just this rank's shard
+    accumulated_shard: torch.Tensor | None  # earlier gradients if `.grad` does not show them: [shard]
+    held: dict[int, torch.Tensor]  # earlier gradients that cannot be added to in place
+    lost: str | None = None  # a parameter whose held gradient was added to
+    state: BucketState = BucketState.ACCUMULATING
+    sums: int = 0  # reductions that were added to the shard
+    handle: Flight | None = None
+    moved: torch.Tensor | None = None  # device copy of the shard in flight, if the shard itself is elsewhere
+    events: list[CollectiveEvent] = field(default_factory=list)  # one for each reduction
+    # The true gradient is `grad` times this. A 0-dim fp64 tensor once a number of tokens is part of it.
+    pending_scale: float | torch.Tensor = 1.0
+    # Set by an optimizer's step on these gradients. Returns (memory of gradients, factor): the step has not applied
+    # the factor to that memory; code that adds to the memory must.
+    owed: Callable[[torch.Tensor], list[tuple[torch.Tensor, float]]] | None = None
+
+
 class Bucket:
     """Slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer.
 
-    With a pool, `grad` and `views` are empty except between `borrow` and `give_back`.
-
-    Args:
-        memory: Full gradients, [layout.numel], or with a pool only this rank's shard.
-        pool: Memory for full gradients if a rank keeps only its shard, else None.
-        scale: Factor for the gradients.
-        param_data: Parameters, [layout.numel], if the optimizer is sharded but parameters are not, else None.
-        param_shard: This rank's shard of the parameters, [shard], if it keeps no more of them.
+    `memory` is what the bucket owns, and `step` is what the current step has changed. All other attributes say what
+    is reduced and how, and are set at the wrap. `scale` is the factor for the gradients.
     """
 
     def __init__(
         self,
         layout: BucketLayout,
-        memory: torch.Tensor,
+        memory: BucketMemory,
         plan: ModelPlan,
         ddp_config: DistributedDataParallelConfig,
         groups: BucketGroups,
-        *,
-        pool: BucketPool | None,
         scale: float,
-        param_data: torch.Tensor | None,
-        param_shard: torch.Tensor | None,
     ) -> None:
-        self.layout = layout
-        self.name = layout.describe()
-        self.nbytes = layout.numel * memory.element_size()
+        self.layout, self.ranges, self.name = layout, layout.ranges, layout.describe()
+        self.memory, self.shard_range, self.device = memory, memory.shard_range, memory.device
+        self.dtype, self.nbytes = memory.owned_grad.dtype, layout.numel * memory.owned_grad.itemsize
         self.params = [plan.params[slot.name] for slot in layout.slots]
         self.contracts = [plan.contracts[slot.name] for slot in layout.slots]
         self.groups = groups
-        self.ranges = layout.ranges
-        self.dtype, self.device = memory.dtype, memory.device if pool is None else pool.memory.device
         self.sharded = sharded = ddp_config.sharded
-        self.pool = pool
-        self.gathered = False  # True if all of the bucket is valid although it was reduced to shards
-        # [start, end) within the bucket that this rank's optimizer updates; all of it without sharding.
-        self.shard_range = layout.shard_of(dist.get_rank(groups.shard)) if sharded else (0, layout.numel)
-        # The same memory in every step; it may be on the host instead of `device`.
-        self.owned_grad = self.shard_of(memory) if pool is None else memory
-        self.grad, self.views = memory[:0], list[torch.Tensor]()  # full gradients, and one view for each parameter
-        self._views_at: dict[int, list[torch.Tensor]] = {}  # keyed by address: the pool lends one of two places
-        if pool is None:
-            self._lie_in(memory)
-        self.param_data = param_data
-        self.param_shard = param_shard if param_data is None else self.shard_of(param_data)
-        self.state_tier: MemoryTier | None = None  # memory of masters and moments, if they are offloaded
-        self.params_stay = False  # True if another tensor shares their memory: an optimizer must not move them
+        self.stays_full = not sharded  # True if a reduction leaves full gradients
         self.op: Op = "mean" if ddp_config.average_in_collective else "sum"
         self.scale_later = ddp_config.scale_in_optimizer
         self.scale, self._due_scale = (1.0, scale) if self.scale_later else (scale, 1.0)  # before and after a reduction
-        # The true gradient is `grad` times this. A 0-dim fp64 tensor once a number of tokens is part of it.
-        self.pending_scale: float | torch.Tensor = 1.0
-        # Set by an optimizer's step on these gradients. Returns (memory of gradients, factor): the step has not applied
-        # the factor to that memory; code that adds to the memory must.
-        self.owed: Callable[[torch.Tensor], list[tuple[torch.Tensor, float]]] | None = None
         factor = scale if self.op == "mean" else scale * dist.get_world_size(groups.data)
-        unchanged = not (sharded or any(contract.rules for contract in self.contracts))
+        unchanged = self.stays_full and not any(contract.rules for contract in self.contracts)
         # True if adding to reduced gradients in place, and reducing again, gives the sum of both.
         self.adds_exactly = unchanged and abs(factor - 1.0) < 1e-9
-        self.held: dict[int, torch.Tensor] = {}  # accumulated gradients that cannot be added to in place
-        self.lost: str | None = None  # a parameter whose held gradient was added to
-        self.optimizer_steps = 0  # steps that our optimizer has made on earlier gradients
         self.attribute = GradAttribute(self.params, [contract.name for contract in self.contracts], self.dtype)
         self.used = self.attribute.used  # 1 for each parameter with a gradient in this step
-        self.accumulates = bytes(len(self.params))  # 1 for each parameter whose earlier gradient this step adds to
-        self.accumulated_shard: torch.Tensor | None = None  # these gradients if `.grad` does not show them: [shard]
-        self.used_without = bytearray(len(self.params))  # 1 for each parameter that counts as used without a gradient
-        self.state = BucketState.ACCUMULATING
-        self.sums = 0  # reductions of this step that were added to the shard
+        self.optimizer_steps = 0  # steps that our optimizer has made on earlier gradients
         self.reductions = 0  # completed reductions since the wrap
-        self.arrivals = [0] * len(self.params)
         self.expected = [1] * len(self.params)  # a wrong number costs overlap or a second reduction, never correctness
-        self.pending = len(self.params)
-        self.handle: Flight | None = None
-        self.moved: torch.Tensor | None = None  # device copy of the shard in flight, if the shard itself is elsewhere
-        self.copied: torch.Event | None = None  # recorded after the last copy of the shard to the host
-        self.events: list[CollectiveEvent] = []  # one for each reduction of this step
+        self.step = self._new_step(bytes(len(self.params)), None, {})
 
-    # -- memory -----------------------------------------------------------------------------------------------------
-
-    def _lie_in(self, memory: torch.Tensor) -> None:
-        place = memory.data_ptr()
-        if place not in self._views_at:
-            self._views_at[place] = self.layout.views_of(memory)
-        self.grad, self.views = memory, self._views_at[place]
-
-    def borrow(self) -> None:
-        """Get memory for full gradients from the pool, waiting if necessary. Gaps between parameters are zeroed."""
-        if self.pool is None or self.views:
-            return
-        self._lie_in(self.pool.acquire(self.layout.numel))
-        end = 0
-        for low, high in (*self.ranges, (self.layout.numel, 0)):  # values left by other buckets would be summed
-            if end < low:
-                self.grad[end:low].zero_()
-            end = high
-
-    def give_back(self) -> None:
-        if self.pool is not None:
-            if not self.pool.release(self.grad):
-                self._views_at.pop(self.grad.data_ptr(), None)
-            self.grad, self.views = self.owned_grad[:0], []
-
-    @property
-    def storage(self) -> list[torch.Tensor]:
-        """For each parameter the memory that must not move while the model is wrapped."""
-        return self.views if self.pool is None else [self.owned_grad] * len(self.ranges)
-
-    @property
-    def whole(self) -> bool:
-        """True if all of the bucket, not just this rank's shard, is valid after the reduction."""
-        return self.gathered or not self.sharded
+    # -- its gradients ----------------------------------------------------------------------------------------------
 
     @property
     def valid_range(self) -> tuple[int, int]:
         """Range [start, end) within the bucket that contains reduced gradients after the reduction."""
-        return (0, self.layout.numel) if self.whole else self.shard_range
+        return (0, self.layout.numel) if self.step.is_full_grad else self.shard_range
 
     @property
     def valid_grad(self) -> torch.Tensor:
         """Gradients in the valid range, flat."""
-        return self.grad if self.whole else self.owned_grad
+        return self.memory.grad if self.step.is_full_grad else self.memory.owned_grad
 
     def valid_part(self, index: int) -> torch.Tensor:
         """Return the flat part of parameter `index`'s gradient inside the valid range; may be empty."""
@@ -172,21 +122,17 @@ class Bucket:
         start, end = max(self.ranges[index][0], low), min(self.ranges[index][1], high)
         return flat[start - low : max(start, end) - low]
 
-    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a tensor with the bucket's layout."""
-        low, high = self.shard_range
-        return whole[low:high]
-
     def copy_to_shard(self) -> None:
         """Copy changes of the full gradient to the shard, if the shard is separate memory."""
-        if self.pool is not None and self.gathered:
-            self.owned_grad.copy_(self.shard_of(self.grad))
+        if self.memory.pool is not None and self.step.is_full_grad:
+            self.memory.owned_grad.copy_(self.memory.shard_of(self.memory.grad))
 
     @property
     def steps_apart(self) -> bool:
         """True if the parameters are on another device than the one that updates them."""
-        memory = self.params[0] if self.param_shard is None else self.param_shard
-        return memory.is_cpu != (isinstance(self.state_tier, HostTier) or self.owned_grad.is_cpu)
+        memory = self.memory
+        params = self.params[0] if memory.param_shard is None else memory.param_shard
+        return params.is_cpu != (isinstance(memory.state_tier, HostTier) or memory.owned_grad.is_cpu)
 
     # -- until the reduction ----------------------------------------------------------------------------------------
 
@@ -196,81 +142,74 @@ class Bucket:
         With `keep`, add to the reduced gradients that are still in `.grad`, as torch does; gradients of a finished step
         include the factors that its optimizer applied. If that is impossible, `lost` names a parameter at the launch.
         """
-        self.accumulates = self.attribute.accumulates if keep else bytes(len(self.params))
-        self.accumulated_shard, self.held, self.lost = None, {}, None
-        if 1 in self.accumulates and self.attribute.is_hidden:
-            self.accumulated_shard = self._copy_accumulated()
-        elif 1 in self.accumulates and not (self.adds_exactly and all(factor == 1.0 for _, factor in self._owed())):
-            self.held = self.attribute.hold(self.accumulates, apart=self.pool is not None)
-        self.used_without = bytearray(len(self.params) if self.accumulated_shard is None else self.accumulates)
-        self.attribute.begin(self.accumulates)
-        self.give_back()
-        self.await_copy()
-        self.optimizer_steps += self.owed is not None
-        self.gathered, self.owed = False, None
-        self.pending_scale = 1.0
-        self.sums = 0
-        self.handle = None
-        self.events = []
-        self._accumulate()
+        accumulates = self.attribute.accumulates if keep else bytes(len(self.params))
+        accumulated_shard, held = None, dict[int, torch.Tensor]()
+        if 1 in accumulates and self.attribute.is_hidden:
+            accumulated_shard = self._copy_accumulated(accumulates)
+        elif 1 in accumulates and not (self.adds_exactly and all(factor == 1.0 for _, factor in self._owed())):
+            held = self.attribute.hold(accumulates, apart=self.memory.pool is not None)
+        self.attribute.begin(accumulates)
+        self.memory.give_back()
+        self.memory.await_copy()
+        self.optimizer_steps += self.step.owed is not None
+        self.step = self._new_step(accumulates, accumulated_shard, held)
 
-    def _accumulate(self) -> None:
-        self.state = BucketState.ACCUMULATING
-        self.arrivals = [0] * len(self.params)
-        self.pending = len(self.expected) - self.expected.count(0)
+    def _new_step(self, accumulates: bytes, shard: torch.Tensor | None, held: dict[int, torch.Tensor]) -> BucketStep:
+        pending, arrivals = len(self.expected) - self.expected.count(0), [0] * len(self.params)
+        used_without = bytearray(len(self.params) if shard is None else accumulates)
+        return BucketStep(pending, arrivals, accumulates, used_without, self.stays_full, shard, held)
 
     def _owed(self) -> list[tuple[torch.Tensor, float]]:
-        return [] if self.owed is None else self.owed(self.owned_grad)
+        return [] if self.step.owed is None else self.step.owed(self.memory.owned_grad)
 
     @torch.no_grad()
-    def _copy_accumulated(self) -> torch.Tensor:
+    def _copy_accumulated(self, accumulates: bytes) -> torch.Tensor:
         """Copy the accumulated gradients, [shard]. Autograd adds in place to those in `.grad`, which need no copy."""
         for memory, factor in self._owed():
             memory.mul_(factor)
-        copy = torch.zeros_like(self.owned_grad)
-        for index, adds in enumerate(self.accumulates):
+        copy = torch.zeros_like(self.memory.owned_grad)
+        for index, adds in enumerate(accumulates):
             if adds:
-                part = self.part_of(self.owned_grad, index, self.shard_range)
-                self.part_of(copy, index, self.shard_range).copy_(part * _on(part.device, self.pending_scale))
+                part = self.part_of(self.memory.owned_grad, index, self.shard_range)
+                self.part_of(copy, index, self.shard_range).copy_(part * _on(part.device, self.step.pending_scale))
         return copy
 
     def arrive(self, index: int) -> None:
         """Record a gradient that arrived outside no_sync."""
-        self.arrivals[index] += 1
-        if self.arrivals[index] == self.expected[index] and self.state is not BucketState.IN_FLIGHT:
-            self.pending -= 1
+        step = self.step
+        step.arrivals[index] += 1
+        if step.arrivals[index] == self.expected[index] and step.state is not BucketState.IN_FLIGHT:
+            step.pending -= 1
 
-    def fill(self, pool: BucketPool, index: int) -> None:
+    def fill(self, index: int) -> None:
         """Move a gradient into borrowed memory when it arrives, if memory is available without waiting.
 
         Only for the bucket that is launched next; `launch` moves the rest.
         """
         if torch.is_grad_enabled():  # under create_graph
             return
-        if self.used_without[index] or self.held:
+        if self.step.used_without[index] or self.step.held:
             self._follow_drops((index,))
-        if not self.views:
-            if not pool.has_room(self.layout.numel):
-                return
-            self.borrow()
-        self.attribute.collect((index,), self.views, None if self.sums else self.used_without)
+        if not self.memory.views and not self.memory.borrow(wait=False):
+            return
+        self.attribute.collect((index,), self.memory.views, None if self.step.sums else self.step.used_without)
 
     def _follow_drops(self, indices: Sequence[int]) -> None:
         """Forget accumulated gradients that the user dropped since the step began, as long as nothing was reduced."""
-        for index in indices if self.accumulated_shard is not None and not self.sums else ():
-            if self.used_without[index] and self.attribute.has_dropped(index):
-                self.part_of(self.accumulated_shard, index, self.shard_range).zero_()
-                self.used_without[index] = self.used[index] = 0
-        for index, grad in self.held.items():
+        for index in indices if self.step.accumulated_shard is not None and not self.step.sums else ():
+            if self.step.used_without[index] and self.attribute.has_dropped(index):
+                self.part_of(self.step.accumulated_shard, index, self.shard_range).zero_()
+                self.step.used_without[index] = self.used[index] = 0
+        for index, grad in self.step.held.items():
             if self.params[index].grad is grad:
-                self.lost = self.contracts[index].name
+                self.step.lost = self.contracts[index].name
 
     def _note_written(self) -> None:
         """Mark parameters as used if user code wrote their gradient into the buffer directly."""
-        pairs = zip(self.params, self.views, strict=False)
+        pairs = zip(self.params, self.memory.views, strict=False)
         silent = [i for i, (param, view) in enumerate(pairs) if not self.used[i] and param.grad is view]
         if silent:
-            written = torch.stack([self.views[i].any() for i in silent]).tolist()  # one wait for a device
+            written = torch.stack([self.memory.views[i].any() for i in silent]).tolist()  # one wait for a device
             for index, is_written in zip(silent, written, strict=True):
                 self.used[index] = is_written
 
@@ -283,26 +222,27 @@ class Bucket:
         Pass `watched=False` only if no user code runs until the reduction is done.
         """
         self._expect(BucketState.ACCUMULATING, "launched")
-        if 1 in self.accumulates:
+        memory, step = self.memory, self.step
+        if 1 in step.accumulates:
             self._follow_drops(range(len(self.params)))
         if 0 in self.used:
             self._note_written()
-        if self.pool is not None:
+        if memory.pool is not None:
             self.attribute.note_dropped()
-            self.borrow()
-        without = None if self.sums else self.used_without
-        watched = watched or self.pool is not None
-        self.attribute.collect(range(len(self.params)), self.views, without, watched=watched)
-        self.state = BucketState.IN_FLIGHT
-        self.handle = self._reduce(self.grad, collectives)
-        self.events.append(self.handle.event)
-        if self.pool is not None:
-            self.pool.in_flight.append((self.wait, self.grad))
+            memory.borrow()
+        without = None if step.sums else step.used_without
+        watched = watched or memory.pool is not None
+        self.attribute.collect(range(len(self.params)), memory.views, without, watched=watched)
+        step.state = BucketState.IN_FLIGHT
+        step.handle = self._reduce(memory.grad, collectives)
+        step.events.append(step.handle.event)
+        if memory.pool is not None:
+            memory.pool.in_flight.append((self.wait, memory.grad))
 
     def watch(self) -> None:
         """Put placeholders into `.grad` if `launch` has left gradients there that are being reduced."""
-        if self.attribute.shown is self.views:
-            self.attribute.collect(range(len(self.params)), self.views, None)
+        if self.attribute.shown is self.memory.views:
+            self.attribute.collect(range(len(self.params)), self.memory.views, None)
 
     def _reduce(self, grad: torch.Tensor, collectives: Collectives) -> Flight:
         """Scale and reduce a tensor with this bucket's layout, in place: over the data group, or to the shard."""
@@ -312,37 +252,23 @@ class Bucket:
 
     def poll(self) -> bool:
         """Make all progress that needs no other rank. True if the collective is done."""
-        return self.handle is None or self.handle.is_done()
+        return self.step.handle is None or self.step.handle.is_done()
 
     @torch.no_grad()
     def wait(self) -> None:
         """Wait for the collective in flight, store the result in the shard, and return borrowed memory."""
-        if self.handle is None:
+        memory, step = self.memory, self.step
+        if step.handle is None:
             return
-        self.handle.wait()
-        self.handle = None
-        if self.moved is not None:
-            self._keep(self.moved)
-            self.moved = None
-        if self.pool is not None and self.views:
-            self._keep(self.shard_of(self.grad), adds=self.sums > 0)
-            self.sums += 1
-            self.give_back()
-
-    def _keep(self, shard: torch.Tensor, *, adds: bool = False) -> None:
-        """Store `shard`, on the device, as this rank's shard; with `adds`, add it to the stored one."""
-        if self.owned_grad.device == self.device:
-            self.owned_grad.add_(shard) if adds else self.owned_grad.copy_(shard)
-            return
-        if adds:  # on the device, so that the host waits for nothing
-            shard = self.owned_grad.to(self.device, non_blocking=True).add_(shard)
-        self.copied = copy_to_host(self.owned_grad, shard)
-
-    def await_copy(self) -> None:
-        """Wait until the host's copy of the shard is complete, before the shard is read or written."""
-        if self.copied is not None:
-            self.copied.synchronize()
-            self.copied = None
+        step.handle.wait()
+        step.handle = None
+        if step.moved is not None:
+            memory.keep(step.moved)
+            step.moved = None
+        if memory.pool is not None and memory.views:
+            memory.keep(memory.shard_of(memory.grad), adds=step.sums > 0)
+            step.sums += 1
+            memory.give_back()
 
     def all_reduce_replicas(self, collectives: Collectives) -> None:
         """With several optimizer instances: wait for this instance's sum, and start adding the others' sums."""
@@ -350,17 +276,17 @@ class Bucket:
         if self.groups.replica is not None:
             self.wait()
             name = f"{self.name} across instances"
-            shard = self.owned_grad.to(self.device, non_blocking=True)
-            self.moved = None if shard is self.owned_grad else shard
-            self.handle = collectives.all_reduce(shard, self.groups.replica, name, self.op)
-            self.events.append(self.handle.event)
+            shard = self.memory.owned_grad.to(self.device, non_blocking=True)
+            self.step.moved = None if shard is self.memory.owned_grad else shard
+            self.step.handle = collectives.all_reduce(shard, self.groups.replica, name, self.op)
+            self.step.events.append(self.step.handle.event)
 
     def complete(self) -> None:
         self._expect(BucketState.IN_FLIGHT, "waited for")
         self.wait()
-        self.await_copy()
-        self.pending_scale = self._due_scale
-        self.state = BucketState.REDUCED
+        self.memory.await_copy()
+        self.step.pending_scale = self._due_scale
+        self.step.state = BucketState.REDUCED
         self.reductions += 1
 
     @torch.no_grad()
@@ -371,20 +297,20 @@ class Bucket:
             start, end = self.ranges[index]
             extra[start:end].copy_(dense(grad).reshape(-1))
         self._reduce(extra, collectives).wait()
-        shard = self.shard_of(extra)
+        shard = self.memory.shard_of(extra)
         if self.groups.replica is not None:
             collectives.all_reduce(shard, self.groups.replica, self.name, self.op).wait()
-        self._keep(shard, adds=True)
-        self.await_copy()
+        self.memory.keep(shard, adds=True)
+        self.memory.await_copy()
 
-    def gather_whole(self, collectives: Collectives) -> None:
+    def all_gather_grads(self, collectives: Collectives) -> None:
         """All-gather the shards, so that all of the bucket is valid until the next step. Collective."""
-        if not self.whole:
-            self.borrow()
-            if self.pool is not None:
-                self.shard_of(self.grad).copy_(self.owned_grad)
-            collectives.all_gather(self.grad, self.groups.shard, self.name).wait()
-            self.gathered = True
+        if not self.step.is_full_grad:
+            self.memory.borrow()
+            if self.memory.pool is not None:
+                self.memory.shard_of(self.memory.grad).copy_(self.memory.owned_grad)
+            collectives.all_gather(self.memory.grad, self.groups.shard, self.name).wait()
+            self.step.is_full_grad = True
 
     # -- several reductions in a step -------------------------------------------------------------------------------
 
@@ -393,26 +319,28 @@ class Bucket:
         self.wait()
         self.attribute.note_dropped()
         self.attribute.withdraw()
-        self._accumulate()
+        self.step.state = BucketState.ACCUMULATING
+        self.step.arrivals = [0] * len(self.params)
+        self.step.pending = len(self.expected) - self.expected.count(0)
 
     def reduced_so_far(self) -> torch.Tensor | None:
         """Return a copy of the sum of this step's reductions, or None before the first one. Waits."""
         self.wait()
-        self.await_copy()
-        if self.accumulated_shard is not None:
+        self.memory.await_copy()
+        if self.step.accumulated_shard is not None:
             raise SyncError(
                 "this step adds to gradients of an earlier finalize_model_grads, which are not saved; save before the "
                 "first finalize_model_grads of a step, or after optimizer.step()"
             )
         self.attribute.note_dropped()
         self.attribute.withdraw()
-        return self.owned_grad.clone() if self.sums else None
+        return self.memory.owned_grad.clone() if self.step.sums else None
 
     def restore(self, reduced: torch.Tensor) -> None:
         """Continue from the result of `reduced_so_far`, in a step that has just begun."""
         self._expect(BucketState.ACCUMULATING, "restored")
-        self.owned_grad.copy_(reduced)
-        self.sums = 1
+        self.memory.owned_grad.copy_(reduced)
+        self.step.sums = 1
         for index in range(len(self.params)):  # a parameter with a nonzero part has had a gradient
             self.used[index] |= bool(self.valid_part(index).any())
 
@@ -420,10 +348,10 @@ class Bucket:
 
     def attach(self) -> None:
         """Set every parameter's `.grad`: its view, or a placeholder if it is sharded or not scaled yet."""
-        if self.state is BucketState.ACCUMULATING:
-            self.attribute.accumulate_into(self.views)
+        if self.step.state is BucketState.ACCUMULATING:
+            self.attribute.accumulate_into(self.memory.views)
         else:
-            self.attribute.show(self.views if self.whole and not self.scale_is_due else None)
+            self.attribute.show(self.memory.views if self.step.is_full_grad and not self.scale_is_due else None)
 
     def follow_edits(self) -> str | None:
         """Apply the user's edits of `.grad` since the reduction. Returns a message if a shard cannot follow one."""
@@ -442,35 +370,35 @@ class Bucket:
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply this rank's gradients: its own contributions before the reduction, the valid range after it."""
-        if self.accumulated_shard is not None:
-            self.accumulated_shard.mul_(_on(self.accumulated_shard.device, factor))
-        if self.state in (BucketState.REDUCED, BucketState.FINAL):
+        if self.step.accumulated_shard is not None:
+            self.step.accumulated_shard.mul_(_on(self.step.accumulated_shard.device, factor))
+        if self.step.state in (BucketState.REDUCED, BucketState.FINAL):
             self.take_edits()
         self._multiply(factor)
 
     def _multiply(self, factor: float | torch.Tensor) -> None:
-        if self.state is BucketState.IN_FLIGHT and self.views:
+        if self.step.state is BucketState.IN_FLIGHT and self.memory.views:
             raise SyncError(
                 f"{self.name} is in flight and cannot be scaled; scale before the last backward, or after "
                 "finish_grad_sync or finalize_model_grads"
             )
-        accumulating = self.state is BucketState.ACCUMULATING
-        if self.pool is not None:
-            self.await_copy()
-            self.owned_grad.mul_(_on(self.owned_grad.device, factor))
-            if self.views:
-                self.grad.mul_(factor)
+        accumulating = self.step.state is BucketState.ACCUMULATING
+        if self.memory.pool is not None:
+            self.memory.await_copy()
+            self.memory.owned_grad.mul_(_on(self.memory.owned_grad.device, factor))
+            if self.memory.views:
+                self.memory.grad.mul_(factor)
         else:
-            (self.grad if accumulating else self.valid_grad).mul_(factor)
+            (self.memory.grad if accumulating else self.valid_grad).mul_(factor)
         for index in range(len(self.params) if accumulating else 0):
             grad = self.attribute.take(index)
-            if grad is not None and not (self.views and grad is self.views[index]):
+            if grad is not None and not (self.memory.views and grad is self.memory.views[index]):
                 grad.mul_(factor)
 
     def defer_scale(self, factor: float | torch.Tensor) -> None:
         """Leave a further factor to the optimizer, or multiply now if scales are not left to it."""
         if self.scale_later:
-            self.pending_scale = self.pending_scale * factor
+            self.step.pending_scale = self.step.pending_scale * factor
         else:
             self._multiply(factor)
             self.adds_exactly = False  # gradients of a later backward would be multiplied by another factor
@@ -478,20 +406,22 @@ class Bucket:
     @property
     def scale_is_due(self) -> bool:
         """True if a factor has not been applied yet."""
-        return isinstance(self.pending_scale, torch.Tensor) or self.pending_scale != 1.0
+        return isinstance(self.step.pending_scale, torch.Tensor) or self.step.pending_scale != 1.0
 
     def close(self) -> None:
         """Hand the gradients to the optimizer after the sync rules have run."""
         self._expect(BucketState.REDUCED, "closed")
-        self.state = BucketState.FINAL
-        if self.accumulated_shard is not None:
-            self.owned_grad.add_(self.accumulated_shard.div_(_on(self.accumulated_shard.device, self.pending_scale)))
-            self.accumulated_shard = None
+        self.step.state = BucketState.FINAL
+        if self.step.accumulated_shard is not None:
+            self.memory.owned_grad.add_(
+                self.step.accumulated_shard.div_(_on(self.step.accumulated_shard.device, self.step.pending_scale))
+            )
+            self.step.accumulated_shard = None
         self.copy_to_shard()
 
     def _expect(self, state: BucketState, action: str) -> None:
-        if self.state is not state:
-            raise SyncError(f"{self.name} cannot be {action}: it is {self.state.value}, not {state.value}")
+        if self.step.state is not state:
+            raise SyncError(f"{self.name} cannot be {action}: it is {self.step.state.value}, not {state.value}")
 
 
 def _on(device: torch.device, factor: float | torch.Tensor) -> float | torch.Tensor:

@@ -12,11 +12,7 @@ POOL_BUCKETS = 2  # one that fills and one that is being reduced
 
 
 def pool_numel(sizes: Sequence[int]) -> int:
-    """Return the number of elements needed for the largest two buckets that are adjacent in launch order.
-
-    Args:
-        sizes: Elements of each bucket, in launch order.
-    """
+    """Return the number of elements needed for the largest two buckets that are adjacent in launch order."""
     return max((one + next_one for one, next_one in itertools.pairwise(sizes)), default=sum(sizes))
 
 
@@ -59,14 +55,7 @@ class BucketPool:
         return memory
 
     def release(self, memory: torch.Tensor) -> bool:
-        """Return the memory of a bucket that is no longer in flight.
-
-        Args:
-            memory: Result of `acquire`.
-
-        Returns:
-            True if the memory belongs to the pool.
-        """
+        """Return the memory of a bucket that is no longer in flight. True if it belongs to the pool."""
         is_held = any(held is memory for held in self.held)
         self.held = [None if held is memory else held for held in self.held]
         self.in_flight = deque(begun for begun in self.in_flight if begun[1] is not memory)

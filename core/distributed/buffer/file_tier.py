@@ -23,14 +23,7 @@ SPARE = 8  # a file is at least 1/SPARE of all earlier ones, so that there are f
 
 
 class FileTier(MemoryTier):
-    """Files of one wrapped model on this rank.
-
-    Args:
-        directory: An existing directory.
-
-    Raises:
-        OSError: If the directory cannot be written.
-    """
+    """Files of one wrapped model on this rank, in an existing directory. Raises OSError if it cannot be written."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.path.abspath(directory)
@@ -47,15 +40,6 @@ class FileTier(MemoryTier):
             )
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros, [numel], in a file.
-
-        Args:
-            numel: Number of elements.
-            dtype: Element type.
-
-        Raises:
-            OSError: If there is no room.
-        """
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.zeros(numel, dtype=dtype, device="cpu")
@@ -78,17 +62,10 @@ class FileTier(MemoryTier):
             return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def new_shared(self, nbytes: int, *, is_first: bool) -> int:
-        """Create a file for memory that ranks map from each other.
+        """Create a file for memory that ranks map from each other, and return its descriptor, which the caller closes.
 
-        Args:
-            nbytes: Size of the file.
-            is_first: True on the rank that reserves the disk space.
-
-        Returns:
-            A descriptor, which the caller closes.
-
-        Raises:
-            OSError: If there is no room. It is also stored in `refused`.
+        Only the first rank reserves the disk space. An OSError is also stored in `refused`, because all ranks must
+        learn it.
         """
         try:
             return self._new(nbytes, reserved=nbytes if is_first else 0)

@@ -61,11 +61,9 @@ class GradAttribute:
                 param.grad = wanted
 
     def begin(self, accumulates: bytes) -> None:
-        """Begin a step.
+        """Begin a step that adds to the gradients with a 1 in `accumulates`.
 
-        Args:
-            accumulates: 1 for each parameter to whose gradient the step adds. Its placeholder stays, to show if the
-                user drops the gradient.
+        If these are hidden, their placeholders stay, to show if the user drops them.
         """
         self.withdraw(accumulates if 1 in accumulates and self.is_hidden else b"")
         self.used[:] = accumulates
@@ -73,11 +71,8 @@ class GradAttribute:
         self.edited = False
 
     def hold(self, accumulates: bytes, *, apart: bool) -> dict[int, torch.Tensor]:
-        """Return the gradients in `.grad` that the step adds to, by index of the parameter.
-
-        Args:
-            accumulates: 1 for each parameter to whose gradient the step adds.
-            apart: Copy them to separate memory first.
+        """Return the gradients in `.grad` that the step adds to, by index; with `apart`, copied to separate memory
+        first.
         """
         indices = [index for index, flag in enumerate(accumulates) if flag]
         for index in indices if apart else ():
@@ -165,11 +160,7 @@ class GradAttribute:
         return True
 
     def withdraw(self, but: bytes = b"") -> None:
-        """Leave only unreduced gradients in `.grad`.
-
-        Args:
-            but: 1 for each parameter whose placeholder stays.
-        """
+        """Leave only unreduced gradients in `.grad`. A parameter with a 1 in `but` keeps its placeholder."""
         if 1 not in but:
             but = bytes(len(self.params))
         for param, stays in zip(self.params, but, strict=True):
@@ -214,12 +205,9 @@ class GradAttribute:
     # -- once gradients are reduced -----------------------------------------------------------------------------------
 
     def show(self, grads: Sequence[torch.Tensor] | None) -> None:
-        """Put reduced gradients into `.grad`, or placeholders.
+        """Put reduced gradients into `.grad`, or placeholders if they are sharded or not scaled yet (None).
 
         A parameter that no rank has used gets None, so that torch's optimizers skip it.
-
-        Args:
-            grads: The reduced gradients, or None if they are sharded or not scaled yet.
         """
         if grads is None and not self.placeholders:
             self._make_placeholders()
@@ -248,11 +236,7 @@ class GradAttribute:
 
     @torch.no_grad()
     def follow_edits(self) -> str | None:
-        """Copy the user's edits of `.grad` into the buffer.
-
-        Returns:
-            A message if an edit cannot be followed, else None.
-        """
+        """Copy the user's edits of `.grad` into the buffer, or return why an edit cannot be followed."""
         hidden = self.shown is self.placeholders
         self.edited = self.edited or not (hidden or self.shown[0]._version == self.version)
         if self._untouched(self.shown):
@@ -319,8 +303,7 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 def call_after_backward(action: Callable[[], None]) -> bool:
     """Run a function when the running backward has ended.
 
-    Returns:
-        False if no backward is running. The function is then never called.
+    Returns False if no backward is running. The function is then never called.
     """
     try:
         torch.autograd.Variable._execution_engine.queue_callback(action)

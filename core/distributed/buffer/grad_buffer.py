@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.distributed.buffer.bucket import Bucket
+from core.distributed.buffer.bucket_memory import BucketMemory
 from core.distributed.buffer.bucket_pool import BucketPool, pool_numel
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from core.distributed.layout.model_plan import BucketGroups, ModelPlan
@@ -29,12 +30,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 @torch.no_grad()
 def move_to(views: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> None:
-    """Move each parameter, with its values, into the memory of a view, and free its old memory.
-
-    Args:
-        views: One tensor for each parameter, of the same shape and dtype.
-        params: The parameters.
-    """
+    """Move each parameter and its values into the memory of a view of its shape and dtype; free its old memory."""
     for param, view in zip(params, views, strict=True):
         view.copy_(param)
         param.data = view
@@ -80,7 +76,7 @@ class GradBuffer:
             return shared.tensor
 
         grad_dtype = dtype_named(layout.key.grad_dtype)
-        kept_by = residency.spread(layout.shards).grads
+        kept_by = 1 if residency.keeps_whole else layout.shards
         numels = [0 if bucket.index in offloaded else bucket.numel // kept_by for bucket in layout.buckets]
         starts = list(itertools.accumulate(numels, initial=0))
         self.grad_data = memory(starts[-1], grad_dtype)
@@ -96,21 +92,19 @@ class GradBuffer:
         self.buckets: list[Bucket] = []
         for number, (placed, param_shard) in enumerate(itertools.zip_longest(layout.buckets, param_shards)):
             # `.data` gives the slice its own version counter, separate from the buffer's other buckets.
-            bucket = Bucket(
+            of_bucket = BucketMemory(
                 placed,
+                placed.shard_of(dist.get_rank(groups.shard)),
                 offloaded.get(placed.index, self.grad_data.data[starts[number] : starts[number + 1]]),
-                plan,
-                ddp_config,
-                groups,
-                pool=self.pool,
-                scale=averaged / divisor,
-                param_data=None if self.param_data is None else self.param_data.data[placed.start : placed.end],
-                param_shard=param_shard,
+                self.pool,
+                None if self.param_data is None else self.param_data.data[placed.start : placed.end],
+                param_shard,
             )
+            bucket = Bucket(placed, of_bucket, plan, ddp_config, groups, averaged / divisor)
             self.buckets.append(bucket)
-            if bucket.param_data is not None:
-                move_to(placed.views_of(bucket.param_data), bucket.params)
-            for param, view in itertools.zip_longest(bucket.params, bucket.views):
+            if of_bucket.param_data is not None:
+                move_to(placed.views_of(of_bucket.param_data), bucket.params)
+            for param, view in itertools.zip_longest(bucket.params, of_bucket.views):
                 param.main_grad = view  # None if the full gradient has no permanent memory
             bucket.attach()  # the same as `.grad`
 
@@ -122,7 +116,7 @@ class GradBuffer:
     def zero(self) -> None:
         """Zero all gradients and attach them to `.grad` again."""
         for bucket in self.buckets:
-            bucket.await_copy()
+            bucket.memory.await_copy()
         for memory in (self.grad_data, *self.offloaded):
             memory.zero_()
         for bucket in self.buckets:

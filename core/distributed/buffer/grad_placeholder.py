@@ -31,13 +31,8 @@ class GradPlaceholder(torch.Tensor):
 
     @classmethod
     def of(cls, param: nn.Parameter, name: str, dtype: torch.dtype, owner: Any) -> GradPlaceholder:
-        """Make the placeholder of a parameter's gradient.
-
-        Args:
-            param: The parameter.
-            name: Its name, for messages.
-            dtype: The gradient's dtype.
-            owner: An object that lives as long as the wrapper. No reference to it is kept.
+        """Make the placeholder of a parameter's gradient. `owner` lives as long as the wrapper; only a weak reference
+        is kept.
         """
         memory = torch.empty(param.shape, dtype=dtype, device=param.device)
         memory.untyped_storage().resize_(0)
@@ -47,7 +42,6 @@ class GradPlaceholder(torch.Tensor):
         return marker
 
     def reset(self) -> None:
-        """Forget added gradients and that it was zeroed."""
         self.added, self.zeroed, self.touched = None, False, False
 
     @classmethod
@@ -73,11 +67,7 @@ class GradPlaceholder(torch.Tensor):
         raise SyncError(next(value for value in tensors_in(args) if type(value) is cls).refusal(func.__name__))
 
     def refusal(self, use: str) -> str:
-        """Return an error text: why the gradient cannot be used, and which call to make instead.
-
-        Args:
-            use: Name of the rejected operation.
-        """
+        """Return an error text: why the gradient cannot be used by an operation, and which call to make instead."""
         if self.owner() is None:
             return (
                 f"{use} was asked of the gradient of {self.of_param!r}, which is gone: it was sharded by a "

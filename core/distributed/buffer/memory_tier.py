@@ -31,14 +31,9 @@ class MemoryTier:
 
 
 def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> torch.Event:
-    """Begin a copy from a device to the host.
+    """Begin a copy from a device tensor to a CPU tensor of the same shape, and return an event.
 
-    Args:
-        target: CPU tensor.
-        source: Device tensor of the same shape.
-
-    Returns:
-        An event. After the host has synchronized with it, `target` has the values.
+    The CPU tensor has the values after the host has synchronized with the event.
     """
     target.copy_(source, non_blocking=True)
     return torch.accelerator.current_stream(source.device).record_event()
@@ -65,15 +60,7 @@ class HostTier(MemoryTier):
         weakref.finalize(self, self.stream.synchronize).atexit = False
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros on the CPU, [numel].
-
-        Args:
-            numel: Number of elements.
-            dtype: Element type.
-
-        Raises:
-            RuntimeError: If the host has no more memory that can be pinned.
-        """
+        """Return zeros on the CPU, [numel]. Raises RuntimeError if the host has no more memory that can be pinned."""
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.pin_memory)
 
     def masters(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -112,7 +112,9 @@ def agree_on_step(
             "has gradients": has_gradients,
             "begun by forward": begun_by_forward,
             "wants whole": wants_whole,
-            "adds to shards": any(bucket.accumulated_shard is not None and bucket.sharded for bucket in entry.buckets),
+            "adds to shards": any(
+                bucket.step.accumulated_shard is not None and bucket.sharded for bucket in entry.buckets
+            ),
             "gathers": zlib.crc32(repr(gathers.get(entry.name, ())).encode()),
             # The first group has all ranks of the others.
             "weights": _sample(finishes, launches) if finishes and entry is control[0] else 0,
@@ -155,7 +157,7 @@ def agree_on_step(
 def _sample(buckets: Sequence[Bucket], launches: int) -> int:
     """Hash a few elements of the parameters, others in each step. Returns 0 on a device, to avoid a wait."""
     turn = launches // max(1, len(buckets))
-    full = [bucket for bucket in buckets if bucket.param_data is not None or bucket.param_shard is None]
+    full = [bucket for bucket in buckets if bucket.memory.param_data is not None or bucket.memory.param_shard is None]
     return sample_of(full[turn % len(full)].params, turn) if full and full[0].device.type == "cpu" else 0
 
 

@@ -238,7 +238,7 @@ def refuse_unshared_edits(buckets: Sequence[Bucket], groups: ProcessGroups) -> N
     """
     texts = []
     for name in DATA_KINDS:
-        members = [(b, i) for b, i in members_of(buckets) if b.whole and b.contracts[i].data_group == name]
+        members = [(b, i) for b, i in members_of(buckets) if b.step.is_full_grad and b.contracts[i].data_group == name]
         if members and groups.size(name) > 1:
             fine = all(bucket.dtype.itemsize > 2 for bucket, _ in members)
             text = _dropped_apart(name, members, groups.control(name))
@@ -288,7 +288,7 @@ def unequal_gradients(
         contract = bucket.contracts[i]
         for name in contract.replicated_over:
             by_group.setdefault(name, []).append((bucket, i))
-        if data and bucket.whole:
+        if data and bucket.step.is_full_grad:
             by_group.setdefault(contract.data_group, []).append((bucket, i))
     dtypes = {dtype for bucket in buckets for dtype in (bucket.dtype, *(param.dtype for param in bucket.params))}
     coarse = coarse or any(dtype.is_floating_point and dtype.itemsize <= 2 for dtype in dtypes)

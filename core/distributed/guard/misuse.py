@@ -52,8 +52,11 @@ class ModelWatch:
         ]
         self.names = [name for *_, name in members]
         self.params = [param for _, param, _ in members]
-        in_buffers = [(param, name) for bucket, param, name in members if bucket.param_data is not None]
-        self.views = [*(view for bucket in buckets for view in bucket.storage), *(param for param, _ in in_buffers)]
+        in_buffers = [(param, name) for bucket, param, name in members if bucket.memory.param_data is not None]
+        self.views = [
+            *(view for bucket in buckets for view in bucket.memory.permanent),
+            *(param for param, _ in in_buffers),
+        ]
         self.view_names = [*self.names, *(name for _, name in in_buffers)]
         self.shapes = [param.shape for param in self.params]
         self.numels = list(map(torch.Tensor.numel, self.params))
@@ -168,12 +171,12 @@ class StepGuard:
         reducer, name = self.reducer, type(optimizer).__name__
         reason = ""
         if not reducer.open:
-            if any(not bucket.whole for bucket in reducer.buckets):
+            if any(not bucket.step.is_full_grad for bucket in reducer.buckets):
                 raise SyncError(
                     f"{name} holds parameters whose gradients are sharded, so that `.grad` holds none for it. Use "
                     "core.optimizer.get_megatron_optimizer, or finalize_model_grads(..., force_all_reduce=True)"
                 )
-            if self.needs_rules and any(bucket.state is BucketState.REDUCED for bucket in reducer.buckets):
+            if self.needs_rules and any(bucket.step.state is BucketState.REDUCED for bucket in reducer.buckets):
                 reason = "after finish_grad_sync and before the sync rules (see describe()) had run"
             elif any(bucket.scale_is_due for bucket in reducer.buckets):
                 raise SyncError(

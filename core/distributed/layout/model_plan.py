@@ -56,28 +56,17 @@ class ModelPlan:
     shared: dict[str, str]  # parameter -> description of another tensor of the model in the same memory
 
     def of_group(self, data_group: str) -> dict[str, nn.Parameter]:
-        """Return all parameters of a data group, including frozen ones.
-
-        Args:
-            data_group: 'dp_cp' or 'expt_dp'.
-        """
+        """Return all parameters of a data group, including frozen ones."""
         return {name: param for name, param in self.named.items() if data_group_of(param) == data_group}
 
     def copies_over(self, group: str) -> dict[str, nn.Parameter]:
-        """Return all parameters that each rank of a group holds a copy of.
-
-        Args:
-            group: Field of ProcessGroups, other than a data group.
-        """
+        """Return all parameters that each rank of a group, which is no data group, holds a copy of."""
         return {name: self.named[name] for name in self.copies.get(group, ())}
 
     def fingerprint(self, group: str) -> list[str]:
         """List the facts that all ranks of a data or tensor-parallel group must share, one line each.
 
         Tensor-parallel ranks hold slices of different shapes. For split parameters only the reductions are listed.
-
-        Args:
-            group: Field of ProcessGroups.
         """
         of_data = group in DATA_KINDS
         held = self.of_group(group) if of_data else self.copies_over(group)
@@ -115,26 +104,16 @@ def _stays_whole(param: nn.Parameter, wanted: bool | str) -> bool:
 
 
 def option_table(config: Any, ddp_config: DistributedDataParallelConfig) -> list[str]:
-    """Return one line for each option, to compare between ranks. Most options change collectives or their sums.
-
-    Args:
-        config: Config of the model, or None.
-        ddp_config: Config of the wrapper.
-    """
+    """Return one line for each option, to compare between ranks. Most options change collectives or their sums."""
     ours = {f.name: getattr(ddp_config, f.name) for f in fields(ddp_config) if f.name != "sync_rules"}
     theirs = {name: getattr(config, name, False) for name in ("calculate_per_token_loss", "deterministic_mode")}
     return [f"option {name} = {value!r}" for name, value in {**ours, **theirs}.items()]
 
 
 def shard_and_replica(data_group: str, config: DistributedDataParallelConfig) -> tuple[str, str | None]:
-    """Return the group that a buffer is sharded over, and the group of the same shard in other optimizer instances.
+    """Name the group that a buffer is sharded over, and the group of the same shard in other optimizer instances.
 
-    Args:
-        data_group: 'dp_cp' or 'expt_dp'.
-        config: Config of the wrapper.
-
-    Returns:
-        Names of two fields of ProcessGroups. The second is None with a single instance.
+    The second is None with a single instance.
     """
     if not config.sharded or config.num_distributed_optimizer_instances == 1:
         return data_group, None
@@ -155,13 +134,7 @@ class BucketGroups:
 
 
 def groups_of(data_group: str, config: DistributedDataParallelConfig, groups: ProcessGroups) -> BucketGroups:
-    """Return the process groups for the buckets of one data group.
-
-    Args:
-        data_group: 'dp_cp' or 'expt_dp'.
-        config: Config of the wrapper.
-        groups: Process groups of the model.
-    """
+    """Return the process groups for the buckets of one data group."""
     shard, replica = shard_and_replica(data_group, config)
     return BucketGroups(
         groups.require(data_group), groups.require(shard), None if replica is None else groups.require(replica)
@@ -287,13 +260,7 @@ def param_specs(
     contracts: dict[str, GradientContract],
     ddp_config: DistributedDataParallelConfig,
 ) -> Iterator[ParamSpec]:
-    """Yield the layout's inputs for the trainable parameters, in registration order.
-
-    Args:
-        params: Trainable parameters by name.
-        contracts: Their contracts by name.
-        ddp_config: Config of the wrapper.
-    """
+    """Yield the layout's inputs for the trainable parameters, in registration order."""
     keys: dict[tuple[torch.dtype, str], BufferKey] = {}
     wanted = ddp_config.keep_params_whole
     for name, param in params.items():

@@ -32,12 +32,7 @@ HIGH_BUSBW_ALIGNMENT = 2**16  # elements: NCCL's rings reach full bus bandwidth 
 
 
 def pad_to_multiple(value: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `value`.
-
-    Args:
-        value: Number to round up.
-        multiple: Positive factor.
-    """
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -95,11 +90,7 @@ class BucketLayout:
         return self.end - self.start
 
     def shard_of(self, rank: int) -> tuple[int, int]:
-        """Return the range [start, end) within the bucket that a rank updates. The only function that decides this.
-
-        Args:
-            rank: Rank in the shard group.
-        """
+        """Return the range [start, end) within the bucket that a rank updates. The only function that decides this."""
         size = self.numel // self.shards
         place = rank % self.shards
         return place * size, (place + 1) * size
@@ -110,11 +101,7 @@ class BucketLayout:
         return [(slot.start - self.start, slot.end - self.start) for slot in self.slots]
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view of each parameter's elements, in the parameter's shape.
-
-        Args:
-            flat: Tensor with the bucket's layout, [numel].
-        """
+        """Return a view of each parameter's elements, in its shape, of a tensor [numel] with the bucket's layout."""
         return [flat[start:end].view(slot.shape) for slot, (start, end) in zip(self.slots, self.ranges, strict=True)]
 
     def describe(self) -> str:
@@ -165,8 +152,7 @@ def resolve_bucket_size(
     gradients are sharded, full ones take as much memory as two buckets, so buckets are always split.
 
     Args:
-        bucket_size: The config's option.
-        num_buckets: The config's option.
+        bucket_size, num_buckets: The config's options.
         numel: Elements of the buffer.
         data_ranks: Size of the data-parallel group.
         overlap: True if backward launches buckets.
@@ -192,10 +178,10 @@ def plan_buffer(
     high_busbw: bool = False,
     strict_size: bool = False,
 ) -> BufferLayout:
-    """Lay out one buffer.
+    """Lay out one buffer of parameters with equal keys, in registration order.
 
     Args:
-        specs: Parameters in registration order, with equal keys.
+        specs: The parameters.
         bucket_size: Elements after which a bucket is closed, or None for one bucket.
         shards: Size of the shard group.
         sharded: True to align parameters and buckets for equal shards.
@@ -247,13 +233,8 @@ def plan_buffer(
 def spread_over_shards(specs: Sequence[ParamSpec], shards: int, end_alignment: int) -> tuple[Placed, int]:
     """Place every parameter inside one of the equal shards: the largest first, each into the emptiest shard.
 
-    Args:
-        specs: Parameters to place.
-        shards: Number of shards.
-        end_alignment: The sum of the shards is a multiple of this number of elements.
-
-    Returns:
-        ((parameter, offset) in order of offset, number of elements in all shards).
+    Returns each parameter with its offset, in order of offset, and the number of elements in all shards, which is a
+    multiple of `end_alignment`.
     """
     loads = [(0, shard) for shard in range(shards)]
     chosen: list[tuple[int, int, ParamSpec]] = []  # (shard, offset in it, parameter)
@@ -268,11 +249,7 @@ def spread_over_shards(specs: Sequence[ParamSpec], shards: int, end_alignment: i
 
 
 def group_by_key(specs: Sequence[ParamSpec]) -> dict[BufferKey, list[ParamSpec]]:
-    """Return the specs of each buffer, dense buffers first, then in order of first registration.
-
-    Args:
-        specs: Parameters in registration order.
-    """
+    """Group specs, in registration order, by buffer: dense buffers first, then in order of first registration."""
     by_key: dict[BufferKey, list[ParamSpec]] = {}
     for spec in specs:
         by_key.setdefault(spec.key, []).append(spec)
@@ -280,18 +257,11 @@ def group_by_key(specs: Sequence[ParamSpec]) -> dict[BufferKey, list[ParamSpec]]
 
 
 def launch_order(layout: ParamLayout, registration: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Return the one order in which every rank of a stage launches buckets.
+    """Return the one order, as (buffer, bucket) pairs, in which every rank of a stage launches buckets.
 
     With one order over all buffers, ranks cannot enter several communicators in different orders. A bucket's turn
     depends on its earliest registered parameter, whose gradient backward is expected to produce last. Within a buffer
     the order is the bucket index; turns only interleave the buffers.
-
-    Args:
-        layout: All buffers of the model.
-        registration: Names of the parameters in registration order.
-
-    Returns:
-        (buffer, bucket) pairs.
     """
     position = {name: place for place, name in enumerate(registration)}
     turns = sorted(

@@ -38,14 +38,8 @@ class Places:
 def places_of(plan: ModelPlan, ddp_config: DistributedDataParallelConfig) -> Places:
     """Return the places of a model's buckets under its placement.
 
-    Buckets are ordered by their first use in an earlier run, and then by the registration of their parameters.
-
-    Args:
-        plan: The model's plan.
-        ddp_config: Config of the wrapper.
-
-    Raises:
-        ValueError: If memstats belong to another model.
+    Buckets are ordered by their first use in an earlier run, and then by the registration of their parameters. Raises
+    ValueError if memstats belong to another model.
     """
     placement = ddp_config.placement
     if placement is None:

@@ -11,15 +11,9 @@ from torch import Tensor, nn
 
 
 def check_modules(root: nn.Module, modules: Mapping[str, nn.Module], *, reads_seen: bool) -> None:
-    """Reject a ScriptModule, and a wrapper of torch's inside the model.
+    """Reject a ScriptModule, and a wrapper of torch's inside the model, by ValueError.
 
-    Args:
-        root: The module to wrap.
-        modules: All modules of `root`, by name.
-        reads_seen: True if a parameter's class must see each read of it, as with sharded parameters.
-
-    Raises:
-        ValueError: If a module cannot be wrapped.
+    `reads_seen` is True if a parameter's class must see each read of it, as with sharded parameters.
     """
     if isinstance(root, torch.jit.ScriptModule):
         raise ValueError(
@@ -42,16 +36,9 @@ def check_modules(root: nn.Module, modules: Mapping[str, nn.Module], *, reads_se
 
 
 def check_param(name: str, param: nn.Parameter, first: tuple[str, nn.Parameter]) -> None:
-    """Reject a parameter that cannot share a buffer with the first one of its model.
+    """Reject a parameter that cannot share a buffer with the first one of its model, by ValueError.
 
-    Args:
-        name: Name of the parameter.
-        param: The parameter.
-        first: Name and value of the model's first parameter.
-
-    Raises:
-        ValueError: If the parameter is lazy, a DTensor, complex, on the meta device, not dense, on another device, or
-            has no full storage.
+    It may be lazy, a DTensor, complex, on the meta device, not dense, on another device, or without full storage.
     """
     if nn.parameter.is_lazy(param):
         raise ValueError(
@@ -99,11 +86,6 @@ def shared_params(
 
     The other tensor may be a frozen parameter, a buffer or a plain attribute of a module. It would keep the old values
     when the parameter is moved. Parameters that are slices of one tensor without overlap are not reported.
-
-    Args:
-        modules: All modules by name.
-        trained: Trained parameters by name.
-        frozen: Frozen parameters by name.
 
     Returns:
         Name of a parameter -> description of the other tensor.

@@ -28,15 +28,8 @@ class BufferSync:
     evaluation after a training step therefore uses the first rank's buffers. If gradients are sharded, a broadcast in
     the middle of a step could wait for a rank that waits for memory, so there is only one in each step.
 
-    Collective over the data groups: all ranks run equally many forwards.
-
-    Args:
-        module: The wrapped module.
-        contracts: Gradient contracts by parameter name. They show which buffers belong to experts.
-        groups: Process groups of the model.
-
-    Raises:
-        LayoutMismatch: If ranks hold different buffers.
+    Collective over the data groups: all ranks run equally many forwards. Raises LayoutMismatch if ranks hold different
+    buffers.
     """
 
     def __init__(self, module: nn.Module, contracts: Mapping[str, GradientContract], groups: ProcessGroups) -> None:
@@ -58,18 +51,10 @@ class BufferSync:
     def chosen(
         cls, module: nn.Module, contracts: Mapping[str, GradientContract], groups: ProcessGroups, asked: bool | None
     ) -> BufferSync | None:
-        """Create the broadcaster if it was requested and the module has buffers. Collective over the data groups.
+        """Create the broadcaster if the config's `broadcast_buffers` asks for it and the module has buffers, else
+        return None.
 
-        If the option was not set, the first data rank warns about BatchNorm layers.
-
-        Args:
-            module: The wrapped module.
-            contracts: Gradient contracts by parameter name.
-            groups: Process groups of the model.
-            asked: The config's `broadcast_buffers`.
-
-        Returns:
-            The broadcaster, or None.
+        Collective over the data groups. If the option was not set, the first data rank warns about BatchNorm layers.
         """
         if asked:
             made = cls(module, contracts, groups)
@@ -88,10 +73,8 @@ class BufferSync:
     def before_forward(self, steps: int, *, syncs: bool, once_a_step: bool) -> None:
         """Broadcast the buffers if a broadcast is due.
 
-        Args:
-            steps: Number of steps finalized so far.
-            syncs: True if this forward's gradients will be reduced.
-            once_a_step: True to broadcast at most once in each step.
+        `steps` counts the finalized steps, and `syncs` is True if this forward's gradients will be reduced.
+        `once_a_step` limits broadcasts to one in each step.
         """
         was_due, self.is_due = self.is_due, syncs
         if was_due and not (once_a_step and steps == self.last_step):
@@ -113,11 +96,7 @@ class BufferSync:
                     _unpack(packed, buffers)
 
     def named(self, kind: str) -> dict[str, torch.Tensor]:
-        """Return the currently registered buffers of dense modules or of expert modules, by name.
-
-        Args:
-            kind: Data group: 'dp_cp' for dense modules, else experts.
-        """
+        """Return the currently registered buffers of dense modules ('dp_cp') or of expert modules, by name."""
         wants_experts = kind != DATA_KINDS[0]
         return {
             name: buffer

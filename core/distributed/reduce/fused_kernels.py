@@ -21,12 +21,7 @@ from core.groups.agree import SyncError
 
 
 def ignore_dummies(param: nn.Parameter, name: str) -> None:
-    """Register a hook that replaces the dummy gradient of a fused kernel with zeros.
-
-    Args:
-        param: Parameter that was declared by `grad_added_to_main_grad = False`.
-        name: Its name, for error messages.
-    """
+    """Register a hook on a declared parameter that replaces the dummy gradient of a fused kernel with zeros."""
     param_of = weakref.ref(param)
 
     def hook(grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -42,12 +37,8 @@ def ignore_dummies(param: nn.Parameter, name: str) -> None:
 def check_declared(param: torch.Tensor, name: str) -> None:
     """Check that a kernel which set `grad_added_to_main_grad` may do so, and clear the flag.
 
-    Args:
-        param: Parameter to whose gradient autograd has just added.
-        name: Its name, for error messages.
-
-    Raises:
-        SyncError: If autograd added the dummy gradient of a kernel whose parameter was not declared.
+    Autograd has just added to the parameter's gradient. Raises SyncError if that was the dummy of a kernel whose
+    parameter was not declared.
     """
     if not asks_for_zeros(param):
         raise SyncError(
@@ -61,12 +52,7 @@ def check_declared(param: torch.Tensor, name: str) -> None:
 def take_flag(param: torch.Tensor, name: str) -> None:
     """Clear `grad_added_to_main_grad` for the next backward.
 
-    Args:
-        param: Parameter with the flag set.
-        name: Its name, for error messages.
-
-    Raises:
-        SyncError: If the memory the kernel added to is not this step's gradient.
+    Raises SyncError if the memory the kernel added to is not this step's gradient.
     """
     param.grad_added_to_main_grad = False
     main_grad = getattr(param, "main_grad", None)

@@ -79,11 +79,15 @@ class GradReducer:
     """Launches, orders and completes the buckets of one wrapped model chunk.
 
     Args:
+        buckets: The chunk's buckets, in launch order.
+        collectives: Issues the reductions.
+        control: Groups over which ranks agree on a step.
         problems: Returns messages about changes to the model since the wrap that its buffers cannot follow.
         launches: When buckets are launched.
         every_microbatch: True to reduce every backward, False to reduce only the last one of a step.
         may_join: True if a rank may run fewer backwards than others under `every_microbatch`.
-        take_gathers: Returns the gathers of sharded parameters since the last call.
+        watch: Finds NaN and Inf in gradients as they arrive, or None.
+        pop_gathers: Returns the gathers of sharded parameters since the last call.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class GradReducer:
         every_microbatch: bool,
         may_join: bool,
         watch: NonFiniteWatch | None,
-        take_gathers: Callable[[], dict[str, list[str]]],
+        pop_gathers: Callable[[], dict[str, list[str]]],
     ) -> None:
         self.buckets = list(buckets)  # in launch order
         on_device = self.buckets and self.buckets[0].device.type not in ("cpu", "meta")
@@ -111,7 +115,7 @@ class GradReducer:
         self.may_join = may_join
         self.watch = watch
         self.scale_watch: GradWatch | None = None  # set by an optimizer
-        self.take_gathers = take_gathers
+        self.pop_gathers = pop_gathers
         # Data groups first, as in `control`: ranks ask each other in this order which model is next.
         groups = [bucket.groups.data for entry in control for bucket in entry.buckets]
         groups += [group for bucket in self.buckets for group in bucket.groups.all]
@@ -161,10 +165,10 @@ class GradReducer:
         bucket.arrive(index)
         if self.next < len(self.buckets):
             following = self.buckets[self.next]
-            if bucket is following and bucket.pool is not None:
+            if bucket is following and bucket.memory.pool is not None:
                 self._join_streams()
-                bucket.fill(bucket.pool, index)
-            if following.pending <= 0:
+                bucket.fill(index)
+            if following.step.pending <= 0:
                 self._launch_ready()
 
     def count_other_models(self) -> None:
@@ -175,14 +179,14 @@ class GradReducer:
     @property
     def shards_gradients(self) -> bool:
         """True if backward waits for other ranks, because gradients borrow memory until they are reduced."""
-        return any(bucket.pool is not None for bucket in self.buckets)
+        return any(bucket.memory.pool is not None for bucket in self.buckets)
 
     def _launch_ready(self) -> None:
         """Launch every bucket that is ready, in this reducer and in the pipeline's other chunks."""
         try:
             for chunk in self.pipeline_chunks() if self.chunks else (self,):
                 if chunk.state is StepState.LAUNCHING and not chunk.num_other_models:
-                    while chunk.next < len(chunk.buckets) and chunk.buckets[chunk.next].pending <= 0:
+                    while chunk.next < len(chunk.buckets) and chunk.buckets[chunk.next].step.pending <= 0:
                         chunk._launch_next()
                 if chunk.next < len(chunk.buckets) or chunk.state not in OPEN:
                     return  # later chunks launch when this one has launched all
@@ -207,9 +211,9 @@ class GradReducer:
 
     def _learn(self) -> None:
         """Expect as many gradients in the next step as came in this one, unless none came."""
-        if any(any(bucket.arrivals) for bucket in self.buckets):
+        if any(any(bucket.step.arrivals) for bucket in self.buckets):
             for bucket in self.buckets:
-                bucket.expected = list(bucket.arrivals)
+                bucket.expected = list(bucket.step.arrivals)
 
     # -- microbatch reductions --------------------------------------------------------------------------------------
 
@@ -259,14 +263,12 @@ class GradReducer:
 
     @property
     def has_launched(self) -> bool:
-        """True if some rank may have launched a bucket of this step."""
         return self.state in (StepState.LAUNCHING, StepState.LAUNCHED)
 
     def begin(self, *, keep: bool = True) -> None:
         """Begin a new step: every bucket accumulates again. The memory is unchanged.
 
-        Args:
-            keep: Add to the reduced gradients that are still in `.grad`, as torch does.
+        With `keep`, the step adds to the reduced gradients that are still in `.grad`, as torch does.
         """
         self._join_streams()
         self.at_begin()
@@ -284,7 +286,7 @@ class GradReducer:
         self.count_other_models()  # a deleted model is not waited for from here on
 
     def _begin_by_gradient(self, bucket: Bucket, index: int) -> None:
-        if self.state is StepState.REDUCED and not bucket.whole:
+        if self.state is StepState.REDUCED and not bucket.step.is_full_grad:
             raise SyncError(
                 f"rank {dist.get_rank()}: a gradient of {bucket.contracts[index].name!r} came after finish_grad_sync, "
                 "and the shard that holds the reduced ones cannot take it. Call finalize_model_grads, then "
@@ -385,7 +387,7 @@ class GradReducer:
         self.report = StepReport(
             exposed_ms=(time.perf_counter() - begun) * 1e3,
             late_buckets=late,
-            events=[event for bucket in self.buckets for event in bucket.events],
+            events=[event for bucket in self.buckets for event in bucket.step.events],
         )
 
     def _complete(self, then: Callable[[Bucket], None] | None) -> int:
@@ -399,9 +401,9 @@ class GradReducer:
                 self.launches,
                 problems=[*self.refusals, *self._spoilt(), *self.problems()],
                 has_gradients=self.gradients > 0,
-                begun_by_forward=any(1 in bucket.accumulates for bucket in self.buckets),
+                begun_by_forward=any(1 in bucket.step.accumulates for bucket in self.buckets),
                 wants_whole=self.force_all_reduce,
-                gathers=self.take_gathers(),
+                gathers=self.pop_gathers(),
                 loads=self.loads,
             )
             self.written, self.loads = answer.written, 0
@@ -419,7 +421,7 @@ class GradReducer:
             if id(bucket) in answer.late:
                 bucket.add_late(self.collectives)
             if bucket.groups.data in answer.whole:
-                bucket.gather_whole(self.collectives)
+                bucket.all_gather_grads(self.collectives)
             if then is not None:
                 then(bucket)
         return len(answer.late)
@@ -427,7 +429,7 @@ class GradReducer:
     def _spoilt(self) -> list[str]:
         """Return messages about gradients dropped or added to too late. Checked last, because a loop may zero both."""
         dropped = [bucket.attribute.note_dropped() for bucket in self.buckets]
-        lost = next((bucket.lost for bucket in self.buckets if bucket.lost is not None), None)
+        lost = next((bucket.step.lost for bucket in self.buckets if bucket.step.lost is not None), None)
         if lost is not None and self.gradients > 0:
             return [
                 f"gradients came while that of {lost!r}, already reduced, was still in `.grad`, and what has "
@@ -444,7 +446,6 @@ class GradReducer:
         ]
 
     def close(self) -> None:
-        """Hand the gradients to the optimizer after the sync rules have run."""
         if self.state is not StepState.REDUCED:
             raise SyncError(f"a step that is {self.state.value} cannot be handed to the optimizer; reduce it first")
         for bucket in self.buckets:

@@ -52,7 +52,6 @@ class ModelOrder:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> ModelOrder:
-        """Return the object that all models wrapped with `group` share."""
         return cls._of_group.setdefault(group, cls(dist.get_process_group_ranks(group)))
 
     def join(self, reducer: Reducer) -> None:
@@ -87,14 +86,9 @@ class ModelOrder:
     def finish_begun_steps(self, control: dist.ProcessGroup | None) -> None:
         """Launch the rest of every step that any rank has begun to launch, before the first collective of a wrap.
 
-        Collective. Without a control group each rank decides alone.
-
-        Args:
-            control: Gloo group of the same ranks, used to agree because the data group may be busy, or None.
-
-        Raises:
-            SyncError: On all ranks, if a model was deleted in a step whose reductions only some ranks have launched.
-                The next collective would be paired with one of these reductions.
+        Collective over `control`, a gloo group of the same ranks, because the data group may be busy. Without one each
+        rank decides alone. Raises SyncError on all ranks if a model was deleted in a step whose reductions only some
+        ranks have launched: the next collective would be paired with one of these reductions.
         """
         if self.wraps == 0:
             return

@@ -100,11 +100,7 @@ class GradSync:
         return found
 
     def launch(self, bucket: Bucket) -> None:
-        """Start the rules within a stage on a reduced bucket. Collective over each rule's group.
-
-        Args:
-            bucket: A bucket that has just been reduced over its data group.
-        """
+        """Start the rules within a stage on a bucket that was just reduced. Collective over each rule's group."""
         for position, (rule, indices) in enumerate(self.within.get(id(bucket), ())):
             if position > 0:
                 self.wait()  # two rules may serve one parameter: the second one needs the first one's result
@@ -121,14 +117,7 @@ class GradSync:
         self.pending.clear()
 
     def crossing(self, rule: GradSyncRule) -> list[tuple[str, torch.Tensor]]:
-        """Return the parameters that a stage-crossing rule serves on this rank.
-
-        Args:
-            rule: A rule over a group that crosses stages.
-
-        Returns:
-            (name, valid slice of the gradient) of each parameter, in registration order.
-        """
+        """Return name and valid slice of each gradient that a stage-crossing rule serves, in registration order."""
         if rule not in self.rules:
             return []
         served = self.served[self.rules.index(rule)]
@@ -137,13 +126,10 @@ class GradSync:
 
 
 def sync_across_stages(chunks: Sequence[GradSync]) -> None:
-    """Run the stage-crossing rules over all model chunks of this rank. Collective over each rule's group.
+    """Run the stage-crossing rules over this rank's chunks of one model. Collective over each rule's group.
 
     If several virtual pipeline chunks hold copies of a parameter (equal names), their gradients are added first, and
     all copies get the result.
-
-    Args:
-        chunks: The sync rules of this rank's chunks of one model.
     """
     rules = list(dict.fromkeys(rule for chunk in chunks for rule in chunk.rules if rule.group in STAGE_CROSSING))
     for rule in rules:
@@ -172,14 +158,8 @@ def agree_on_copies(chunks: Sequence[GradSync], written: tuple[bool, bool]) -> t
     """Mark a parameter as used on all ranks that hold copies of it if any of them used it.
 
     Collective, once a step, over each group of copies. The tensor-parallel group, and then the group of all stages,
-    carry an error to the other ranks.
-
-    Args:
-        chunks: The sync rules of this rank's chunks of one model.
-        written: This rank's `StepAnswer.written`.
-
-    Returns:
-        `written`, combined over all ranks of the model.
+    carry an error to the other ranks. `written` is this rank's `StepAnswer.written`, and is returned combined over all
+    ranks of the model.
 
     Raises:
         SyncError: On every rank of the model, if a copy is frozen on some ranks only, or if it was used on some ranks
@@ -235,16 +215,10 @@ def _copies_over(chunks: Sequence[GradSync], name: str) -> list[list[Member]]:
 
 
 def check_stages(chunks: Sequence[GradSync]) -> None:
-    """Check that all stages bring the same copies to the stage-crossing rules.
+    """Check that all stages bring the same copies to the stage-crossing rules, or raise LayoutMismatch on every stage.
 
     Compares once, before the rules first run. Collective over every group that crosses stages. The group of all stages
     comes last, and passes the result of an earlier group to the stages between.
-
-    Args:
-        chunks: The sync rules of this rank's chunks of one model.
-
-    Raises:
-        LayoutMismatch: On every stage, if stages bring different copies.
     """
     if all(chunk.stages_checked for chunk in chunks):
         return

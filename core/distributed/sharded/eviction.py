@@ -1,7 +1,7 @@
-"""Eviction: selects the parameter buckets to free when another one is gathered.
+"""Eviction: selects the unsharded buckets to free when another one is used.
 
-    Window   frees the buckets used longest ago, so that a few stay gathered
-    Budget   frees the buckets whose next use is farthest, so that gathered ones stay below a number of bytes
+    Window   frees the buckets used longest ago, so that a few stay unsharded
+    Budget   frees the buckets whose next use is farthest, so that unsharded ones stay below a number of bytes
 
 Both depend only on the order of uses, which is the same on every rank.
 """
@@ -40,37 +40,29 @@ class Kept:
 
 
 class Window:
-    """Keeps a few buckets gathered: enough for one layer's parameters, and all that one operation uses.
+    """Keeps a few buckets unsharded: enough for one layer's parameters, and all that one operation uses.
 
-    Args:
-        prefetch: Number of buckets that are gathered before they are used, if a gather is a collective: 0, or 1 (None).
+    `prefetch` is the number of buckets that are gathered before they are used, if a gather is a collective: 0, or 1
+    (None).
     """
 
     memstats: MemStats | None = None
 
     def __init__(self, prefetch: int | None = None) -> None:
-        """Set the number of prefetched buckets."""
         self.prefetch = 1 if prefetch is None else prefetch
 
-    def evict(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
-        """Return the buckets to free for another one. Called for each use of a bucket.
-
-        Args:
-            whole: Gathered buckets, the last used one at the end.
-            unit: Bucket that is used now.
-            pinned: Buckets that the operation needs.
+    def evict(self, unsharded: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
+        """Return the buckets to free for `unit`, without the operation's own, which are pinned. Called for each use of
+        a bucket.
         """
-        others = [other for other in whole if other not in pinned]
-        return others[: max(0, len(whole) + 1 - WINDOW)]
+        others = [other for other in unsharded if other not in pinned]
+        return others[: max(0, len(unsharded) + 1 - WINDOW)]
 
     def watch(self, pack: Pack, unpack: Unpack, *, again: bool, by_value: bool) -> tuple[Pack, Unpack] | None:
         """Return saved-tensor hooks for a forward that begins now, or None to set no hooks.
 
-        Args:
-            pack: The usual pack hook.
-            unpack: The usual unpack hook.
-            again: True if a backward runs the forward again.
-            by_value: True inside other saved-tensor hooks.
+        `pack` and `unpack` are the usual hooks. `again` is True if a backward runs the forward again, and `by_value` is
+        True inside other saved-tensor hooks.
         """
         return None if by_value else (pack, unpack)
 
@@ -78,11 +70,7 @@ class Window:
         """Free saved tensors of forwards."""
 
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Handle new values of the parameters. Collective.
-
-        Args:
-            groups: Data groups.
-        """
+        """Handle new values of the parameters. Collective over the data groups."""
 
     def describe(self) -> str:
         """Return nothing, because the table of buckets is complete."""
@@ -90,17 +78,15 @@ class Window:
 
 
 class Budget:
-    """Limits gathered buckets to a budget of bytes, minus the memory that is always used on the device.
+    """Limits unsharded buckets to a budget of bytes, minus the memory that is always used on the device.
 
-    The first step learns the order of uses, unless an earlier run has.
+    The first step learns the order of uses, unless an earlier run has. Raises ValueError if two buckets that follow
+    each other do not fit.
 
     Args:
         units: Units of the model.
         placement: Placement with `memory_budget_bytes`.
         always: Bytes of the budget that gradients use.
-
-    Raises:
-        ValueError: If two buckets that follow each other do not fit.
     """
 
     prefetch = 0  # the budget has no room for a bucket that is not in use yet
@@ -132,26 +118,17 @@ class Budget:
 
     # -- what the unsharder asks --------------------------------------------------------------------------------------
 
-    def evict(self, whole: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
-        """Return the buckets with the farthest next use, until `unit` fits.
-
-        Args:
-            whole: Gathered buckets.
-            unit: Bucket that is used now.
-            pinned: Buckets that the operation needs.
-
-        Raises:
-            RuntimeError: If it cannot fit.
-        """
+    def evict(self, unsharded: Sequence[ParamUnit], unit: ParamUnit, pinned: Collection[ParamUnit]) -> list[ParamUnit]:
+        """Return the buckets with the farthest next use, until `unit` fits; RuntimeError if it cannot fit."""
         if self.stats is not None:
             self.place = (self.place + self._distance(unit.number) + 1) % max(1, len(self.stats.uses))
         elif not self.uses or self.uses[-1] != unit.number:
             self.uses.append(unit.number)
-        if unit.whole is not None:
+        if unit.full is not None:
             return []
         self.transfers += 1
-        left = [other for other in whole if other not in pinned]
-        used = sum(self.nbytes[other.number] for other in whole) + self.nbytes[unit.number]
+        left = [other for other in unsharded if other not in pinned]
+        used = sum(self.nbytes[other.number] for other in unsharded) + self.nbytes[unit.number]
         chosen: list[ParamUnit] = []
         while used > self.limit and left:
             farthest = max(left, key=lambda other: self._distance(other.number))
@@ -159,7 +136,7 @@ class Budget:
             chosen.append(farthest)
             used -= self.nbytes[farthest.number]
         if used > self.limit:
-            together = [other for other in whole if other not in chosen]
+            together = [other for other in unsharded if other not in chosen]
             raise RuntimeError(
                 f"one operation needs {self._names([*together, unit])} unsharded at the same time, {used} bytes, but "
                 f"the budget of {self.budget} bytes leaves {self.limit} for unsharded buckets. Increase "
@@ -168,13 +145,8 @@ class Budget:
         return chosen
 
     def watch(self, pack: Pack, unpack: Unpack, *, again: bool, by_value: bool) -> tuple[Pack, Unpack]:
-        """Return saved-tensor hooks that count the bytes kept.
-
-        Args:
-            pack: The usual pack hook.
-            unpack: The usual unpack hook.
-            again: True if a backward runs the forward again.
-            by_value: True inside other saved-tensor hooks, which are then called instead.
+        """Return saved-tensor hooks that count the bytes kept. Inside other hooks these are called instead of the usual
+        ones.
         """
         outer = active_hooks() if by_value else None
         kept = self.recomputed if again else self.saved
@@ -200,11 +172,7 @@ class Budget:
         self.saved, self.recomputed = Kept(), Kept()
 
     def end_step(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Learn from the first step how many buckets fit; reduce the limit after a step that used more. Collective.
-
-        Args:
-            groups: Data groups.
-        """
+        """Learn from the first step how many buckets fit; reduce the limit after a step that used more. Collective."""
         self.steps += 1
         self.place = 0
         if self.steps == 0:
@@ -231,8 +199,8 @@ class Budget:
         """Return a line about the budget, which follows the table of buckets."""
         kept = "not counted yet" if self.stats is None else f"{self.stats.non_model_bytes} of what a forward keeps"
         return (
-            f"\nbudget of {self.budget} bytes: {self.always} of gradients, {kept}, {self.limit} for whole buckets, of "
-            f"which the one whose next use is farthest is given up; {self.transfers} gathers so far"
+            f"\nbudget of {self.budget} bytes: {self.always} of gradients, {kept}, {self.limit} for unsharded buckets. "
+            f"The one whose next use is farthest is freed first; {self.transfers} gathers so far"
         )
 
     # -- the order of uses ------------------------------------------------------------------------------------------

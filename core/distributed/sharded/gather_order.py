@@ -1,4 +1,4 @@
-"""GatherOrder: the order in which a rank gathers its parameter buckets.
+"""GatherOrder: the order in which a rank all-gathers its parameter buckets.
 
 The order predicts the next gather. Ranks also compare it, because a gather that is paired with another bucket's gather
 would return wrong values.
@@ -28,11 +28,9 @@ LastTwo = tuple[ParamUnit | None, ParamUnit | None]
 
 
 def needs_all(caller: str, group: dist.ProcessGroup) -> waiting:
-    """Return a context for waits of a gather, which adds advice to messages about waiting.
+    """Return a context for waits of a gather over a group, which adds advice to messages about waiting.
 
-    Args:
-        caller: The call that gathers all parameters; "" for a forward or a backward.
-        group: Group of the gather.
+    `caller` is the call that unshards all parameters, or "" in a forward or a backward.
     """
     advice = f"{caller} of a model with sharded parameters is collective: call it on all ranks together"
     forward = "" if torch.is_grad_enabled() else EVALUATION
@@ -50,46 +48,26 @@ class GatherOrder:
         self.last_two: LastTwo = (None, None)  # units that were gathered since the last write
 
     def come_together(self, caller: str, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Wait until all ranks have made this call.
-
-        Args:
-            caller: Name of the call.
-            groups: Groups whose ranks must arrive.
-
-        Raises:
-            PeerLost: If some ranks wait for each other elsewhere.
-        """
+        """Wait until all ranks of the groups have made this call; PeerLost if some wait for each other elsewhere."""
         for group in groups:
             with needs_all(caller, group):
                 meet_in_store(caller, dist.get_process_group_ranks(group))
 
-    def note(self, unit: ParamUnit, why: str) -> None:
-        """Record the beginning of a gather that other ranks take part in.
-
-        Args:
-            unit: Unit that is gathered.
-            why: Text that is appended to its name.
-        """
+    def record(self, unit: ParamUnit, why: str) -> None:
+        """Record the beginning of a gather that other ranks take part in, with `why` appended to its name."""
         gathers = self.gathers.setdefault(unit.data_group, [])
         if len(gathers) == MOST_GATHERS:  # they are never read without training
             gathers[:] = [f"{MOST_GATHERS} earlier ones of checksum {zlib.crc32(repr(gathers).encode())}"]
         gathers.append(unit.name + why)
 
-    def take(self) -> dict[str, list[str]]:
+    def pop(self) -> dict[str, list[str]]:
         """Return descriptions of each data group's gathers since the last call. Ranks compare them."""
         taken, self.gathers = self.gathers, {}
         return taken
 
     def compare(self, control: Mapping[str, dist.ProcessGroup]) -> None:
-        """Check that all ranks of a data group gathered parameters in the same order. Collective over the groups.
-
-        Args:
-            control: Group name -> process group for small CPU tensors.
-
-        Raises:
-            SyncError: If ranks of a data group differ.
-        """
-        taken = self.take()
+        """Raise SyncError if ranks of a data group gathered in different orders. Collective over the groups."""
+        taken = self.pop()
         failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
         for name, group in control.items():
             gathers = taken.get(name, ())
@@ -100,13 +78,9 @@ class GatherOrder:
             raise failure
 
     def learn(self, unit: ParamUnit | None) -> ParamUnit | None:
-        """Record a gather, and predict the next one.
+        """Record a gather, or a write (None), and predict the next gather.
 
-        Args:
-            unit: Unit that is gathered, or None before a write.
-
-        Returns:
-            The unit that followed the same two gathers before, or None.
+        The prediction is the unit that followed the same two gathers before, or None.
         """
         self.next_of[self.last_two] = unit
         self.last_two = (None, None) if unit is None else (self.last_two[1], unit)

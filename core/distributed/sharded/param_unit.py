@@ -1,4 +1,4 @@
-"""ParamUnit: the parameters of one bucket, sharded over ranks. They are gathered and freed together."""
+"""ParamUnit: the parameters of one bucket, sharded over ranks. They are unsharded and resharded together."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from core.groups.agree import SyncError
 from core.groups.process_groups import ProcessGroups
 
 
-class KeepGathered(Enum):
-    """Time for which a bucket stays gathered after its use."""
+class KeepUnsharded(Enum):
+    """Time for which a bucket stays unsharded after its use."""
 
     WINDOW = "until a few others have been used"
     BACKWARD = "from a forward that records gradients to the end of the next backward"
     STEP = "until its values change"
 
 
-class Gather(NamedTuple):
-    """An unsharded bucket, [layout.numel], that is being gathered."""
+class AllGather(NamedTuple):
+    """An unsharded bucket, [layout.numel], whose all-gather is in flight."""
 
     unit: ParamUnit
-    whole: torch.Tensor
+    full: torch.Tensor
     flight: Flight
     copied: torch.Event | None  # set if this rank's shard is copied while the device computes
 
@@ -52,7 +52,7 @@ class Gather(NamedTuple):
         """Wait until the bucket is complete. On a device, later work on the current stream waits."""
         self.flight.wait()
         if self.copied is not None:
-            torch.accelerator.current_stream(self.whole.device).wait_event(self.copied)
+            torch.accelerator.current_stream(self.full.device).wait_event(self.copied)
 
 
 class ShardMemory(NamedTuple):
@@ -67,10 +67,10 @@ class ShardMemory(NamedTuple):
 class ParamUnit:
     """Parameters of one bucket, and this rank's shard of them.
 
-    A parameter that is not gathered keeps its shape, dtype and device, and its class rejects reads and writes. If the
-    full bucket is always in memory (mapped by all ranks, or on the only rank), the parameter's data stays there.
-    Otherwise its data is a single NaN, expanded: a read that torch does not intercept gives NaN, and a write is
-    detected at the next gather.
+    A sharded parameter keeps its shape, dtype and device, and its class rejects reads and writes. If the full bucket is
+    always in memory (mapped by all ranks, or on the only rank), the parameter's data stays there. Otherwise its data is
+    a single NaN, expanded: a read that torch does not intercept gives NaN, and a write is detected when the parameter
+    is unsharded.
 
     Args:
         number: Number of the unit.
@@ -114,125 +114,99 @@ class ParamUnit:
         if self.mapped is None or self.is_copied:
             self.home = [nan.expand(slot.shape) for nan, slot in zip(self.nans, layout.slots, strict=True)]
         else:
-            self.home = layout.views_of(self.mapped)  # the parameters' data while they are hidden
+            self.home = layout.views_of(self.mapped)  # the parameters' data while they are sharded
         self.param_classes = ParamClasses(nn.Parameter, nn.Parameter, nn.Parameter)
-        self.keep_gathered = KeepGathered.WINDOW  # may be set at any time, to the same on all ranks
-        self.whole = None if self.is_copied else self.mapped  # [layout.numel] while the unit is gathered
+        self.keep_unsharded = KeepUnsharded.WINDOW  # may be set at any time, to the same on all ranks
+        self.full = None if self.is_copied else self.mapped  # [layout.numel] while the bucket is unsharded
         self.views: list[torch.Tensor] = []  # one view for each parameter, while they are shown
-        self.versions = [0] * len(self.params)  # the parameters' versions when they were last shown or hidden
+        self.versions = [0] * len(self.params)  # the parameters' versions when they were last set unsharded or sharded
         # (parameter, its `.data`) handed out while unsharded; a write to it must be detected
         self.data_of: list[tuple[str, torch.Tensor]] = []
 
     @property
     def is_collective(self) -> bool:
-        """True if other ranks take part in a gather."""
+        """True if other ranks take part in an all-gather."""
         return self.mapped is None and self.layout.shards > 1
 
     @property
     def copies(self) -> bool:
-        """True if a gather can run while this rank computes."""
+        """True if an all-gather can run while this rank computes."""
         return self.is_collective or isinstance(self.tier, HostTier)
 
     @property
     def is_unsharded(self) -> bool:
-        """True while the parameters have their values."""
+        """True while the parameters' class and data are unsharded."""
         return bool(self.views)
 
     @torch.no_grad()
-    def cut(self, index: int) -> None:
-        """Store this rank's part of a parameter that still has separate memory, and free that memory.
-
-        Args:
-            index: Index of the parameter.
-        """
+    def shard_param(self, index: int) -> None:
+        """Store this rank's part of a parameter that still has separate memory, and free that memory."""
         param, (first, part) = self.params[index], self.own_part_of(index)
         part.copy_(param.reshape(-1)[first : first + part.numel()])
         param.data = self.home[index]
         self.versions[index] = param._version
-        param.__class__ = self.param_classes.hidden
+        param.__class__ = self.param_classes.when_sharded
 
     def own_part_of(self, index: int) -> tuple[int, torch.Tensor]:
-        """Return this rank's part of a parameter.
-
-        Args:
-            index: Index of the parameter.
-
-        Returns:
-            (index of the first element in the flattened parameter, elements from there on).
+        """Return the index of the first element of this rank's part in the flattened parameter, and the elements from
+        there on.
         """
         begin, (low, high) = self.starts[index], self.shard_range
         start, end = max(begin, low), min(self.layout.slots[index].end - self.layout.start, high)
         return (start - begin, self.shard[start - low : end - low]) if start < end else (0, self.shard[:0])
 
-    def gather(self, collectives: Collectives, to_write: bool = False) -> torch.Tensor:
-        """Gather the bucket. Collective, unless ranks map each other's shards.
+    def all_gather(self, collectives: Collectives, to_write: bool = False) -> torch.Tensor:
+        """Return the unsharded bucket, [layout.numel]. Collective, unless ranks map each other's shards.
 
-        Args:
-            collectives: Issues the all-gather.
-            to_write: Use separate memory, so that the bucket can be written.
-
-        Returns:
-            [layout.numel].
+        With `to_write` it is in separate memory, so that it can be written.
         """
         if self.mapped is None:
-            return self.complete(self.launch(collectives))
+            return self.finish_all_gather(self.start_all_gather(collectives))
         with torch.inference_mode(False), torch.no_grad():
-            self.whole = self._borrow().copy_(self.mapped) if to_write or self.is_copied else self.mapped
-        return self.whole
+            self.full = self._borrow().copy_(self.mapped) if to_write or self.is_copied else self.mapped
+        return self.full
 
-    def launch(self, collectives: Collectives) -> Gather:
-        """Begin to gather. Collective over the shard group, asynchronous.
-
-        Args:
-            collectives: Issues the all-gather.
-        """
+    def start_all_gather(self, collectives: Collectives) -> AllGather:
+        """Begin an all-gather. Collective over the shard group, asynchronous."""
         with torch.inference_mode(False), torch.no_grad():  # an evaluation's mode must not mark the weights
-            whole = self._borrow()
+            full = self._borrow()
             if not isinstance(self.tier, HostTier):
-                self._own_part(whole).copy_(self.shard)
-                return Gather(self, whole, collectives.all_gather(whole, self.communicator, self.name), None)
+                self._own_part(full).copy_(self.shard)
+                return AllGather(self, full, collectives.all_gather(full, self.communicator, self.name), None)
             self.tier.stream.wait_stream(torch.accelerator.current_stream(self.device))  # it used the memory
             with self.tier.stream:
-                self._own_part(whole).copy_(self.shard, non_blocking=True)
-                flight = collectives.all_gather(whole, self.communicator, self.name)
-            return Gather(self, whole, flight, self.tier.stream.record_event())
+                self._own_part(full).copy_(self.shard, non_blocking=True)
+                flight = collectives.all_gather(full, self.communicator, self.name)
+            return AllGather(self, full, flight, self.tier.stream.record_event())
 
-    def complete(self, gather: Gather) -> torch.Tensor:
-        """Wait for a gather and return the bucket, [layout.numel].
-
-        Args:
-            gather: Result of `launch`.
-        """
+    def finish_all_gather(self, gather: AllGather) -> torch.Tensor:
+        """Wait for an all-gather and return the bucket, [layout.numel]."""
         gather.wait()
-        self.whole = gather.whole
-        return gather.whole
+        self.full = gather.full
+        return gather.full
 
     def reshard(self) -> None:
-        """Drop the unsharded bucket. Its memory is freed when nothing else refers to it."""
+        """Set the parameters sharded and drop the bucket. Its memory is freed when nothing else refers to it."""
         try:
-            self.hide()
+            self.set_sharded()
         finally:
-            self.whole = None if self.is_copied else self.mapped
+            self.full = None if self.is_copied else self.mapped
 
-    def unshard(self, kind: type[nn.Parameter] | None = None, in_backward: bool = False) -> None:
-        """Give the parameters their values.
+    def set_unsharded(self, kind: type[nn.Parameter] | None = None, in_backward: bool = False) -> None:
+        """Set the parameters' class, by default the owner's, and data to the unsharded ones.
 
-        Args:
-            kind: Class of the parameters until they are hidden; default: the owner's class.
-            in_backward: True for a recomputation, which may save frozen parameters unchanged.
-
-        Raises:
-            SyncError: If a parameter was written or moved while it had no values.
+        In backward, a recomputation may save frozen parameters unchanged. Raises SyncError if a parameter was written
+        or moved while it was sharded.
         """
-        assert self.whole is not None, "a unit is gathered before it is shown"
+        assert self.full is not None, "a bucket is gathered before its parameters are set"
         if self.is_unsharded:
             return
         with torch.inference_mode(False), torch.no_grad():
-            at_home = self.whole is self.mapped
-            views = self.home if at_home else self.layout.views_of(self.whole)
+            at_home = self.full is self.mapped
+            views = self.home if at_home else self.layout.views_of(self.full)
             intact = not self.nans.is_cpu or bool(self.nans.isnan().all())  # a GPU would have to be waited for
             for param, view, home, version in zip(self.params, views, self.home, self.versions, strict=True):
-                param.__class__ = kind or self.param_classes.gathered
+                param.__class__ = kind or self.param_classes.when_unsharded
                 if in_backward and self.is_copied and not param.requires_grad:
                     param.__class__ = self.param_classes.lent
                 intact = intact and param._version == version and param.data_ptr() == home.data_ptr()
@@ -246,12 +220,8 @@ class ParamUnit:
                 "is lost. Write parameters inside `with model.gathered():`, which takes the values over"
             )
 
-    def hide(self) -> None:
-        """Remove the parameters' values.
-
-        Raises:
-            SyncError: If user code has written a parameter since `unshard`.
-        """
+    def set_sharded(self) -> None:
+        """Set the parameters' class and data to the sharded ones; SyncError if user code has written a parameter."""
         if not self.is_unsharded:
             return
         views, self.views = self.views, []
@@ -265,7 +235,7 @@ class ParamUnit:
                 self.versions[index] = param._version
                 if moved or view is not home:
                     DATA.__set__(param, home)
-                param.__class__ = self.param_classes.hidden
+                param.__class__ = self.param_classes.when_sharded
         if wrong is not None:
             became = "keeps only its shard: the write is lost"
             if not self.is_copied:
@@ -276,30 +246,30 @@ class ParamUnit:
             )
 
     @torch.no_grad()
-    def edited(self) -> bool:
+    def is_edited(self) -> bool:
         """Return True if this rank's part differs from its shard in any bit. Moved parameters are first copied back."""
-        assert self.whole is not None, "an edit is looked for in gathered values"
+        assert self.full is not None, "only an unsharded unit is edited"
         for param, view in zip(self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr():
                 view.copy_(param)
                 DATA.__set__(param, view)
-        own = self._own_part(self.whole).to(self.shard.device)
+        own = self._own_part(self.full).to(self.shard.device)
         return not torch.equal(own.view(torch.uint8), self.shard.view(torch.uint8))
 
     @torch.no_grad()
-    def take_over(self) -> None:
-        """Store this rank's part of the gathered values in its shard."""
-        assert self.whole is not None, "values are taken from the gathered bucket"
-        self.shard.copy_(self._own_part(self.whole))
+    def store_writes(self) -> None:
+        """Store this rank's part of the unsharded values in its shard."""
+        assert self.full is not None, "only an unsharded unit has writes"
+        self.shard.copy_(self._own_part(self.full))
 
-    def note_new_values(self) -> None:
+    def mark_written(self) -> None:
         """Mark the parameters as written, so that a graph which saved old values cannot use new ones."""
         increment_version(self.params)
         with attributes_alone():
             self.versions = [param._version for param in self.params]
 
     def accept_writes(self) -> None:
-        """Accept writes made while the parameters were shown, so that `hide` does not reject them."""
+        """Accept writes made while the parameters were unsharded, so that `set_sharded` does not reject them."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr():
                 DATA.__set__(param, view)
@@ -311,20 +281,20 @@ class ParamUnit:
             return self.blocks.borrow(self.layout.numel, self.shard.dtype)
         return torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.device)
 
-    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
+    def _own_part(self, full: torch.Tensor) -> torch.Tensor:
         low, high = self.shard_range
-        return whole[low:high]
+        return full[low:high]
 
 
 class SavedWeight(NamedTuple):
     """Position of a weight that backward needs: elements of a unit's bucket, in one version of its values.
 
-    Note [Weights are saved by place]
-    `F.linear` saves a view of its weight, which would keep the memory of the unsharded bucket until backward. So a
-    tensor in the memory of a gathered bucket, or a parameter itself, is saved as its position there, and looked up when
-    backward needs it. All other tensors are saved unchanged, with their version, because torch does not compare
-    versions under such hooks. torch calls only the innermost hooks: inside its checkpoint and save_on_cpu weights are
-    saved by value, which costs memory only. A forward that begins inside other hooks is rejected.
+    Note [Weights are saved by place] `F.linear` saves a view of its weight, which would keep the memory of the
+    unsharded bucket until backward. So a tensor in the memory of an unsharded bucket, or a parameter itself, is saved
+    as its position there, and looked up when backward needs it. All other tensors are saved unchanged, with their
+    version, because torch does not compare versions under such hooks. torch calls only the innermost hooks: inside its
+    checkpoint and save_on_cpu weights are saved by value, which costs memory only. A forward that begins inside other
+    hooks is rejected.
     """
 
     unit: ParamUnit
@@ -353,15 +323,12 @@ def units_of(
         tier: Memory for offloaded shards, or None.
         places: Buckets that stay unsharded or are offloaded.
 
-    Returns:
-        The units of each buffer.
-
     Raises:
         RuntimeError: On all ranks, if a disk is full.
     """
-    usual = KeepGathered.WINDOW if ddp_config.reshard_after_forward else KeepGathered.BACKWARD
+    usual = KeepUnsharded.WINDOW if ddp_config.reshard_after_forward else KeepUnsharded.BACKWARD
     communicators: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # keyed by the shard group
-    blocks = huge_pages.Blocks(most=3)  # a window, and one ahead
+    blocks = huge_pages.Blocks(most=3)  # a window, and the prefetch
     count = itertools.count()
     units: list[list[ParamUnit]] = []
     for number, layout in enumerate((*plan.layout.buffers, *plan.frozen_layout.buffers)):
@@ -386,7 +353,7 @@ def units_of(
                 blocks,
             )
             stays = not unit.is_copied or (number, bucket.index) in places.params_stay
-            unit.keep_gathered = KeepGathered.STEP if stays else usual
+            unit.keep_unsharded = KeepUnsharded.STEP if stays else usual
             units[-1].append(unit)
     return units
 

@@ -21,17 +21,12 @@ from core.distributed.wire.collectives import Collectives, Flight
 
 
 class PlainParams:
-    """Parameters of one wrapped model chunk, with the same interface as `Unsharder`, which has sharded parameters.
-
-    Args:
-        buckets: Buckets in launch order.
-        collectives: Issues the gathers.
-    """
+    """Parameters of one wrapped model chunk, with the same interface as `Unsharder`, which has sharded parameters."""
 
     units: Sequence[ParamUnit] = ()
     eviction: Window | Budget = Window()
-    is_held = True  # True while all values stay available until the caller frees them
-    take_gathers: Callable[[], dict[str, list[str]]] = dict  # the gathers since the last call
+    stays_unsharded = True  # True while all values stay available until the caller frees them
+    pop_gathers: Callable[[], dict[str, list[str]]] = dict  # the gathers since the last call
 
     def __init__(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:
         self.buckets = list(reversed(buckets))  # the forward's order
@@ -51,17 +46,13 @@ class PlainParams:
 
         Call it for every bucket, in one order on all ranks, instead of `finish_update`. Then call `finish` before any
         parameter is read or written. Collective over the bucket's shard group.
-
-        Args:
-            bucket: Bucket whose shards have been updated.
         """
         self._wait_for(bucket)
-        if bucket.param_data is not None:
+        if bucket.memory.param_data is not None:
             name = f"parameters of {bucket.name}"
-            self.gathers[bucket] = self.collectives.all_gather(bucket.param_data, bucket.groups.shard, name)
+            self.gathers[bucket] = self.collectives.all_gather(bucket.memory.param_data, bucket.groups.shard, name)
 
     def finish(self) -> None:
-        """Complete every gather in flight."""
         for bucket in self.buckets:
             self._wait_for(bucket)
 
@@ -83,11 +74,7 @@ class PlainParams:
         return nullcontext()
 
     def gathered(self, caller: str = "gathered()") -> AbstractContextManager[None]:
-        """Return a context for code that needs all parameters, or writes them.
-
-        Args:
-            caller: Name of the user's call, for messages.
-        """
+        """Return a context for code that needs all parameters, or writes them."""
         return nullcontext()
 
     def loading(self) -> AbstractContextManager[None]:
@@ -95,37 +82,17 @@ class PlainParams:
         return nullcontext()
 
     def own_part_of(self, param: nn.Parameter) -> tuple[int, torch.Tensor] | None:
-        """Return this rank's part of a sharded parameter.
-
-        Args:
-            param: A parameter of the model.
-
-        Returns:
-            (index of the first element, elements from there on), or None if the parameter is not sharded.
-        """
+        """Return the first index and the elements of this rank's part of a parameter, or None if it is not sharded."""
         return None
 
-    def cut(self, param: nn.Parameter) -> None:
-        """Store the shard of a parameter that still has separate memory. Call `cut_all` after the last one.
+    def shard_param(self, param: nn.Parameter) -> None:
+        """Keep only the shard of a parameter with separate memory. Call `shard_params` after the last one."""
 
-        Args:
-            param: A parameter of the model.
-        """
-
-    def cut_all(self, params: Iterable[nn.Parameter]) -> None:
-        """Store the shards of parameters that still have separate memory.
-
-        Args:
-            params: Parameters of the model.
-        """
+    def shard_params(self, params: Iterable[nn.Parameter]) -> None:
+        """Keep only the shards of parameters with separate memory."""
 
     def refuse(self, error: Exception | None, what: str) -> None:
-        """Raise an error of this rank.
-
-        Args:
-            error: The error, or None.
-            what: Purpose, for messages.
-        """
+        """Raise an error of this rank."""
         if error is not None:
             raise error
 

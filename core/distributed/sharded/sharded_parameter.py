@@ -1,9 +1,9 @@
-"""ShardedParameter: the class of a parameter that is not gathered. Its use in a forward or backward gathers it.
+"""ShardedParameter: the class of a sharded parameter. Its use in a forward or backward unshards it.
 
 A parameter may be read without a hook of its module: a tied weight, `F.linear(x, emb.weight)`, attention that reads its
 projection's weight, a custom function that kept it. torch asks a tensor's class before it computes with the tensor. So
-the class changes with the values: GatheredParameter while they are available, ShardedParameter otherwise. An operation
-on a ShardedParameter first gathers its bucket, or is rejected. An operation on a GatheredParameter costs nothing extra.
+the class changes with the values: UnshardedParameter while they are available, ShardedParameter otherwise. An operation
+on a ShardedParameter first unshards its bucket, or is rejected. An UnshardedParameter costs nothing extra.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Owner(Protocol):
     """Interface of an Unsharder for its parameters."""
 
     def runs(self) -> bool: ...
-    def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None: ...
-    def take(self, param: ShardedParameter, values: torch.Tensor) -> bool: ...
+    def record_data(self, param: nn.Parameter, values: torch.Tensor) -> None: ...
+    def load_values(self, param: ShardedParameter, values: torch.Tensor) -> bool: ...
     def refuse_write(self, param: ShardedParameter) -> None: ...
-    def unshard_for(self, missing: Sequence[ShardedParameter], others: Sequence[nn.Parameter]) -> None: ...
+    def unshard(self, missing: Sequence[ShardedParameter], others: Sequence[nn.Parameter]) -> None: ...
 
 
-class GatheredParameter(nn.Parameter):
+class UnshardedParameter(nn.Parameter):
     """A parameter with values; each owner has a separate subclass.
 
     torch counts writes to a tensor's `.data` separately from writes to the tensor. So each access to it is recorded.
@@ -60,7 +60,7 @@ class GatheredParameter(nn.Parameter):
         values: torch.Tensor = DATA.__get__(self)
         owner = type(self).owner()
         if owner is not None:
-            owner.note_data(self, values)
+            owner.record_data(self, values)
         return values
 
     @data.setter
@@ -69,17 +69,12 @@ class GatheredParameter(nn.Parameter):
             DATA.__set__(self, values)
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return a copy, or on a CPU another tensor in the same memory: torch's save_on_cpu keeps it for backward.
-
-        Args:
-            args: As for torch.Tensor.cpu.
-            kwargs: As for torch.Tensor.cpu.
-        """
+        """Return a copy, or on a CPU another tensor in the same memory: torch's save_on_cpu keeps it for backward."""
         found = super().cpu(*args, **kwargs)
         return found.view_as(found) if found is self and not isinstance(self, ShardedParameter) else found
 
 
-class LentParameter(GatheredParameter):
+class LentParameter(UnshardedParameter):
     """A frozen parameter whose values are available for a recomputation within a backward.
 
     torch's checkpoint saves a tensor without gradients itself, and this parameter has no values when it is read again.
@@ -96,7 +91,7 @@ class LentParameter(GatheredParameter):
         return func(*_with_values(args), **_with_values(kwargs))
 
 
-class ShardedParameter(GatheredParameter):
+class ShardedParameter(UnshardedParameter):
     """A parameter without values; each owner has a separate subclass."""
 
     @classmethod
@@ -119,7 +114,7 @@ class ShardedParameter(GatheredParameter):
             return _differentiated(func, args, kwargs)
         for written in tensors_in((_written(func, (*args, *kwargs.values())), kwargs.get("out"))):
             if type(written) is cls:
-                if getattr(func, "__name__", "") == "copy_" and owner.take(written, args[1]):
+                if getattr(func, "__name__", "") == "copy_" and owner.load_values(written, args[1]):
                     return written
                 owner.refuse_write(written)
         given = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, nn.Parameter)]
@@ -130,41 +125,33 @@ class ShardedParameter(GatheredParameter):
                 "tuples and dictionaries, so its values cannot be gathered; pass it alone, or make the call inside "
                 "`with model.gathered():`"
             )
-        owner.unshard_for(missing, [param for param in given if type(param) is not cls])
+        owner.unshard(missing, [param for param in given if type(param) is not cls])
         return func(*args, **kwargs)
 
 
 class ParamClasses(NamedTuple):
     """Parameter classes of one owner."""
 
-    hidden: type[nn.Parameter]  # without values
-    gathered: type[nn.Parameter]  # with values
+    when_sharded: type[nn.Parameter]  # without values
+    when_unsharded: type[nn.Parameter]  # with values
     lent: type[nn.Parameter]  # frozen, with values for a recomputation
 
 
 @lru_cache
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that torch.compile calls without tracing it. Imports the compiler, which takes 1.5 s.
-
-    Args:
-        function: Function to call.
-    """
+    """Return a function that torch.compile calls without tracing it. Imports the compiler, which takes 1.5 s."""
     disabled: Callable[..., Any] = torch.compiler.disable(function)
     return disabled
 
 
 def owned_by(owner: Callable[[], Owner | None]) -> ParamClasses:
-    """Create parameter classes that call this owner.
-
-    Args:
-        owner: Returns the owner, or None after it is deleted.
-    """
+    """Create parameter classes that call this owner, until it is deleted."""
     shared = {"owner": staticmethod(owner)}
     # A gather changes classes, and torch 2.11 fails if it traces that.
     function = classmethod(untraced(vars(ShardedParameter)["__torch_function__"].__func__))
     return ParamClasses(
         type("ShardedParameter", (ShardedParameter,), {**shared, "__torch_function__": function}),
-        type("Parameter", (GatheredParameter,), shared),
+        type("Parameter", (UnshardedParameter,), shared),
         type("Parameter", (LentParameter,), shared),
     )
 

@@ -1,21 +1,21 @@
-"""Unsharder: selects the sharded parameters that are gathered now, only from the order in which a rank uses them.
+"""Unsharder: selects the parameters that are unsharded now, only from the order in which a rank uses them.
 
-    forward     a parameter is used -> its bucket is gathered -> the bucket used longest ago is freed
+    forward     a parameter is used -> its unit is unsharded -> the unit used longest ago is resharded
     backward    a weight saved for backward is needed -> the same
-    step        the shards have new values -> all gathered buckets become invalid
+    step        the shards have new values -> all units are resharded
 
-Few buckets are gathered at a time (see eviction.py). More are gathered only if one operation uses parameters of more
-buckets, or if a bucket's `keep_gathered` requires it. Weights are saved for backward by position, not by value (Note
-[Weights are saved by place] in param_unit.py), so their memory is free until then.
+Few units are unsharded at a time (see eviction.py). More are only if one operation uses parameters of more units, or
+if a unit's `keep_unsharded` requires it. Weights are saved for backward by position, not by value (Note [Weights are
+saved by place] in param_unit.py), so their memory is free until then.
 
-If the ranks of one host map one memory that contains all shards, a bucket is always complete there, and a gather copies
-nothing. Otherwise a gather is a collective on a separate communicator, and ranks must use their parameters in one
+If the ranks of one host map one memory that contains all shards, a bucket is always complete there, and nothing is
+copied. Otherwise an all-gather is a collective on a separate communicator, and ranks must use their parameters in one
 order. Ranks compare their gathers once in each step, and after each forward without gradients.
 
-Note [One bucket ahead]
-If gathers are collectives, or copies from the host to a GPU, the next bucket is prefetched: the one that followed the
-last two in earlier steps. Ranks have the same order and therefore the same predictions. A wrong prediction is waited
-for and dropped, as is any from before a write. A bucket's values only ever come from its own gather.
+Note [Prefetch]
+If all-gathers are collectives, or copies from the host to a GPU, the next bucket is prefetched: the one that followed
+the last two in earlier steps. Ranks have the same order and therefore the same predictions. A wrong prediction is
+waited for and dropped, as is any from before a write. A bucket's values only ever come from its own all-gather.
 
 Note [Who writes the one memory of all ranks]
 A rank writes only its own shard: in an optimizer's step, when `gathered` ends, in a load. Before the first two all
@@ -42,7 +42,7 @@ from core.distributed.buffer.saved_tensors import active_hooks, load_unchanged, 
 from core.distributed.guard.misuse import refuse_reshaped
 from core.distributed.guard.replicas import checksum, first_unequal
 from core.distributed.sharded.gather_order import GatherOrder, needs_all
-from core.distributed.sharded.param_unit import Gather, KeepGathered, ParamUnit, SavedWeight
+from core.distributed.sharded.param_unit import AllGather, KeepUnsharded, ParamUnit, SavedWeight
 from core.distributed.sharded.plain_params import PlainParams
 from core.distributed.sharded.sharded_parameter import ShardedParameter, owned_by, untraced
 from core.distributed.wire import huge_pages
@@ -70,17 +70,17 @@ class Unsharder(PlainParams):
         self.control = {unit.data_group: groups.control(unit.data_group) for unit in self.units}
         self.compared = {unit.data_group: self.control[unit.data_group] for unit in self.units if unit.is_collective}
         self.unit_of = {id(param): unit for unit in self.units for param in unit.params}
-        self.window: list[ParamUnit] = []  # units gathered until others are used, the last used one at the end
-        self.kept_gathered: set[ParamUnit] = set()  # the other gathered units
+        self.window: list[ParamUnit] = []  # units unsharded until others are used, the last used one at the end
+        self.kept_unsharded: set[ParamUnit] = set()  # the other unsharded units
         self.at: dict[int, ParamUnit] = {}  # keyed by the address of the unsharded bucket
         self.addresses: list[int] = []  # sorted addresses of all unsharded buckets
-        self.ahead: Gather | None = None  # Note [One bucket ahead]
+        self.prefetched: AllGather | None = None  # Note [Prefetch]
         self.order = GatherOrder()
-        self.take_gathers = self.order.take
+        self.pop_gathers = self.order.pop
         self.saves_by_place = any(unit.is_copied for unit in self.units)  # Note [Weights are saved by place]
         self.depth = 0  # number of nested forwards
         self.in_backward = False
-        self.is_held = False  # True inside `gathered`
+        self.stays_unsharded = False  # True inside `gathered`
         self.loaded: dict[str, object] | None = None  # inside `loading`: checksums of the full values that were copied
         self.awaits_others = False  # True if other ranks may be writing their shards
         self.hooks: saved_tensors_hooks | None = None
@@ -90,28 +90,26 @@ class Unsharder(PlainParams):
         for unit in self.units:
             unit.param_classes = classes
         # Classes of tensors that may be in a bucket's memory.
-        self.plain_classes = (torch.Tensor, nn.Parameter, classes.gathered, classes.lent)
+        self.plain_classes = (torch.Tensor, nn.Parameter, classes.when_unsharded, classes.lent)
         channels = [unit.channel for unit in self.units if unit.channel is not None]
         self.channels = list({id(channel.group): channel for channel in channels}.values())
 
     # -- when values are there --------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Begin a forward of one of the model's modules."""
         if self.depth > 0 and not self.awaits_others:
             self.depth += 1
         else:
             self._begin(self)
 
     def leave(self) -> None:
-        """End a forward of one of the model's modules."""
         if self.depth > 1:
             self.depth -= 1
         else:
             self._end(self)
 
     def _begin_outermost(self) -> None:
-        runs = self.depth > 0 or self.is_held or not torch.is_grad_enabled() or self.runs()
+        runs = self.depth > 0 or self.stays_unsharded or not torch.is_grad_enabled() or self.runs()
         if self.awaits_others:
             self.barrier()
         self.depth += 1
@@ -139,17 +137,14 @@ class Unsharder(PlainParams):
         if hooks is not None:
             hooks.__exit__()
         if not self.runs():
-            self._hide()
+            self._set_sharded()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Return a context in which parameters can be read; each bucket is gathered while it is used.
+        """Return a context in which parameters can be read; each unit is unsharded while it is used.
 
         Collective in the order of the reads. Without gradients, values are used at once, so ranks compare the order
-        when the context ends.
-
-        Raises:
-            SyncError: If ranks have read in different orders.
+        when the context ends, and raise SyncError if it differs.
         """
         depth = self.depth
         try:
@@ -158,11 +153,11 @@ class Unsharder(PlainParams):
         finally:
             self.depth = depth + 1  # after a Ctrl-C torch calls no hook at the end of a module's forward
             self.leave()
-        if not (torch.is_grad_enabled() or self.is_held or self.runs()):
+        if not (torch.is_grad_enabled() or self.stays_unsharded or self.runs()):
             self.order.compare(self.compared)
 
     def runs(self) -> bool:
-        """True inside a forward or a backward, in which a use of a parameter gathers it."""
+        """True inside a forward or a backward, in which a use of a parameter unshards it."""
         if self.depth == 0:  # a backward that fails calls no hook, so torch is asked each time
             leave = weakly(self._leave_backward)
             self.in_backward = backward_runs() if self.in_backward else call_after_backward(leave)
@@ -171,25 +166,22 @@ class Unsharder(PlainParams):
     def _leave_backward(self) -> None:
         self.in_backward = False
         self.eviction.end_backward()
-        self._hide(ended=KeepGathered.BACKWARD)
+        self._set_sharded(ended=KeepUnsharded.BACKWARD)
 
-    def _hide(self, ended: KeepGathered | None = None) -> None:
-        """Hide values, so that writes to them cannot be lost, and free buckets kept until the time that `ended`."""
-        if not self.is_held and self.depth == 0:
-            whole = (*self.window, *self.kept_gathered)
-            _all_of(partial(self._reshard, unit) if unit.keep_gathered is ended else unit.hide for unit in whole)
+    def _set_sharded(self, ended: KeepUnsharded | None = None) -> None:
+        """Set parameters sharded, so that writes cannot be lost, and free buckets kept until the time that `ended`."""
+        if not self.stays_unsharded and self.depth == 0:
+            units = (*self.window, *self.kept_unsharded)
+            _all_of(
+                partial(self._reshard, unit) if unit.keep_unsharded is ended else unit.set_sharded for unit in units
+            )
 
     # -- gathering --------------------------------------------------------------------------------------------------
 
-    def unshard_for(self, missing: Sequence[ShardedParameter], others: Sequence[nn.Parameter]) -> None:
-        """Gather parameters for an operation.
+    def unshard(self, missing: Sequence[ShardedParameter], others: Sequence[nn.Parameter]) -> None:
+        """Unshard the units of an operation's `missing` parameters. Those of its `others` stay unsharded.
 
-        Args:
-            missing: Parameters without values.
-            others: The operation's other parameters, whose buckets must stay gathered.
-
-        Raises:
-            SyncError: Outside a forward or a backward.
+        Raises SyncError outside a forward or a backward.
         """
         if not self.runs():
             raise SyncError(
@@ -201,11 +193,11 @@ class Unsharder(PlainParams):
         with torch._C._DisableTorchDispatch():  # a selective checkpoint counts what the model itself computes
             for unit in units:
                 first = next(param for param in missing if self.unit_of[id(param)] is unit)
-                self._unshard(unit, pinned, used_by=self._name_of(first))
-                unit.unshard(in_backward=self.in_backward)
+                self._use(unit, pinned, used_by=self._name_of(first))
+                unit.set_unsharded(in_backward=self.in_backward)
 
-    def note_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Record that user code may write a gathered parameter's `.data`, because torch counts no write to it."""
+    def record_data(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Record that user code may write an unsharded parameter's `.data`, because torch counts no write to it."""
         unit = self.unit_of.get(id(param))
         if unit is not None and unit.is_unsharded:
             unit.data_of.append((unit.names[unit.index_of[id(param)]], values))
@@ -223,65 +215,65 @@ class Unsharder(PlainParams):
         unit = self.unit_of[id(param)]
         return unit.names[unit.index_of[id(param)]]
 
-    def _unshard(self, unit: ParamUnit, pinned: Collection[ParamUnit] = (), used_by: str = "") -> torch.Tensor:
+    def _use(self, unit: ParamUnit, pinned: Collection[ParamUnit] = (), used_by: str = "") -> torch.Tensor:
         """Return the unsharded bucket of a unit, and mark the unit as last used."""
-        if unit in self.kept_gathered and unit.whole is not None:
-            return unit.whole
+        if unit in self.kept_unsharded and unit.full is not None:
+            return unit.full
         if unit in self.window:
             self.window.remove(unit)
-        until = unit.keep_gathered
-        if until is KeepGathered.STEP or (until is KeepGathered.BACKWARD and torch.is_grad_enabled()):
-            self.kept_gathered.add(unit)
+        until = unit.keep_unsharded
+        if until is KeepUnsharded.STEP or (until is KeepUnsharded.BACKWARD and torch.is_grad_enabled()):
+            self.kept_unsharded.add(unit)
         else:
             for other in self.eviction.evict(self.window, unit, pinned):
                 self._reshard(other)
             self.window.append(unit)
-        if unit.whole is not None:
-            return unit.whole
-        whole = self._gather(unit, used_by)
+        if unit.full is not None:
+            return unit.full
+        full = self._all_gather(unit, used_by)
         if unit.is_collective or unit.tier is not None:
             guess = self.order.learn(unit)
-            if guess is not None and guess.whole is None and guess.copies and self.eviction.prefetch:
+            if guess is not None and guess.full is None and guess.copies and self.eviction.prefetch:
                 if guess.is_collective:
-                    self.order.note(guess, " ahead")
-                self.ahead = guess.launch(self.collectives)
-        return whole
+                    self.order.record(guess, " prefetched")
+                self.prefetched = guess.start_all_gather(self.collectives)
+        return full
 
-    def _gather(self, unit: ParamUnit, used_by: str = "", caller: str = "") -> torch.Tensor:
+    def _all_gather(self, unit: ParamUnit, used_by: str = "", caller: str = "") -> torch.Tensor:
         if unit.is_collective:
-            self.order.note(unit, f" for {used_by!r}" if used_by else "")
+            self.order.record(unit, f" for {used_by!r}" if used_by else "")
         with needs_all(caller, self.control[unit.data_group]) if unit.is_collective else nullcontext():
-            ahead = self._take_ahead()
-            if ahead is not None and ahead.unit is unit:
-                whole = unit.complete(ahead)
+            prefetched = self._wait_for_prefetch()
+            if prefetched is not None and prefetched.unit is unit:
+                full = unit.finish_all_gather(prefetched)
             else:
-                whole = unit.gather(self.collectives, bool(caller))
-        if unit.is_copied and whole.numel() > 0:
-            self.at[whole.data_ptr()] = unit
-            insort(self.addresses, whole.data_ptr())
-        return whole
+                full = unit.all_gather(self.collectives, bool(caller))
+        if unit.is_copied and full.numel() > 0:
+            self.at[full.data_ptr()] = unit
+            insort(self.addresses, full.data_ptr())
+        return full
 
-    def _take_ahead(self) -> Gather | None:
+    def _wait_for_prefetch(self) -> AllGather | None:
         """Wait for the prefetch, if any; the caller uses it or drops it."""
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            ahead.wait()
-        return ahead
+        prefetched, self.prefetched = self.prefetched, None
+        if prefetched is not None:
+            prefetched.wait()
+        return prefetched
 
     def _reshard(self, unit: ParamUnit) -> None:
         if unit in self.window:
             self.window.remove(unit)
-        self.kept_gathered.discard(unit)
-        if unit.whole is not None:
-            if self.at.pop(unit.whole.data_ptr(), None) is not None:
-                self.addresses.remove(unit.whole.data_ptr())
+        self.kept_unsharded.discard(unit)
+        if unit.full is not None:
+            if self.at.pop(unit.full.data_ptr(), None) is not None:
+                self.addresses.remove(unit.full.data_ptr())
             unit.reshard()
 
     # -- weights saved for backward ---------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> object:
         unit = self.unit_of.get(id(tensor))
-        if unit is not None and unit.is_copied and not unit.is_unsharded:  # a parameter itself, hidden again by now
+        if unit is not None and unit.is_copied and not unit.is_unsharded:  # a parameter itself, sharded again by now
             index = unit.index_of[id(tensor)]
             slot = unit.layout.slots[index]
             stride = torch.empty(slot.shape, device="meta").stride()
@@ -309,21 +301,21 @@ class Unsharder(PlainParams):
                 )
             if not self.in_backward:
                 self.runs()
-            return self._unshard(saved.unit).as_strided(saved.shape, saved.stride, saved.offset)
+            return self._use(saved.unit).as_strided(saved.shape, saved.stride, saved.offset)
         return load_unchanged(saved)
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    def cut_all(self, params: Iterable[nn.Parameter]) -> None:
+    def shard_params(self, params: Iterable[nn.Parameter]) -> None:
         for param in params:
-            self.cut(param)
+            self.shard_param(param)
         self.finish_update()
         huge_pages.give_back()  # freed above
 
-    def cut(self, param: nn.Parameter) -> None:
+    def shard_param(self, param: nn.Parameter) -> None:
         unit = self.unit_of.get(id(param))
         if unit is not None:
-            unit.cut(unit.index_of[id(param)])
+            unit.shard_param(unit.index_of[id(param)])
 
     def refuse(self, error: Exception | None, what: str) -> None:
         """Raise on all ranks if any has an error. Collective."""
@@ -367,16 +359,8 @@ class Unsharder(PlainParams):
         agree.same(tables, failure, kind=SyncError, advice=advice)
 
     @torch.no_grad()
-    def take(self, param: ShardedParameter, values: torch.Tensor) -> bool:
-        """Store this rank's part of a parameter's full values.
-
-        Args:
-            param: The parameter.
-            values: Its full values.
-
-        Returns:
-            False outside `loading`.
-        """
+    def load_values(self, param: ShardedParameter, values: torch.Tensor) -> bool:
+        """Inside `loading`, store this rank's part of a parameter's full values and return True; else return False."""
         if self.loaded is None:
             return False
         unit = self.unit_of[id(param)]
@@ -392,25 +376,22 @@ class Unsharder(PlainParams):
         self.barrier()
 
     def invalidate(self) -> None:
-        """Record that this rank's shards have new values, so gathered ones are stale. A use before `barrier` waits."""
+        """Reshard all units, because this rank's shards have new values. A use before `barrier` waits."""
         self.awaits_others = True
         self.order.learn(None)
-        self._take_ahead()
+        self._wait_for_prefetch()
         _all_of(partial(self._reshard, unit) for unit in self.units)
         for unit in self.units:
-            unit.note_new_values()
+            unit.mark_written()
 
     @contextmanager
     def gathered(self, caller: str = "gathered()") -> Iterator[None]:
         """Return a context in which all parameters are unsharded and writable. Collective, at its begin and its end.
 
         All ranks must write the same values. An error inside the context is raised at its end on that rank. The other
-        ranks raise a SyncError that names it.
-
-        Args:
-            caller: Name of the user's call, for messages.
+        ranks raise a SyncError that names it. `caller` is the user's call, for messages.
         """
-        if self.is_held:
+        if self.stays_unsharded:
             yield
             return
         self._refuse_inside(caller)
@@ -419,10 +400,10 @@ class Unsharder(PlainParams):
             self.barrier()
         for unit in self.units:
             self._reshard(unit)
-            self._gather(unit, caller=caller)
-            self.kept_gathered.add(unit)
-            unit.unshard(nn.Parameter)
-        self.is_held = True
+            self._all_gather(unit, caller=caller)
+            self.kept_unsharded.add(unit)
+            unit.set_unsharded(nn.Parameter)
+        self.stays_unsharded = True
         try:
             by_value = active_hooks() is not None or not self.saves_by_place
             failure: Exception | None = None
@@ -435,14 +416,14 @@ class Unsharder(PlainParams):
                 failure = error
             with needs_all(caller, next(iter(self.control.values()))):
                 agree.refuse(failure, list(self.control.values()), f"what ran inside {caller}", SyncError)
-            edited = [unit for unit in self.units if unit.edited()]
+            edited = [unit for unit in self.units if unit.is_edited()]
             if any([agree.any(bool(edited), group, "writes inside gathered") for group in self.control.values()]):
                 self._refuse_unequal_writes()
                 for unit in self.units:
-                    unit.take_over()
-                    unit.note_new_values()
+                    unit.store_writes()
+                    unit.mark_written()
         finally:
-            self.is_held = False
+            self.stays_unsharded = False
             for unit in self.units:
                 unit.accept_writes()  # they were stored, or have failed
             _all_of(partial(self._reshard, unit) for unit in self.units)
@@ -463,8 +444,8 @@ class Unsharder(PlainParams):
             )
 
     def _refuse_inside(self, what: str) -> None:
-        if self.is_held or self.runs():
-            where = "gathered()" if self.is_held else "a forward" if self.depth else "a backward"
+        if self.stays_unsharded or self.runs():
+            where = "gathered()" if self.stays_unsharded else "a forward" if self.depth else "a backward"
             raise SyncError(f"rank {dist.get_rank()}: {what} came inside {where}; leave it first, on all ranks")
 
     def barrier(self) -> None:

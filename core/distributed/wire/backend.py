@@ -14,21 +14,13 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the backend that a group uses for tensors of a device.
 
     A group may have several backends, and dist.get_backend returns none of them then.
-
-    Args:
-        group: Process group.
-        device: Device of the tensors.
     """
     pairs = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
     return {kind: name for kind, _, name in pairs}.get(device.type) or dist.get_backend(group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group with a CPU backend; 30 minutes if the backend does not report one.
-
-    Args:
-        group: Process group.
-    """
+    """Return the timeout of a group with a CPU backend, or 30 minutes if the backend does not report one."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return timedelta(minutes=30) if options is None else options._timeout
 
@@ -36,10 +28,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 def new_communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Create another communicator for the ranks of a group. Collective.
 
-    A gather in backward must not be paired with a reduction, so it needs a separate communicator.
-
-    Args:
-        group: Process group.
+    A gather in backward must not be paired with a reduction, so the two need separate communicators.
     """
     members, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
     with waiting("another communicator", group):

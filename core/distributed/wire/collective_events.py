@@ -73,12 +73,7 @@ class HostClock:
         setattr(event, moment, time.perf_counter())
 
     def look(self, event: CollectiveEvent, is_done: Callable[[], bool]) -> bool:
-        """Record if a collective is done, and return the result.
-
-        Args:
-            event: Event of the collective.
-            is_done: Returns True if the collective is done.
-        """
+        """Record if a collective is done, and return the result."""
         now, done = time.perf_counter(), is_done()
         if not done:
             event.in_flight_s = now
@@ -87,11 +82,7 @@ class HostClock:
         return done
 
     def end(self, event: CollectiveEvent) -> None:
-        """Record the end of a wait. It is also the collective's end if the last poll found the collective in flight.
-
-        Args:
-            event: Event of the collective.
-        """
+        """Record the end of a wait. It is also the collective's end if the last poll found the collective in flight."""
         self.mark(event, "wait_end_s")
         if event.done_s is None:
             event.done_s = event.wait_end_s
@@ -116,12 +107,7 @@ class StreamClock(HostClock):
         self.origin = None
 
     def mark(self, event: CollectiveEvent, moment: Moment) -> None:
-        """Record the time at which the current stream reaches this point.
-
-        Args:
-            event: Event of the collective.
-            moment: Field of the event to record.
-        """
+        """Record the time at which the current stream reaches this point."""
         now = self.new_event()
         now.record()
         if self.origin is None:
@@ -131,12 +117,7 @@ class StreamClock(HostClock):
         event.marks[moment] = origin, now
 
     def follow(self, event: CollectiveEvent, works: Sequence[dist.Work]) -> None:
-        """Record the end of a collective when it happens.
-
-        Args:
-            event: Event of the collective.
-            works: The backend's handles.
-        """
+        """Record the end of a collective when it happens."""
         with self.on_side_stream():
             for work in works:
                 work.wait()
@@ -144,12 +125,7 @@ class StreamClock(HostClock):
         event.end_is_exact = True
 
     def look(self, event: CollectiveEvent, is_done: Callable[[], bool]) -> bool:
-        """Return the state of a collective. The side stream records the end.
-
-        Args:
-            event: Event of the collective.
-            is_done: Returns True if the collective is done.
-        """
+        """Only poll: the side stream records the end."""
         return is_done()
 
     def end(self, event: CollectiveEvent) -> None:
@@ -157,11 +133,7 @@ class StreamClock(HostClock):
 
 
 def resolve(events: Iterable[CollectiveEvent]) -> None:
-    """Convert stream events into seconds. Waits for them; host times are already seconds.
-
-    Args:
-        events: Events of collectives.
-    """
+    """Convert stream events into seconds. Waits for them; host times are already seconds."""
     for event in events:
         for moment, (origin, mark) in event.marks.items():
             mark.synchronize()
@@ -170,11 +142,7 @@ def resolve(events: Iterable[CollectiveEvent]) -> None:
 
 
 def clock_for(device: torch.device) -> HostClock:
-    """Return the clock for a model with gradients on `device`.
-
-    Args:
-        device: Device of the gradients.
-    """
+    """Return the clock for a model with gradients on `device`."""
     if device.type in ("cpu", "meta"):
         return HostClock()
     side = torch.Stream(device)

@@ -109,6 +109,10 @@ class Flight:
 class Collectives:
     """Gradient collectives of one wrapped model.
 
+    Reductions and all-gathers are asynchronous and in place: the contiguous tensor is valid once the flight's `wait()`
+    returns. Every rank of the group must make the call. `name` is the bucket, or the purpose, for messages and
+    profiles.
+
     In ordered mode (deterministic_reduction, or fp32 accumulation of 16-bit gradients) the parts of a bucket are
     exchanged and added locally, rank 0 first. Sums then do not depend on bucket borders or on the backend's algorithm.
     Over gloo, reduce-scatter always adds in rank order, because gloo's own reduce-scatter is slower.
@@ -134,7 +138,6 @@ class Collectives:
         self.clock = clock if clock is not None else HostClock()
 
     def begin_step(self) -> None:
-        """Reset traffic counts, and record times from the next launch."""
         self.traffic.bytes_sent = self.traffic.collectives = 0
         self.clock.begin_step()
 
@@ -143,61 +146,24 @@ class Collectives:
     def all_reduce(
         self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
     ) -> Flight:
-        """Reduce a tensor in place over a group. Collective, asynchronous.
-
-        Args:
-            tensor: Contiguous tensor.
-            group: Process group.
-            name: Name of the bucket, or purpose.
-            op: 'sum', 'mean' or 'max'.
-            scale: Factor applied to the tensor first.
-
-        Returns:
-            A flight; after `wait()` the tensor is valid.
-        """
+        """Multiply a tensor by `scale` and reduce it over a group."""
         return self._launch("all_reduce", name, self.start_all_reduce, tensor, group, op, scale=scale)
 
     def reduce_scatter(
         self, full: torch.Tensor, group: dist.ProcessGroup, name: str, op: Op = "sum", *, scale: float = 1.0
     ) -> Flight:
-        """Reduce a tensor in place over a group, and keep this rank's part. Collective, asynchronous.
+        """Multiply a tensor [n * size] by `scale`, reduce it over a group, and keep this rank's part, [n].
 
-        Args:
-            full: Contiguous tensor, [n * size]. Overwritten: only this rank's part, [n], is defined afterwards.
-            group: Process group.
-            name: Name of the bucket, or purpose.
-            op: 'sum', 'mean' or 'max'.
-            scale: Factor applied to the tensor first.
-
-        Returns:
-            A flight; after `wait()` this rank's part is valid.
+        The other parts are overwritten and undefined afterwards.
         """
         return self._launch("reduce_scatter", name, self.start_reduce_scatter, full, group, op, scale=scale)
 
     def all_gather(self, full: torch.Tensor, group: dist.ProcessGroup, name: str) -> Flight:
-        """Gather every rank's part of a tensor, in place. Collective, asynchronous.
-
-        Args:
-            full: Contiguous tensor, [n * size], in which this rank's part, [n], is valid.
-            group: Process group.
-            name: Name of the bucket, or purpose.
-
-        Returns:
-            A flight; after `wait()` all of the tensor is valid.
-        """
+        """Gather every rank's part, [n], of a tensor [n * size], in which this rank's part is valid."""
         return self._launch("all_gather", name, self.start_all_gather, full, group)
 
     def gather_rows(self, values: torch.Tensor, group: dist.ProcessGroup, name: str) -> torch.Tensor:
-        """Gather a few values from every rank. Collective; waits for the result.
-
-        Args:
-            values: [n].
-            group: Process group.
-            name: Purpose.
-
-        Returns:
-            [ranks, n], in rank order.
-        """
+        """Gather values [n] from every rank, wait, and return [ranks, n] in rank order."""
         rows = values.repeat(dist.get_world_size(group), 1)
 
         def start(rows: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
@@ -207,14 +173,7 @@ class Collectives:
         return rows
 
     def broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, name: str, source: int = 0) -> None:
-        """Copy a tensor from one rank to all others, in place. Collective; waits for the result.
-
-        Args:
-            tensor: Contiguous tensor.
-            group: Process group.
-            name: Purpose.
-            source: Rank in the group.
-        """
+        """Copy a tensor from rank `source` of the group to all others, and wait."""
         self._launch("broadcast", name, self.start_broadcast, tensor, group, source).wait()
 
     def _launch(
@@ -243,7 +202,6 @@ class Collectives:
     # -- the steps between several ranks; overridden by other gradient formats and by a simulated network ------------
 
     def start_all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
-        """Begin `all_reduce` without recording times."""
         size = dist.get_world_size(group)
         mapped = None if op == "max" else channel_of(self.channels, tensor, group)
         if mapped is None or self.ordered:  # ordered: the product is rounded before the sum in every case
@@ -258,7 +216,6 @@ class Collectives:
         return Handle((work,), partial(tensor.div_, size) if divide else None, (tensor,))
 
     def start_reduce_scatter(self, full: torch.Tensor, group: dist.ProcessGroup, op: Op, scale: float) -> InFlight:
-        """Begin `reduce_scatter` without recording times."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         mapped = channel_of(self.channels, full, group)
         exchanged = mapped is None and (self.ordered or backend_of(group, full.device) == "gloo")
@@ -279,7 +236,6 @@ class Collectives:
         return Handle((work,), partial(shard.div_, size) if divide else None, (full,))
 
     def start_all_gather(self, full: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
-        """Begin `all_gather` without recording times."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         self.traffic.count((size - 1) / size * full.numel() * full.element_size())
         channel = channel_of(self.channels, full, group)
@@ -295,7 +251,6 @@ class Collectives:
         return Handle((work,), None, (full,))
 
     def start_broadcast(self, tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> InFlight:
-        """Begin `broadcast` without recording times."""
         self.traffic.count(tensor.numel() * tensor.element_size())
         work = dist.broadcast(as_bytes(tensor), group=group, group_src=source, async_op=True)
         return Handle((work,), None, (tensor,))
@@ -324,20 +279,12 @@ class Collectives:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor of 8-bit floats, which backends do not support, as bytes; return others unchanged.
-
-    Args:
-        tensor: Contiguous tensor.
-    """
+    """View a contiguous tensor of 8-bit floats, which backends do not support, as bytes; return others unchanged."""
     return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
 
 
 def takes_s(tensor: torch.Tensor) -> float:
-    """Return the seconds that a collective of a CPU tensor may take over a slow network.
-
-    Args:
-        tensor: CPU tensor.
-    """
+    """Return the seconds that a collective of a CPU tensor may take over a slow network."""
     return tensor.nbytes / SLOW_NETWORK
 
 
@@ -355,15 +302,7 @@ def _backend_op(op: Op, tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple
 
 
 def scale_now(tensor: torch.Tensor, scale: float = 1.0) -> float:
-    """Multiply a tensor in place, and return the factor that is left to apply.
-
-    Args:
-        tensor: Tensor to multiply.
-        scale: Factor.
-
-    Returns:
-        1.0.
-    """
+    """Multiply a tensor in place, and return the factor that is left to apply: 1."""
     if scale != 1.0:
         tensor.mul_(scale)
     return 1.0

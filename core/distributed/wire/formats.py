@@ -17,27 +17,15 @@ from core.distributed.wire import fp8_communication
 from core.distributed.wire.collectives import Collectives, Handle, InFlight, Op, scale_now
 
 
-def gradient_collectives(dtype: torch.dtype | None, plain: Collectives) -> Collectives:
-    """Return the collectives that reduce buckets in a communication dtype.
-
-    Args:
-        dtype: Communication dtype, or None for the buckets' own dtype.
-        plain: Collectives without a cast. The result counts into the same traffic.
-    """
-    if dtype is None:
-        return plain
+def gradient_collectives(dtype: torch.dtype, plain: Collectives) -> Collectives:
+    """Return the collectives that reduce buckets in a communication dtype, counted into the traffic of `plain`."""
     if dtype is fp8_communication.FP8:
         return EightBitCollectives(ordered=plain.ordered, traffic=plain.traffic, clock=plain.clock)
     return CastingCollectives(dtype, plain)
 
 
 class CastingCollectives(Collectives):
-    """Reductions of floating tensors in another dtype. Gathers and broadcasts are not cast.
-
-    Args:
-        dtype: Communication dtype.
-        plain: Collectives whose traffic and clock are shared.
-    """
+    """Reductions of floating tensors in another dtype. Gathers and broadcasts are not cast."""
 
     def __init__(self, dtype: torch.dtype, plain: Collectives) -> None:
         super().__init__(ordered=plain.ordered, traffic=plain.traffic, clock=plain.clock)
@@ -53,10 +41,7 @@ class CastingCollectives(Collectives):
     def _cast(
         self, start: Any, tensor: torch.Tensor, result: slice, group: dist.ProcessGroup, op: Op, scale: float
     ) -> InFlight:
-        """Reduce a copy in the communication dtype.
-
-        Part `result` of the tensor changes when the handle is waited for.
-        """
+        """Reduce a copy in the communication dtype. Waiting for the handle changes part `result` of the tensor."""
         if tensor.dtype is self.dtype:
             return start(tensor, group, op, scale)
         scale_now(tensor, scale)

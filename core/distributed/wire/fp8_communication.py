@@ -26,14 +26,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def quantize(tensor: torch.Tensor) -> torch.Tensor:
-    """Quantize numbers in blocks, each with one scale. Rows are independent.
-
-    Args:
-        tensor: [..., n], n a multiple of BLOCK.
-
-    Returns:
-        Bytes, [..., n + 4 n / BLOCK].
-    """
+    """Quantize rows [..., n], n a multiple of BLOCK, in blocks with one scale each, to bytes [..., n + 4 n / BLOCK]."""
     blocks = tensor.float().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     scale = torch.where(largest > 0, largest / LARGEST, 1.0)
@@ -46,25 +39,16 @@ def quantize(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(packed: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 numbers from bytes of `quantize`.
-
-    Args:
-        packed: Result of `quantize`.
-    """
+    """Return the fp32 numbers from bytes of `quantize`."""
     blocks = packed.unflatten(-1, (-1, BLOCK + 4))
     scale = blocks[..., BLOCK:].contiguous().view(torch.float32).clamp_min(torch.finfo(torch.float32).tiny)
     return (blocks[..., :BLOCK].contiguous().view(FP8).float() * scale).flatten(-2)
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
-    """Sum or average a tensor in place over a group. Collective, blocking.
+    """Sum or average a contiguous tensor [n] of any floating dtype in place over a group. Collective, blocking.
 
     Sends about half the bytes of an fp16 all-reduce, a quarter of an fp32 one.
-
-    Args:
-        tensor: Contiguous, [n], any floating dtype, any n.
-        group: Process group.
-        mean: Average instead of sum.
     """
     size = dist.get_world_size(group)
     if tensor.numel() == 0 or size == 1:
@@ -77,15 +61,10 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) ->
 
 
 def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, *, mean: bool) -> None:
-    """Sum or average a tensor over a group and store this rank's part. Collective, blocking.
+    """Sum or average a tensor [n * size] over a group and store this rank's part in `output`, [n]. Collective,
+    blocking.
 
     Rounds once, so the error is at most 1/16 mean|g_r| + largest of a block / 2**18.
-
-    Args:
-        output: This rank's part, [n].
-        tensor: [n * size].
-        group: Process group.
-        mean: Average instead of sum.
     """
     size = dist.get_world_size(group)
     own = _sum_of_parts(_padded(tensor.view(size, -1)), group, mean=mean)
@@ -93,14 +72,9 @@ def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.Proce
 
 
 def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gather every rank's tensor. Collective, blocking.
+    """Gather every rank's numbers [n], which may be part of `output`, into `output` [n * size]. Collective, blocking.
 
     Every rank gets the same rounded numbers, its own included: |error| <= |x| / 16 + largest of a block / 2**18.
-
-    Args:
-        output: [n * size].
-        tensor: This rank's numbers, [n]; may be a part of `output`.
-        group: Process group.
     """
     size = dist.get_world_size(group)
     packed = quantize(_padded(tensor.view(1, -1))).flatten()

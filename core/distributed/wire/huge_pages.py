@@ -24,14 +24,9 @@ LEAST_BYTES = 2 * HUGE_PAGE  # a tensor of this size contains a full huge page a
 def zeros(
     shape: int | Sequence[int], dtype: torch.dtype, device: torch.device, least_bytes: int = LEAST_BYTES
 ) -> torch.Tensor:
-    """Return `torch.zeros`, in huge pages if the system has them.
+    """Return `torch.zeros`, in huge pages if the system has them and the device is the CPU.
 
-    Args:
-        shape: Number of elements, or shape.
-        dtype: Element type.
-        device: Device. Only CPU tensors get huge pages.
-        least_bytes: From this size on, memory is allocated when it is first written, and returned to the system when
-            it is freed.
+    From `least_bytes` on, memory is allocated when it is first written, and returned to the system when it is freed.
     """
     numel = shape if isinstance(shape, int) else math.prod(shape)
     if device.type != "cpu" or numel * dtype.itemsize < least_bytes:
@@ -65,12 +60,7 @@ class Blocks:
         self.lent: set[int] = set()  # ids of blocks in use
 
     def borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialized memory, [numel].
-
-        Args:
-            numel: Number of elements.
-            dtype: Element type.
-        """
+        """Return uninitialized memory, [numel]."""
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(0, dtype=dtype, device="cpu")

@@ -35,11 +35,7 @@ class Overlap:
 
 
 def measure_overlap(events: Sequence[CollectiveEvent]) -> Overlap:
-    """Add up the collectives of one step. Collectives that were never launched or never ended are ignored.
-
-    Args:
-        events: Events of the collectives.
-    """
+    """Add up the collectives of one step. Collectives that were never launched or never ended are ignored."""
     longest, shortest = [], []
     for event in events:
         if event.launched_s is not None and event.done_s is not None:
@@ -56,11 +52,7 @@ def measure_overlap(events: Sequence[CollectiveEvent]) -> Overlap:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of a union of intervals.
-
-    Args:
-        intervals: [start, end) pairs. Those that end before they start are empty.
-    """
+    """Return the length of a union of [start, end) intervals. Those that end before they start are empty."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

@@ -13,14 +13,10 @@ SAMPLED = 8  # number of tensors that a sample takes an element from
 
 
 def pack(parts: Iterable[torch.Tensor], limit: int, alone: int) -> Iterator[list[torch.Tensor]]:
-    """Divide tensors into lists that are processed together. Empty tensors are skipped.
+    """Divide tensors into lists of at most `limit` elements that are processed together. Empty tensors are skipped.
 
-    The lists depend only on sizes, so they are the same on ranks with the same model.
-
-    Args:
-        parts: Tensors.
-        limit: Largest number of elements in a list of several tensors.
-        alone: A tensor of at least so many elements, or of at least `limit`, gets its own list.
+    A tensor of at least `alone` elements, or of at least `limit`, gets its own list. The lists depend only on sizes,
+    so they are the same on ranks with the same model.
     """
     together: list[torch.Tensor] = []
     room = limit
@@ -39,11 +35,7 @@ def pack(parts: Iterable[torch.Tensor], limit: int, alone: int) -> Iterator[list
 
 
 def packs_of(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Divide parameters into lists of one dtype that are compared or sent together.
-
-    Args:
-        params: Parameters of any dtypes.
-    """
+    """Divide parameters into lists of one dtype that are compared or sent together."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for param in params:
         by_dtype.setdefault(param.dtype, []).append(param)
@@ -53,23 +45,14 @@ def packs_of(params: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @torch.no_grad()
 def flat_of(pack: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of a pack as one flat tensor; for a pack of one tensor, a view.
-
-    Args:
-        pack: Tensors of one dtype.
-    """
+    """Return the elements of a pack, of one dtype, as one flat tensor; for a pack of one tensor, a view."""
     if len(pack) == 1:
         return pack[0].reshape(-1)
     return torch.cat([tensor.reshape(-1) for tensor in pack])
 
 
 def sample_of(tensors: Sequence[torch.Tensor], turn: int) -> int:
-    """Hash the middle element of a few tensors. 0.03 ms on a CPU.
-
-    Args:
-        tensors: Tensors to choose from.
-        turn: Selects the tensors, so that each turn takes others.
-    """
+    """Hash the middle element of a few tensors. 0.03 ms on a CPU."""
     chosen = {(turn + number * len(tensors) // SAMPLED) % len(tensors) for number in range(SAMPLED) if tensors}
     middles = [tensors[n].detach()[tuple(size // 2 for size in tensors[n].shape)] for n in chosen if tensors[n].numel()]
     return zlib.crc32(repr([middle.item() for middle in middles]).encode())

@@ -12,25 +12,16 @@ CHUNK = 2**17
 
 
 def split_evenly(numel: int, size: int) -> list[int]:
-    """Return the number of elements in each rank's part: equal, or one more for the first ranks.
-
-    Args:
-        numel: Number of elements.
-        size: Number of ranks.
-    """
+    """Return the number of elements in each rank's part: equal, or one more for the first ranks."""
     base, extra = divmod(numel, size)
     return [base + (rank < extra) for rank in range(size)]
 
 
 @torch.no_grad()
 def add_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, mean: bool) -> None:
-    """Store the scaled sum of equal flat parts, first part first. 16-bit parts are added in fp32.
+    """Store the scaled sum or mean of equal flat parts [n] in `out` [n], first part first.
 
-    Args:
-        parts: One tensor for each rank, [n].
-        out: [n]; may be one of the parts.
-        scale: Factor for the sum.
-        mean: Divide by the number of parts.
+    16-bit parts are added in fp32. `out` may be one of the parts.
     """
     factor_later = scale != 1.0 or mean
     wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype

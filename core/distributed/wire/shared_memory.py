@@ -71,16 +71,9 @@ class HostMemory:
     channels: list[HostChannel]
 
     def of_first(self, start: int, numel: int) -> torch.Tensor:
-        """Return a part of the first rank's memory, which all ranks can use as common memory.
+        """Return elements [start, start + numel) of the first rank's memory, which all ranks use as common memory.
 
-        It has a separate storage.
-
-        Args:
-            start: First element.
-            numel: Number of elements.
-
-        Returns:
-            [numel].
+        The tensor has a separate storage.
         """
         first = self.channels[0].members[0]
         if numel == 0:  # frombuffer rejects it
@@ -97,17 +90,11 @@ class HostMemory:
         groups: Sequence[dist.ProcessGroup],
         new_file: Callable[[int], int] | None = None,
     ) -> HostMemory | None:
-        """Create memory that all ranks of `groups[0]` map. Collective over `groups[0]`.
+        """Create memory of `numel` elements for each rank that all ranks of `groups[0]` map. Collective over
+        `groups[0]`.
 
-        Args:
-            numel: Number of elements of each rank.
-            dtype: Element type.
-            device: Device of the model. Only CPU memory can be shared.
-            groups: Groups that need channels. All others are subsets of the first.
-            new_file: Opens a file of the given number of bytes, if the memory should not be in RAM.
-
-        Returns:
-            The memory, or None on every rank if it cannot be shared.
+        Returns None on every rank if it cannot be shared; only CPU memory can. Every group, a subset of the first, gets
+        a channel. `new_file` opens a file of the given number of bytes, if the memory should not be in RAM.
         """
         whole = groups[0]
         if numel == 0 or device.type != "cpu" or dist.get_world_size(whole) == 1 or backend_of(whole, device) != "gloo":
@@ -164,31 +151,15 @@ class HostChannel:
         self.timeout_s = timeout_s
 
     def all_reduce(self, tensor: torch.Tensor, *, scale: float = 1.0, mean: bool = False) -> HostHandle:
-        """Sum or average a tensor over the group on every rank, in place.
-
-        Args:
-            tensor: Tensor in this rank's memory.
-            scale: Factor for the result.
-            mean: Average instead of sum.
-        """
+        """Sum or average a tensor in this rank's memory over the group, in place, and multiply it by `scale`."""
         return self._launch(tensor, (_add, _read), scale, mean)
 
     def reduce_scatter(self, full: torch.Tensor, *, scale: float = 1.0, mean: bool = False) -> HostHandle:
-        """Sum or average this rank's equal part of a tensor, in place. The other parts do not change.
-
-        Args:
-            full: Tensor in this rank's memory, [n * size].
-            scale: Factor for the result.
-            mean: Average instead of sum.
-        """
+        """Reduce this rank's equal part of a tensor [n * size], in place. The other parts do not change."""
         return self._launch(full, (_add,), scale, mean)
 
     def all_gather(self, full: torch.Tensor) -> HostHandle:
-        """Copy every other rank's equal part of a tensor from that rank.
-
-        Args:
-            full: Tensor in this rank's memory, [n * size].
-        """
+        """Copy every other rank's equal part of a tensor [n * size] from that rank."""
         return self._launch(full, (_read,), 1.0, False)
 
     def meet(self) -> None:
@@ -226,12 +197,7 @@ class HostChannel:
                 return
 
     def has(self, counter: int, number: int) -> bool:
-        """Return True if a counter of all ranks has reached a collective.
-
-        Args:
-            counter: 0, 1 or 2: Note [Counters].
-            number: Number of the collective.
-        """
+        """Return True if a counter (Note [Counters]) of all ranks has reached a collective."""
         at = counter * STRIDE
         return all(control[at] >= number for control in self.control)
 
@@ -251,15 +217,7 @@ class HostChannel:
         return found
 
     def raise_if_lost(self, handle: HostHandle, waited_s: float) -> None:
-        """Check that the ranks which a collective waits for still run.
-
-        Args:
-            handle: The collective.
-            waited_s: Seconds waited so far.
-
-        Raises:
-            PeerLost: If a rank has ended, or does not arrive in time.
-        """
+        """Raise PeerLost if a rank that a collective waits for has ended, or does not arrive in time."""
         gone = {member.rank for member in self.members if not runs(member.pid)}  # first: later it may be done, and end
         at = handle.stage * STRIDE
         behind = [m for m, c in zip(self.members, self.control, strict=True) if c[at] < handle.number]
@@ -341,15 +299,9 @@ def _read(handle: HostHandle, all_of: list[torch.Tensor]) -> None:
 
 
 def channel_of(channels: Sequence[HostChannel], tensor: torch.Tensor, group: dist.ProcessGroup) -> HostChannel | None:
-    """Return the channel for collectives of a tensor over a group. The result is the same on all ranks of the group.
+    """Return the channel whose memory contains a tensor, for collectives over a group, or None.
 
-    Args:
-        channels: Channels of the model.
-        tensor: Tensor to communicate.
-        group: Process group.
-
-    Returns:
-        The channel whose memory contains the tensor, or None.
+    The result is the same on all ranks of the group.
     """
     for channel in channels:
         offset = tensor.data_ptr() - channel.own.data_ptr()
@@ -397,13 +349,9 @@ def _map_all(
 
 
 def new_mapped_file() -> int:
-    """Create an anonymous file.
+    """Create an anonymous file and return its descriptor.
 
-    Returns:
-        A descriptor.
-
-    Raises:
-        OSError: If the system has no such files, or counters in them would not be safe.
+    Raises OSError if the system has no such files, or counters in them would not be safe.
     """
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise OSError(f"stores are not seen in order on {platform.machine()}, or this is not Linux")

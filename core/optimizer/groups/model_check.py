@@ -78,7 +78,7 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataP
         )
     _check_parameters(config, buckets)
     for bucket in buckets if config.use_precision_aware_optimizer else ():  # main_grads_dtype: as in Megatron
-        dtype = bucket.owned_grad.dtype
+        dtype = bucket.memory.owned_grad.dtype
         if bucket.params[0].dtype in LOW_PRECISION and dtype != config.main_grads_dtype:
             raise ValueError(
                 f"OptimizerConfig.main_grads_dtype is {config.main_grads_dtype} and the gradients of "
@@ -226,7 +226,7 @@ def split_parameter(
     Returns:
         The error text; None if there is no such parameter.
     """
-    on_host = {id(p) for b in buckets_of(model_chunks) if isinstance(b.state_tier, HostTier) for p in b.params}
+    on_host = {id(p) for b in buckets_of(model_chunks) if isinstance(b.memory.state_tier, HostTier) for p in b.params}
     for number, param, contract in params_of(model_chunks):
         axes = split_axes(param, contract)
         algorithm = needs_whole(param) if axes else None

@@ -34,13 +34,13 @@ def put_states_on_host(
     """
     buckets = list(buckets_of([chunk for chunk in model_chunks if not places_states(chunk)]))
     for bucket in buckets:
-        bucket.state_tier = None  # an earlier optimizer of this model may have chosen
+        bucket.memory.state_tier = None  # an earlier optimizer of this model may have chosen
     if not buckets or buckets[0].device.type == "cpu":
         return
     chosen = buckets_on_host(config, [(bucket.layout.numel, bucket.params) for bucket in buckets], group_of)
     tier = HostTier(buckets[0].device, pin_memory=config.pin_cpu_grads, pin_masters=config.pin_cpu_params)
     for index in chosen:
-        buckets[index].state_tier = tier
+        buckets[index].memory.state_tier = tier
     if config.optimizer_cpu_offload:
         part = sum(buckets[index].layout.numel for index in chosen) / sum(bucket.layout.numel for bucket in buckets)
         logger.info("%.1f %% of the optimizer's state is on the CPU", 100 * part)

@@ -49,7 +49,7 @@ class FlatParameters:
         offsets = [start for start, _ in bucket.ranges]
         data = _already_there(bucket, offsets)
         if data is None:
-            if bucket.params_stay or not all(map(_can_move, bucket.params, offsets)):
+            if bucket.memory.params_stay or not all(map(_can_move, bucket.params, offsets)):
                 return None
             data = huge_pages.zeros(bucket.layout.numel, bucket.params[0].dtype, bucket.device)
         homes = bucket.layout.views_of(data)

@@ -142,24 +142,26 @@ class BucketMasters:
     ) -> None:
         self.bucket = bucket
         self.needs_shape = needs_shape
-        self.tier = bucket.state_tier if isinstance(bucket.state_tier, FileTier) else None
-        self.grad = bucket.owned_grad  # on the stepping device: a copy of the reduced gradients if that is the host
+        self.tier = bucket.memory.state_tier if isinstance(bucket.memory.state_tier, FileTier) else None
+        self.grad = (
+            bucket.memory.owned_grad
+        )  # on the stepping device: a copy of the reduced gradients if that is the host
         self.copied: torch.Event | None = None  # recorded after that copy
-        if isinstance(bucket.state_tier, HostTier) and not bucket.owned_grad.is_cpu:
-            self.grad = bucket.state_tier.zeros(self.grad.numel(), self.grad.dtype)
-        self.is_apart = bucket.state_tier is not None  # stepped separately, because its state is in other memory
+        if isinstance(bucket.memory.state_tier, HostTier) and not bucket.memory.owned_grad.is_cpu:
+            self.grad = bucket.memory.state_tier.zeros(self.grad.numel(), self.grad.dtype)
+        self.is_apart = bucket.memory.state_tier is not None  # stepped separately, because its state is in other memory
         # True if gradients are copied to the host while other buckets are stepped.
         self.sends_ahead = config.overlap_cpu_optimizer_d2h_h2d or not config.optimizer_cpu_offload
         self.shards = owned_shards(bucket.layout, bucket.shard_range, bucket.params, bucket.contracts, group_of)
         self.live = [True] * len(bucket.params)  # for each parameter: True if it is updated in this step
         dtype = bucket.params[0].dtype
         self.dtype = torch.promote_types(dtype, torch.float32)  # dtype of a step's arithmetic
-        self.flat = FlatParameters.of(bucket) if bucket.param_shard is None else None
+        self.flat = FlatParameters.of(bucket) if bucket.memory.param_shard is None else None
         if self.flat is not None:
             self.param_data: torch.Tensor | None = self.flat.data
         else:
-            self.param_data = bucket.param_shard
-        contiguous = bucket.param_shard is not None or all(param.is_contiguous() for param in bucket.params)
+            self.param_data = bucket.memory.param_shard
+        contiguous = bucket.memory.param_shard is not None or all(param.is_contiguous() for param in bucket.params)
         together, apart = self.param_data is not None, bucket.steps_apart
         self.storage = storage_of(config, dtype, contiguous=contiguous, together=together, apart=apart)
         numel = self.grad.numel() if self.storage in (CopyStorage, RemainderStorage) else 0
@@ -184,12 +186,12 @@ class BucketMasters:
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate memory for masters or moments, in the bucket's memory tier if it has one."""
-        tier = self.bucket.state_tier
+        tier = self.bucket.memory.state_tier
         return huge_pages.zeros(numel, dtype, self.grad.device) if tier is None else tier.masters(numel, dtype)
 
     def send_grads(self) -> None:
         """Start copying reduced gradients to the host, if they are stepped there."""
-        reduced = self.bucket.owned_grad
+        reduced = self.bucket.memory.owned_grad
         if self.grad is not reduced and self.copied is None:
             self.copied = copy_to_host(self.grad, reduced)
 
@@ -297,7 +299,7 @@ class BucketMasters:
             factors: Factor of each norm group in this step.
             loss_scale: Loss scale of the next gradients.
         """
-        in_place, segments = self.grad is self.bucket.owned_grad, self.segments
+        in_place, segments = self.grad is self.bucket.memory.owned_grad, self.segments
 
         def owed(grad: torch.Tensor) -> list[tuple[torch.Tensor, float]]:  # must not refer to the bucket
             done = [in_place and segment.live and not segment.in_scratch for segment in segments]
@@ -309,7 +311,7 @@ class BucketMasters:
                 for segment, is_done in zip(segments, done, strict=True)
             ]
 
-        self.bucket.owed, self.bucket.pending_scale = owed, 1.0
+        self.bucket.step.owed, self.bucket.step.pending_scale = owed, 1.0
 
     def note_written(self) -> None:
         """Mark the parameters as changed for autograd."""

@@ -74,9 +74,8 @@ class GradMeter:
         self.norm_type = norm_type
         self.watched = watched
         # A stage without parameters uses the device of the backend that the other ranks communicate with.
-        on_gpu = not masters and any("nccl" in dist.get_backend_config(group) for group in groups)
-        alone = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self.device = masters[0].bucket.device if masters else alone
+        served = (device for device in map(agree.device_of, groups) if device.type != "cpu")
+        self.device = masters[0].bucket.device if masters else next(served, torch.device("cpu"))
         self.ranks = math.prod(map(dist.get_world_size, groups))
         self.collectives = Collectives()
         # A stage may lack a norm group, so ranks exchange the names of their norm groups.
@@ -95,7 +94,7 @@ class GradMeter:
             here = equals is None or dist.get_rank(equals) == 0  # one of the ranks with equal gradients
             # Padding between shards is left out: a peer's collective may have written to it.
             for found in _ranges(bucket_masters, copies):
-                grad = bucket_masters.bucket.owned_grad[found.start : found.end]
+                grad = bucket_masters.bucket.memory.owned_grad[found.start : found.end]
                 counted = found.in_norm and here
                 memory.append(grad)
                 self.counted_memory += [grad] * counted
@@ -153,7 +152,7 @@ class GradMeter:
 
     def _factors(self, loss_scale: float) -> torch.Tensor:
         """Return the factor of each bucket's memory, [buckets] in fp64. Token counts stay on the device."""
-        pending = [masters.bucket.pending_scale for masters in self.masters]
+        pending = [masters.bucket.step.pending_scale for masters in self.masters]
         if any(isinstance(scale, torch.Tensor) for scale in pending):
             factors = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=self.device) for s in pending])
         else:
@@ -244,7 +243,7 @@ class GradMeter:
                 return False, seen
         for masters in self.masters:
             for shard in masters.shards:
-                grad = masters.bucket.owned_grad[shard.start : shard.end]
+                grad = masters.bucket.memory.owned_grad[shard.start : shard.end]
                 bad = ~torch.isfinite(grad)
                 if bool(bad.any()):
                     value, count = grad[bad][0].item(), int(bad.sum())

@@ -257,12 +257,12 @@ class StepRecording:
                 for index, slot in enumerate(bucket.layout.slots):
                     if table == "grads":
                         flat, within = bucket.valid_grad, bucket.valid_range
-                    elif bucket.sharded and bucket.param_shard is not None:
-                        flat, within = bucket.param_shard, bucket.shard_range
+                    elif bucket.sharded and bucket.memory.param_shard is not None:
+                        flat, within = bucket.memory.param_shard, bucket.shard_range
                     else:
                         flat, within = bucket.params[index].detach().reshape(-1), bucket.ranges[index]
                     first = max(0, within[0] - bucket.ranges[index][0])
-                    yield places[slot.name], bucket.part_of(flat, index, within), first, bucket.pending_scale
+                    yield places[slot.name], bucket.part_of(flat, index, within), first, bucket.step.pending_scale
 
     def _gathered(self) -> list[Row]:
         """Return the rows of all ranks on rank 0."""

@@ -17,7 +17,7 @@ from core.booster import Booster
 from core.booster.plugin import GeminiPlugin
 from core.distributed import MemStats, Placement
 from core.distributed.sharded.eviction import Budget
-from core.distributed.sharded.param_unit import KeepGathered
+from core.distributed.sharded.param_unit import KeepUnsharded
 from tests.unit_tests.booster.booster_reference import whole_weights
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.booster.test_gemini_placement import Files, boosted, layers, losses_of
@@ -31,16 +31,16 @@ class Watch:
     def __init__(self, model: Any) -> None:
         self.unsharder = model.module.engine.params
         self.most = self.count = 0
-        gather = self.unsharder._gather
+        gather = self.unsharder._all_gather
 
         def watched(unit: Any, *rest: Any, **more: Any) -> Any:
             answer = gather(unit, *rest, **more)
             self.count += 1
-            whole = [unit.whole for unit in self.unsharder.units if unit.whole is not None]
+            whole = [unit.full for unit in self.unsharder.units if unit.full is not None]
             self.most = max(self.most, sum(tensor.nbytes for tensor in whole))
             return answer
 
-        self.unsharder._gather = watched
+        self.unsharder._all_gather = watched
 
 
 def sizes(model: Any) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def check_budgets(rank: int, folder: Path, precision: str) -> None:
             ours = whole_weights(model)
             assert all(torch.equal(ours[name], weight) for name, weight in weights.items())
     said = f"budget of {grads + stats.non_model_bytes + whole} bytes: {grads} of gradients, {stats.non_model_bytes} of"
-    assert said in model.module.describe() and f"{whole} for whole buckets" in model.module.describe()
+    assert said in model.module.describe() and f"{whole} for unsharded buckets" in model.module.describe()
     units = len(model.module.engine.params.units)
     assert counts[0] > counts[1] > counts[2] > counts[3] == 3 * units
 
@@ -232,7 +232,7 @@ def test_what_auto_needs_is_named(rank: int, world: int, tmp_path: Path) -> None
 
 def transfers(uses: list[int], room: int, rounds: int) -> int:
     """What Budget makes of buckets of one byte in this order of uses, `rounds` times."""
-    units = {n: SimpleNamespace(number=n, name=f"b{n}", whole=None, layout=SimpleNamespace(numel=1),
+    units = {n: SimpleNamespace(number=n, name=f"b{n}", full=None, layout=SimpleNamespace(numel=1),
                                 shard=SimpleNamespace(itemsize=1)) for n in set(uses)}  # fmt: skip
     stats = MemStats(tuple(uses), 0)
     placement = Placement(offload_param_frac=1, offload_optim_frac=1, memory_budget_bytes=room, memstats=stats)
@@ -243,9 +243,9 @@ def transfers(uses: list[int], room: int, rounds: int) -> int:
         whole = [other for other in whole if other is not unit]
         for victim in budget.evict(whole, unit, ()):  # type: ignore[arg-type]
             whole.remove(victim)
-            victim.whole = None
+            victim.full = None
         whole.append(unit)
-        unit.whole = torch.ones(1)
+        unit.full = torch.ones(1)
         assert len(whole) <= room
     return budget.transfers
 
@@ -361,10 +361,10 @@ def test_fractions_are_taken_in_the_order_in_which_an_earlier_run_has_used_chunk
         assert losses_of(booster, model, optimizer, rank) == wanted, "the same training, to the bit"
         files, units, buckets = Files(folder), model.module.engine.params.units, model.module.reducer.buckets
         for all_of, which, from_end, fraction in (
-            (units, [unit.keep_gathered is KeepGathered.STEP for unit in units], False, 0.4),
+            (units, [unit.keep_unsharded is KeepUnsharded.STEP for unit in units], False, 0.4),
             (units, [files.bytes_of([unit.shard]) > 0 for unit in units], True, 0.5),
-            (buckets, [bucket.state_tier is not None for bucket in buckets], True, 0.3),
-            (buckets, [files.bytes_of([bucket.owned_grad]) > 0 for bucket in buckets], True, 0.5),
+            (buckets, [bucket.memory.state_tier is not None for bucket in buckets], True, 0.3),
+            (buckets, [files.bytes_of([bucket.memory.owned_grad]) > 0 for bucket in buckets], True, 0.5),
         ):
             order = sorted(range(len(all_of)), key=lambda n: first_use(all_of[n], backwards=given is not None))
             chosen = [which[number] for number in order]

@@ -227,7 +227,7 @@ def test_chunks_are_reduced_in_backward_or_after_it_and_each_microbatch_or_once(
     for asynchronous in (True, False):
         booster, model, optimizer = boosted(enable_async_reduce=asynchronous)
         one_backward(booster, model, optimizer, rank)
-        in_flight = [bucket.handle is not None for bucket in buckets_of(model)]
+        in_flight = [bucket.step.handle is not None for bucket in buckets_of(model)]
         assert any(in_flight) == asynchronous
         optimizer.step()
     sent = {}
@@ -267,10 +267,10 @@ def test_the_next_chunk_is_gathered_ahead_if_asked_for(rank: int, world: int) ->
             one_backward(booster, model, optimizer, rank)
             optimizer.step()
         optimizer.zero_grad()
-        with mock.patch.object(unsharder.order, "note", wraps=unsharder.order.note) as gather:
+        with mock.patch.object(unsharder.order, "record", wraps=unsharder.order.record) as gather:
             one_backward(booster, model, optimizer, rank)
         why = [call.args[1] for call in gather.call_args_list]
-        assert (" ahead" in why) == (most == 1) and len(why) > len(unsharder.units)
+        assert (" prefetched" in why) == (most == 1) and len(why) > len(unsharder.units)
 
 
 @ranks(4)

@@ -94,7 +94,7 @@ def over_ranks(nbytes: int) -> int:
 
 
 def grads(model: Any) -> list[torch.Tensor]:
-    return [bucket.owned_grad for bucket in model.module.reducer.buckets]
+    return [bucket.memory.owned_grad for bucket in model.module.reducer.buckets]
 
 
 def states(optimizer: Any) -> list[torch.Tensor]:
@@ -137,7 +137,7 @@ def check_grid(rank: int, folder: Path, precision: str, fractions: tuple[float, 
         last[shard, optim], last["states", shard, param] = params, moments
         with torch.no_grad():
             model(torch.ones(1, 8))
-        used = [unit.whole for unit in model.module.engine.params.units if unit.whole is not None]
+        used = [unit.full for unit in model.module.engine.params.units if unit.full is not None]
         assert used and not files.bytes_of(used), "a chunk is used on the device"
         text = model.module.describe()
         assert (f"ranks, in a file in {folder}" in text) == ("gradients offloaded" in text) == (param > 0)
@@ -251,8 +251,8 @@ def test_gradients_alone_may_lie_in_files(rank: int, world: int, tmp_path: Path,
             ddp(x).square().mean().backward()
             finalize_model_grads([ddp])
             optimizer.step()
-        of_all = sum(bucket.owned_grad.nbytes for bucket in ddp.reducer.buckets)
-        below = Files(folder).bytes_of([bucket.owned_grad for bucket in ddp.reducer.buckets])
+        of_all = sum(bucket.memory.owned_grad.nbytes for bucket in ddp.reducer.buckets)
+        below = Files(folder).bytes_of([bucket.memory.owned_grad for bucket in ddp.reducer.buckets])
         assert 0.2 * of_all < below < 0.8 * of_all if fraction == 0.5 else below == fraction * of_all
         found.append({name: value.clone() for name, value in ddp.state_dict().items()})
         assert all(torch.equal(found[0][name], value) for name, value in found[-1].items()), fraction

@@ -215,7 +215,7 @@ class Most:
 
     def __enter__(self) -> "Most":
         self.now = self.whole = 0
-        cut = ParamUnit.cut
+        cut = ParamUnit.shard_param
         make = torch.full
 
         def made(shape: Any, *rest: Any, **more: Any) -> torch.Tensor:
@@ -230,7 +230,7 @@ class Most:
 
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(mock.patch.object(torch, "full", made))
-        self.stack.enter_context(mock.patch.object(ParamUnit, "cut", freed))
+        self.stack.enter_context(mock.patch.object(ParamUnit, "shard_param", freed))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -317,7 +317,7 @@ def test_a_load_makes_no_rank_have_the_whole_model(rank: int, world: int, tmp_pa
     booster.save_model(model, folder / "model", shard=True, size_per_shard=2e-4)
     run_steps(booster, model, optimizer, mean_loss, rank, steps=range(1, 2))
     unsharder = model.module.engine.params
-    with mock.patch.object(unsharder, "_gather", side_effect=AssertionError("a load gathers")):
+    with mock.patch.object(unsharder, "_all_gather", side_effect=AssertionError("a load gathers")):
         booster.load_model(model, folder / "model")
         with pytest.raises(SyncError, match="cannot be written"), torch.no_grad():
             model.unwrap().first.weight.copy_(torch.ones(7, 5))

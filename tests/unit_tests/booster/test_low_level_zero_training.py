@@ -352,7 +352,7 @@ def test_a_gradient_handler_reduces_for_the_optimizer_once(rank: int, world: int
         plain.zero_grad()
         booster.backward(net_loss(model, rank, step), optimizer)
         handler.handle_gradient()
-        assert all(bucket.state is BucketState.FINAL for bucket in optimizer.model.reducer.buckets)
+        assert all(bucket.step.state is BucketState.FINAL for bucket in optimizer.model.reducer.buckets)
         handler.handle_gradient()
         optimizer.step()
         optimizer.zero_grad()

@@ -96,7 +96,7 @@ def load_at(rank: int, layout: Layout, roots: list[str]) -> None:
 
 def nothing_is_gathered() -> Any:
     """Fails where a checkpoint has whole parameters, for which a rank may have no memory."""
-    return mock.patch.object(ParamUnit, "gather", side_effect=AssertionError("a bucket was gathered"))
+    return mock.patch.object(ParamUnit, "all_gather", side_effect=AssertionError("a bucket was gathered"))
 
 
 def load_and_save_at(rank: int, layout: Layout, source: str, target: str) -> None:

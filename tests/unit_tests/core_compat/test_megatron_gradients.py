@@ -92,7 +92,7 @@ def test_a_kernel_that_adds_to_main_grad_is_believed_and_buffers_are_a_list(
         assert param.grad_added_to_main_grad is False
         if not sharded:
             torch.testing.assert_close(param.main_grad, expected.grad, atol=1e-6, rtol=0)
-    mine = torch.cat([shard_buffer(bucket.grad, half)[rank % half] for bucket in partition_buckets(ddp.buffers)])
+    mine = torch.cat([shard_buffer(bucket.memory.grad, half)[rank % half] for bucket in partition_buckets(ddp.buffers)])
     total = torch.tensor([mine.square().sum()])
     if sharded:
         dist.all_reduce(total)

@@ -69,7 +69,7 @@ def test_adding_to_gradients_that_are_scaled_in_the_optimizer_is_exact(rank: int
             finalize_model_grads([ddp])
         for bucket in ddp.reducer.buckets:
             numel = bucket.valid_part(0).numel()
-            assert (bucket.owned_grad * bucket.pending_scale)[:numel].tolist() == [101.0] * numel
+            assert (bucket.memory.owned_grad * bucket.step.pending_scale)[:numel].tolist() == [101.0] * numel
 
 
 @ranks(2)
@@ -202,7 +202,7 @@ def test_a_gradient_that_is_not_there_refuses_to_be_used_by_name(rank: int, worl
         if "overlap_grad_reduce" in options:
             finalize_model_grads([ddp])
         for bucket in ddp.reducer.buckets:
-            due, bucket.pending_scale = bucket.pending_scale, 1.0
+            due, bucket.step.pending_scale = bucket.step.pending_scale, 1.0
             bucket.scale_gradients(due)
         assert_same(whole_grads(ddp), expected)
 

@@ -121,7 +121,7 @@ def test_rank_shards_of_every_bucket_are_equal_parts_of_the_gradient(rank: int, 
             flat[start : start + slot.end - slot.start] = expected[slot.name].reshape(-1)
         part = bucket.layout.numel // world
         mine = slice(rank * part, (rank + 1) * part)
-        assert torch.allclose(bucket.grad[mine], flat[mine], rtol=1e-10, atol=1e-12)
+        assert torch.allclose(bucket.memory.grad[mine], flat[mine], rtol=1e-10, atol=1e-12)
         assert all(isinstance(param.grad, GradPlaceholder) for param in bucket.params)
 
 

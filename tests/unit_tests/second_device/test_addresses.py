@@ -53,7 +53,7 @@ def kept_addresses(device: torch.device, strategy: str, dtype: torch.dtype) -> t
         optimizer.zero_grad()
         optimizer.scale_loss(model(batch(number, device).to(dtype)).float().square().mean()).backward()
         finalize_model_grads([model])
-        found["reduced gradients"] = [bucket.owned_grad.data_ptr() for bucket in model.engine.buckets]
+        found["reduced gradients"] = [bucket.memory.owned_grad.data_ptr() for bucket in model.engine.buckets]
         optimizer.step()
         units = model.engine.params.units
         if units:

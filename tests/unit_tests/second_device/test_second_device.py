@@ -196,7 +196,7 @@ def bytes_held(device: torch.device, name: str, dtype: torch.dtype) -> None:
     step(model, optimizer, 0)
     held: Counter[str] = Counter({GRADIENTS: sum(buffer.grad_data.nbytes for buffer in model.engine.buffers)})
     below: Counter[str] = Counter()
-    of_grads = [bucket.owned_grad for buffer in model.engine.buffers for bucket in buffer.buckets]
+    of_grads = [bucket.memory.owned_grad for buffer in model.engine.buffers for bucket in buffer.buckets]
     in_between = name in ("optim_grads", "optim_grads_params")
     assert any(grad.is_cpu for grad in of_grads) == in_between and not all(grad.is_cpu for grad in of_grads)
     hosted = sum(masters.grad.is_cpu for masters in optimizer.masters)
@@ -288,7 +288,7 @@ def reduced_between_copies(device: torch.device, layout: str) -> list[Any]:
         by_tokens = SimpleNamespace(calculate_per_token_loss=True)
         model = DistributedDataParallel(by_tokens, config, with_copies(where, layout))
         optimizer: Any = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.5, clip_grad=0.1), [model])
-        assert all(bucket.owned_grad.is_cpu == bool(placed or where == CPU) for bucket in model.engine.buckets)
+        assert all(bucket.memory.owned_grad.is_cpu == bool(placed or where == CPU) for bucket in model.engine.buckets)
         for number in range(2):
             optimizer.zero_grad()
             for again in range(2):  # the second time the gradients are added to those that were reduced
@@ -444,8 +444,10 @@ def ahead(device: torch.device) -> tuple[int, int]:
         booster, model, optimizer = boosted(device, "bf16", offload_param_frac=1.0, max_prefetch=prefetch)
         losses_of(booster, model, optimizer, range(1))
         with (
-            mock.patch.object(ParamUnit, "launch", autospec=True, side_effect=ParamUnit.launch) as launched,
-            mock.patch.object(ParamUnit, "gather", autospec=True, side_effect=ParamUnit.gather) as gathered,
+            mock.patch.object(
+                ParamUnit, "start_all_gather", autospec=True, side_effect=ParamUnit.start_all_gather
+            ) as launched,
+            mock.patch.object(ParamUnit, "all_gather", autospec=True, side_effect=ParamUnit.all_gather) as gathered,
         ):
             losses_of(booster, model, optimizer, range(1, 2))
         counts.append(launched.call_count - gathered.call_count)

@@ -243,13 +243,13 @@ def test_of_sharded_parameters_the_output_layer_is_gathered_once_a_pass(rank: in
         model, data_parallel_sharding_strategy="optim_grads_params", use_distributed_optimizer=True, bucket_size=1
     )
     name, gathered = "output_layer.weight", []
-    obtain = Unsharder._unshard
+    obtain = Unsharder._use
 
     def count(self: Unsharder, unit: Any, *args: Any, **kwargs: Any) -> Tensor:
         gathered.append(unit.names)
         return obtain(self, unit, *args, **kwargs)
 
-    with mock.patch.object(Unsharder, "_unshard", count):
+    with mock.patch.object(Unsharder, "_use", count):
         loss = ddp(tokens, labels)
         in_forward = sum(name in names for names in gathered)
         (loss * weights).sum().backward()

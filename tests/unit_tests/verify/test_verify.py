@@ -196,7 +196,7 @@ def test_oracle_names_the_rank_that_was_not_synced(rank: int, world: int, culpri
     def keeps_its_own(self: Bucket) -> None:
         complete(self)
         if dist.get_rank() == culprit:
-            self.grad.copy_(self.own)  # type: ignore[attr-defined]
+            self.memory.grad.copy_(self.own)  # type: ignore[attr-defined]
 
     with remembered_gradients(), mock.patch.object(Bucket, "complete", keeps_its_own):
         report = check_gpt(Layout(dp=4))
@@ -258,7 +258,7 @@ def test_oracle_names_a_backward_that_was_done_twice(rank: int, world: int) -> N
     launch = Bucket.launch
 
     def doubled(self: Bucket, collectives: Any, **options: Any) -> None:
-        self.grad.mul_(2.0)
+        self.memory.grad.mul_(2.0)
         launch(self, collectives, **options)
 
     with mock.patch.object(Bucket, "launch", doubled):

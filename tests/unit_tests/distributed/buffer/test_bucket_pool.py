@@ -122,4 +122,4 @@ def test_a_long_parameter_is_not_paid_for_twice(rank: int, world: int, overlap: 
             )
             whole = torch.zeros(bucket.layout.numel, dtype=torch.float64)
             whole[: used.numel()] = used
-            torch.testing.assert_close(bucket.owned_grad, whole[low:high], rtol=0, atol=0)
+            torch.testing.assert_close(bucket.memory.owned_grad, whole[low:high], rtol=0, atol=0)

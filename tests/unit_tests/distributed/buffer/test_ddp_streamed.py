@@ -191,7 +191,7 @@ def test_buckets_of_a_later_round_fill_in_their_turn(rank: int, world: int, over
         parallel_loss(ddp, rank, microbatch).backward()
         pool = ddp.grad_buffers[0].pool
         assert pool is not None
-        held = [bucket.grad for bucket in ddp.grad_buffers[0].buckets if bucket.views]
+        held = [bucket.memory.grad for bucket in ddp.grad_buffers[0].buckets if bucket.memory.views]
         assert all(any(memory is part for part in pool.held) for memory in held)
     finalize_model_grads([ddp])
     assert_same(whole_grads(ddp), expected)
@@ -204,7 +204,7 @@ def test_memory_is_the_shard_and_a_pool_of_two_buckets(rank: int, world: int) ->
     for reduce_microbatches in ("last", "every"):
         ddp = streamed(copy.deepcopy(model), bucket_size=1024, reduce_microbatches=reduce_microbatches)
         (buffer,) = ddp.grad_buffers
-        assert len(buffer.buckets) == 12 and all(bucket.pool is buffer.pool for bucket in buffer.buckets)
+        assert len(buffer.buckets) == 12 and all(bucket.memory.pool is buffer.pool for bucket in buffer.buckets)
         assert buffer.grad_data.numel() == 12 * 1024 // 2
         for _ in range(2):
             ddp.zero_grad_buffer()
@@ -217,7 +217,7 @@ def test_memory_is_the_shard_and_a_pool_of_two_buckets(rank: int, world: int) ->
             finalize_model_grads([ddp])
             assert buffer.pool is not None and not buffer.pool.in_flight
             assert buffer.pool.held == [None] * POOL_BUCKETS
-            assert not any(bucket.views for bucket in buffer.buckets)
+            assert not any(bucket.memory.views for bucket in buffer.buckets)
         del ddp, buffer  # else the next one shares its wire, and reduces in finalize
 
 
@@ -264,7 +264,7 @@ def test_whole_gradients_are_gathered_when_asked_for(rank: int, world: int) -> N
             assert_same({name: param.grad for name, param in ddp.module.named_parameters()}, expected)
             for bucket in ddp.grad_buffers[0].buckets:  # and what the optimizer reads says the same
                 low, high = bucket.shard_range
-                torch.testing.assert_close(bucket.owned_grad, bucket.grad[low:high])
+                torch.testing.assert_close(bucket.memory.owned_grad, bucket.memory.grad[low:high])
 
 
 @ranks(2)

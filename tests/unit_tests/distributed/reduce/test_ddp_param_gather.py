@@ -59,7 +59,7 @@ def sgd_on_shards(ddp: DistributedDataParallel) -> None:
         for buffer in ddp.grad_buffers:
             for bucket in buffer.buckets:
                 low, high = bucket.shard_range
-                bucket.param_data[low:high].add_(bucket.grad[low:high], alpha=-LR)
+                bucket.memory.param_data[low:high].add_(bucket.memory.grad[low:high], alpha=-LR)
 
 
 def one_process_step(plain: nn.Module, world: int, step: int, loss: Any) -> None:
@@ -355,7 +355,7 @@ def test_buckets_gathered_one_by_one_are_gathered_once_each(rank: int, world: in
         sent = ddp.param_sync.collectives.traffic.collectives
         for bucket in buckets:
             low, high = bucket.shard_range
-            bucket.param_data[low:high].add_(bucket.owned_grad, alpha=-LR)
+            bucket.memory.param_data[low:high].add_(bucket.memory.owned_grad, alpha=-LR)
             ddp.param_sync.start_bucket(bucket)
         ddp.finish_param_sync()
         assert ddp.param_sync.collectives.traffic.collectives - sent == (len(buckets) if world > 1 else 0)

@@ -17,10 +17,10 @@ from tests.unit_tests.reference import assert_same, loss_of, make_net, mean_over
 def true_gradients(ddp: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Memory times what is still due, by name."""
     return {
-        contract.name: view * bucket.pending_scale
+        contract.name: view * bucket.step.pending_scale
         for buffer in ddp.grad_buffers
         for bucket in buffer.buckets
-        for view, contract in zip(bucket.views, bucket.contracts, strict=True)
+        for view, contract in zip(bucket.memory.views, bucket.contracts, strict=True)
     }
 
 
@@ -52,7 +52,7 @@ def test_tokens_are_left_to_the_optimizer_too(rank: int, world: int) -> None:
     assert_same(true_gradients(ddp), expected)
     bucket = ddp.grad_buffers[0].buckets[0]
     assert bucket.scale_is_due
-    assert float(bucket.pending_scale) == pytest.approx(0.1)
+    assert float(bucket.step.pending_scale) == pytest.approx(0.1)
 
 
 @ranks(2)
@@ -66,7 +66,7 @@ def test_another_optimizer_is_refused_until_the_scale_is_taken(rank: int, world:
         optimizer.step()
     for buffer in ddp.grad_buffers:
         for bucket in buffer.buckets:
-            assert bucket.pending_scale == 0.5
+            assert bucket.step.pending_scale == 0.5
     ddp.zero_grad_buffer()
     loss_of(ddp, rank, 0).backward()
     finalize_model_grads([ddp])

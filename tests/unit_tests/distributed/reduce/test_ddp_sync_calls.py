@@ -195,7 +195,7 @@ def test_whole_gradients_that_one_rank_asks_for_are_left_on_all(rank: int, world
     ddp.zero_grad_buffer()
     loss_of(ddp, rank, 0).backward()
     finalize_model_grads([ddp])
-    assert not any(bucket.whole for bucket in ddp.reducer.buckets)
+    assert not any(bucket.step.is_full_grad for bucket in ddp.reducer.buckets)
 
 
 @ranks(2)

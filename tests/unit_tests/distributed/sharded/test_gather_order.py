@@ -70,7 +70,7 @@ def test_the_next_bucket_of_the_learned_order_is_gathered_one_ahead(rank: int, w
     unsharder = unsharder_of(ddp)
     optimizer = get_megatron_optimizer(OptimizerConfig(**SGD), [ddp])
     number_of = {unsharder.unit_of[id(layer.weight)]: number for number, layer in enumerate(ddp.module.layers)}
-    launch, complete, most = ParamUnit.launch, ParamUnit.complete, list[int]()
+    launch, complete, most = ParamUnit.start_all_gather, ParamUnit.finish_all_gather, list[int]()
     events: list[tuple[str, int]] = []
 
     def launched(self: ParamUnit, *arguments: Any) -> Any:
@@ -80,13 +80,16 @@ def test_the_next_bucket_of_the_learned_order_is_gathered_one_ahead(rank: int, w
     def completed(self: ParamUnit, *arguments: Any) -> Any:
         events.append(("whole", number_of[self]))
         whole = complete(self, *arguments)
-        most.append(sum(unit.whole is not None for unit in unsharder.units))
+        most.append(sum(unit.full is not None for unit in unsharder.units))
         return whole
 
     for number, layer in enumerate(ddp.module.layers):
         layer.register_forward_hook(lambda *_, number=number: events.append(("used", number)))
         layer.weight.register_hook(lambda *_, number=number: events.append(("used", number)))
-    with mock.patch.object(ParamUnit, "launch", launched), mock.patch.object(ParamUnit, "complete", completed):
+    with (
+        mock.patch.object(ParamUnit, "start_all_gather", launched),
+        mock.patch.object(ParamUnit, "finish_all_gather", completed),
+    ):
         for step in range(3):
             events.clear()
             optimizer.zero_grad()
@@ -115,10 +118,10 @@ def test_nothing_is_gathered_ahead_under_a_budget(rank: int, world: int) -> None
         unsharder = unsharder_of(ddp)
         if residents is Budget:
             unsharder.eviction = Budget(unsharder.units, on_three_buckets, 0)
-        with mock.patch.object(unsharder.order, "note", wraps=unsharder.order.note) as note, torch.no_grad():
+        with mock.patch.object(unsharder.order, "record", wraps=unsharder.order.record) as note, torch.no_grad():
             for _ in range(2):
                 ddp(torch.ones(3, 16))
-        assert sum(call.args[1] == " ahead" for call in note.call_args_list) == ahead
+        assert sum(call.args[1] == " prefetched" for call in note.call_args_list) == ahead
 
 
 @ranks(2)
@@ -133,7 +136,7 @@ def test_a_wrong_guess_of_the_order_gives_no_wrong_value(rank: int, world: int) 
     for turn in range(30):
         order = list(range(6)) if turn % 3 else torch.randperm(6, generator=ways).tolist()
         ddp.module.order = alone.order = order
-        wrong += unsharder.ahead is not None
+        wrong += unsharder.prefetched is not None
         if turn % 4 == 3:
             with ddp.gathered(), torch.no_grad():
                 for model in (ddp.module, alone):

@@ -20,7 +20,7 @@ from benchmarks.workloads import WORKLOADS
 from core import parallel_state
 from core.distributed import DistributedDataParallel, Placement, finalize_model_grads, materialize
 from core.distributed.buffer.grad_attribute import attributes_alone
-from core.distributed.sharded.param_unit import Gather, ParamUnit
+from core.distributed.sharded.param_unit import AllGather, ParamUnit
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
@@ -48,9 +48,9 @@ def held_of_a_frozen_base(world: int, layers: int, width: int, plain: int) -> fl
         model: Any = nn.Sequential(*(Adapted(width, number >= plain) for number in range(layers)))
     base = 4 * layers * width * width
     options: dict[str, Any] = {"bucket_size": width * width, "share_host_memory": False}
-    complete, gathers = ParamUnit.complete, Counter[str]()
+    complete, gathers = ParamUnit.finish_all_gather, Counter[str]()
 
-    def counted(self: ParamUnit, gather: Gather) -> torch.Tensor:
+    def counted(self: ParamUnit, gather: AllGather) -> torch.Tensor:
         gathers.update(name for name in self.names if "base" in name)
         return complete(self, gather)
 
@@ -58,7 +58,7 @@ def held_of_a_frozen_base(world: int, layers: int, width: int, plain: int) -> fl
         for param in part.parameters(recurse=False):
             nn.init.normal_(param, std=0.5 * width**-0.5)
 
-    with mock.patch.object(ParamUnit, "complete", counted):
+    with mock.patch.object(ParamUnit, "finish_all_gather", counted):
         ddp = wrap(materialize(model, init), data_parallel_sharding_strategy="optim_grads_params", **options)
         optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01), [ddp])
         for _ in range(3):
@@ -139,15 +139,15 @@ def held_between_steps(ddp: DistributedDataParallel, before: Collection[int]) ->
 def gathers_watched(ddp: DistributedDataParallel) -> Iterator[list[int]]:
     """Yields a list that gets, at each gather, the bytes of all whole buckets of parameters."""
     unsharder: Any = ddp.engine.params
-    launch, seen = ParamUnit.launch, [0]
+    launch, seen = ParamUnit.start_all_gather, [0]
 
-    def launched(unit: ParamUnit, *arguments: Any) -> Gather:
+    def launched(unit: ParamUnit, *arguments: Any) -> AllGather:
         gather = launch(unit, *arguments)
-        whole = [one.whole for one in unsharder.units if one.whole is not None]
-        seen.append(sum(tensor.nbytes for tensor in (*whole, gather.whole)))
+        whole = [one.full for one in unsharder.units if one.full is not None]
+        seen.append(sum(tensor.nbytes for tensor in (*whole, gather.full)))
         return gather
 
-    with mock.patch.object(ParamUnit, "launch", launched):
+    with mock.patch.object(ParamUnit, "start_all_gather", launched):
         yield seen
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from core import parallel_state
 from core.distributed import DistributedDataParallel, Placement, SyncError, finalize_model_grads
 from core.distributed.sharded.eviction import WINDOW
-from core.distributed.sharded.param_unit import KeepGathered, ParamUnit
+from core.distributed.sharded.param_unit import KeepUnsharded, ParamUnit
 from core.distributed.sharded.unsharder import Unsharder
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.optimizer_state import MASTER
@@ -223,11 +223,11 @@ def test_a_module_that_reads_its_parameters_unseen_is_refused(rank: int, world: 
 @contextmanager
 def a_gather_that_is_left_out() -> Iterator[None]:
     def own_part_alone(self: ParamUnit, *arguments: Any) -> torch.Tensor:
-        self.whole = torch.zeros(self.layout.numel, dtype=self.shard.dtype)
-        self._own_part(self.whole).copy_(self.shard)
-        return self.whole
+        self.full = torch.zeros(self.layout.numel, dtype=self.shard.dtype)
+        self._own_part(self.full).copy_(self.shard)
+        return self.full
 
-    with mock.patch.object(ParamUnit, "gather", own_part_alone):
+    with mock.patch.object(ParamUnit, "all_gather", own_part_alone):
         yield
 
 
@@ -283,14 +283,14 @@ def test_no_more_than_the_window_is_whole_at_any_time(rank: int, world: int, fro
     whole_bytes = sum(param.nbytes for param in model.parameters())
     ddp = sharded(model, bucket_size=256, share_host_memory=False)
     unsharder = unsharder_of(ddp)
-    gather, most = ParamUnit.gather, []
+    gather, most = ParamUnit.all_gather, []
 
     def counted(self: ParamUnit, *arguments: Any) -> torch.Tensor:
         whole = gather(self, *arguments)
-        most.append(sum(unit.whole is not None for unit in unsharder.units))
+        most.append(sum(unit.full is not None for unit in unsharder.units))
         return whole
 
-    with mock.patch.object(ParamUnit, "gather", counted):
+    with mock.patch.object(ParamUnit, "all_gather", counted):
         ddp(torch.ones(3, 16)).sum().backward()
     gathers = len(unsharder.units) if frozen else 2 * len(unsharder.units) - WINDOW - 1
     assert len(unsharder.units) == 8 and max(most) == WINDOW
@@ -349,18 +349,18 @@ def test_what_stays_whole_between_forward_and_backward_is_chosen_by_bucket(rank:
     by_layer = [unsharder.unit_of[id(layer.weight)] for layer in model]
 
     def whole() -> list[int]:
-        return [number for number, unit in enumerate(by_layer) if unit.whole is not None]
+        return [number for number, unit in enumerate(by_layer) if unit.full is not None]
 
     with torch.no_grad():
         ddp(torch.ones(3, 16))
     assert whole() == [4, 5]
-    complete = ParamUnit.complete
-    with mock.patch.object(ParamUnit, "complete", autospec=True, side_effect=complete) as gathers:
+    complete = ParamUnit.finish_all_gather
+    with mock.patch.object(ParamUnit, "finish_all_gather", autospec=True, side_effect=complete) as gathers:
         loss = ddp(torch.ones(3, 16)).sum()
         assert whole() == [0, 1, 2, 3, 4, 5] and gathers.call_count == 4
         loss.backward()
         assert whole() == [] and gathers.call_count == 4
-    by_layer[1].keep_gathered, by_layer[2].keep_gathered = KeepGathered.WINDOW, KeepGathered.STEP
+    by_layer[1].keep_unsharded, by_layer[2].keep_unsharded = KeepUnsharded.WINDOW, KeepUnsharded.STEP
     loss = ddp(torch.ones(3, 16)).sum()
     assert whole() == [0, 1, 2, 3, 4, 5]  # the window holds the second one alone
     loss.backward()

@@ -325,7 +325,7 @@ def test_a_wrapped_model_trains_alike_with_and_without_and_leaves_nothing_behind
                 torch.manual_seed(10 * step + rank)
                 ddp(torch.randn(4, 13, dtype=torch.float64)).square().sum().backward()
                 finalize_model_grads([ddp])
-            found.append([b.owned_grad.clone() for buffer in ddp.grad_buffers for b in buffer.buckets])
+            found.append([b.memory.owned_grad.clone() for buffer in ddp.grad_buffers for b in buffer.buckets])
             assert mappings() > before[0] or not share
             del ddp, model
             gc.collect()

@@ -185,7 +185,7 @@ def test_the_norm_of_a_long_fp32_gradient_is_exact_to_five_digits(rank: int, wor
     ddp = wrap(model, initial_weights="ignore")
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1.0), [ddp])
     assert numel > 1000 * ROW_ELEMENTS
-    ddp.grad_buffers[0].buckets[0].grad.fill_(1e-3)
+    ddp.grad_buffers[0].buckets[0].memory.grad.fill_(1e-3)
     value = torch.tensor(1e-3).item()
     assert optimizer.meter.measure().norm == pytest.approx(value * math.sqrt(numel), rel=1e-5)
 
