@@ -26,9 +26,6 @@ class Accelerator:
     def configure_model(self, model: nn.Module) -> nn.Module:
         """Move a model to the device.
 
-        Args:
-            model: The model.
-
         Returns:
             The model.
         """

@@ -15,6 +15,7 @@ from core.booster.accelerator import Accelerator, default_device
 from core.booster.checkpoint_io import GeneralCheckpointIO
 from core.booster.lora import check_config, refuse_quantized
 from core.booster.mixed_precision import MixedPrecision, mixed_precision_factory
+from core.booster.mixed_precision.mixed_precision_base import as_wrapped, as_wrapped_optimizer
 from core.booster.plugin import PipelinePluginBase, Plugin
 from core.interface import ModelWrapper, OptimizerWrapper
 from core.interface.whole import about_to_change
@@ -43,7 +44,7 @@ class Booster:
     Args:
         device: Device of the model; None for the accelerator, or the CPU if there is none. Ignored with a warning if
             the plugin decides the device.
-        mixed_precision: 'fp32', 'fp16', 'fp16_apex', 'bf16', 'fp8' or a MixedPrecision. Ignored with a warning if the
+        mixed_precision: 'fp32', 'fp16', 'bf16', 'fp8' or a MixedPrecision. Ignored with a warning if the
             plugin decides the precision.
         plugin: The way of training; None for training on this process alone.
 
@@ -139,10 +140,8 @@ class Booster:
             model = self.accelerator.configure_model(model)
         if self.mixed_precision is not None:
             model, optimizer, criterion = self.mixed_precision.configure(model, optimizer, criterion)
-        if not isinstance(model, ModelWrapper) and self.plugin is None:
-            model = ModelWrapper(model)
-        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper) and self.plugin is None:
-            optimizer = OptimizerWrapper(optimizer)
+        if self.plugin is None:
+            model, optimizer = as_wrapped(model), as_wrapped_optimizer(optimizer)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:

@@ -37,11 +37,7 @@ def add_lora(
 
 
 def check_config(lora_config: Any) -> Any:
-    """Return `lora_config`, or raise TypeError if it is not a peft.LoraConfig.
-
-    Args:
-        lora_config: The object to check.
-    """
+    """Return `lora_config`, or raise TypeError if it is not a peft.LoraConfig."""
     if not isinstance(lora_config, peft_package().LoraConfig):
         raise TypeError(f"lora_config must be a peft.LoraConfig, and is {lora_config!r}")
     return lora_config
@@ -51,9 +47,6 @@ def refuse_quantized(quantize: bool) -> None:
     """Raise NotImplementedError for base weights in 4 or 8 bits.
 
     They need bitsandbytes, which runs on CUDA only and whose weights no plugin here can shard.
-
-    Args:
-        quantize: True if quantized base weights were requested.
     """
     if quantize:
         raise NotImplementedError(

@@ -104,9 +104,6 @@ def written_here(slices: Iterable[GlobalSlice]) -> set[str]:
 
     Replicas share the work. Ranks with the same boxes reach the same result without communication: tensors are assigned
     in order of decreasing size, each to the rank with the least load so far.
-
-    Args:
-        slices: Slices of all chunks of this rank.
     """
     mine: set[str] = set()
     loads: dict[tuple[str, ...], list[int]] = {}

@@ -63,11 +63,7 @@ class GroupGradientHandler(BaseGradientHandler):
         return {}
 
     def not_ready(self, wrappers: Mapping[int, Wrapper]) -> Exception | None:
-        """Return an error if this rank cannot reduce now, else None.
-
-        Args:
-            wrappers: Result of `wrappers`.
-        """
+        """Return an error if this rank cannot reduce now, else None."""
         if [id(param) for param in self._model.parameters()] != self._planned:
             return GradientHandlerError(
                 "the model's parameters are not those of the first call; make a new handler after changing the model"

@@ -110,11 +110,7 @@ class ChainedOptimizer(MegatronOptimizer):
         return True
 
     def note_step(self, *, skipped: bool) -> None:
-        """Record the outcome of the last step on every optimizer of the chain.
-
-        Args:
-            skipped: True if the step was skipped.
-        """
+        """Record the outcome of the last step on every optimizer of the chain."""
         self.step_was_skipped = skipped
         for optimizer in self.chained_optimizers:
             optimizer.note_step(skipped=skipped)

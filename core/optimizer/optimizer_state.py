@@ -93,11 +93,7 @@ def _entry(offset: int, numel: int, elements: Entry, numbers: Entry) -> Entry:
 
 
 def elements_of(entry: Entry) -> set[str]:
-    """Return the keys of an entry whose values have one number for each of its elements.
-
-    Args:
-        entry: An entry of a parameter.
-    """
+    """Return the keys of an entry whose values have one number for each of its elements."""
     tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor) and key != "step"}
     sized = {key for key, value in tensors.items() if value.shape == (entry["numel"],)}
     return sized.difference(entry.get(OTHERS, ()))
@@ -261,11 +257,7 @@ def load_moments(segment: Segment, parts: list[Entry], inner: torch.optim.Optimi
 
 
 def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of the param groups without their parameters.
-
-    Args:
-        groups: torch param groups.
-    """
+    """Return a copy of the param groups without their parameters."""
     return [{key: plain_numbers(value) for key, value in group.items() if key != "params"} for group in groups]
 
 

@@ -36,7 +36,6 @@ booster.plugin.moe_hybrid_parallel_plugin @booster.plugin
 booster.plugin.pp_plugin_base core.booster.plugin PipelinePluginBase
 booster.plugin.dp_plugin_base core.booster.plugin DPPluginBase
 booster.mixed_precision,mixed_precision_base,fp16_torch core.booster.mixed_precision *
-    FP16_Apex_MixedPrecision=FP16ApexMixedPrecision
     FP16_Torch_MixedPrecision=FP16TorchMixedPrecision FP32_MixedPrecision=FP32MixedPrecision
     BF16_MixedPrecision=BF16MixedPrecision FP8_MixedPrecision=FP8MixedPrecision
 shardformer,shard core.booster.plugin GradientCheckpointConfig PipelineGradientCheckpointConfig
@@ -69,6 +68,7 @@ ABSENT = {
 use Booster(mixed_precision=...), or the precision of a plugin | amp
 no layout is searched for; choose a plugin of core.booster | auto_parallel
 it never trained in ColossalAI; use 'fp16' | booster.mixed_precision.FP16NaiveMixedPrecision
+apex's amp is not called; use 'fp16' | booster.mixed_precision.FP16_Apex_MixedPrecision
 an index is JSON with 'metadata' and 'weight_map'; read it with json.load | checkpoint_io.CheckpointIndexFile
 of the engine before the Booster only gradient handlers and gradient accumulation are here; write the loop with \
 core.booster.Booster | context core engine legacy trainer

@@ -120,7 +120,6 @@ PRIVATE_TORCH_NAMES = frozenset(
 STANDARD_PRIVATE_NAMES = frozenset(
     {"_asdict", "_current_frames", "_exit", "_getframe", "_replace"}
 )  # documented by Python
-APEX_PRIVATE_NAMES = frozenset({"_amp_stash"})
 # Of the classes of accelerate and Lightning Fabric that core.integrations derives from.
 DERIVED_PRIVATE_NAMES = frozenset({"_ddp_kwargs", "_is_accelerate_prepared", "_models"})
 # Private names of transformers, accelerate and peft. May only become fewer.
@@ -410,7 +409,7 @@ def test_private_names_of_torch_are_few() -> None:
     core = [path for path in files() if path.relative_to(ROOT).parts[0] in PACKAGES]
     ours = {name for path in core for name in names_made_in(path)} - set(vars(torch.nn.Module()))
     used: dict[str, str] = {}
-    known = ours | STANDARD_PRIVATE_NAMES | APEX_PRIVATE_NAMES | DERIVED_PRIVATE_NAMES
+    known = ours | STANDARD_PRIVATE_NAMES | DERIVED_PRIVATE_NAMES
     for path in core:
         for node in ast.walk(tree_of(path)):
             names: list[str] = []

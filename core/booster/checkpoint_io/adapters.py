@@ -15,11 +15,7 @@ CONFIG, DEFAULT = "adapter_config.json", "default"
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return True if a module is a peft model.
-
-    Args:
-        module: The plain module.
-    """
+    """Return True if a module is a peft model."""
     return hasattr(module, "peft_config") and hasattr(module, "active_peft_config")
 
 
@@ -34,11 +30,7 @@ def folders_of(module: Any, directory: Path) -> dict[str, Path]:
 
 
 def names_to_save(module: Any) -> set[str]:
-    """Return the names of the tensors that a directory of adapters contains, and perhaps some more.
-
-    Args:
-        module: A peft model.
-    """
+    """Return the names of the tensors that a directory of adapters contains, and perhaps some more."""
     own = _placeholders(module)
     prefixes = {getattr(getattr(module, "base_model", None), "prefix", "") or "lora_", "prompt_encoder."}
     trained = {name for name, param in module.named_parameters() if param.requires_grad}

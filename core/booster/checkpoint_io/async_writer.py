@@ -16,9 +16,6 @@ class AsyncWriter:
     def start(self, job: Callable[[], None]) -> None:
         """Run a job in the background, after the previous one has ended.
 
-        Args:
-            job: Function that writes files.
-
         Raises:
             Exception: The error of the previous job.
         """

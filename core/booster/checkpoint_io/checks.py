@@ -48,9 +48,6 @@ def expect_optimizer(optimizer: Any, caller: str) -> None:
 def refuse_safetensors(path: Path) -> None:
     """Check that an optimizer's file is not a safetensors file, which can store tensors only.
 
-    Args:
-        path: Path of the file.
-
     Raises:
         ValueError: If it is.
     """
@@ -125,11 +122,7 @@ def check_names(own: Mapping[str, Any], found: set[str], strict: bool) -> None:
 
 
 def second_names(model: nn.Module) -> set[str]:
-    """Return all names of tied weights except the first of each, as Hugging Face's files leave them out.
-
-    Args:
-        model: The model.
-    """
+    """Return all names of tied weights except the first of each, as Hugging Face's files leave them out."""
     first: dict[int, str] = {}
     own = model.state_dict(keep_vars=True)
     return {name for name, value in own.items() if first.setdefault(id(value), name) != name}

@@ -441,11 +441,7 @@ GeneralCheckpointIO = CheckpointIO  # ColossalAI's name of the base class of plu
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """Return the user's own module.
-
-    Args:
-        model: The module, or a ModelWrapper.
-    """
+    """Return the user's own module."""
     return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 

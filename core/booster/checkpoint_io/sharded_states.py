@@ -50,9 +50,6 @@ def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]
     Collective if the optimizer is sharded: every rank must exhaust the iterator. Tensors have the parameter's shape,
     and are on the device of the gradients.
 
-    Args:
-        engine: The sharded optimizer.
-
     Raises:
         PeerLost: Within seconds, if other ranks do not come.
     """
@@ -81,11 +78,7 @@ def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]
 
 
 def on_host(value: Any) -> Any:
-    """Return a tree of values with its tensors copied to host memory.
-
-    Args:
-        value: The tree.
-    """
+    """Return a tree of values with its tensors copied to host memory."""
     return tree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
 
 

@@ -56,11 +56,7 @@ class TorchFSDPCheckpointIO(TorchDDPCheckpointIO):
 
 
 def gather(value: Any) -> Any:
-    """Gather a sharded tensor. Collective for a DTensor; other values are returned unchanged.
-
-    Args:
-        value: The value.
-    """
+    """Gather a sharded tensor. Collective for a DTensor; other values are returned unchanged."""
     if not isinstance(value, DTensor):
         return value
     # Offloaded shards are on the host, and the group's collectives may need the device.

@@ -64,13 +64,7 @@ class BF16MixedPrecision(MixedPrecision):
     ) -> Configured:
         """Wrap the model and the criterion in autocast. The optimizer is wrapped without change.
 
-        Args:
-            model: The model, or a plugin's wrapper of it.
-            optimizer: The optimizer, or None.
-            criterion: The loss function, or None.
-
-        Returns:
-            (model, optimizer, criterion)
+        See MixedPrecision.configure for the arguments.
         """
         boosted = AutocastModel(model, torch.bfloat16)
         if criterion is not None:

@@ -1,4 +1,4 @@
-"""fp16: autocast with a dynamic loss scale, or NVIDIA's apex."""
+"""fp16: autocast with a dynamic loss scale."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import nn
 
 from core.booster.mixed_precision.autocast import AutocastModel, under_autocast
 from core.booster.mixed_precision.loss_scaled_optimizer import TorchAMPOptimizer
-from core.booster.mixed_precision.mixed_precision_base import Configured, MixedPrecision, as_wrapped
-from core.interface import OptimizerWrapper
+from core.booster.mixed_precision.mixed_precision_base import Configured, MixedPrecision
 from core.optimizer.loss_scaler import DynamicLossScaler
 
 
@@ -65,13 +64,7 @@ class FP16TorchMixedPrecision(MixedPrecision):
     ) -> Configured:
         """Wrap the model and the criterion in autocast, and the optimizer with the loss scale.
 
-        Args:
-            model: The model, or a plugin's wrapper of it.
-            optimizer: The optimizer, or None.
-            criterion: The loss function, or None.
-
-        Returns:
-            (model, optimizer, criterion)
+        See MixedPrecision.configure for the arguments.
         """
         boosted = AutocastModel(model, torch.float16)
         if optimizer is not None:
@@ -79,85 +72,3 @@ class FP16TorchMixedPrecision(MixedPrecision):
         if criterion is not None:
             criterion = under_autocast(criterion, boosted, torch.float16)
         return boosted, optimizer, criterion
-
-
-class FP16ApexMixedPrecision(MixedPrecision):
-    """fp16 through NVIDIA's apex, with the options of `apex.amp.initialize`. Needs apex built from source, and a GPU.
-
-    Raises:
-        ImportError: If apex is not installed.
-    """
-
-    def __init__(
-        self,
-        opt_level: str = "O1",
-        cast_model_type: torch.dtype | None = None,
-        patch_torch_functions: bool | None = None,
-        keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | None = None,
-        loss_scale: float | str | None = None,
-        cast_model_outputs: Any = None,
-        num_losses: int = 1,
-        verbosity: int = 1,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float = 2.0**24,
-    ) -> None:
-        self.options = {name: value for name, value in locals().items() if name != "self"}
-        try:
-            from apex import amp
-        except ImportError as error:
-            raise ImportError(
-                "mixed precision 'fp16_apex' needs NVIDIA's apex with its `apex.amp` (the package `apex` that pip "
-                "finds is another one); build it from its source, or use 'fp16', which needs nothing and does the same"
-            ) from error
-        self.amp = amp
-
-    def configure(
-        self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
-    ) -> Configured:
-        """Let apex configure the model and the optimizer, in place.
-
-        Args:
-            model: The model, or a plugin's wrapper of it.
-            optimizer: The optimizer, or None.
-            criterion: The loss function, or None; returned unchanged.
-
-        Returns:
-            (model, optimizer, criterion)
-        """
-        inner = optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer
-        plain = model.unwrap() if hasattr(model, "unwrap") else model
-        self.amp.initialize(plain, inner, **self.options)  # changes both in place
-        return as_wrapped(model), None if optimizer is None else ApexOptimizer(inner, self.amp), criterion
-
-
-class ApexOptimizer(OptimizerWrapper):
-    """Wrapper of an optimizer that apex has configured."""
-
-    def __init__(self, optim: Any, amp: Any) -> None:
-        super().__init__(optim)
-        self.amp = amp
-
-    def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
-        """Accumulate the gradient of the loss with apex's loss scale, which apex divides out at the end.
-
-        Args:
-            loss: The loss.
-            inputs: As in torch.Tensor.backward.
-            retain_graph: As in torch.Tensor.backward.
-            **kwargs: As in torch.Tensor.backward.
-        """
-        with self.amp.scale_loss(loss, self.optim) as scaled:
-            scaled.backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the parameters. After an overflow apex has replaced the next step by one that does nothing.
-
-        Args:
-            *args: Passed to the optimizer.
-            **kwargs: Passed to the optimizer.
-        """
-        skipped = bool(getattr(getattr(self.optim, "_amp_stash", None), "already_patched", False))
-        result = self.optim.step(*args, **kwargs)
-        self.note_step(skipped=skipped)
-        return result

@@ -41,13 +41,7 @@ class FP8MixedPrecision(MixedPrecision):
     ) -> Configured:
         """Wrap the model and the criterion in bf16 autocast, with linear layers in 8 bits.
 
-        Args:
-            model: The model, or a plugin's wrapper of it.
-            optimizer: The optimizer, or None.
-            criterion: The loss function, or None.
-
-        Returns:
-            (model, optimizer, criterion)
+        See MixedPrecision.configure for the arguments.
 
         Raises:
             ValueError: If no linear layer has suitable sizes.
@@ -63,9 +57,6 @@ class FP8MixedPrecision(MixedPrecision):
 
 def why_not(device: torch.device) -> str | None:
     """Return the reason why a device cannot multiply 8-bit floats.
-
-    Args:
-        device: The device.
 
     Returns:
         The reason; None if it can.

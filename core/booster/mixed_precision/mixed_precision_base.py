@@ -38,32 +38,15 @@ class FP32MixedPrecision(MixedPrecision):
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Wrap the model and the optimizer without changing them.
-
-        Args:
-            model: The model, or a plugin's wrapper of it.
-            optimizer: The optimizer, or None.
-            criterion: The loss function, or None; returned unchanged.
-
-        Returns:
-            (model, optimizer, criterion)
-        """
+        """Wrap the model and the optimizer without changing them. See MixedPrecision.configure."""
         return as_wrapped(model), as_wrapped_optimizer(optimizer), criterion
 
 
 def as_wrapped(model: nn.Module) -> ModelWrapper:
-    """Wrap a model in a ModelWrapper, unless it is one.
-
-    Args:
-        model: The model.
-    """
+    """Wrap a model in a ModelWrapper, unless it is one."""
     return model if isinstance(model, ModelWrapper) else ModelWrapper(model)
 
 
 def as_wrapped_optimizer(optimizer: Any) -> OptimizerWrapper | None:
-    """Wrap an optimizer in an OptimizerWrapper, unless it is one. None stays None.
-
-    Args:
-        optimizer: The optimizer, or None.
-    """
+    """Wrap an optimizer in an OptimizerWrapper, unless it is one. None stays None."""
     return optimizer if optimizer is None or isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)

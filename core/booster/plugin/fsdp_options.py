@@ -100,9 +100,6 @@ def units_of(
 def check_policy(policy: Any) -> None:
     """Check that an object can select modules to wrap.
 
-    Args:
-        policy: The `auto_wrap_policy`.
-
     Raises:
         TypeError: If it cannot.
     """

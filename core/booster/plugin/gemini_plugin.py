@@ -33,43 +33,60 @@ NOT_SPLIT = (
 
 
 class GeminiPlugin(ZeroPluginBase):
-    """Plugin for ZeRO stage 3 (arXiv:1910.02054) in chunks, as in Gemini (arXiv:2108.05818): each rank keeps a shard of
-    all.
+    """Plugin for ZeRO stage 3 (arXiv:1910.02054) in chunks, as in Gemini (arXiv:2108.05818).
 
-    Options that cannot work together raise ValueError. A warning names options without effect.
+    Each rank keeps a shard of all parameters, gradients and optimizer state, and gathers a chunk of parameters while it
+    is used. Use it for models whose parameters fit on no single rank. A warning names options without effect.
 
-    chunk_config_dict: {data ranks: {'chunk_size': elements, 'keep_gathered': True for replicated ones}}; None to have
-        the size searched, in steps of hidden_dim elements (None: 1024), from min_chunk_size_m up to search_range_m
-        further, in 1024 * 1024 elements. A model of at most min_chunk_size_m is one chunk.
-    placement_policy: 'static' places fractions of the bytes of chunks. 'auto' offloads all parameters, masters and
-        moments, and keeps as many chunks gathered on the device as memory_budget_bytes of a rank allow (None: all
-        memory of a GPU): in the first step without warmup_non_model_data_ratio of them, later steady_cuda_cap_ratio,
-        minus the activations kept for backward.
-    shard_param_frac: fraction of the parameters' bytes that is sharded; the rest is replicated.
-    max_prefetch: 1 gathers the next chunk of the learned order while one is used, between hosts.
-    offload_param_frac, offload_optim_frac: fraction of parameters, and of masters and moments, that is offloaded: to
-        host memory with a GPU (pinned with pin_memory), to files in offload_directory on CPUs.
-    memstats: the boosted model's statistics of an earlier run under 'auto': 'auto' then needs no warm-up, and 'static'
-        places chunks in the order of their use in that run, instead of the order of registration.
-    enable_gradient_accumulation: reduce every microbatch into the stored shard, also inside `no_sync`; otherwise
-        `no_sync` keeps full gradients, which are reduced once.
-    precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
-    master_weights: keep fp32 copies of 16-bit parameters; False keeps no fp32 copy of anything.
-    force_outputs_fp32: cast outputs of the forward to fp32.
-    strict_ddp_mode: replicate everything, as DDP does.
-    initial_scale .. max_scale: options of the dynamic loss scale, with fp16 only.
-    max_norm: clip the global norm of order norm_type inside `step`; 0 does not clip.
-    tp_size: split a transformers model over this many ranks, and shard its slices over the others.
-    example: arguments of a small forward that verifies the split; None to create it from the model's main input.
-    enable_sequence_parallelism, enable_flash_attention: with tp_size, split the sequence too, and use torch's
-        scaled_dot_product_attention.
-    broadcast_buffers: broadcast rank 0's buffers, such as a BatchNorm's statistics, to all ranks before forwards, as
-        TorchDDPPlugin does; for models that save any.
-    extra_dp_size: shard only within data ranks / extra_dp_size neighbours, and replicate across.
-    enable_async_reduce: reduce chunks during backward.
-    fp8_communication: send gradients in 8 bits.
-    use_fp8: linear layers multiply in 8 bits, with 'bf16', on machines that support it.
-    verbose: log how the model is wrapped.
+    Args:
+        chunk_config_dict: {data ranks: {'chunk_size': elements, 'keep_gathered': True for replicated chunks}}; None to
+            search the size.
+        chunk_init_device: The process group's device, or None.
+        placement_policy: 'static' places fixed fractions of the bytes of chunks. 'auto' offloads all parameters,
+            masters and moments, and keeps as many chunks gathered on the device as `memory_budget_bytes` allows.
+        enable_gradient_accumulation: True to reduce every microbatch into the stored shard, also inside `no_sync`.
+            Otherwise `no_sync` keeps full gradients, which are reduced once.
+        max_prefetch: 1 to gather the next chunk of the learned order while one is used, between hosts.
+        shard_param_frac: Fraction of the parameters' bytes that is sharded; the rest is replicated.
+        offload_optim_frac: Fraction of masters and moments that is offloaded: to host memory with a GPU, to files in
+            `offload_directory` on CPUs.
+        offload_param_frac: Fraction of parameters that is offloaded, to the same place.
+        warmup_non_model_data_ratio: Fraction of the budget that 'auto' leaves free in the first step.
+        steady_cuda_cap_ratio: Fraction of the budget that 'auto' uses in later steps, minus the activations kept for
+            backward.
+        precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
+        master_weights: False to keep no fp32 copy of 16-bit parameters.
+        pin_memory: True to offload to pinned host memory, from which a GPU copies faster.
+        force_outputs_fp32: True to cast floating-point outputs of the forward to fp32.
+        strict_ddp_mode: True to replicate everything, as DDP does.
+        search_range_m: Distance from the smallest to the largest size that is searched, in 1024 * 1024 elements.
+        hidden_dim: Step of the search, in elements; None for 1024.
+        min_chunk_size_m: Smallest size that is searched, in 1024 * 1024 elements. A model of at most this size is one
+            chunk.
+        memstats: Statistics of an earlier run under 'auto', from the boosted model. 'auto' then needs no warm-up, and
+            'static' places chunks in the order of their use instead of the order of registration.
+        gpu_margin_mem_ratio: Must be 0: masters and moments stay offloaded under 'auto'.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: Options of
+            DynamicLossScaler, used with fp16 only.
+        max_norm: Limit of the global gradient norm, applied inside `step`; 0 for no clipping.
+        norm_type: Order p of the norm.
+        tp_size: Number of ranks over which a transformers model is split. Its slices are sharded over the others.
+        extra_dp_size: Number of replicas of the shards; each is kept by neighbouring data ranks.
+        enable_flash_attention: True to use torch's scaled_dot_product_attention, with tp_size above 1.
+        enable_sequence_parallelism: True to split the sequence too, with tp_size above 1.
+        enable_async_reduce: True to reduce chunks during backward.
+        use_fp8: True for linear layers that multiply in 8 bits, with 'bf16', on machines that support it.
+        verbose: True to log how the model is wrapped.
+        fp8_communication: True to send gradients in 8 bits, with one scale per 256 elements.
+        offload_directory: Directory for offloaded shards, required to offload on CPUs.
+        memory_budget_bytes: Memory that a rank may use under 'auto'; None for all memory of its GPU.
+        example: Arguments of a small forward that verifies the split; None to create it from the model's main input.
+        broadcast_buffers: True to broadcast rank 0's buffers, such as the statistics of a BatchNorm, to all ranks
+            before forwards, for models that save any.
+
+    Raises:
+        ValueError: If an option is out of range, or options cannot work together.
+        RuntimeError: If torch.distributed is not started, or this machine cannot run `use_fp8`.
     """
 
     without_effect = WITHOUT_EFFECT

@@ -28,45 +28,55 @@ from core.hugging_face.run.layer_checkpointing import GradientCheckpointConfig
 
 
 class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
-    """Plugin that splits a transformers model over tp_size x pp_size x sp_size ranks and trains its replicas on the
-    others.
+    """Plugin that splits a transformers model over tensor-parallel, pipeline and sequence ranks.
 
-    Options that cannot work raise ValueError. A warning names options without effect, with the reason.
+    The model is split over tp_size x pp_size x sp_size ranks, and the other ranks train replicas on different data. Use
+    it if layers, or the sequence, are too large for one rank. A warning names options without effect, with the reason.
 
-    tp_size, pp_size: number of tensor-parallel ranks and of pipeline ranks.
-    enable_sequence_parallelism: split the sequence as sequence_parallelism_mode selects: 'split_gather' (the default)
-        or 'ring' over the tensor-parallel ranks, 'all_to_all' or 'ring_attn' over sp_size separate ranks.
-    dp_outside: True if ranks of one replica are neighbours; False if ranks of one stage are.
-    precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
-    zero_stage: 0 keeps everything on each data rank, 1 shards masters and moments, 2 reduced gradients too, 3 all
-        parameters too.
-    parallel_output: leave logits split and compute a causal model's loss from the parts, if the model allows it;
-        otherwise logits are gathered, with a warning.
-    example: arguments of a small forward of the full model, the same on all ranks, that verifies the split; None to
-        create it from the model's main input.
-    custom_policy: a core.hugging_face.Policy, for a family without a plan.
-    make_vocab_size_divisible_by: over tp_size, each rank's rows of a vocabulary are padded to a multiple of it; saved
-        files have no padding.
-    logits_chunk: a causal model computes its loss over this many tokens at a time; 0 for all, None for chunks if logits
-        are large (`use_chunked_loss`).
-    num_microbatches, microbatch_size: number of microbatches, or rows of a microbatch, of a pipeline's batch; the first
-        one takes precedence.
-    pp_style: '1f1b', 'interleaved' (with num_model_chunks stages per rank) or 'zbv' (2 stages per rank).
-    num_layers_per_stage: number of layers of each stage.
-    gradient_checkpoint_config: a GradientCheckpointConfig.
-    enable_flash_attention: use torch's scaled_dot_product_attention.
-    initial_scale .. max_scale: options of the dynamic loss scale, with fp16 only.
-    max_norm: clip the global norm inside `step`.
-    broadcast_buffers: broadcast rank 0's buffers to all ranks at `boost`.
-    ddp_bucket_cap_mb: size of a gradient bucket without ZeRO, in MiB of fp32.
-    zero_bucket_size_in_m: size of a gradient bucket with ZeRO, in 1024 * 1024 elements.
-    overlap_communication: reduce buckets during backward.
-    communication_dtype: dtype of gradients in collectives.
-    fp8_communication: send gradients in 8 bits.
-    cpu_offload: with ZeRO, keep masters and moments, and step, on the CPU.
-    overlap_allgather: with ZeRO 1 and 2, step bucket by bucket, and gather a bucket's parameters during the next one's
-        step.
-    use_fp8: linear layers multiply in 8 bits, with 'bf16' and tp_size = pp_size = 1.
+    Args:
+        tp_size: Number of tensor-parallel ranks.
+        pp_size: Number of pipeline ranks.
+        sp_size: Number of separate ranks for the sequence, in the modes that need them.
+        precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
+        zero_stage: 0 to keep everything on each data rank, 1 to shard masters and moments, 2 to shard reduced gradients
+            too, 3 to shard all parameters too.
+        enable_flash_attention: True to use torch's scaled_dot_product_attention.
+        enable_sequence_parallelism: True to split the sequence, as `sequence_parallelism_mode` selects.
+        sequence_parallelism_mode: 'split_gather' (the default) or 'ring' over the tensor-parallel ranks, 'all_to_all'
+            or 'ring_attn' over sp_size separate ranks.
+        parallel_output: True to leave logits split and compute a causal model's loss from the parts, if the model
+            allows it. Otherwise logits are gathered, with a warning.
+        num_microbatches: Number of microbatches of a pipeline's batch; takes precedence over `microbatch_size`.
+        microbatch_size: Rows of a microbatch.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: Options of
+            DynamicLossScaler, used with fp16 only.
+        max_norm: Limit of the global gradient norm, applied inside `step`; 0 for no clipping.
+        broadcast_buffers: True to broadcast rank 0's buffers to all ranks at `boost`.
+        ddp_bucket_cap_mb: Size of a gradient bucket without ZeRO, in MiB of fp32.
+        zero_bucket_size_in_m: Size of a gradient bucket with ZeRO, in 1024 * 1024 elements.
+        cpu_offload: True to keep masters and moments, and to step, on the CPU, with ZeRO.
+        communication_dtype: Dtype of gradients in collectives; None for the parameters' dtype.
+        overlap_communication: True to reduce buckets during backward.
+        custom_policy: A core.hugging_face.Policy, for a family without a plan.
+        pp_style: '1f1b', 'interleaved' (with num_model_chunks stages per rank) or 'zbv' (2 stages per rank).
+        num_model_chunks: Number of stages per rank.
+        num_layers_per_stage: Number of layers of each stage; None for equal stages.
+        gradient_checkpoint_config: A GradientCheckpointConfig, or None.
+        make_vocab_size_divisible_by: Number to a multiple of which each rank's rows of a split vocabulary are padded.
+            Saved files have no padding.
+        dp_outside: True if ranks of one replica are neighbours; False if ranks of one stage are.
+        overlap_allgather: True to step bucket by bucket, and gather a bucket's parameters during the next one's step,
+            with ZeRO 1 and 2.
+        fp8_communication: True to send gradients in 8 bits.
+        use_fp8: True for linear layers that multiply in 8 bits, with 'bf16' and an unsplit model.
+        example: Arguments of a small forward of the full model, the same on all ranks, that verifies the split; None to
+            create it from the model's main input.
+        logits_chunk: Number of tokens at a time for which a causal model computes its loss; 0 for all, None for chunks
+            if logits are large (`use_chunked_loss`).
+
+    Raises:
+        ValueError: If an option is out of range, or options cannot work together.
+        RuntimeError: If torch.distributed is not started, or this machine cannot run `use_fp8`.
     """
 
     cutting: Cutting

@@ -83,11 +83,7 @@ class LabelMeanModel(ModelWrapper):
 
 
 def replicas_of(groups: ProcessGroups) -> list[dist.ProcessGroup]:
-    """Return the groups that the engine averages a model's gradients over.
-
-    Args:
-        groups: Process groups of the model.
-    """
+    """Return the groups that the engine averages a model's gradients over."""
     return [groups.require("dp")] if groups.size("dp") > 1 else []
 
 

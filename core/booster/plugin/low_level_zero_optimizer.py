@@ -357,11 +357,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         return {"state": states, "param_groups": plain_numbers(self.packed_groups())}
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of `inner_state` in any layout, or of a torch optimizer over the full model.
-
-        Args:
-            state_dict: The state.
-        """
+        """Load the state of `inner_state` in any layout, or of a torch optimizer over the full model."""
         numbers = match_groups(state_dict["param_groups"], self.packed_groups())
         found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}
         self.load_states(state_dict["param_groups"], {number: self.place(number, s) for number, s in found.items()})

@@ -15,29 +15,37 @@ from core.booster.plugin.zero_plugin_base import MEGA, SCALER, WIRE_DTYPES, Zero
 class LowLevelZeroPlugin(ZeroPluginBase):
     """Plugin for ZeRO stages 1 and 2 (arXiv:1910.02054): parameters are replicated, and optimizer state is sharded.
 
-    Experts (parameters with allreduce = False) are reduced over the expert data group of
-    `core.parallel_state.initialize_model_parallel`, if that was called. Options that cannot work raise ValueError.
+    Use it if the model fits on each rank and its optimizer state does not. Experts (parameters with allreduce = False)
+    are reduced over the expert data group of `core.parallel_state.initialize_model_parallel`, if that was called.
 
-    stage: 1 shards masters and moments, 2 the reduced gradients as well.
-    precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype; otherwise the model is cast, and
-        with cast_inputs each floating-point input.
-    initial_scale .. max_scale: options of the dynamic loss scale, with fp16 only.
-    max_norm: clip the global norm of order norm_type inside `step`; 0 does not clip.
-    reduce_bucket_size_in_m: size of a gradient bucket, in 1024 * 1024 elements.
-    communication_dtype: dtype of gradients in collectives; None for the parameters' own.
-    fp8_communication: send gradients in 8 bits, with one scale per 256 elements.
-    overlap_communication: reduce buckets during backward.
-    overlap_allgather: step bucket by bucket, and gather a bucket's parameters while the next one is stepped.
-    cpu_offload: keep masters and moments, and step, on the CPU.
-    master_weights: keep fp32 copies of 16-bit parameters; False keeps no fp32 copy of anything.
-    use_fp8: linear layers multiply in 8 bits, with 'bf16', on machines that support it.
-    verbose: log how the model is wrapped.
-    extra_dp_size: shard only within world / extra_dp_size neighbouring ranks, and replicate across: an update gathers
-        within these.
-    reduce_microbatches: with stage 2 and `no_sync`, keep unreduced gradients until the 'last' microbatch, or reduce
-        'every' one (less memory, more traffic).
-    broadcast_buffers: broadcast rank 0's buffers, such as a BatchNorm's statistics, to all ranks before forwards, as
-        TorchDDPPlugin does; for models that save any.
+    Args:
+        stage: 1 to shard masters and moments; 2 to shard reduced gradients as well.
+        precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: Options of
+            DynamicLossScaler, used with fp16 only.
+        max_norm: Limit of the global gradient norm, applied inside `step`; 0 for no clipping.
+        norm_type: Order p of the norm.
+        reduce_bucket_size_in_m: Size of a gradient bucket, in 1024 * 1024 elements.
+        communication_dtype: Dtype of gradients in collectives; None for the parameters' dtype.
+        overlap_communication: True to reduce buckets during backward.
+        overlap_allgather: True to step bucket by bucket, and gather a bucket's parameters while the next bucket is
+            stepped.
+        cpu_offload: True to keep masters and moments, and to step, on the CPU.
+        master_weights: False to keep no fp32 copy of 16-bit parameters.
+        verbose: True to log how the model is wrapped.
+        cast_inputs: True to cast floating-point inputs to `precision`.
+        fp8_communication: True to send gradients in 8 bits, with one scale per 256 elements.
+        use_fp8: True for linear layers that multiply in 8 bits, with 'bf16', on machines that support it.
+        extra_dp_size: Number of replicas of the shards. An update gathers only within the world / extra_dp_size
+            neighbouring ranks of a replica.
+        reduce_microbatches: Used with stage 2 and `no_sync`: 'last' keeps unreduced gradients until the last
+            microbatch, 'every' reduces each one, which needs less memory and more traffic.
+        broadcast_buffers: True to broadcast rank 0's buffers, such as the statistics of a BatchNorm, to all ranks
+            before forwards, for models that save any.
+
+    Raises:
+        ValueError: If an option is out of range, or options cannot work together.
+        RuntimeError: If torch.distributed is not started, or this machine cannot run `use_fp8`.
     """
 
     def __init__(

@@ -84,11 +84,7 @@ def _patches_of(batch: Mapping[str, Any], config: Any, rows: int) -> dict[str, A
 
 
 def joined_outputs(outputs: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Join the outputs of all microbatches: rows are concatenated, and scalars are averaged.
-
-    Args:
-        outputs: Output tensors of each microbatch by name.
-    """
+    """Join the outputs of all microbatches: rows are concatenated, and scalars are averaged."""
     joined = {}
     for name, first in outputs[0].items():
         values = [output[name] for output in outputs]

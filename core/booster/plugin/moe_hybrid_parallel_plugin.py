@@ -9,17 +9,27 @@ from core.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
 
 
 class MoeHybridParallelPlugin(HybridParallelPlugin):
-    """Plugin for a transformers model with experts: the model over tp_size x pp_size ranks, experts over ep_size data
-    ranks.
+    """Plugin for a transformers model with experts.
 
-    Every other keyword is one of HybridParallelPlugin, with its meaning. Options that cannot work raise ValueError, and
-    an unknown keyword raises TypeError.
+    The model is split over tp_size x pp_size ranks, and each stage's experts are spread over ep_size data ranks. Over
+    tp_size, experts are split like other layers.
 
-    ep_size: number of ranks that share the experts of one stage; it divides the data and sequence ranks, world /
-        (tp_size * pp_size). Over tp_size, experts are split like other layers.
-    overlap_communication: off by default.
-    moe_dp_outside: True if ranks of one replica are neighbours, False if ranks of one stage are; None selects True
-        where possible, which is without stages.
+    Args:
+        tp_size: Number of tensor-parallel ranks.
+        pp_size: Number of pipeline ranks.
+        ep_size: Number of ranks that share the experts of one stage. It divides the data and sequence ranks, world /
+            (tp_size * pp_size).
+        sp_size: As in HybridParallelPlugin.
+        precision: As in HybridParallelPlugin.
+        zero_stage: As in HybridParallelPlugin.
+        overlap_communication: True to reduce buckets during backward; off by default here.
+        moe_dp_outside: True if ranks of one replica are neighbours, False if ranks of one stage are; None for True if
+            possible, which is without stages.
+        **options: Other options of HybridParallelPlugin.
+
+    Raises:
+        TypeError: If a keyword is unknown.
+        ValueError: If options cannot work together.
     """
 
     _outside = "moe_dp_outside"

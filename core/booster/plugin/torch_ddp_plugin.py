@@ -41,16 +41,24 @@ class TorchDDPModel(LabelMeanModel):
 
 
 class TorchDDPPlugin(DPPluginBase):
-    """Plugin for data parallelism by torch. Its options are arguments of torch.nn.parallel.DistributedDataParallel.
+    """Plugin for data parallelism by torch's DistributedDataParallel.
 
-    broadcast_buffers: broadcast rank 0's buffers to all ranks at each forward; False never does.
-    bucket_cap_mb: size of a gradient bucket, in MiB.
-    find_unused_parameters: allow parameters that a forward does not use.
-    check_reduction: no effect: torch accepts it with a warning, because its reducer always checks.
-    gradient_as_bucket_view: gradients are views of buckets, which saves a copy.
-    static_graph: the graph is the same in all iterations.
-    fp8_communication: send gradients in 8 bits, with one scale per 256 elements (for errors, see
-        core/distributed/wire/fp8_communication.py).
+    Each rank keeps the full model, so use it for models that fit on one device with their optimizer state. The options
+    are arguments of torch.nn.parallel.DistributedDataParallel.
+
+    Args:
+        broadcast_buffers: True to broadcast rank 0's buffers to all ranks at each forward.
+        bucket_cap_mb: Size of a gradient bucket, in MiB.
+        find_unused_parameters: True to allow parameters that a forward does not use.
+        check_reduction: No effect: torch accepts it with a warning, because its reducer always checks.
+        gradient_as_bucket_view: True to make gradients views of buckets, which saves a copy.
+        static_graph: True if the graph is the same in all iterations.
+        fp8_communication: True to send gradients in 8 bits, with one scale per 256 elements.
+            core/distributed/wire/fp8_communication.py has the rounding errors.
+
+    Raises:
+        ValueError: If `bucket_cap_mb` is not positive.
+        RuntimeError: If torch.distributed is not started.
     """
 
     def __init__(
@@ -74,7 +82,7 @@ class TorchDDPPlugin(DPPluginBase):
 
     def supported_precisions(self) -> list[str]:
         """Return all precisions that the Booster knows."""
-        return ["fp32", "fp16", "fp16_apex", "bf16", "fp8"]
+        return ["fp32", "fp16", "bf16", "fp8"]
 
     def control_precision(self) -> bool:
         """Return False: the Booster's `mixed_precision` decides."""

@@ -166,33 +166,40 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
             )
 
     def agree_on_overflow(self, found: bool) -> bool:
-        """Return True if any rank found inf or NaN in its shard. Collective.
-
-        Args:
-            found: True if this rank found one.
-        """
+        """Return True if any rank found inf or NaN in its shard. Collective."""
         return agree.any(found, self.groups, "an overflow")
 
 
 class TorchFSDPPlugin(DPPluginBase):
-    """Plugin for sharded data parallelism by torch. It has FullyShardedDataParallel's options, on `fully_shard`.
+    """Plugin for sharded data parallelism by torch's FSDP2, with the options of FullyShardedDataParallel.
 
-    process_group: ranks to shard over (a pair (shard, replicate) for hybrid strategies; a DeviceMesh); the world.
-    sharding_strategy: FULL_SHARD (default), SHARD_GRAD_OP (parameters stay gathered between forward and backward),
-        NO_SHARD (every rank keeps everything), HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (sharded in a machine, replicated
-        between machines).
-    cpu_offload: CPUOffload(offload_params=True) keeps shards and their optimizer state on the host.
-    auto_wrap_policy: selects the modules that are gathered together; None gathers the full model at once.
-    backward_prefetch: BACKWARD_PRE (default) gathers the next unit while this one's backward computes, BACKWARD_POST
-        after it: less memory, less overlap.
-    mixed_precision: MixedPrecision (or a MixedPrecisionPolicy). With fp16 parameters the loss is scaled too.
-    ignored_modules: modules that are neither sharded nor reduced.
-    param_init_fn: function that materializes one module on the meta device; without it, `to_empty` and
-        `reset_parameters()` are used.
-    sync_module_states: begin with rank 0's parameters and buffers.
-    fp8_communication: send parameters and gradients in 8 bits (for errors, see
-        core/distributed/wire/fp8_communication.py).
-    loss_scaler: loss scale for fp16 parameters; default DynamicLossScaler(2**16, growth_interval=2000, hysteresis=1).
+    `fully_shard` keeps a shard of each parameter, its gradient and its optimizer state on each rank.
+
+    Args:
+        process_group: Ranks to shard over: a group, a DeviceMesh, or (shard group, replicate group) for hybrid
+            strategies; None for the world.
+        sharding_strategy: FULL_SHARD (default), SHARD_GRAD_OP (parameters stay gathered between forward and backward),
+            NO_SHARD (every rank keeps everything), or HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (sharded in a machine,
+            replicated between machines).
+        cpu_offload: CPUOffload(offload_params=True) to keep shards and their optimizer state on the host.
+        auto_wrap_policy: Policy that selects the modules that are gathered together; None to gather the full model at
+            once.
+        backward_prefetch: BACKWARD_PRE (default) to gather the next unit while this one's backward computes;
+            BACKWARD_POST to gather after it, with less memory and less overlap.
+        mixed_precision: MixedPrecision or MixedPrecisionPolicy. With fp16 parameters the loss is scaled too.
+        ignored_modules: Modules that are neither sharded nor reduced.
+        param_init_fn: Function that materializes one module on the meta device; None for `to_empty` and
+            `reset_parameters()`.
+        sync_module_states: True to begin with rank 0's parameters and buffers.
+        fp8_communication: True to send parameters and gradients in 8 bits. core/distributed/wire/fp8_communication.py
+            has the rounding errors.
+        loss_scaler: Loss scale for fp16 parameters; None for DynamicLossScaler(2**16, growth_interval=2000,
+            hysteresis=1).
+
+    Raises:
+        TypeError: If an option has a wrong type.
+        ValueError: If options cannot work together.
+        RuntimeError: If torch.distributed is not started.
     """
 
     def __init__(
@@ -439,11 +446,7 @@ def replace_parameters(optimizer: Any, originals: dict[str, nn.Parameter], param
 
 
 def own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Return a module's parameters and buffers, without its children's.
-
-    Args:
-        module: The module.
-    """
+    """Return a module's parameters and buffers, without its children's."""
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 

@@ -473,9 +473,6 @@ class ZeroPluginBase(DPPluginBase):
     def expect_instances(self, groups: ProcessGroups) -> ProcessGroups:
         """Return the groups, if their number of optimizer instances is `extra_dp_size`.
 
-        Args:
-            groups: The process groups.
-
         Raises:
             ValueError: If it is not.
         """

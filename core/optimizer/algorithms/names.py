@@ -63,9 +63,6 @@ def resolve(algorithm: Algorithm) -> Algorithm:
 def label(algorithm: Algorithm) -> str:
     """Return an algorithm's label for groups and checkpoints, a string that `resolve` accepts.
 
-    Args:
-        algorithm: A name, a label or a class.
-
     Raises:
         ValueError: If it is no usable optimizer, or a class defined in a function, which other ranks could not import.
     """
@@ -89,9 +86,6 @@ def update_scope(algorithm: Algorithm) -> Scope:
     classes declare it: `needs_shapes = False` if the update is elementwise, or `needs_shapes = True` with
     `couples_parameters = False` if it needs the full parameter. A class without a declaration may compute one number
     from several parameters, as Prodigy and D-adaptation do. One call with all parameters is right for any algorithm.
-
-    Args:
-        algorithm: A name, a label or a class.
 
     Returns:
         "element"; "parameter", if it needs unsplit parameters in their shape; or "group", if it also needs all of them
@@ -126,11 +120,7 @@ def _known_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer
 
 
 def undeclared(algorithm: Algorithm) -> str:
-    """Return the error text for a class of scope "group" whose parameters are on several ranks.
-
-    Args:
-        algorithm: A name, a label or a class.
-    """
+    """Return the error text for a class of scope "group" whose parameters are on several ranks."""
     found = resolve(algorithm)
     name = found if isinstance(found, str) else found.__name__
     return (

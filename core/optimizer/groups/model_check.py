@@ -89,21 +89,13 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataP
 
 
 def places_states(chunk: DistributedDataParallel) -> bool:
-    """Return True if a wrapped model's placement decides where masters and moments are stored.
-
-    Args:
-        chunk: A wrapped model chunk.
-    """
+    """Return True if a wrapped model's placement decides where masters and moments are stored."""
     placement = chunk.ddp_config.placement
     return placement is not None and placement.offload_optim_frac > 0
 
 
 def buckets_of(model_chunks: Sequence[DistributedDataParallel]) -> Iterator[Bucket]:
-    """Yield all buckets, in each chunk dense ones before expert ones.
-
-    Args:
-        model_chunks: Wrapped model chunks.
-    """
+    """Yield all buckets, in each chunk dense ones before expert ones."""
     for chunk in model_chunks:
         for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers):
             yield from buffer.buckets
@@ -113,9 +105,6 @@ def params_of(
     model_chunks: Sequence[DistributedDataParallel],
 ) -> Iterator[tuple[int, nn.Parameter, GradientContract]]:
     """Yield all trainable parameters of wrapped chunks.
-
-    Args:
-        model_chunks: Wrapped model chunks.
 
     Yields:
         (index of the chunk, parameter, contract).
@@ -129,9 +118,6 @@ def params_of(
 def trainable_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter, bool]]:
     """Return the parameters that this rank trains.
 
-    Args:
-        chunks: Wrapped model chunks.
-
     Returns:
         A tuple (name in the full model, parameter, is_expert) for each parameter.
     """
@@ -141,9 +127,6 @@ def trainable_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[st
 
 def frozen_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that do not train.
-
-    Args:
-        chunks: Wrapped model chunks.
 
     Returns:
         (name in the full model, parameter) of each.
@@ -159,9 +142,6 @@ def frozen_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, 
 
 def repeated_name(chunks: Sequence[DistributedDataParallel]) -> str | None:
     """Find a name that two pipeline stages use for different parameters. Collective over 'pp'.
-
-    Args:
-        chunks: Wrapped model chunks.
 
     Returns:
         The name and the ranks of the stages, as text; None if names are unique.
@@ -314,9 +294,6 @@ def spread_group(model_chunks: Sequence[DistributedDataParallel], algorithms: It
 
 def all_rank_groups(groups: ProcessGroups) -> list[ProcessGroup]:
     """Return groups to reduce over, one after the other, so that every rank of the model counts once.
-
-    Args:
-        groups: Groups that the model was wrapped with.
 
     Raises:
         ValueError: If the job has more ranks than the groups reach, and missing groups leave open whether those ranks

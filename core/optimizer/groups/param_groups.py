@@ -205,27 +205,16 @@ class ParamGroups:
                 )
 
     def of(self, param: nn.Parameter) -> int:
-        """Return the index of a parameter's group.
-
-        Args:
-            param: A parameter of this rank.
-        """
+        """Return the index of a parameter's group."""
         return self._index[self._key_of[id(param)]]
 
     def needs_whole(self, param: nn.Parameter) -> str | None:
-        """Return the algorithm of a parameter if it needs the unsplit parameter in its shape, and None otherwise.
-
-        Args:
-            param: A parameter of this rank.
-        """
+        """Return the algorithm of a parameter if it needs the unsplit parameter in its shape, and None otherwise."""
         algorithm = self._key_of[id(param)].algorithm
         return algorithm if update_scope(algorithm) != "element" else None
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
         """Create one empty torch param group per key; one group if no rank has parameters.
-
-        Args:
-            config: Learning rate and weight decay.
 
         Raises:
             ValueError: If `config.lr` is None.

@@ -40,9 +40,6 @@ class FlatParameters:
     def of(cls, bucket: Bucket) -> FlatParameters | None:
         """Move the parameters of a bucket into one tensor, unless an earlier optimizer has done so.
 
-        Args:
-            bucket: A replicated bucket.
-
         Returns:
             The flat parameters; None if a parameter must keep its own memory.
         """

@@ -246,9 +246,6 @@ class BucketMasters:
     def shape_of(self, segment: Segment) -> tuple[int, ...]:
         """Return the shape in which the inner optimizer sees a segment.
 
-        Args:
-            segment: A segment of this bucket.
-
         Raises:
             ValueError: If its algorithm needs the unsplit parameter and this rank owns only a part of it.
         """

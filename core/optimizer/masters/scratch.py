@@ -28,11 +28,7 @@ State = dict[Any, dict[str, Any]]
 
 
 def scratch_numel(device: torch.device) -> int:
-    """Return the number of elements of the longest segment that a device steps through scratch.
-
-    Args:
-        device: The device that steps it.
-    """
+    """Return the number of elements of the longest segment that a device steps through scratch."""
     return CPU_NUMEL if device.type == "cpu" else DEVICE_NUMEL
 
 

@@ -78,11 +78,7 @@ def _text(value: Any) -> str | None:
 
 
 def digest(settings: Settings) -> int:
-    """Return a hash of the settings' values with DIGEST_BITS bits.
-
-    Args:
-        settings: Settings of the next step.
-    """
+    """Return a hash of the settings' values with DIGEST_BITS bits."""
     return zlib.crc32(repr([(what, value) for what, value, _ in settings]).encode()) >> (32 - DIGEST_BITS)
 
 
@@ -110,9 +106,6 @@ def same_digest(ranks: int, total: float, squares: float) -> bool:
 
 def first_difference(settings: Mapping[int, Settings]) -> str | None:
     """Describe the first setting that differs between two ranks.
-
-    Args:
-        settings: Settings by global rank.
 
     Returns:
         The setting, its values and the two ranks, as text; None if all agree.

@@ -65,11 +65,7 @@ def _end(running: _Backward) -> None:
 
 @contextmanager
 def scaled_backward(scaler: LossScaler | None) -> Iterator[None]:
-    """Mark a block as a backward from gradients that already have the loss scale, such as another rank's.
-
-    Args:
-        scaler: The loss scale; None for no loss scaling.
-    """
+    """Mark a block as a backward from gradients that already have the loss scale, such as another rank's."""
     if scaler is None:
         yield
         return
@@ -83,11 +79,7 @@ def scaled_backward(scaler: LossScaler | None) -> Iterator[None]:
 
 
 def lacks_scale(scaler: LossScaler | None) -> bool:
-    """Return True if a gradient that arrives now comes from a backward that did not start at a scaled loss.
-
-    Args:
-        scaler: The loss scale; None for no loss scaling.
-    """
+    """Return True if a gradient that arrives now comes from a backward that did not start at a scaled loss."""
     if scaler is None or scaler.value == 1.0:
         return False
     for running in _RUNNING:

@@ -1,8 +1,6 @@
 """The Booster itself: what it accepts and returns, the plugin contract, precisions, loaders, adapters."""
 
 import random
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +123,7 @@ def test_arguments_in_a_wrong_order_are_distinguished() -> None:
         Booster(plugin=TorchDDPPlugin)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="mixed_precision must be a name"):
         Booster(mixed_precision=16)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"'int3' is none of \['bf16', 'fp16', 'fp16_apex', 'fp32', 'fp8'\]"):
+    with pytest.raises(ValueError, match=r"'int3' is none of \['bf16', 'fp16', 'fp32', 'fp8'\]"):
         Booster(mixed_precision="int3")
     with pytest.raises(ValueError, match="use 'fp16'"):
         mixed_precision_factory("fp16_naive")
@@ -232,35 +230,13 @@ def test_numbers_that_make_no_scaler_are_refused(option: str) -> None:
         FP16TorchMixedPrecision(**{option: 0})
 
 
-# -- apex and fp8 ---------------------------------------------------------------------------------------------------
+# -- other precisions -----------------------------------------------------------------------------------------------
 
 
-def test_apex_is_named_where_it_is_missing_and_called_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ImportError, match="'fp16_apex' needs NVIDIA's apex"):
-        Booster(mixed_precision="fp16_apex", device="cpu")
-    calls: list[Any] = []
-
-    class Scaled:
-        def __init__(self, loss: torch.Tensor, optimizer: Any) -> None:
-            calls.append(optimizer)
-            self.loss = loss * 2
-
-        def __enter__(self) -> torch.Tensor:
-            return self.loss
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    apex = types.ModuleType("apex")
-    apex.amp = types.SimpleNamespace(initialize=lambda *a, **k: calls.append((a, k)), scale_loss=Scaled)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "apex", apex)
-    model = nn.Linear(1, 1, bias=False)
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    booster = Booster(mixed_precision="fp16_apex", device="cpu")
-    boosted, optimizer, *_ = booster.boost(model, inner)
-    booster.backward(boosted(torch.ones(1, 1)).sum(), optimizer)
-    assert calls[0][0] == (model, inner) and calls[0][1]["opt_level"] == "O1" and calls[1] is inner
-    assert model.weight.grad.item() == 2.0
+def test_colossalais_other_kinds_of_fp16_are_refused_by_name() -> None:
+    for name in ("fp16_naive", "fp16_apex"):
+        with pytest.raises(ValueError, match=f"'{name}' of ColossalAI is not here; use 'fp16'"):
+            Booster(mixed_precision=name, device="cpu")
 
 
 def test_fp8_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

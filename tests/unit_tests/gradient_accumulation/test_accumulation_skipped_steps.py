@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 
 from core import parallel_state
 from core.booster import Booster
-from core.booster.mixed_precision.fp16 import ApexOptimizer
 from core.booster.mixed_precision.loss_scaled_optimizer import TorchAMPOptimizer
 from core.booster.plugin import LowLevelZeroPlugin
 from core.gradient_accumulation import GradAccumLrSchedulerByStep, GradAccumOptimizer, accumulate_gradient
@@ -53,39 +51,6 @@ def test_with_a_loss_scale_around_a_torch_optimizer(alone: bool) -> None:
     optimizer = TorchAMPOptimizer(inner, DynamicLossScaler(initial_scale=4.0, hysteresis=1))
     assert rates_of(model, optimizer, halving(inner), inner.param_groups, alone=alone) == WANTED
     assert optimizer.scaler.value == 1.0, "both overflows were seen"
-
-
-class Apex:
-    """apex.amp as far as a step goes: after an overflow the next step is replaced by one that does nothing."""
-
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Any:
-        return self.Scaled(loss, optimizer)
-
-    class Scaled:
-        def __init__(self, loss: torch.Tensor, optimizer: Any) -> None:
-            self.loss, self.optimizer = loss, optimizer
-
-        def __enter__(self) -> torch.Tensor:
-            return self.loss
-
-        def __exit__(self, *_: object) -> None:
-            stash = self.optimizer.__dict__.setdefault("_amp_stash", types.SimpleNamespace(already_patched=False))
-            if not self.loss.isfinite() and not stash.already_patched:
-                stash.already_patched, step = True, self.optimizer.step
-
-                def skip_step(closure: Any = None) -> None:
-                    self.optimizer.step, stash.already_patched = step, False
-
-                self.optimizer.step = skip_step
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_with_apex(alone: bool) -> None:
-    model = nn.Linear(2, 1)
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = halving(inner)
-    assert rates_of(model, ApexOptimizer(inner, Apex()), scheduler, inner.param_groups, alone=alone) == WANTED
-    assert model.weight.isfinite().all()
 
 
 @ranks(1)
