@@ -244,7 +244,7 @@ class CheckpointSaver:
 
     def _begin(self, step: int, meta: dict[str, Any], waited_s: float) -> PendingSave:
         """Create a directory for the save and lock it on every rank. Collective."""
-        name = self.ranks.on_first(lambda: self._new_directory(step), self.root.path)
+        name = self.ranks.on_first(lambda: self.root.begin(step).name, self.root.path)
         saving = self.root.path / name
         hold: SharedHold | None = None
         error = None
@@ -271,12 +271,6 @@ class CheckpointSaver:
             step, self.ranks.rank, self.ranks.world, self.root, saving, hold, writer, meta, self.keep_last,
             self.timeout_s, self._known_intact, waited_s,
         )  # fmt: skip
-
-    def _new_directory(self, step: int) -> str:
-        try:
-            return self.root.begin(step).name
-        except OSError as error:
-            raise CheckpointError(f"cannot begin: {explain(error, self.root.path)}") from error
 
     def _hold(self, saving: Path) -> SharedHold:
         until = time.monotonic() + SHARED_LIMIT_S
@@ -321,16 +315,10 @@ class CheckpointSaver:
             error = str(failure) if isinstance(failure, CheckpointError) else explain(failure, save.saving)
         try:
             self.ranks.agree(error)
-            directory = self.ranks.on_first(lambda: self._commit(save))
+            directory = self.ranks.on_first(lambda: save.commit().path, save.saving)
         except CheckpointError as failure:
             return self._give_up(save, str(failure))
         return self._ended(save, directory)
-
-    def _commit(self, save: PendingSave) -> Path:
-        try:
-            return save.commit().path
-        except OSError as error:
-            raise CheckpointError(explain(error, save.saving)) from error
 
     def _ended(self, save: PendingSave, directory: Path) -> SaveReport:
         save.cancel(self.timeout_s)  # the thread has finished its work

@@ -6,7 +6,7 @@ The names are those of Megatron's dist_checkpointing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -79,10 +79,6 @@ class ShardedTensor:
         """Return the box of the file that `data` is written to or read from."""
         shape = [1] * self.prepend_axis_num + list(data.shape)
         return Piece(self.key, tuple(self.global_shape), tuple(self.global_offset), data.view(shape))
-
-    def without_data(self) -> ShardedTensor:
-        """Return a copy at the same position, without values."""
-        return replace(self, data=None)
 
 
 @dataclass

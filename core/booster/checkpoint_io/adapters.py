@@ -1,4 +1,4 @@
-"""Directories of adapters in the format of peft's `save_pretrained`, for every method that peft has."""
+"""Files as `save_pretrained` writes them: adapters of every peft method, and the config of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -98,6 +98,31 @@ def read_adapters(module: Any, directory: Path) -> dict[str, torch.Tensor]:
             )
         found |= {places[key]: value for key, value in stored.items()}
     return found
+
+
+def save_config(model: nn.Module, directory: Path) -> None:
+    """Write the config files that from_pretrained needs to build a Hugging Face model, as `save_pretrained` does.
+
+    Args:
+        model: The model. Nothing is written for a model of another kind.
+        directory: Directory of the checkpoint.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    whole: Any = model
+    if hasattr(whole, "save_pretrained"):
+        config = copy.deepcopy(config)
+        config.dtype = str(whole.dtype).removeprefix("torch.")
+        config.architectures = [type(whole).__name__]
+        if getattr(whole, "is_remote_code", bool)():  # its class is defined in the model's directory
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(whole, str(directory), config=config)
+    config.save_pretrained(str(directory))
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(str(directory))
 
 
 def _is_prompt(module: Any, adapter: str) -> bool:

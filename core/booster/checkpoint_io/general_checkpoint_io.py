@@ -1,16 +1,13 @@
 """CheckpointIO: saving and loading for the Booster, on one process here. Plugins with several ranks derive from it.
 
-A subclass overrides the following methods. The format of files is defined here alone:
-
-    writes, agree                           which rank writes, and how errors reach all ranks
-    model_tensors, place_tensor             full tensors out of a model; this rank's part of a full tensor
-    optimizer_groups, optimizer_states, load_optimizer_states
+The format of files is defined here. Subclasses decide which rank writes, and how tensors are gathered and sliced.
 """
 
 from __future__ import annotations
 
-import copy
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,7 @@ import torch
 from torch import nn
 
 from core.booster.checkpoint_io.adapters import CONFIG as ADAPTER_CONFIG
-from core.booster.checkpoint_io.adapters import is_adapted, names_to_save, read_adapters, write_adapters
-from core.booster.checkpoint_io.async_writer import AsyncWriter
+from core.booster.checkpoint_io.adapters import is_adapted, names_to_save, read_adapters, save_config, write_adapters
 from core.booster.checkpoint_io.checks import (
     StrPath,
     check_names,
@@ -49,7 +45,7 @@ class CheckpointIO:
     """
 
     def __init__(self) -> None:
-        self._writer = AsyncWriter()
+        self._writing: Future[None] | None = None  # the save that a thread writes in the background
         self._copies: dict[tuple[str, Any], torch.Tensor] = {}  # memory of asynchronous saves, reused by the next one
 
     # -- methods that plugins override -----------------------------------------------------------------------------
@@ -66,9 +62,26 @@ class CheckpointIO:
     def check_gather(self, gather_dtensor: bool) -> None:
         """Raise an error instead of writing parts of tensors, if tensors are sharded."""
 
+    def full_value(self, model: nn.Module, value: Any) -> Any:
+        """Return a state dict's value in full. Collective if tensors are sharded."""
+        return value
+
     def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
-        """Yield a model's full tensors under the plain module's names, one after another. Collective."""
-        yield from plain(model).state_dict().items()
+        """Yield a model's full tensors under the plain module's names, one after another. Collective.
+
+        A tied tensor is one tensor in host memory under all of its names, so that files show the tie.
+        """
+        tensors = plain(model).state_dict(keep_vars=True)
+        uses = Counter(map(id, tensors.values()))
+        tied: dict[int, Any] = {}
+        for name, value in tensors.items():
+            if id(value) in tied:
+                yield name, tied[id(value)]
+                continue
+            full = self.full_value(model, value)
+            if uses[id(value)] > 1:
+                full = tied[id(value)] = _on_host(full)
+            yield name, full
 
     def whole_module(self, model: nn.Module) -> nn.Module:
         """Return a module with the full model's names, ties and config."""
@@ -328,7 +341,7 @@ class CheckpointIO:
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
         """Save the adapters of a peft model, and their configuration, to a directory."""
-        self._checked(lambda: _adapted(self.whole_module(model)), checkpoint)
+        self._checked(lambda: _expect_adapters(self.whole_module(model)), checkpoint)
         self._save_adapters(model, Path(checkpoint), use_safetensors, use_async=False)
 
     def _save_adapters(self, model: nn.Module, path: Path, use_safetensors: bool, use_async: bool) -> None:
@@ -363,7 +376,7 @@ class CheckpointIO:
     def _ready_for(self, path: Path, gather_dtensor: bool) -> Path:
         """Return the path of a save, after the previous save has ended."""
         self.check_gather(gather_dtensor)
-        self._writer.wait()
+        self._wait()
         return path
 
     def _find(self, checkpoint: StrPath, *, optimizer: bool, prefix: str | None) -> Path:
@@ -380,7 +393,13 @@ class CheckpointIO:
 
     def synchronize(self) -> None:
         """Wait until all files are complete, on every rank. Raise on every rank if one could not be written."""
-        self._checked(self._writer.wait, Path("an asynchronous save"))
+        self._checked(self._wait, Path("an asynchronous save"))
+
+    def _wait(self) -> None:
+        """Wait until nothing is being written, and raise the error of the background save, once."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _collect(self, what: str, items: Iterator[tuple[Any, Any]], use_async: bool) -> dict[Any, Any]:
         """Return all items in host memory on the writing rank; nothing on others, which iterate all the same."""
@@ -407,14 +426,15 @@ class CheckpointIO:
 
     def _write(self, job: Callable[[], None], use_async: bool, where: StrPath) -> None:
         """Run a job on the writing rank, now or in the background, and report its error to all ranks."""
-        self._checked(lambda: self._in_turn(job, use_async) if self.writes() else None, where)
 
-    def _in_turn(self, job: Callable[[], None], use_async: bool) -> None:
-        if use_async:
-            self._writer.start(job)
-        else:
-            self._writer.wait()
-            job()
+        def begin() -> None:
+            self._wait()
+            if use_async:
+                self._writing = ThreadPoolExecutor(1, "checkpoint-writer").submit(job)  # Python waits for it at exit
+            else:
+                job()
+
+        self._checked(begin if self.writes() else lambda: None, where)
 
     def _write_shards(
         self, write: Callable[..., None], shards: Iterator[tuple[dict[Any, Any], int]], use_async: bool, where: Path
@@ -422,7 +442,7 @@ class CheckpointIO:
         if use_async:
             self._write(partial(write, list(shards)), True, where)
         else:
-            self._checked(lambda: write(shards) if self.writes() else _exhaust(shards), where, shards)
+            self._checked(lambda: write(shards) if self.writes() else deque(shards, 0), where, shards)
 
     def _checked(self, act: Callable[[], Any], where: StrPath, rest: Iterator[Any] | None = None) -> Any:
         """Return the result of `act`; raise on every rank if it failed on one, after the collectives of `rest`."""
@@ -432,7 +452,7 @@ class CheckpointIO:
         except Exception as caught:
             error = caught
             if rest is not None:
-                _exhaust(rest)
+                deque(rest, 0)
         self.agree(error, str(where))
         return answer
 
@@ -445,35 +465,9 @@ def plain(model: nn.Module) -> nn.Module:
     return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 
-def save_config(model: nn.Module, directory: Path) -> None:
-    """Write the config files that from_pretrained needs to build a Hugging Face model, as `save_pretrained` does.
-
-    Args:
-        model: The model. Nothing is written for a model of another kind.
-        directory: Directory of the checkpoint.
-    """
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "save_pretrained"):
-        return
-    whole: Any = model
-    if hasattr(whole, "save_pretrained"):
-        config = copy.deepcopy(config)
-        config.dtype = str(whole.dtype).removeprefix("torch.")
-        config.architectures = [type(whole).__name__]
-        if getattr(whole, "is_remote_code", bool)():  # its class is defined in the model's directory
-            from transformers.dynamic_module_utils import custom_object_save
-
-            custom_object_save(whole, str(directory), config=config)
-    config.save_pretrained(str(directory))
-    generation: Any = getattr(model, "generation_config", None)
-    if hasattr(generation, "save_pretrained"):
-        generation.save_pretrained(str(directory))
-
-
-def _adapted(module: nn.Module) -> Any:
+def _expect_adapters(module: nn.Module) -> None:
     if not hasattr(module, "peft_config"):
         raise TypeError(f"save_lora_as_pretrained got a {type(module).__name__}; call booster.enable_lora first")
-    return module
 
 
 def _torch_optimizer(optimizer: Any) -> Any:
@@ -489,8 +483,3 @@ def _on_host(value: Any) -> Any:
     # torch.save writes a view's entire storage, such as a bucket.
     is_part = host.untyped_storage().nbytes() != host.numel() * host.element_size()
     return host.clone() if is_part else host
-
-
-def _exhaust(items: Iterator[Any]) -> None:
-    for _ in items:
-        pass

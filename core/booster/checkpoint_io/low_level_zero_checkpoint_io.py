@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from core.booster.checkpoint_io.general_checkpoint_io import States, plain
+from core.booster.checkpoint_io.general_checkpoint_io import States
 from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpointIO
 from core.distributed import DistributedDataParallel
 
@@ -26,19 +25,13 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
     """
 
     def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
-        """Yield each tensor. A tied tensor is copied once to separate memory, so that files show the tie."""
-        wrapped = getattr(model, "module", None)
-        _refuse_split_experts(wrapped, getattr(model, "cut", None))
-        tensors = plain(model).state_dict(keep_vars=True)
-        uses = Counter(id(value) for value in tensors.values())
-        kept: dict[int, torch.Tensor] = {}
-        for name, value in tensors.items():
-            if isinstance(value, torch.Tensor) and uses[id(value)] > 1:
-                if id(value) not in kept:
-                    kept[id(value)] = values_of(wrapped, value).cpu().clone()
-                yield name, kept[id(value)]
-            else:
-                yield name, values_of(wrapped, value) if isinstance(value, torch.Tensor) else value
+        """Yield each tensor, gathered if parameters are sharded. Collective."""
+        _refuse_split_experts(getattr(model, "module", None), getattr(model, "cut", None))
+        yield from super().model_tensors(model)
+
+    def full_value(self, model: nn.Module, value: Any) -> Any:
+        """Return a tensor, gathered if parameters are sharded. Collective in that case."""
+        return values_of(getattr(model, "module", None), value) if isinstance(value, torch.Tensor) else value
 
     def _load(
         self, model: nn.Module, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from core.booster.checkpoint_io.general_checkpoint_io import plain
 from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpointIO
 
 
@@ -25,19 +23,9 @@ class TorchFSDPCheckpointIO(TorchDDPCheckpointIO):
                 "with shard=True (needs room for one tensor and one file), or use torch.distributed.checkpoint"
             )
 
-    def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
-        """Yield each tensor, gathered. Tied weights are gathered once."""
-        gathered: dict[int, Any] = {}
-        tensors = plain(model).state_dict(keep_vars=True)
-        uses = Counter(id(value) for value in tensors.values())
-        for name, value in tensors.items():
-            if id(value) in gathered:
-                whole = gathered[id(value)]
-            else:
-                whole = gather(value)
-                if uses[id(value)] > 1:
-                    gathered[id(value)] = whole
-            yield name, whole
+    def full_value(self, model: nn.Module, value: Any) -> Any:
+        """Return a tensor, gathered. Collective."""
+        return gather(value)
 
     def place_tensor(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a full tensor."""

@@ -117,12 +117,7 @@ class TorchAMPOptimizer(OptimizerWrapper):
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients and begin a new step.
-
-        Args:
-            *args: Passed to the optimizer.
-            **kwargs: Passed to the optimizer.
-        """
+        """Clear the gradients and begin a new step."""
         self._begin()
         self.optim.zero_grad(*args, **kwargs)
 

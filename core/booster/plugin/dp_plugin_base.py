@@ -223,12 +223,7 @@ class DPPluginBase(Plugin):
         )
 
     def prepare_train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """Call `prepare_dataloader`. Some of ColossalAI's pages use this name.
-
-        Args:
-            *args: As in `prepare_dataloader`.
-            **kwargs: As in `prepare_dataloader`.
-        """
+        """Call `prepare_dataloader`. Some of ColossalAI's pages use this name."""
         return self.prepare_dataloader(*args, **kwargs)
 
     def data_rank(self) -> int:

@@ -31,10 +31,6 @@ class HybridParallelModel(LowLevelZeroModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on this rank's slices.
 
-        Args:
-            *args: Arguments of the model.
-            **kwargs: Arguments of the model.
-
         Raises:
             RuntimeError: If the model has pipeline stages, or has not been loaded after the meta device.
         """
@@ -61,10 +57,6 @@ class HybridParallelModel(LowLevelZeroModel):
 
         With expert parallelism ranks compute together, so data ranks with finished texts continue until all have
         finished (synced_gpus).
-
-        Args:
-            *args: Arguments of `generate`.
-            **kwargs: Arguments of `generate`.
 
         Raises:
             RuntimeError: If the model has pipeline stages.

@@ -40,12 +40,7 @@ class LabelMeanModel(ModelWrapper):
         return True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, and replace the loss of this rank's labels by the loss of all data ranks' labels.
-
-        Args:
-            *args: Arguments of the module.
-            **kwargs: Arguments of the module.
-        """
+        """Run the module's forward, and replace this rank's loss by the mean over all data ranks' labels."""
         count = total = None
         is_local = self.losses_are_local and kwargs.get(NUM_ITEMS) is not None
         if self.takes_mean_over_labels and torch.is_grad_enabled() and not is_local:
@@ -58,12 +53,7 @@ class LabelMeanModel(ModelWrapper):
         return outputs if count is None else self._with_loss_of_batch(outputs, count, total)
 
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward with this rank's loss.
-
-        Args:
-            *args: Arguments of the module.
-            **kwargs: Arguments of the module.
-        """
+        """Run the module's forward with this rank's loss."""
         return self.module(*args, **kwargs)
 
     @cached_property

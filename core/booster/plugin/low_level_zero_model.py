@@ -91,12 +91,7 @@ class LowLevelZeroModel(LabelMeanModel, AMPModelMixin):
         return self.engine is not None
 
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, with inputs and outputs cast.
-
-        Args:
-            *args: Arguments of the module.
-            **kwargs: Arguments of the module.
-        """
+        """Run the module's forward, with inputs and outputs cast."""
         if self.cast_to is not None:
             args, kwargs = tree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         outputs = self.module(*args, **kwargs)

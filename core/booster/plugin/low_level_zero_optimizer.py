@@ -237,10 +237,6 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Update the parameters, or skip the step on all ranks if a gradient of any rank overflowed. Collective.
 
-        Args:
-            *args: Must be None.
-            **kwargs: Must be None.
-
         Raises:
             TypeError: If there is a closure.
         """

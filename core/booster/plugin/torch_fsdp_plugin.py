@@ -108,8 +108,6 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
 
         Args:
             max_norm: Largest norm; above 0, and the same on all ranks.
-            *args: As in OptimizerWrapper.clip_grad_by_norm.
-            **kwargs: As in OptimizerWrapper.clip_grad_by_norm.
 
         Raises:
             ValueError: On every rank, if `max_norm` is not positive or differs between ranks.
@@ -124,8 +122,6 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
 
         Args:
             clip_value: Largest magnitude of an element; above 0, and the same on all ranks.
-            *args: As in OptimizerWrapper.clip_grad_by_value.
-            **kwargs: As in OptimizerWrapper.clip_grad_by_value.
 
         Raises:
             ValueError: On every rank, if `clip_value` is not positive or differs between ranks.

@@ -480,7 +480,7 @@ def test_a_root_that_disappears_is_an_error_and_training_may_go_on(rank: int, wo
     with CheckpointSaver(tmp_path / "root", on_error="warn") as open_saver:
         save_step(open_saver, 1)
         shutil.rmtree(tmp_path / "root")
-        with pytest.warns(RuntimeWarning, match="cannot begin: .*No such file or directory.*no earlier checkpoint"):
+        with pytest.warns(RuntimeWarning, match="failed: .*No such file or directory.*no earlier checkpoint"):
             assert save_step(open_saver, 2).error is not None
 
 
