@@ -22,33 +22,39 @@ RANGES = {
 # Not frozen: users set the callbacks once optimizer and wrapper exist. Nothing in `core` writes to it.
 @dataclass
 class ModelParallelConfig:
-    """Parallel sizes, dtypes and callbacks of a model; a model's own config extends it.
+    """Configuration of a model's parallel layout, dtypes and schedule callbacks, with Megatron's field names.
 
-    tensor_model_parallel_size: ranks that share each layer.
-    pipeline_model_parallel_size: stages of consecutive layers.
-    virtual_pipeline_model_parallel_size: stages that one rank holds, of an interleaved pipeline.
-    context_parallel_size: ranks that share each sequence.
-    expert_model_parallel_size: ranks that share the experts of a layer.
-    expert_tensor_parallel_size: ranks that share one expert; None for tensor_model_parallel_size.
-    sequence_parallel: between split matrices, each tensor-parallel rank keeps its part of the sequence.
-    params_dtype: of the parameters.
-    fp16, bf16: other words for params_dtype; one of them with fp32 there is a warning, with other 16 bits rejected.
-    perform_initialization: draw initial weights; False leaves what memory holds.
-    use_cpu_initialization, has_cond_embedder: Megatron's names for what happens in any case; a warning where True.
-    gradient_accumulation_fusion: split layers add weight gradients straight to the buffer.
-    calculate_per_token_loss: a loss is a sum over tokens, and gradients are divided by the tokens of all ranks.
-    deterministic_mode: as the wrapper's deterministic_reduction.
-    qk_layernorm: normalize queries and keys of each head.
-    moe_router_enable_expert_bias: balance experts by a bias in the choice, without a loss.
-    moe_router_bias_update_rate: how far that bias moves in a step.
-    timers: an object with the calls of Megatron's `Timers`; finalize_model_grads starts and stops timers of it.
-    barrier_with_L1_time: those timers wait for all ranks first.
-    no_sync_func: a context in which a backward reduces nothing; a list has one for each chunk.
-    grad_sync_func, param_sync_func: called by a schedule when a chunk's gradients, or parameters, may travel.
-    finalize_model_grads_func: called at the end of a schedule instead of finalize_model_grads.
-    grad_scale_func: called by a schedule with each loss, and answers the loss to call backward on.
+    The wrapper and the layers read it. A model's own config extends it. The callbacks may be set later, when wrapper
+    and optimizer exist.
 
-    Raises ValueError where fields contradict each other, naming both.
+    Args:
+        tensor_model_parallel_size: Ranks that split each layer.
+        pipeline_model_parallel_size: Number of pipeline ranks.
+        virtual_pipeline_model_parallel_size: Model chunks per rank in an interleaved pipeline.
+        context_parallel_size: Ranks that split each sequence.
+        expert_model_parallel_size: Ranks that the experts of a layer are distributed over.
+        expert_tensor_parallel_size: Ranks that split each expert. Defaults to tensor_model_parallel_size.
+        sequence_parallel: Split activations between tensor-parallel layers along the sequence.
+        params_dtype: Dtype of the parameters.
+        fp16, bf16: Must agree with params_dtype if it is a 16-bit dtype. With fp32 they have no effect, and warn.
+        perform_initialization: Draw initial weights. False leaves memory uninitialized, for weights that are loaded.
+        use_cpu_initialization, has_cond_embedder: No effect, because both always hold here; a warning if True.
+        gradient_accumulation_fusion: Add weight gradients of tensor-parallel layers directly to the gradient buffer.
+        calculate_per_token_loss: Losses are sums over tokens, and gradients are divided by the tokens of all ranks.
+        deterministic_mode: Reduce in rank order, like deterministic_reduction of the wrapper's config.
+        qk_layernorm: Normalize queries and keys in each head.
+        moe_router_enable_expert_bias: Balance experts by a bias on the router's scores instead of a loss.
+        moe_router_bias_update_rate: Change of that bias per step.
+        timers: An object like Megatron's `Timers`, which finalize_model_grads starts and stops.
+        barrier_with_L1_time: Synchronize all ranks before a timer starts.
+        no_sync_func: Context manager that disables reductions; a list has one per model chunk.
+        grad_sync_func, param_sync_func: Called by a schedule when the gradients of a chunk can be reduced, or its
+            parameters gathered.
+        finalize_model_grads_func: Called at the end of a schedule. Defaults to finalize_model_grads.
+        grad_scale_func: Maps each loss to the scaled loss to call backward on.
+
+    Raises:
+        ValueError: If fields contradict each other. The message names both.
     """
 
     tensor_model_parallel_size: int = 1

@@ -93,6 +93,9 @@ def initialize_model_parallel(
         high_priority_stream_groups: Names such as 'tp', 'ep_dp'. Like the next one, checked always, used on NCCL only.
         nccl_communicator_config_path: YAML, group name -> settings, listed at `core.groups.group_options`.
         watch_ranks: Start a thread per process that names a rank that has ended or hangs within seconds.
+        pipeline_model_parallel_comm_backend, use_sharp, sharp_enabled_group: Not supported; must keep the default.
+        hierarchical_context_parallel_sizes, hybrid_context_parallel: Not supported; must keep the default.
+        gtp_remat, expert_gtp_remat, rank_offset, local_world_size: Not supported; must keep the default.
 
     Raises:
         RuntimeError: If sizes do not divide, torch.distributed is not started, or groups exist already.
@@ -255,7 +258,12 @@ def destroy_global_memory_buffer() -> None:
 
 
 def update_pg_timeout(timeout: timedelta, pg_group: ProcessGroup | None = None) -> None:
-    """Set the timeout of one group, or of every group that was created here. Local: affects this rank only."""
+    """Change the timeout of groups on this rank, for example before a long first step.
+
+    Args:
+        timeout: New timeout.
+        pg_group: Group to change. Defaults to every group that `initialize_model_parallel` created.
+    """
     for group in get_process_groups().created if pg_group is None else (pg_group,):
         distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -337,10 +345,12 @@ get_inter_distributed_optimizer_instance_group = _group_getter(
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False, with_gtp_remat: bool = True
 ) -> ProcessGroup | None:
-    """Return the group of this rank's dense-parameter replicas. `with_gtp_remat` has no effect.
+    """Return the ranks that hold a replica of this rank's dense parameters.
 
-    `with_context_parallel` adds the context-parallel ranks, as the reduction of gradients does. `partial_data_parallel`
-    selects the ranks of this optimizer instance (with_context_parallel must be True).
+    Args:
+        with_context_parallel: Include context-parallel ranks, which gradients are also reduced over.
+        partial_data_parallel: Only the ranks of this optimizer instance; needs `with_context_parallel`.
+        with_gtp_remat: No effect.
     """
     return _group(_data_group(with_context_parallel, partial_data_parallel))
 
@@ -348,7 +358,12 @@ def get_data_parallel_group(
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Return the control group with the ranks of `get_data_parallel_group`, for CPU tensors."""
+    """Return the control group with the ranks of `get_data_parallel_group`, for CPU tensors.
+
+    Args:
+        with_context_parallel: As for `get_data_parallel_group`.
+        partial_data_parallel: As for `get_data_parallel_group`.
+    """
     return _group(_data_group(with_context_parallel, partial_data_parallel) + "_gloo")
 
 
@@ -363,14 +378,24 @@ def _data_group(with_context_parallel: bool, partial_data_parallel: bool) -> str
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Return all ranks of this pipeline stage; without `with_context_parallel` those with the same sequence part."""
+    """Return the ranks of this pipeline stage.
+
+    Args:
+        check_initialized: Raise RuntimeError if there are no groups, instead of returning None.
+        with_context_parallel: Include the ranks that hold other parts of the sequence.
+    """
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup | None:
-    """Return the ranks that agree on a quantization scale: tensor, data unless `tp_only_amax_red`, context if set."""
+    """Return the ranks that share one quantization scale.
+
+    Args:
+        with_context_parallel: Include context-parallel ranks.
+        tp_only_amax_red: Leave out data-parallel ranks.
+    """
     if tp_only_amax_red:
         return _group("tp_cp" if with_context_parallel else "tp")
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp")
@@ -379,7 +404,12 @@ def get_amax_reduction_group(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Return the replicas of this rank's experts (with `partial_expert_data_parallel`, of this optimizer instance)."""
+    """Return the ranks that hold a replica of this rank's experts.
+
+    Args:
+        check_initialized: Raise RuntimeError if there are no groups, instead of returning None.
+        partial_expert_data_parallel: Only the ranks of this optimizer instance.
+    """
     return _group("intra_expt_dp" if partial_expert_data_parallel else "expt_dp", check_initialized)
 
 
@@ -393,7 +423,12 @@ def _not_built(kind: str) -> Callable[..., None]:
         if check_initialized:
             raise RuntimeError(f"{kind} group is not initialized: initialize_model_parallel does not build this kind.")
 
-    get.__doc__ = "Not built: an error that says so, or None if `check_initialized` is False."
+    get.__doc__ = """Raise RuntimeError, because this kind of group is not built.
+
+    Args:
+        check_initialized: False to return None instead.
+        group_size: No effect.
+    """
     return get
 
 
@@ -512,23 +547,36 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """True if this rank is the first stage and, unless `ignore_virtual`, works on its first chunk."""
+    """Check if this rank is the first pipeline stage.
+
+    Args:
+        ignore_virtual: False to check also that the chunk is the stage's first one, in an interleaved schedule.
+        vp_stage: Model chunk. Defaults to `get_virtual_pipeline_model_parallel_rank()`.
+    """
     if not ignore_virtual and _state.virtual_size is not None and _chunk(vp_stage) != 0:
         return False
     return get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """True if this rank is the last stage and, unless `ignore_virtual`, works on its last chunk."""
+    """Check if this rank is the last pipeline stage.
+
+    Args:
+        ignore_virtual: False to check also that the chunk is the stage's last one, in an interleaved schedule.
+        vp_stage: Model chunk. Defaults to `get_virtual_pipeline_model_parallel_rank()`.
+    """
     if not ignore_virtual and _state.virtual_size is not None and _chunk(vp_stage) != _state.virtual_size - 1:
         return False
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """True if this rank (unless `ignore_virtual`, this chunk of it) has the word embedding.
+    """Check if this rank has the word embedding.
 
-    The first stage has it in its first chunk, the last stage in its last chunk, any other stage in every chunk.
+    Args:
+        ignore_virtual: False to check the chunk too: the first stage has the embedding in its first chunk, the last
+            stage in its last chunk, and any other stage in every chunk.
+        vp_stage: Model chunk. Defaults to `get_virtual_pipeline_model_parallel_rank()`.
     """
     if get_process_groups().embd is None:
         return False

@@ -26,9 +26,14 @@ LOSS = torch.empty(1, dtype=LOSS_DTYPE, device="meta")
 
 @dataclass(frozen=True, slots=True)
 class StageEvent:
-    """Work of a stage for one microbatch, with perf_counter seconds. On an accelerator these are launch times.
+    """Timing of one stage's work on one microbatch. On an accelerator, times are those of kernel launches.
 
-    `work` is 'forward' or 'backward', or 'input gradient' and 'weight gradient' if weight gradients are deferred.
+    Attributes:
+        work: 'forward' or 'backward'; 'input gradient' or 'weight gradient' if weight gradients are deferred.
+        stage: Index of the stage.
+        microbatch: Index of the microbatch.
+        start_s: Start, in perf_counter seconds.
+        end_s: End, in perf_counter seconds.
     """
 
     work: str

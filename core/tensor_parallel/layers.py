@@ -41,9 +41,11 @@ from core.tensor_parallel.mappings import (
 def set_tensor_model_parallel_attributes(
     param: nn.Parameter, is_parallel: bool, dim: int, stride: int, length: int | None = None
 ) -> None:
-    """Record on a parameter if and how it is split over tensor parallelism.
+    """Tag a parameter with its split over tensor parallelism, which the wrapper and checkpoints read.
 
     Args:
+        param: Parameter to tag.
+        is_parallel: True if each rank holds a slice, False if the parameter is replicated.
         dim: Dimension along which it is split.
         stride: Number of parts of `dim` that are split separately (2 for SwiGLU's gate and up).
         length: Size of `dim` in the full model, if the ranks' slices include padding.
@@ -56,7 +58,12 @@ def set_tensor_model_parallel_attributes(
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
-    """Return the smallest size that is at least `vocab_size` and divisible by `tensor_parallel_size`."""
+    """Round a vocabulary size up to a multiple of the tensor-parallel size, so that all ranks hold equal slices.
+
+    Args:
+        vocab_size: Number of token ids.
+        tensor_parallel_size: Number of tensor-parallel ranks.
+    """
     return -(-vocab_size // tensor_parallel_size) * tensor_parallel_size
 
 
@@ -194,8 +201,11 @@ class RowParallelLinear(_ParallelLayer):
     partial.
 
     Args:
+        input_size, output_size, config, init_method, bias: As for `ColumnParallelLinear`.
         input_is_parallel: True for an input [s, b, input_size / tp], False for [s, b, input_size].
-        stride: Number of parts of the input that are split separately. All other arguments: see `ColumnParallelLinear`.
+        skip_bias_add: Return the bias instead of adding it.
+        stride: Number of input parts that are split separately.
+        tp_group, pg_collection, name: As for `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -262,8 +272,11 @@ class VocabParallelEmbedding(_ParallelLayer):
     are added to `main_grad`; autograd would add a gradient of the full vocabulary, mostly zeros.
 
     Args:
+        num_embeddings: Vocabulary size of the full model.
+        embedding_dim: Features per token.
         reduce_scatter_embeddings: Return [s, b, embedding_dim] split along the sequence instead of [b, s,
             embedding_dim].
+        init_method, config, tp_group, pg_collection, name: As for `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -351,12 +364,16 @@ def linear_with_grad_accumulation_and_async_allreduce(
     sequence_parallel: bool,
     tp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute input @ weight^T + bias; backward overlaps its collective with the product of the weight gradient.
+    """Compute input @ weight^T + bias; backward overlaps its collective with the weight-gradient product.
 
     Args:
+        input: [..., in]; the first dimension is the sequence.
+        weight: This rank's weight, [out, in].
+        bias: This rank's bias, [out], or None.
         gradient_accumulation_fusion: Add the weight gradient directly to `weight.main_grad`, if any.
         allreduce_dgrad: The input is replicated; backward all-reduces its gradient. Excludes `sequence_parallel`.
         sequence_parallel: All-gather the input [s / tp, ...] (again in backward) and reduce-scatter its gradient.
+        tp_group: Tensor-parallel group; None for one rank.
     """
     if allreduce_dgrad and sequence_parallel:
         raise ValueError("allreduce_dgrad and sequence_parallel exclude each other: a gradient is summed once")

@@ -37,9 +37,22 @@ class TransformerConfig(ExpertConfig):
 
     Args:
         num_layers: Number of transformer layers.
+        hidden_size: Width of the residual stream.
+        num_attention_heads: Number of query heads.
         num_query_groups: Number of key/value heads. None for one per query head.
         kv_channels: Size of a head. None for hidden_size / num_attention_heads.
         ffn_hidden_size: Hidden size of the MLP. None for 4 * hidden_size.
+        vocab_size: Number of token ids, without padding.
+        max_sequence_length: Longest sequence; number of learned positions.
+        normalization: 'LayerNorm' or 'RMSNorm'.
+        layernorm_epsilon: Epsilon of all norms.
+        activation: 'gelu' or 'swiglu'.
+        position_embedding_type: 'learned_absolute' or 'rope'.
+        rotary_base: Base of the rotary frequencies.
+        add_bias_linear: Give linear layers a bias.
+        share_embeddings_and_output_weights: Tie the output layer to the word embedding.
+        hidden_dropout: Dropout probability of the residual branches and of the embedding.
+        attention_dropout: Dropout probability of attention weights.
         init_method_std: Standard deviation of every weight. For weights that write to the residual stream, it is
             divided by sqrt(2 * num_layers).
         init_seed: Seed of the weights, together with each parameter's name. Weights are equal in every layout and

@@ -27,19 +27,33 @@ class ContractError(ValueError):
 
 # A tuple, because every parameter of a model has one, and a frozen dataclass takes four times as long to create.
 class GradientContract(NamedTuple):
-    """Reductions of one parameter's gradient between backward and the optimizer."""
+    """Reductions of one parameter's gradient between backward and the optimizer.
+
+    Attributes:
+        name: Parameter name.
+        is_expert: True for a parameter of an expert.
+        data_group: Field of ProcessGroups that the gradient is summed over: 'dp_cp' or 'expt_dp'.
+        divisor: Divisor of that sum; 1 if losses are per token.
+        sharded_over: Axes whose ranks hold different slices of the parameter.
+        partial_over: Axes whose ranks hold summands of the gradient.
+        averaged_over: Axes whose gradients are averaged.
+        replicated_over: Axes whose ranks hold equal weights and, after all reductions, equal gradients.
+        rules: Descriptions of the sync rules that apply to it, in order.
+        counts_in_norm: True on exactly one of the ranks that hold this gradient.
+        crosses_stages: True if another pipeline stage has a copy.
+    """
 
     name: str
     is_expert: bool
-    data_group: str  # field of ProcessGroups: 'dp_cp' or 'expt_dp'
-    divisor: int  # the sum over the data group is divided by this; 1 when the loss is per token
+    data_group: str
+    divisor: int
     sharded_over: tuple[str, ...] = ()
     partial_over: tuple[str, ...] = ()
     averaged_over: tuple[str, ...] = ()
-    replicated_over: tuple[str, ...] = ()  # ranks with equal weights and, in the end, gradients
-    rules: tuple[str, ...] = ()  # descriptions of the sync rules that serve it, in order
-    counts_in_norm: bool = True  # True on exactly one of the ranks that hold this gradient
-    crosses_stages: bool = False  # True if another pipeline stage has a copy
+    replicated_over: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    counts_in_norm: bool = True
+    crosses_stages: bool = False
 
     @property
     def reductions(self) -> tuple[str, ...]:
