@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.groups.process_groups import ProcessGroups
 from core.tensor_parallel import draw_master, tensor_parallel_slice
-from core.tensor_parallel.initialization import InitMethod, normal_init
-from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from core.tensor_parallel.initialization import InitMethod, normal_init, set_tensor_model_parallel_attributes
 from core.tensor_parallel.mappings import resolve_groups
 from core.tensor_parallel.unsaved_output import computed_again, run_unsaved
 from core.transformer.mlp import ACTIVATIONS

@@ -90,3 +90,32 @@ def tensor_parallel_join(slices: list[Tensor], dim: int, stride: int = 1) -> Ten
     """
     parts = [piece.chunk(stride, dim) for piece in slices]
     return torch.cat([part[i] for i in range(stride) for part in parts], dim)
+
+
+def set_tensor_model_parallel_attributes(
+    param: nn.Parameter, is_parallel: bool, dim: int, stride: int, length: int | None = None
+) -> None:
+    """Tag a parameter with its split over tensor parallelism, which the wrapper and checkpoints read.
+
+    Args:
+        param: Parameter to tag.
+        is_parallel: True if each rank holds a slice, False if the parameter is replicated.
+        dim: Dimension along which it is split.
+        stride: Number of parts of `dim` that are split separately (2 for SwiGLU's gate and up).
+        length: Size of `dim` in the full model, if the ranks' slices include padding.
+    """
+    param.tensor_model_parallel = is_parallel
+    param.partition_dim = dim
+    param.partition_stride = stride
+    if length is not None:
+        param.partition_length = length
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
+    """Round a vocabulary size up to a multiple of the tensor-parallel size, so that all ranks hold equal slices.
+
+    Args:
+        vocab_size: Number of token ids.
+        tensor_parallel_size: Number of tensor-parallel ranks.
+    """
+    return -(-vocab_size // tensor_parallel_size) * tensor_parallel_size

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from core.distributed import DistributedDataParallel
-from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from core.tensor_parallel.initialization import set_tensor_model_parallel_attributes
 
 Model = TypeVar("Model", bound=nn.Module)
 

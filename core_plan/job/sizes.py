@@ -7,7 +7,7 @@ import math
 from core.context_parallel import check_heads, check_sequence_length
 from core.groups.rank_grid import RankGrid
 from core.number_ranges import either, nearest_divisors, nearest_multiples
-from core.tensor_parallel.layers import padded_vocab_size
+from core.tensor_parallel.initialization import padded_vocab_size
 from core_plan.job.config import JobConfig, ModelOptions, ParallelOptions
 from core_plan.job.errors import ConfigError
 

@@ -24,7 +24,7 @@ from core.hugging_face.run.stages import stage_of
 from core.hugging_face.run.streams import Streams
 from core.pipeline_parallel.gpt_stages import check_embedding_group
 from core.pipeline_parallel.layout import PipelineLayout
-from core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from core.tensor_parallel.initialization import set_tensor_model_parallel_attributes
 
 EXPERT_TAGS = {"allreduce": False, "expert_dim": 0}  # tags of experts that are on this rank only
 INITIALIZED = "_is_hf_initialized"  # True on modules that loading must not initialize
