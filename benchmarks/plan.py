@@ -31,8 +31,8 @@ from core_plan.device import read_device
 from core_plan.measure_clock import Clock
 from core_plan.measure_device import measure
 from core_plan.model_run import ModelRun
-from core_plan.plan_run import RunPlan
 from core_plan.run_memory import RankMemory, parts_of_stages, plan_memory
+from core_plan.run_plan import RunPlan
 from core_plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, POOL
 from core_plan.step_memory import RECEIVED
 

@@ -15,7 +15,7 @@ from typing import Any
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.extras import MissingExtra, require
 from core.hugging_face.cut.sequence import MODES
-from core_plan.advise import advise
+from core_plan.advice import advise
 from core_plan.calibrate import calibrate
 from core_plan.choices import NO_MODE
 from core_plan.device import Device, known_devices, read_device
@@ -26,7 +26,7 @@ from core_plan.job.limits import check_numbers
 from core_plan.job.run_directory import check_writable
 from core_plan.model_run import MODELS, TINY, ModelRun, known_models
 from core_plan.pictures import draw_plan
-from core_plan.plan_run import plan_run
+from core_plan.run_plan import plan_run
 from core_plan.suggestions import advice
 
 DOES_NOT_FIT, USAGE_ERROR = 1, 2

@@ -13,8 +13,8 @@ from core_plan.job.config import JobConfig, RunOptions
 from core_plan.job.errors import ConfigError
 from core_plan.machine.memory import device_memory_bytes, host_memory_bytes
 from core_plan.model_run import ModelRun
-from core_plan.plan_run import plan_run
 from core_plan.report import gib
+from core_plan.run_plan import plan_run
 from core_plan.suggestions import advice, suggestions_that_fit
 
 MARGIN = 1.25  # factor of the memory: a plan within this error rejects no job that fits

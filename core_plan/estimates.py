@@ -2,7 +2,7 @@
 
 Operators, traffic and activations are the same as in the exact plan. There are two differences: state between steps is
 computed from the number of parameters instead of buckets, and the pipeline's waiting time from its schedule with stages
-of equal length. `core_plan.advise` plans exactly every layout that it shows.
+of equal length. `core_plan.advice` plans exactly every layout that it shows.
 """
 
 from __future__ import annotations

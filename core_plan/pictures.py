@@ -8,8 +8,8 @@ from typing import Any
 
 from core.extras import require
 from core_plan.figure import SPAN_COLORS, figure
-from core_plan.plan_run import RunPlan
 from core_plan.report import KINDS
+from core_plan.run_plan import RunPlan
 from core_plan.step_time import flops_of, model_flops
 from core_plan.time_line import TimedAction
 

@@ -15,7 +15,7 @@ from core_plan.job.config import JobConfig
 from core_plan.job.errors import ConfigError
 from core_plan.job.plan import plan_job
 from core_plan.model_run import ModelRun, run_of_model
-from core_plan.plan_run import RunPlan, plan_run, run_of
+from core_plan.run_plan import RunPlan, plan_run, run_of
 
 MOST_RANKS = 16_384
 

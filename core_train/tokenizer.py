@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from core.checkpoint.bounded_read import read_bytes
 from core.extras import require
 
 END_OF_TEXT = "<|endoftext|>"
@@ -79,6 +78,8 @@ def read_tokenizer(path: Path) -> FileTokenizer:
     """The tokenizer of a `tokenizer.json`."""
     if not path.is_file():
         raise FileNotFoundError(f"--data.tokenizer is {str(path)!r}: not 'bytes', not 'bpe', and no such file")
+    from core.checkpoint.bounded_read import read_bytes  # loads torch's checkpoints, for a second
+
     try:
         return FileTokenizer(read_bytes(path).decode())
     except ImportError:

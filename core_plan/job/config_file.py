@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from core.checkpoint.bounded_read import read_bytes
 from core.distributed.distributed_data_parallel_config import RESIDENCIES, DistributedDataParallelConfig
 from core.extras import require
 from core_plan.job.config import AXIS_OPTIONS, JobConfig, RunConfig
@@ -259,6 +258,8 @@ def spell_out(flags: Sequence[str], names: Mapping[str, str] = OTHER_NAMES) -> l
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
+    from core.checkpoint.bounded_read import read_bytes  # loads torch's checkpoints, for a second
+
     if sys.version_info >= (3, 11):
         import tomllib
     else:

@@ -491,6 +491,15 @@ def test_importing_a_package_loads_no_extra_and_no_model_kernel_or_job(module: s
     assert module != "core" or not loaded, f"import core, which only tells a version, also loads {sorted(loaded)}"
 
 
+def test_the_start_of_a_job_loads_neither_the_planner_nor_checkpoints() -> None:
+    """Every process of a job pays for its imports; the planner's took longer than torch's."""
+    loaded = modules_loaded_by("import core_train.main")
+    rest = {name for name in loaded if name.startswith("core_plan.") and name.split(".")[1] not in ("job", "machine")}
+    others = {name for name in loaded if name.startswith(("core.checkpoint", "core.hugging_face", "core.booster"))}
+    assert not rest | others, f"import core_train.main also loads {sorted(rest | others)}"
+    assert "core.distributed" not in modules_loaded_by("import core_plan.machine.own_ranks")
+
+
 def test_every_module_of_core_is_imported_without_the_extras() -> None:
     modules = sorted(name for name in MODULES if name.startswith("core") and not name.endswith("__main__"))
     assert set(modules) <= modules_loaded_by("; ".join(f"import {name}" for name in modules))

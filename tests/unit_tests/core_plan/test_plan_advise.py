@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core_plan import ModelRun, advise, plan_run, read_device
-from core_plan.advise import PLANNED, SURE, Candidate, Search, in_order
+from core_plan.advice import PLANNED, SURE, Candidate, Search, in_order
 from core_plan.choices import Choice, Sizes, choices, flags_of, stages_a_rank, uneven_stages, with_choice
 from core_plan.command import main
 from core_plan.estimates import Estimate

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +16,8 @@ import pytest
 from core_plan.job.errors import ConfigError
 from core_plan.machine.launch import Launch, expand_counts, find_launch, first_host, say_once
 from core_plan.machine.threads import available_cores, intra_op_threads
+from tests.unit_tests.forked_python import _become
+from tests.unit_tests.ranks import _the_pool
 from tests.unit_tests.test_docs import ROOT
 
 TORCHRUN = {
@@ -139,6 +142,7 @@ from core_plan.machine.launch import find_launch
 from core_plan.machine.own_ranks import end_with_parent, start_ranks
 launch = find_launch(os.environ)
 if launch is None:
+    sys.orig_argv = [sys.executable, *sys.argv]
     sys.exit(start_ranks(2))
 end_with_parent(os.environ)
 what = sys.argv[1]
@@ -158,60 +162,68 @@ if what in ("fail", "wait"):
 """
 
 
-def start(tmp_path: Path, what: str) -> subprocess.Popen[str]:
-    script = tmp_path / "job.py"
-    script.write_text(RANK_SCRIPT)
-    unwanted = {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
-    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-    environment["OMP_NUM_THREADS"] = "1"
-    return subprocess.Popen(
-        [sys.executable, str(script), what], env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
+class Job:
+    """The script in a fork of a process that has torch; its ranks are started as those of any job."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        script, self.output = folder / "job.py", folder / "output.txt"
+        script.write_text(RANK_SCRIPT)
+        unwanted = {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
+        environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        files = self.output, folder / "errors.txt"
+        self.process: Any = _the_pool().context.Process(
+            target=_become, args=([str(script), what], str(folder), environment, files)
+        )
+        self.process.start()
+
+    def status(self, limit_s: float = 60.0) -> int:
+        """Wait for the end; the exit status."""
+        self.process.join(limit_s)
+        assert self.process.exitcode is not None, "it has not ended"
+        return int(self.process.exitcode)
+
+    def pids(self) -> list[int]:
+        """Wait for both ranks."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self.process.is_alive():
+            lines = self.output.read_text().split("\n") if self.output.exists() else []
+            found = [int(line.split()[1]) for line in lines[:-1] if line.startswith("pid")]
+            if len(found) == 2:
+                return found
+            time.sleep(0.05)
+        raise AssertionError("the ranks ended early")
 
 
 @pytest.mark.nightly
 def test_a_plain_start_runs_its_own_ranks(tmp_path: Path) -> None:
-    process = start(tmp_path, "sum")
-    output, _ = process.communicate(timeout=60)
-    assert output.count("sum 3.0") == 2
-    assert process.returncode == 0
+    job = Job(tmp_path, "sum")
+    assert job.status() == 0
+    assert job.output.read_text().count("sum 3.0") == 2
 
 
 def test_a_plain_start_passes_on_the_failure_of_a_rank(tmp_path: Path) -> None:
-    process = start(tmp_path, "fail")
-    output, _ = process.communicate(timeout=60)
-    assert output.count("pid ") == 1, "rank 0 goes on to its end"
-    assert process.returncode == 3
+    job = Job(tmp_path, "fail")
+    assert job.status() == 3
+    assert job.output.read_text().count("pid ") == 1, "rank 0 goes on to its end"
 
 
 def test_an_interrupt_reaches_every_rank(tmp_path: Path) -> None:
-    process = start(tmp_path, "wait")
-    _wait_for_pids(process)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 5
+    job = Job(tmp_path, "wait")
+    job.pids()
+    os.kill(job.process.pid, signal.SIGINT)
+    assert job.status() == 5
 
 
 def test_ranks_end_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
-    process = start(tmp_path, "wait")
-    pids = _wait_for_pids(process)
-    process.kill()
-    process.wait()
+    job = Job(tmp_path, "wait")
+    pids = job.pids()
+    job.process.kill()
+    job.process.join()
     deadline = time.monotonic() + 20
     while any(_is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in pids if _is_running(pid)]
-
-
-def _wait_for_pids(process: subprocess.Popen[str]) -> list[int]:
-    assert process.stdout is not None
-    pids: list[int] = []
-    while len(pids) < 2:
-        line = process.stdout.readline()
-        assert line, "the ranks ended early"
-        if line.startswith("pid"):
-            pids.append(int(line.split()[1]))
-    return pids
 
 
 def _is_running(pid: int) -> bool:

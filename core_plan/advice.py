@@ -23,9 +23,9 @@ from core_plan.job.config import JobConfig
 from core_plan.job.config_file import load_config
 from core_plan.job.errors import ConfigError
 from core_plan.model_run import ModelRun
-from core_plan.plan_run import RunPlan, plan_run, run_of
 from core_plan.report import gib
 from core_plan.run_memory import Run
+from core_plan.run_plan import RunPlan, plan_run, run_of
 from core_plan.shared_figures import SharedFigures
 from core_plan.state_bytes import SCRATCH
 from core_plan.suggestions import MOST_RANKS
