@@ -81,15 +81,22 @@ def _cuts(
     for here, there in zip(mine, whole, strict=True):
         ways.append([None] if here == there else list(_ways(there, here, axes, ranks, samples)))
     if mine and weight is not None and weight.shape[0] == whole[-1] and weight.local_shape[0] == mine[-1] != whole[-1]:
-        rows = [(box.global_offset[0], box.local_offset[0], box.size[0]) for box in weight.boxes]
-        there = torch.cat([torch.arange(start, start + size) for start, _, size in rows]) if rows else torch.arange(0)
-        here = torch.cat([torch.arange(start, start + size) for _, start, size in rows]) if rows else torch.arange(0)
+        there, here = rows_of(weight)
         found = [Cut((*first, there), here) for first in itertools.product(*ways[:-1])]
     if mine and mine[-1] < whole[-1] < mine[-1] * ranks.size("tp"):  # a vocabulary is padded at the last rank's end
         first = mine[-1] * ranks.rank("tp")
         there = torch.arange(first, max(first, min(first + mine[-1], whole[-1])))
         found += [Cut((*head, there), torch.arange(len(there))) for head in itertools.product(*ways[:-1])]
     return found + [Cut(places) for places in itertools.product(*ways)]
+
+
+def rows_of(weight: GlobalSlice) -> tuple[Tensor, Tensor]:
+    """Return the indices of a split weight's rows in the full weight, and here: its module's output columns."""
+    none = torch.arange(0)
+    rows = [(box.global_offset[0], box.local_offset[0], box.size[0]) for box in weight.boxes]
+    there = [torch.arange(start, start + size) for start, _, size in rows]
+    here = [torch.arange(start, start + size) for _, start, size in rows]
+    return torch.cat([none, *there]), torch.cat([none, *here])
 
 
 def _ways(length: int, part: int, axes: Sequence[str], ranks: AxisRanks, samples: int) -> Iterator[Tensor]:

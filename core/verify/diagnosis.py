@@ -50,21 +50,21 @@ class RankPart:
 
     Attributes:
         rank: The rank.
-        place: Its index on each axis.
-        local: Its own gradient.
-        reduced: The reduced gradient.
-        expected: The reference's gradient.
-        valid: Elements whose reduced gradient this rank holds.
-        auxiliary: Contribution of auxiliary losses to `expected`, if any.
+        place: Its index on each axis, such as {'dp': 1, 'tp': 0}.
+        local: [sample] Its own gradient, before any reduction.
+        reduced: [sample] The gradient after the last reduction.
+        expected: [sample] The reference's gradient.
+        valid: [sample] bool, elements whose reduced gradient this rank holds.
+        auxiliary: [sample] Contribution of auxiliary losses to `expected`, if any.
     """
 
     rank: int
-    place: Mapping[str, int]  # index on each axis, such as {'dp': 1, 'tp': 0}
-    local: Tensor  # [sample] this rank's own gradient, before any reduction
-    reduced: Tensor  # [sample] after the last reduction
-    expected: Tensor  # [sample] the reference's
-    valid: Tensor  # [sample] bool: elements that this rank should have reduced
-    auxiliary: Tensor | None = None  # [sample] contribution of auxiliary losses to `expected`
+    place: Mapping[str, int]
+    local: Tensor
+    reduced: Tensor
+    expected: Tensor
+    valid: Tensor
+    auxiliary: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Mixture:
     """
 
     rank: int
-    times: Mapping[int, float]  # rank -> factor, 1.0 if right
+    times: Mapping[int, float]
 
     @property
     def factor(self) -> float | None:

@@ -37,7 +37,7 @@ class Held:
     place: GlobalSlice
     chunk: int
     tensor: Tensor
-    contract: GradientContract | None = None  # None if not trained
+    contract: GradientContract | None = None
 
     @property
     def name(self) -> str:
@@ -122,6 +122,16 @@ class WrappedModel:
     def is_split(self) -> bool:
         """True if this rank holds only a part of some parameter."""
         return any(held.place.shape != held.place.local_shape for held in self.held)
+
+    def split_weights(self, chunk: int | None = None) -> dict[str, GlobalSlice]:
+        """Return the positions of split weights by their module's full name, of one chunk or of all."""
+        return {
+            held.name.removesuffix(".weight"): held.place
+            for held in self.held
+            if held.name.endswith(".weight")
+            and held.place.shape != held.place.local_shape
+            and chunk in (None, held.chunk)
+        }
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
         """Return copies of the reduced gradients by `Held.key`, gathered if they are sharded. Collective."""

@@ -70,14 +70,11 @@ class Where:
     backward: str | None = None
     lines: tuple[str, ...] = ()
 
-    def table(self, *, color: bool = False) -> str:
+    def table(self) -> str:
         """Format a table with one row per module, and one cell per rank for output and gradient.
 
         Rows are in the order of forward. A cell is log10 of the error over the allowed error, so above 0 is wrong. `=`
         means no error at all, a dot means not compared. Long runs of right rows are shortened.
-
-        Args:
-            color: True to color right cells green, wrong ones red, and missing ones grey.
 
         Returns:
             The table.
@@ -93,20 +90,15 @@ class Where:
                 if row is None:
                     lines.append(f"{f'... {len(rows) - 2} more':{width}}")
                     continue
-                cells = [
-                    " ".join(_cell(found.get(rank), color) for rank in ranks) for found in (row.outputs, row.gradients)
-                ]
+                cells = [" ".join(_cell(found.get(rank)) for rank in ranks) for found in (row.outputs, row.gradients)]
                 mark = "  <- here" if row.module in (self.forward, self.backward) else ""
                 lines.append(f"{row.module or 'the whole model':{width}}   {cells[0]}   {cells[1]}{mark}")
         return "\n".join(lines)
 
 
-def _cell(measured: Measured | None, color: bool) -> str:
+def _cell(measured: Measured | None) -> str:
     text = "." if measured is None else "=" if measured.share == 0.0 else f"{measured.level:.1f}"
-    text = f"{text:>6}"
-    if not color:
-        return text
-    return f"\033[{90 if measured is None else 32 if measured.ok else 31}m{text}\033[0m"
+    return f"{text:>6}"
 
 
 def in_any_layer(name: str) -> str:

@@ -31,8 +31,8 @@ class Comparison:
     rank: int
     step: int
     error: float
-    ratio: float  # projection on the reference; nan if the reference is zero
-    bound: float  # the largest error of a right gradient
+    ratio: float
+    bound: float
 
 
 @dataclass(frozen=True)

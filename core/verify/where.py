@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from core.checkpoint.global_slices import GlobalSlice
 from core.groups import agree
 from core.groups.global_names import namer
 from core.verify.cuts import cuts_of
@@ -125,11 +124,7 @@ class _Comparer:
         self.bound = bound
         self.noise = noise
         self.samples = samples
-        self.weights: dict[str, GlobalSlice] = {
-            held.name.removesuffix(".weight"): held.place
-            for held in job.model.held
-            if held.name.endswith(".weight") and held.place.shape != held.place.local_shape
-        }
+        self.weights = job.model.split_weights()
 
     def all(
         self,

@@ -167,11 +167,7 @@ class _Steps:
         self.base, self.noise = UNITS[eps >= HALF] * eps, NOISE[eps >= HALF]
         self.seen: dict[tuple[str, str], float] = {}
         self.tables = {table: (steps[0].tables[table], steps[1].tables[table]) for table in TABLES}
-        earlier = [run.steps.get(number - 1) for run in self.runs]
-        before = [
-            mine or ({} if step is None else step.tables["after"])
-            for mine, step in zip(self.tables["before"], earlier, strict=True)
-        ]
+        before = self.tables["before"]
         data = _other_data(*self.tables["data"], ALLOWANCE * self.base)
         found = Comparison(number, "data", lines=(f"step {number}, data: {data}",)) if data else None
         if found is None and not self.last:
@@ -267,14 +263,15 @@ class _Steps:
             tiny = 2 * math.sqrt(max(grads[name].numbers[-1] for grads in (one, two)) / one[name].numel)
             explained[name] = (math.sqrt(ALLOWANCE * error) + tiny) * gap / ALLOWANCE
             explained[name] += self.base * weight / size if size else 0.0
-        errors, _ = self._measure(kind, moves, [name for name in one if name in explained], self.base, explained)
+        errors, _ = self._measure("updates", moves, [name for name in one if name in explained], self.base, explained)
         wrong = [name for name, found in errors.items() if not found.ok]
         if not wrong and not (is_other and kind == "update"):
             return None
-        line = f"step {self.number}, update"
-        if kind == "weights":
-            line = f"weights: they differ before step {self.number}, and after step {self.last} they did not; record"
-            line += " every step"
+        line = {
+            "update": f"step {self.number}, update",
+            "weights": f"weights: they differ before step {self.number}, and after step {self.last} they did not; "
+            "record every step",
+        }[kind]
         line += f": the learning rates are {rates[0]} and {rates[1]}" if is_other else ""
         if wrong:
             ratio = _norm(moves[1][wrong[0]]) / (_norm(moves[0][wrong[0]]) or math.nan)

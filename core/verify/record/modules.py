@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from core.checkpoint.global_slices import GlobalSlice
 from core.distributed.buffer.grad_placeholder import tensors_in
 from core.groups.global_names import namer
+from core.verify.cuts import rows_of
 from core.verify.record.sketches import Sketch, of_integers, of_rows
 from core.verify.recording import unsharded
 
@@ -43,7 +44,7 @@ class ModuleSketches:
             name = name_of(local_name)
             place = weights.get(name)
             if place is not None and "Embedding" not in type(module).__name__:  # rows of an embedding are words
-                self.columns[name] = place, _columns(place)
+                self.columns[name] = place, rows_of(place)
             self.handles.append(module.register_forward_hook(partial(self._forward, name)))
         self.handles.append(chunk.register_forward_hook(lambda *_: self._move(-1), always_call=True))
 
@@ -109,11 +110,3 @@ class ModuleSketches:
     def _sum(self, table: str, name: str, sketch: Sketch) -> None:
         known = self.sketches.get((table, name))
         self.sketches[table, name] = sketch if known is None else known.plus(sketch)
-
-
-def _columns(place: GlobalSlice) -> tuple[Tensor, Tensor]:
-    """Return the indices of a split weight's rows in the full weight, and here: its module's output columns."""
-    rows = [(box.global_offset[0], box.local_offset[0], box.size[0]) for box in place.boxes]
-    there = [torch.arange(start, start + size) for start, _, size in rows]
-    here = [torch.arange(start, start + size) for _, start, size in rows]
-    return (torch.cat(there), torch.cat(here)) if rows else (torch.arange(0), torch.arange(0))

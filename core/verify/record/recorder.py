@@ -211,12 +211,7 @@ class StepRecording:
         self.parts = {}
         self.sketches = []
         for number, chunk in enumerate(self.model.chunks):
-            split = {
-                held.name.removesuffix(".weight"): held.place
-                for held in self.model.held
-                if held.chunk == number and held.name.endswith(".weight") and held.place.shape != held.place.local_shape
-            }
-            self.sketches.append(ModuleSketches(chunk.module, split))
+            self.sketches.append(ModuleSketches(chunk.module, self.model.split_weights(number)))
             self.armed.callback(self.sketches[-1].remove)
         if self.torch_job is not None:
             self.armed.enter_context(self.torch_job.watched(lambda *_: self._record_parameters("grads")))

@@ -64,13 +64,14 @@ def record(
         (Layout(dp=2, strategy="optim_grads_params"), "fp32"),
         (WHOLE, "bf16"),
         (Layout(tp=2, sp=True), "bf16"),
+        (Layout(tp=2), "fp64"),
     ],
     ids=str,
 )
 def test_rounding_explains_the_difference_of_layouts_and_dtypes(
     rank: int, tmp_path: Path, layout: Layout, dtype: str
 ) -> None:
-    record(tmp_path / "whole")
+    record(tmp_path / "whole", dtype="fp64" if dtype == "fp64" else "fp32")
     record(tmp_path / "other", layout, dtype=dtype)
     if rank == 0:
         found = compare_recordings(tmp_path / "whole", tmp_path / "other")
