@@ -31,14 +31,14 @@ from benchmarks.report import circumstances
 from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
 from core.groups import agree
-from core.hugging_face.cut.sequence import MODES, OVER_CONTEXT
 from core.hugging_face.read.example import with_labels
 from core.hugging_face.read.precision import cast_model, rounded_otherwise
 from core.hugging_face.read.transformers_plans import transformers_package
-from core.hugging_face.tiny import INPUTS, all_families, tiny_config, tiny_inputs, tiny_model
+from core.hugging_face.run.sequence import MODES, OVER_CONTEXT
 from core.verify.in_double import InDouble
 from core.verify.rank_pool import RankFailure, RankPool
 from tests.families.check import STEPS, Verdict, projected, ranks_of
+from tests.families.tiny import INPUTS, all_families, tiny_config, tiny_inputs, tiny_model
 
 TOLERANCE = 1e-8
 MOVES = 0.05  # how far the first step moves the weight with the largest gradient

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
-from core.hugging_face.cut.sequence import OVER_CONTEXT, OVER_TENSOR
+from core.hugging_face.run.sequence import OVER_CONTEXT, OVER_TENSOR
 from core.number_ranges import divisors
 from core.pipeline_parallel.layout import PipelineLayout, spread
 from core_plan.job.config import JobConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
 from core.extras import MissingExtra, require
-from core.hugging_face.cut.sequence import MODES
+from core.hugging_face.run.sequence import MODES
 from core_plan.advice import advise
 from core_plan.calibrate import calibrate
 from core_plan.choices import NO_MODE

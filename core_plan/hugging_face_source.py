@@ -20,14 +20,14 @@ from core.distributed import DistributedDataParallelConfig
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.hugging_face import Plan, PlanError, stages_config
 from core.hugging_face.cut import parts as cut_parts
+from core.hugging_face.cut.attach import attach
 from core.hugging_face.cut.places import find_cut, list_of_layers
 from core.hugging_face.cut.report import REPORT, SplitReport, Splitting
-from core.hugging_face.cut.sequence import OVER_TENSOR
-from core.hugging_face.cut.split import finish_split, prepare
 from core.hugging_face.lora import cut_adapters, finish_adapters, with_adapters
 from core.hugging_face.read.example import example_of
 from core.hugging_face.read.transformers_plans import checkpoint_each_layer, read_experts, transformers_package
 from core.hugging_face.run.loss.parallel_loss import ParallelCausalLoss
+from core.hugging_face.run.sequence import OVER_TENSOR
 from core.pipeline_parallel import PipelineLayout
 from core_plan.chunked_head import ChunkedHead
 from core_plan.fake_collectives import fake_collectives
@@ -113,7 +113,7 @@ class MetaModel:
         sizes = tuple(groups.size(name) for name in ("tp", "ep", "expt_tp"))
         if sizes not in self.plans:
             try:
-                self.plans[sizes] = prepare(self.model, None, groups)
+                self.plans[sizes] = cut_parts.prepare(self.model, None, groups)
             except PlanError as error:
                 self.plans[sizes] = str(error)
         found = self.plans[sizes]
@@ -412,7 +412,7 @@ class HuggingFaceSource:
                 arguments["received"] = (self._hidden(*arguments["input_ids"].shape),)
             is_local = (self.tp > 1 and self.whole_loss is None) or self.splits_sequence_of_logits
             how = Splitting(groups, None, is_local, self.sequence_parallel)
-            report = finish_split(model, plan, arguments, how)
+            report = attach(model, plan, arguments, how)
         if self.adapters is None:
             return model, report
         adapted = with_adapters(model, report.plan, copy.deepcopy(self.adapters), without_memory=True)

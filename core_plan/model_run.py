@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from core.extras import require_installed
-from core.hugging_face.cut.sequence import MODES, OVER_CONTEXT, OVER_TENSOR
 from core.hugging_face.read.directory import MOST_LAYERS, read_configuration
-from core.hugging_face.tiny import tiny_of_bytes
+from core.hugging_face.read.tiny import tiny_of_bytes
+from core.hugging_face.run.sequence import MODES, OVER_CONTEXT, OVER_TENSOR
 from core.pipeline_parallel.schedules import plan_pipeline
 from core_plan.config_notes import config_notes
 from core_plan.hugging_face_source import (

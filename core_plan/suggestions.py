@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
-from core.hugging_face.cut.sequence import OVER_CONTEXT
+from core.hugging_face.run.sequence import OVER_CONTEXT
 from core.number_ranges import divisors
 from core_plan.device import Device
 from core_plan.job.config import JobConfig

@@ -23,13 +23,12 @@ from core.checkpoint.weights.one_file import is_kind_with_point
 from core.checkpoint.weights.sliced import Cut, SlicedTensor
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.cut.parts import check_cut, cut_parameters, keep_stage, mark_absent
+from core.hugging_face.cut.attach import attach_parts
+from core.hugging_face.cut.parts import check_cut, cut_parameters, keep_stage, mark_absent, prepare
 from core.hugging_face.cut.places import find_cut
 from core.hugging_face.cut.report import REPORT, SplitReport, Splitting
 from core.hugging_face.cut.slices import whole_of
-from core.hugging_face.cut.split import finish_parts, prepare
 from core.hugging_face.lora import is_of_adapter
-from core.hugging_face.prove.compare import refusing_together
 from core.hugging_face.read.directory import check_files, look_at, read_configuration
 from core.hugging_face.read.example import example_of
 from core.hugging_face.read.plan import Plan, PlanError, Split, family_of
@@ -95,7 +94,7 @@ def load_split(
     options = {"trust_remote_code": False, **options}
     parts: list[Any] = []
     # Catch every exception: transformers reports a bad file on one rank by many exception types.
-    with refusing_together("the loading of a model", Exception, groups=how.ranks):
+    with agree.together(how.ranks, "the loading of a model", PlanError):
         kind = _class_of(directory, kind, options["trust_remote_code"])
         checked = _checked_files(directory, groups, layout)
         stages: Sequence[int | None] = [None]
@@ -106,7 +105,7 @@ def load_split(
             model, plan, loading = _load(directory, kind, policy, stage, how, options, checked)
             _refuse_drawn(model, loading["missing_keys"], directory)
             parts.append(model.to(device))
-    finish_parts(parts, plan, example_of(parts[0], groups, example), how)
+    attach_parts(parts, plan, example_of(parts[0], groups, example), how)
     return parts[0] if layout is None else parts
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from core.checkpoint.tied_tensors import tied_names
+from core.groups import agree
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.cut.parts import draw
 from core.hugging_face.cut.places import find_cut
@@ -27,8 +28,7 @@ from core.hugging_face.cut.slices import slice_of, whole_of
 from core.hugging_face.cut.split import split_empty, split_parts
 from core.hugging_face.lora import is_of_adapter, put_on, splits_of, take_off
 from core.hugging_face.prompts import has_prompts, keep_prompts
-from core.hugging_face.prove.compare import refusing_together
-from core.hugging_face.read.plan import Plan, Split
+from core.hugging_face.read.plan import Plan, PlanError, Split
 from core.hugging_face.read.policies import Policy
 from core.hugging_face.read.transformers_plans import read_plan
 from core.hugging_face.run.layer_checkpointing import GradientCheckpointConfig, checkpoint_layers
@@ -206,7 +206,7 @@ def cut_model(model: Any, cutting: Cutting, groups: ProcessGroups, device: torch
     Raises:
         ValueError: On all ranks, if the model cannot be cut this way.
     """
-    with refusing_together("boost", ValueError, AttributeError):
+    with agree.together(None, "boost", PlanError):
         ties = {name: names for names in tied_names(model) for name in names}
         memo = {id(param): nn.Parameter(param.to("meta"), param.requires_grad) for param in model.parameters()}
         shell = copy.deepcopy(model, memo)

@@ -21,16 +21,16 @@ from torch import nn
 
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
+from core.hugging_face.cut.attach import attach_adapted
 from core.hugging_face.cut.parts import cut_parameters, place_seams, tag_slices
 from core.hugging_face.cut.report import REPORT, SplitReport
 from core.hugging_face.cut.slices import slice_of
-from core.hugging_face.cut.split import declare_whole, refuse_whole_methods
-from core.hugging_face.prove.compare import received_example, refusing_together
 from core.hugging_face.read.example import example_of
 from core.hugging_face.read.plan import Before, Plan, PlanError, Seam, Split
 from core.hugging_face.read.transformers_plans import peft_by_old_names
 from core.hugging_face.run.seams import SeamForward
 from core.hugging_face.run.stage_forward import StageForward
+from core.hugging_face.run.stages import received_example
 from core.tensor_parallel.mappings import resolve_groups
 from core.watch.waiting import waiting
 
@@ -80,7 +80,7 @@ def add_lora(
         TypeError: If the config is not a peft.LoraConfig.
     """
     if isinstance(model, (list, tuple)):
-        with refusing_together("adding adapters to the stages", TypeError, OSError):
+        with agree.together(None, "adding adapters to the stages", PlanError):
             try:
                 options: Any = {"example": example, "pg_collection": pg_collection, "adapter_name": adapter_name}
                 adapted = [add_lora(each, config, directory, **options) for each in model]
@@ -132,10 +132,7 @@ def finish_adapters(
     arguments = example_of(model, groups, example)
     if "forward" in vars(model):  # a stage
         arguments.update(received_example(model, arguments))
-    split_ones = [p for p in adapted.parameters() if getattr(p, "tensor_model_parallel", False)]
-    contracts = declare_whole(adapted, plan, groups, arguments, split_ones)
-    setattr(adapted, REPORT, SplitReport(plan, tp, *contracts))
-    refuse_whole_methods(adapted, plan.family)
+    attach_adapted(adapted, plan, groups, arguments)
 
 
 def with_adapters(
@@ -325,17 +322,10 @@ def take_off(model: Any) -> tuple[Any, dict[str, nn.Parameter] | None]:
 def put_on(
     parts: Sequence[Any], values: Mapping[str, nn.Parameter], shell: Any, groups: ProcessGroups, *, staged: bool
 ) -> list[Any]:
-    """Add an adapter to the cut parts of a model, cut like its base layers. Collective, as `add_lora`.
+    """Add the adapter that `take_off` removed to the cut parts of a model, cut like its base layers.
 
-    Args:
-        parts: This rank's parts of the base model.
-        values: Unsplit parameters of the adapter. Parameters on the meta device start from peft's initialization.
-        shell: Full model with the adapter; its parameters define requires_grad and dtype.
-        groups: Process groups.
-        staged: True if the parts are pipeline stages.
-
-    Returns:
-        The parts with their adapter.
+    Collective, as `add_lora`. `values` are the adapter's unsplit parameters; parameters on the meta device start from
+    peft's initialization. The full model `shell` defines requires_grad and dtype.
     """
     ((adapter_name, config),) = copy.deepcopy(shell.peft_config).items()
     with torch.enable_grad():

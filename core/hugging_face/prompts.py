@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from core.groups.process_groups import ProcessGroups
+from core.hugging_face.cut.attach import attach_adapted
 from core.hugging_face.cut.report import REPORT, SplitReport
-from core.hugging_face.cut.split import declare_whole, refuse_whole_methods
 from core.hugging_face.read.example import example_of
 from core.hugging_face.read.plan import Plan
 
@@ -28,14 +28,6 @@ def keep_prompts(adapted: Any, part: Any, groups: ProcessGroups) -> Any:
     """Put a split model back into its PeftModel, and declare the gradients of the virtual tokens.
 
     Collective over the tensor-parallel group.
-
-    Args:
-        adapted: The PeftModel.
-        part: The split base model.
-        groups: Process groups.
-
-    Returns:
-        The PeftModel around `part`.
     """
     adapted.base_model = part
     report: SplitReport | None = getattr(part, REPORT, None)
@@ -46,8 +38,5 @@ def keep_prompts(adapted: Any, part: Any, groups: ProcessGroups) -> Any:
     if groups.size("tp") == 1:
         setattr(adapted, REPORT, replace(report, plan=plan))
         return adapted
-    slices = [param for param in part.parameters() if getattr(param, "tensor_model_parallel", False)]
-    contracts = declare_whole(adapted, plan, groups, example_of(part, groups, None), slices)
-    setattr(adapted, REPORT, SplitReport(plan, groups.size("tp"), *contracts))
-    refuse_whole_methods(adapted, plan.family)
+    attach_adapted(adapted, plan, groups, example_of(part, groups, None))
     return adapted

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-
-from core.distributed.buffer.grad_placeholder import tensors_in
+from torch.utils import _pytree as tree
 
 COPIED = frozenset([""])  # no parameter has this name
 ATTENTION = "scaled_dot_product_attention"  # applies dropout to its attention weights
@@ -173,10 +172,10 @@ class Dataflow(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        inputs = tensors_in((args, kwargs))
+        inputs = [leaf for leaf in tree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         learned = [tensor for tensor in inputs if tensor.requires_grad and tensor.numel()]
         output = func(*args, **kwargs)
-        outputs = tensors_in(output)
+        outputs = [leaf for leaf in tree.tree_leaves(output) if isinstance(leaf, Tensor)]
         name = getattr(func, "__name__", str(func))
         if name == "__setitem__":
             outputs = inputs[:1]
@@ -215,8 +214,9 @@ class Dataflow(TorchFunctionMode):
                 if _is_tail(tensor, *tail):
                     self._roots[id(tensor)] = tensor, COPIED
             return
-        roots = frozenset[str]().union(*(self._roots_of(tensor) for tensor in learned))
-        if not all(self._roots_of(tensor) for tensor in learned):  # every gradient here is the same on all ranks
+        each = [self._roots_of(tensor) for tensor in learned]
+        roots = frozenset[str]().union(*each)
+        if not all(each):  # every gradient here is the same on all ranks
             self.complete |= roots - COPIED
             if roots >= COPIED:
                 self._fault("mixes a whole activation with one whose gradient a seam sums")

@@ -29,8 +29,8 @@ from core.hugging_face.cut.experts import check_experts
 from core.hugging_face.cut.places import find_cut
 from core.hugging_face.read.directory import read_configuration
 from core.hugging_face.read.ties import untie_by_files
+from core.hugging_face.read.tiny import keeps_records_apart, write_tiny
 from core.hugging_face.read.transformers_plans import peft_by_old_names, transformers_package
-from core.hugging_face.tiny import keeps_records_apart, write_tiny
 from core_plan.dry_run import dry_run, refuse_what_cannot_fit, this_machine
 from core_plan.job.config import ParallelOptions
 from core_plan.job.errors import ConfigError

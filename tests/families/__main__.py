@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from core.hugging_face.cut.sequence import MODES
 from core.hugging_face.read.directory import read_configuration
-from core.hugging_face.tiny import all_families
+from core.hugging_face.run.sequence import MODES
 from tests.families.check import check_families, table
+from tests.families.tiny import all_families
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

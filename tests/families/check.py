@@ -24,17 +24,17 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.groups import agree
 from core.hugging_face.cut.places import find_cut
 from core.hugging_face.cut.report import REPORT
-from core.hugging_face.cut.sequence import OVER_CONTEXT
 from core.hugging_face.cut.slices import whole_of
 from core.hugging_face.cut.split import split_model, split_stages
 from core.hugging_face.read.example import with_labels
 from core.hugging_face.read.plan import Plan, PlanError
 from core.hugging_face.read.transformers_plans import transformers_package
+from core.hugging_face.run.sequence import OVER_CONTEXT
 from core.hugging_face.run.stages import activations_of, stages_config
-from core.hugging_face.tiny import tiny_config, tiny_inputs, tiny_model
 from core.pipeline_parallel import PipelineLayout, PipelineRunner, wrap_stages
 from core.verify.in_double import InDouble
 from core.verify.rank_pool import RankFailure, RankPool
+from tests.families.tiny import tiny_config, tiny_inputs, tiny_model
 
 TOLERANCE = 1e-9
 GROWTH = 100.0  # allowed growth of rounding errors in outputs per step; weights have no such allowance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from core.hugging_face.cut.sequence import MODES, OVER_CONTEXT
+from core.hugging_face.run.sequence import MODES, OVER_CONTEXT
 from core.watch.warn_user import warn_user
 
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}

@@ -16,7 +16,7 @@ from core.groups.process_groups import world_groups
 from core.hugging_face import gather_logits
 from core.hugging_face.run.loss.label_counts import count_labels
 from core.hugging_face.run.loss.parallel_loss import refuse_use_of_split_logits
-from core.hugging_face.run.partial_outputs import refuse_arguments
+from core.hugging_face.run.refusals import refuse_arguments
 from core.hugging_face.run.stages import activations_of, stage_of
 from core.interface.whole import note
 from core.pipeline_parallel import MicrobatchLoss, PipelineRunner

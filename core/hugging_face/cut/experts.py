@@ -27,14 +27,6 @@ EXPERTS_SEAM = "experts over ep"  # style of seams at fused experts
 def over_experts(model: Any, plan: Plan, groups: ProcessGroups) -> Plan:
     """Return a plan in which experts are cut over expert parallelism; unchanged if the expert-parallel size is 1.
 
-    Args:
-        model: Transformers model; it may be on the meta device.
-        plan: Plan over tensor parallelism.
-        groups: Process groups.
-
-    Returns:
-        The plan.
-
     Raises:
         PlanError: If the model has no experts that can be cut, or the number of experts or the sizes do not fit.
     """
@@ -102,13 +94,6 @@ class ExpertsForward(SeamForward):
     The output is a partial sum over tp: of split experts, or of unsplit experts on this rank's part of the tokens.
 
     Collective over the expert-parallel group, in forward and backward, even for a rank without tokens.
-
-    Args:
-        module: The fused experts.
-        seam: Actions on input and output.
-        groups: Process groups.
-        length: As in SeamForward.
-        multiple: As in SeamForward.
     """
 
     def __init__(

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.cut.experts import EXPERTS_SEAM, ExpertsForward
-from core.hugging_face.cut.places import Watched, find_cut, hidden_streams, lists_of_layers
-from core.hugging_face.cut.report import Splitting
+from core.hugging_face.cut.experts import EXPERTS_SEAM, ExpertsForward, over_experts
+from core.hugging_face.cut.order import Watched, hidden_streams
+from core.hugging_face.cut.places import find_cut, lists_of_layers
+from core.hugging_face.cut.report import REPORT, Splitting
 from core.hugging_face.cut.slices import slice_of
 from core.hugging_face.read.example import layer_configurations
-from core.hugging_face.read.plan import Plan, PlanError, Split
+from core.hugging_face.read.plan import Plan, PlanError, Split, family_of
+from core.hugging_face.read.transformers_plans import read_plan
 from core.hugging_face.run.seams import SeamForward
 from core.hugging_face.run.stage_forward import ModelCut, StageForward
 from core.hugging_face.run.stages import stage_of
 from core.hugging_face.run.streams import Streams
+from core.interface.whole import about_to_change
 from core.pipeline_parallel.gpt_stages import check_embedding_group
 from core.pipeline_parallel.layout import PipelineLayout
 from core.tensor_parallel.initialization import set_tensor_model_parallel_attributes
@@ -30,17 +33,31 @@ EXPERT_TAGS = {"allreduce": False, "expert_dim": 0}  # tags of experts that are 
 INITIALIZED = "_is_hf_initialized"  # True on modules that loading must not initialize
 
 
+def prepare(model: Any, plan: Plan | None, groups: ProcessGroups) -> Plan:
+    """Return the plan for these groups after every check that is possible before parameters change.
+
+    Raises:
+        PlanError: If the model was split before, has no plan, or does not fit the group sizes.
+    """
+    if getattr(model, REPORT, None) is not None:
+        raise PlanError(f"this {type(model).__name__} was split already; split each model once")
+    about_to_change(model)
+    family = family_of(model)
+    if plan is None:
+        try:
+            plan = read_plan(model)
+        except PlanError:
+            if groups.size("tp") > 1:
+                raise
+            shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            plan = Plan(family, {}, {}, whole=shapes)  # one rank needs no split
+    return over_experts(model, plan.at(groups.size("tp")), groups)
+
+
 def cut_into_parts(model: Any, watched: Watched | None, plan: Plan, how: Splitting) -> list[Any]:
     """Return this rank's stages with sliced parameters: copies of the model, and the model itself as the last stage.
 
-    Args:
-        model: Full model; cut in place.
-        watched: Findings of a forward of the full model; None if no forward has run.
-        plan: Plan of the full model.
-        how: Groups, layout, and options of the split.
-
-    Returns:
-        The stages, or the model alone without a layout.
+    Without a layout, return the model alone. `watched` has the findings of a forward of the full model, if one has run.
     """
     layout, groups = how.layout, how.groups
     parts = [model]
@@ -102,20 +119,24 @@ def cut_parameters(model: nn.Module, plan: Plan, groups: ProcessGroups) -> None:
 
 def tag_slices(parameters: Mapping[str, nn.Parameter], plan: Plan, groups: ProcessGroups) -> None:
     """Tag the parameters that are slices, for gradient contracts and checkpoints."""
-    for name, parameter in parameters.items():
-        split = plan.splits.get(name)
-        if split is not None and "tp" in split.axes and groups.size("tp") > 1:
+    tp = groups.size("tp")
+    for name, split in plan.splits.items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            continue
+        if "tp" in split.axes and tp > 1:
             set_tensor_model_parallel_attributes(parameter, True, split.dim, split.blocks, split.length)
-        if split is not None and "ep" in split.axes:
+        if "ep" in split.axes:
             vars(parameter).update(EXPERT_TAGS)
 
 
 def place_seams(modules: Mapping[str, nn.Module], plan: Plan, groups: ProcessGroups) -> None:
     """Install the seams' forwards on modules, replacing forwards of earlier seams."""
+    tp = groups.size("tp")
     for seam in plan.seams.values():
         module, split = modules[seam.module], plan.splits.get(f"{seam.module}.weight")
         placed = getattr(vars(module).get("forward"), "seam", None)
-        if placed == seam or (groups.size("tp") == 1 and seam.style != EXPERTS_SEAM):
+        if placed == seam or (tp == 1 and seam.style != EXPERTS_SEAM):
             continue
         if placed is not None:
             del module.forward

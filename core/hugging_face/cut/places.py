@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
-from core.hugging_face.read.example import in_mode, run_quietly
 from core.hugging_face.read.plan import PlanError, family_of
 from core.hugging_face.run.loss.deferred_logits import head_of
 from core.hugging_face.run.stage_forward import GIVEN, PIXELS, ModelCut, refuse_router_loss
-from core.hugging_face.run.streams import Seen, Streams, all_learning, of_hidden_states, streams_of, watched
 
 Side = Literal["entry", "between", "exit"]
 SIDES: tuple[Side, ...] = ("entry", "between", "exit")
@@ -145,86 +142,3 @@ def _layer_of(name: str, lists: Sequence[str]) -> str:
     """Return the name of the layer that contains a module or parameter; '' outside the lists of layers."""
     held = next((held for held in lists if name.startswith(held + ".")), None)
     return "" if held is None else f"{held}.{name.removeprefix(held + '.').partition('.')[0]}"
-
-
-@dataclass(frozen=True)
-class Watched:
-    """Findings of a forward of the full model.
-
-    Attributes:
-        sides: Side on which each module with parameters was used.
-        streams: Tensors that pass between layers.
-    """
-
-    sides: Mapping[str, Side]
-    streams: Streams
-
-
-def watch_order(model: Any, example: Mapping[str, Any]) -> tuple[Watched, Any]:
-    """Run the full model on an example to learn the order of its modules and the tensors between its layers.
-
-    Args:
-        model: Full transformers model.
-        example: Keyword arguments of one small forward.
-
-    Returns:
-        The findings, and the model's output.
-
-    Raises:
-        PlanError: If the example does not reach a vision tower, or the layers pass more than a stage can send.
-    """
-    cut = find_cut(model)
-    outside, mode = sorted(cut.entry | cut.between | cut.exit), in_mode(model, training="labels" in example)
-    if len(cut.lists) > 1:
-        names = cut.layers
-        lists = names[: cut.counts[0]], names[cut.counts[0] :]
-        with mode:
-            streams, seen, output = streams_of(model, cut.family, lists, outside, example)
-        return Watched(_sides_of(model, cut, seen), streams), output
-    towers, first = {*lists_of_layers(model)} - {*cut.lists}, cut.layers[0]
-    with watched(model, cut.layers, outside) as seen:
-        if towers:
-            with mode, all_learning(model):
-                output = model(**example)
-        else:
-            output = run_quietly(model, example, training="labels" in example)
-    order = [name for name, _ in seen.called]
-    for tower in towers:
-        if not any(name.startswith(f"{tower}.") for name in order):
-            raise PlanError(
-                f"{cut.family}: the example does not reach {tower!r}, so this module cannot be assigned to a stage; "
-                "pass the plugin or split_stages an example= with images, equal on all ranks"
-            )
-    more = next((name for name, taken in seen.called if len(taken) > 1), None)
-    if more is not None:
-        raise PlanError(
-            f"{cut.family}: {more!r} takes more than hidden states, and a stage sends no features of images"
-        )
-    before = order[: order.index(first)] if first in order else order
-    sides: dict[str, Side] = {name: "entry" if name in before else "exit" for name in order if name not in cut.layers}
-    return Watched(sides, hidden_streams(model, find_cut(model, sides))), output
-
-
-def _sides_of(model: Any, cut: ModelCut, seen: Seen) -> dict[str, Side]:
-    """Return the sides on which an encoder-decoder uses its modules.
-
-    Modules after the encoder's layers are stored with the encoder's last layer.
-    """
-    order = [name for name, _ in seen.called]
-    decoder = order.index(cut.layers[cut.counts[0]])
-    encoder = next(name for name, module in model.named_modules() if module is model.get_encoder())
-    sides: dict[str, Side] = {}
-    for name in dict.fromkeys(order):
-        is_behind = order.index(name) > order.index(cut.layers[0])
-        if order.index(name) > decoder:
-            sides[name] = "exit"
-        else:
-            sides[name] = "between" if is_behind and name.startswith(encoder + ".") else "entry"
-    return sides
-
-
-def hidden_streams(model: Any, cut: ModelCut) -> Streams:
-    """Return the streams of a model with one list of layers, which passes hidden states only."""
-    modules = {name: model.get_submodule(name) for name in cut.entry}
-    widths = {n: getattr(m, "embedding_dim", getattr(m, "out_features", None)) for n, m in modules.items()}
-    return of_hidden_states(model, cut.count, widths)

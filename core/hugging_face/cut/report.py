@@ -8,8 +8,8 @@ from typing import Literal
 
 from core.groups import agree
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.cut.sequence import OVER_CONTEXT
 from core.hugging_face.read.plan import Plan
+from core.hugging_face.run.sequence import OVER_CONTEXT
 from core.pipeline_parallel.layout import PipelineLayout
 
 REPORT = "split_report"  # attribute of a split model that holds its SplitReport

@@ -24,8 +24,9 @@ def slice_of(whole: Tensor, split: Split | None, groups: ProcessGroups) -> Tenso
         The slice.
     """
     for axis, dim, blocks, multiple in () if split is None else split.cuts:
-        if groups.size(axis) > 1:
-            whole = tensor_parallel_slice(whole, dim, groups.size(axis), groups.rank(axis), blocks, multiple)
+        size = groups.size(axis)
+        if size > 1:
+            whole = tensor_parallel_slice(whole, dim, size, groups.rank(axis), blocks, multiple)
     return whole
 
 

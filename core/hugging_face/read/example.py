@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as tree
 
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face.read.plan import PlanError, family_of
-from core.hugging_face.run.dropout import as_in_training
+from core.hugging_face.read.quiet import in_mode
 
 IMAGE_FEATURES, GRIDS = "get_image_features", "image_grid_thw"
 ROWS, CHOICES, SAMPLES = 2, 2, 2000
@@ -102,21 +101,18 @@ def unreached(model: Any, arguments: Mapping[str, Any]) -> dict[str, int]:
 def _reaches(model: Any) -> dict[str, int]:
     """Return the token counts in the config of a text model, by name."""
     config, layers = model.config.get_text_config(), layer_configurations(model)
-    values = {name: _highest([getattr(layer, name, None) for layer in layers]) for name in REACHES}
+    found = {name: [getattr(layer, name, None) for layer in layers] for name in REACHES}
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # longer sequences use other frequencies
-        values["original_max_position_embeddings"] = _highest([rope.get("original_max_position_embeddings")])
-    return {name: value for name, value in values.items() if value > 0}
+        found["original_max_position_embeddings"] = [rope.get("original_max_position_embeddings")]
+    counts = {name: [each for each in values if isinstance(each, int) and each > 0] for name, values in found.items()}
+    return {name: max(values) for name, values in counts.items() if values}
 
 
 def layer_configurations(model: Any) -> list[Any]:
     """Return the config of each layer if they differ, else the model's config."""
     config = model.config.get_text_config()
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
-
-
-def _highest(values: Sequence[Any]) -> int:
-    return max((value for value in values if isinstance(value, int)), default=0)
 
 
 def _length(model: Any, multiple: int) -> int:
@@ -190,7 +186,7 @@ def _with_images(model: Any, ids: Tensor) -> dict[str, Tensor]:
     if mark is None or vision is None or not hasattr(model, IMAGE_FEATURES):
         return {}
     images = _patches(model, vision) if GRIDS in takes else {"pixel_values": _pixels(model)}
-    with torch.no_grad(), in_evaluation(model):
+    with torch.no_grad(), in_mode(model, training=False):
         features = model.get_image_features(**images).pooler_output
     places = sum(part.numel() for part in features) // (ROWS * model.config.get_text_config().hidden_size)
     marks = ids.new_full((len(ids), places), mark)
@@ -220,35 +216,3 @@ def _after_images(model: Any, ids: Tensor) -> Tensor:
 def _random(model: Any, *shape: int) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(7)
     return torch.randn(shape, generator=generator, device="cpu").to(model.device, model.dtype)
-
-
-def run_quietly(model: Any, example: Mapping[str, Any], *, training: bool = False) -> Any:
-    """Run a forward without gradients; random state and training modes are restored afterwards.
-
-    Args:
-        model: Transformers model.
-        example: Keyword arguments.
-        training: True to compute as in training (`as_in_training`), False for evaluation mode.
-
-    Returns:
-        The model's output.
-    """
-    with torch.no_grad(), torch.random.fork_rng(), in_mode(model, training=training):
-        return model(**example)
-
-
-def in_mode(model: nn.Module, *, training: bool) -> AbstractContextManager[None]:
-    """Return a context that puts a model in training mode without randomness, or in evaluation mode."""
-    return as_in_training(model) if training else in_evaluation(model)
-
-
-@contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode inside the context, and restore each module's mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

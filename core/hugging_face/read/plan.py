@@ -39,6 +39,7 @@ WORDS = {
     "gather sequence": "this rank's part of the sequence; all parts are joined, and its gradient is summed over tp",
     "reduce sequence": "summed over tp, and this rank's part of the sequence is taken",
 }
+AGAIN = "The model has been cut; make it again"
 
 
 class PlanError(ValueError):

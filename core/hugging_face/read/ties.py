@@ -21,14 +21,9 @@ Stored = dict[tuple[str, str | None], dict[str, Any]]
 def stored_tensors(model: Any, files: Mapping[str, bool], mapping: Sequence[Any]) -> Stored:
     """Group the tensors of safetensors files by the parameter that each becomes, or becomes a part of.
 
-    Args:
-        model: Transformers model; it may be on the meta device.
-        files: File -> True to verify its checksum.
-        mapping: Transformers' weight conversions of the model.
-
-    Returns:
-        (parameter, pattern of the conversion) -> {key in the file: open file}. The pattern is None if a single tensor
-        becomes the parameter.
+    `files` says for each file whether to verify its checksum, and `mapping` has transformers' weight conversions.
+    Returns (parameter, pattern of the conversion) -> {key in the file: open file}. The pattern is None if a single
+    tensor becomes the parameter.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

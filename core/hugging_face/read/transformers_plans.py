@@ -129,7 +129,13 @@ class _Reader:
         for end, style in CORRECTIONS.get(model.config.model_type, {}).items():
             rules |= {name: style for name in names if name.endswith(f".{end}")}
         self.rules = {**self._rules_of_ties(rules), **rules}
-        self.whole_weights = set(self._by_token_id())
+        words = {name: _rule_for(name, self.rules) for name in self.modules}
+        self.words = {name: word for name, word in words.items() if word is not None}
+        self.styles = {name: style_of(self.family, name, word) for name, word in self.words.items()}
+        # A second parameter of an embedding is indexed by token id too, and would point to the wrong row in a rank's
+        # part of the vocabulary. Such embeddings and their ties stay unsplit.
+        embeddings: list[Any] = [self.modules[n] for n, style in self.styles.items() if style.before == "vocabulary"]
+        self.whole_weights = {id(each.weight) for each in embeddings if len(list(each.parameters(recurse=False))) > 1}
 
     def plan(self) -> Plan:
         """Build the plan from the rules."""
@@ -157,7 +163,7 @@ class _Reader:
                 if split is None and first == full:
                     whole[full] = tuple(parameter.shape)
         numbers: dict[str, int] = {}
-        for name in self.modules:
+        for name in self.modules if self.policy is not None else ():
             for attribute in self._of_policy(name, "divided"):
                 numbers[f"{name}.{attribute}"] = self._number(name, attribute)
             arguments = self._of_policy(name, "per_head")
@@ -165,20 +171,8 @@ class _Reader:
                 seams[name] = Seam(name, "policy", "heads", heads=self._count_of_heads(name), arguments=arguments)
         return Plan(self.family, splits, seams, frozenset(partial), whole, numbers)
 
-    def _by_token_id(self) -> Iterator[int]:
-        """Yield embeddings with a second parameter that is indexed by token id; they and their ties stay unsplit.
-
-        In a rank's part of the vocabulary such an index would point to the wrong row.
-        """
-        for name, module in self.modules.items():
-            word = _rule_for(name, self.rules)
-            how = Style() if word is None else style_of(self.family, name, word)
-            if how.before == "vocabulary" and len(list(module.parameters(recurse=False))) > 1:
-                yield id(module.weight)
-
     def _seam(self, name: str, module: nn.Module) -> Seam | None:
-        word = _rule_for(name, self.rules)
-        how = Style() if word is None else style_of(self.family, name, word)
+        word, how = self.words.get(name), self.styles.get(name, Style())
         if word is None or not (how.before or how.after) or id(getattr(module, "weight", None)) in self.whole_weights:
             return None
         heads = self._count_of_heads(name.rpartition(".")[0]) if how.after == "select" else 0
@@ -190,7 +184,7 @@ class _Reader:
     def _cut(self, owner: str, name: str, parameter: nn.Parameter) -> tuple[Split | None, bool]:
         """Return a parameter's cut, by its own or its module's rule; and True if unsplit with a partial gradient."""
         own = _rule_for(name, self.rules)
-        word = own or _rule_for(owner, self.rules)
+        word = own or self.words.get(owner)
         if word is None or id(getattr(self.modules[owner], "weight", None)) in self.whole_weights:
             return None, False
         style, shape = style_of(self.family, name if own else owner, word), tuple(parameter.shape)

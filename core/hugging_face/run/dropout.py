@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,50 +25,6 @@ from core.tensor_parallel.random import (
 )
 
 REGIONS = "dropout_regions"  # attribute of a split model: its SplitRegions over tp
-
-
-CHANCE = ("drop", "jitter")  # occurs in the names of probabilities and noise widths
-
-
-@contextmanager
-def as_in_training(model: nn.Module) -> Iterator[None]:
-    """Put a model in training mode inside the context, without dropout, noise, or updates of running statistics.
-
-    Modes and configs are restored afterwards.
-    """
-    modules = list(model.modules())
-    modes = [(module, module.training) for module in modules]
-    configs = {id(config): config for config in (getattr(module, "config", None) for module in modules)}
-    before = [(config, dict(vars(config))) for config in configs.values() if hasattr(config, "get_text_config")]
-    attributes = [(module, name, value) for module in modules for name, value in _chances(module)]
-    stream = getattr(model, "forward_stream", None)
-    try:
-        for module in modules:
-            module.training = not getattr(module, "track_running_stats", False)
-        for config, values in before:
-            vars(config).update({name: 0.0 for name in values if _is_chance(name, values[name])})
-        for module, name, _ in attributes:
-            setattr(module, name, 0.0)
-        with nullcontext() if stream is None else stream.paused():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for config, values in before:
-            vars(config).clear()
-            vars(config).update(values)
-        for module, name, value in attributes:
-            setattr(module, name, value)
-
-
-def _is_chance(name: str, value: Any) -> bool:
-    return isinstance(value, float) and value > 0 and any(word in name for word in CHANCE)
-
-
-def _chances(module: nn.Module) -> list[tuple[str, float]]:
-    """Return the module's attributes that hold a probability above 0 or a width of noise."""
-    drops = "Dropout" in type(module).__name__
-    return [(n, value) for n, value in vars(module).items() if _is_chance("drop" if drops and n == "p" else n, value)]
 
 
 class ForwardStream:

@@ -31,10 +31,7 @@ class GradientCheckpointConfig:
 
         Args:
             stage: Index of the stage.
-            count: Number of its layers.
-
-        Returns:
-            The number of checkpointed layers, counted from the stage's first.
+            count: Number of its layers. The checkpointed ones are counted from the first.
         """
         return int(self.gradient_checkpointing_ratio * count)
 
@@ -50,14 +47,11 @@ class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
     num_ckpt_layers_per_stage: Sequence[int] | None = None
 
     def layers_of(self, stage: int, count: int) -> int:
-        """Return the number of a stage's layers that are checkpointed.
+        """Return the number of a stage's layers that are checkpointed. See `GradientCheckpointConfig`.
 
         Args:
             stage: Index of the stage.
             count: Number of its layers.
-
-        Returns:
-            The number of checkpointed layers, counted from the stage's first.
 
         Raises:
             ValueError: If the config does not name the stage, or names more layers than it has.

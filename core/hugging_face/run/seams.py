@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -84,16 +84,10 @@ def on_output(change: Callable[[Tensor], Tensor], module: str, output: Any) -> A
     raise PlanError(f"module {module!r} gave a {type(output).__name__} that does not begin with hidden states")
 
 
-def change_by_rows(change: Callable[[Tensor], Tensor], rows: tuple[int, ...], value: Tensor) -> Tensor:
+def _change_by_rows(change: Callable[[Tensor], Tensor], rows: tuple[int, ...], value: Tensor) -> Tensor:
     """Apply a function of [batch, s, h] also to a flattened output [batch x s, h], which llama4's experts return.
 
-    Args:
-        change: Function to apply.
-        rows: (batch, s) of the module's input.
-        value: The module's output.
-
-    Returns:
-        The changed output.
+    `rows` is (batch, s) of the module's input.
     """
     if value.dim() != 2 or len(rows) < 2 or len(value) != math.prod(rows):
         return change(value)
@@ -154,8 +148,8 @@ class SeamForward:
         change = partial(self._changed, seam.after)
         if seam.after in OVER_SEQUENCE:
             hidden = next((value for value in (*args, *kwargs.values()) if is_hidden(value)), None)
-            change = partial(change_by_rows, change, () if hidden is None else hidden.shape[:-1])
-        with self._without_bias() as bias:
+            change = partial(_change_by_rows, change, () if hidden is None else hidden.shape[:-1])
+        with self._without_bias() if seam.after.startswith("reduce") else nullcontext() as bias:
             output = self.run(*args, **kwargs)
         if elsewhere is not None:
             output = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
@@ -251,7 +245,7 @@ class SeamForward:
     @contextmanager
     def _without_bias(self) -> Iterator[Tensor | None]:
         """Hide an unsplit bias of a split weight from the forward; the caller adds it once, after the sum."""
-        bias = self.module._parameters.get("bias") if self.seam.after.startswith("reduce") else None
+        bias = self.module._parameters.get("bias")
         if bias is None or getattr(bias, "tensor_model_parallel", False):
             yield None
             return

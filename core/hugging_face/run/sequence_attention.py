@@ -41,12 +41,12 @@ def register_attention(mode: str, group: dist.ProcessGroup) -> str:
 
     name, _ = _NAMES.setdefault((mode, id(group)), (f"core_{mode}_{len(_NAMES)}", group))
     is_ring = mode == "ring_attn"
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(ring_of_documents if is_ring else all_to_all_attention, group))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, documents_of if is_ring else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_ring_of_documents if is_ring else _all_to_all_attention, group))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, _documents_of if is_ring else ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     return name
 
 
-def all_to_all_attention(
+def _all_to_all_attention(
     group: dist.ProcessGroup,
     module: nn.Module,
     query: Tensor,
@@ -58,28 +58,11 @@ def all_to_all_attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend over a split sequence by exchanging positions for heads.
+    """Attend over a split sequence by exchanging positions for heads. Collective, in forward and backward.
 
-    Key and value heads are repeated if their number is not divisible. Collective over the group, in forward and
-    backward.
-
-    Args:
-        group: Group that splits the sequence.
-        module: Attention module.
-        query: [b, heads, s / sp, d].
-        key: [b, groups, s / sp, d].
-        value: [b, groups, s / sp, d].
-        attention_mask: Mask of the complete sequence [b, 1 or heads, s, s], or None.
-        is_causal: Overrides the module's attribute.
-        softcap: Soft cap of scores.
-        s_aux: Sinks [heads].
-        **options: Further options of transformers' attention.
-
-    Returns:
-        The output [b, s / sp, heads, d], and None for the attention weights.
-
-    Raises:
-        ValueError: If the heads are not divisible by the group's size, or an option is not supported.
+    Key and value heads are repeated if their number is not divisible. Query, key and value are [b, heads or groups,
+    s / sp, d], the mask is of the complete sequence [b, 1 or heads, s, s], and sinks (`s_aux`) are [heads]. Returns the
+    output [b, s / sp, heads, d], and None for the attention weights.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -153,7 +136,7 @@ def _refuse_dropout(what: str, dropout: float) -> None:
         raise ValueError(f"{what} does not support attention dropout, got {dropout}; set it to 0.0 in the config")
 
 
-def ring_of_documents(
+def _ring_of_documents(
     group: dist.ProcessGroup,
     module: nn.Module,
     query: Tensor,
@@ -167,29 +150,10 @@ def ring_of_documents(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend over a split sequence by passing keys and values around a ring.
+    """Attend over a split sequence by passing keys and values around a ring. Collective, in forward and backward.
 
-    Causal inside each document. Collective over the group, in forward and backward.
-
-    Args:
-        group: Group that splits the sequence.
-        module: Attention module.
-        query: [b, heads, s / sp, d].
-        key: [b, groups, s / sp, d].
-        value: [b, groups, s / sp, d].
-        attention_mask: Result of `documents_of`.
-        scaling: Factor of the scores; None for 1 / sqrt(d).
-        dropout: Must be 0.
-        is_causal: Overrides the module's attribute.
-        softcap: Soft cap of scores.
-        s_aux: Sinks [heads].
-        **options: Further options of transformers' attention.
-
-    Returns:
-        The output [b, s / sp, heads, d], and None for the attention weights.
-
-    Raises:
-        ValueError: If the mask, dropout, or an option is not supported.
+    Attention is causal inside each document, as `_documents_of` describes them in `attention_mask`. Shapes are as in
+    `_all_to_all_attention`.
     """
     _refuse_unknown("ring_attn", options)
     _refuse_dropout("attention under 'ring_attn'", dropout)
@@ -215,7 +179,7 @@ def ring_of_documents(
     return rearrange(output[..., :width], "s b n d -> b s n d").contiguous(), None
 
 
-def documents_of(
+def _documents_of(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -225,28 +189,15 @@ def documents_of(
     local_size: int | None = None,
     **unused: Any,
 ) -> Tensor | None:
-    """Describe a model's mask by documents, in the format that `ring_of_documents` expects.
+    """Describe a model's mask by documents, for `_ring_of_documents`. Arguments are the ones of transformers' masks.
 
-    The window is encoded in the shape (a view), so that no layer needs to read a number from device memory.
+    `mask_function` says whether a query sees a key, by the indices of batch, head, query, and key. `local_size` is the
+    size of a window, or of chunks, which are treated as documents.
 
-    Args:
-        batch_size: Number of rows.
-        q_length: Number of queries.
-        kv_length: Number of keys; must equal `q_length`.
-        mask_function: True if a query sees a key, by the indices of batch, head, query, and key.
-        attention_mask: [b, s], False for padding; or None.
-        device: Device of the result.
-        local_size: Size of a window, or of chunks, which are treated as documents.
-        **unused: Accepted for compatibility with transformers.
-
-    Returns:
-        The number of each token's document [b, 1, 1 + window, s], -1 for padding. The third dimension is a view; its
-        size minus 1 is the number of keys that a query sees, including itself; size 1 means no window. None if nothing
-        is masked. Empty [b, 1, 1, 0] if the mask is not causal inside each document: this is not an error yet, because
-        some models create masks that no layer uses.
-
-    Raises:
-        ValueError: If the numbers of queries and keys differ.
+    Returns the number of each token's document [b, 1, 1 + window, s], -1 for padding. The third dimension is a view, so
+    that no layer needs to read a number from device memory; its size minus 1 is the number of keys that a query sees,
+    including itself; size 1 means no window. None if nothing is masked. Empty [b, 1, 1, 0] if the mask is not causal
+    inside each document: this is not an error yet, because some models create masks that no layer uses.
     """
     if q_length != kv_length:
         raise ValueError(f"'ring_attn' needs as many keys as queries, and got {q_length} queries and {kv_length} keys")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from core.hugging_face.read.plan import PlanError
@@ -118,3 +119,28 @@ def stages_config(layout: PipelineLayout, tp: int = 1) -> ModelParallelConfig:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=virtual,
     )
+
+
+def received_example(chunk: Any, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Create the received tensors of a stage that runs alone: random numbers, the same on all ranks.
+
+    Args:
+        chunk: A stage of the model.
+        arguments: Keyword arguments of the example.
+
+    Returns:
+        The stage's argument `received`; empty for the first stage.
+    """
+    stage = stage_of(chunk)
+    if stage.part.pre_process:
+        return {}
+    generator = torch.Generator("cpu").manual_seed(5)
+    device = next(chunk.parameters()).device
+    received = []
+    for form, like in zip(
+        stage.streams.sent_to(stage.first), activations_of(chunk, arguments)(stage.part.index - 1), strict=True
+    ):
+        values = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+        received.append(values.to(device, like.dtype).requires_grad_())
+        received[-1].tensor_model_parallel = form.is_split
+    return {"received": tuple(received)}

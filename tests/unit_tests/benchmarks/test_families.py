@@ -8,9 +8,9 @@ pytest.importorskip("transformers")
 
 from benchmarks.families import PRECISIONS, table_of, verdict_on_rank
 from core import parallel_state
-from core.hugging_face.cut.sequence import OVER_CONTEXT
-from core.hugging_face.tiny import all_families
+from core.hugging_face.run.sequence import OVER_CONTEXT
 from core.tensor_parallel import mappings
+from tests.families.tiny import all_families
 from tests.unit_tests.hugging_face.models import grad_times
 from tests.unit_tests.ranks import ranks
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from core.hugging_face.tiny import tiny_of_bytes
+from core.hugging_face.read.tiny import tiny_of_bytes
 from core_plan import ModelRun
 from core_plan.command import main
 

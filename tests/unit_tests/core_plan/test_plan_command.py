@@ -171,7 +171,7 @@ def test_a_job_far_below_the_memory_is_not_planned(flags: str, monkeypatch: pyte
 
 def test_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    from core.hugging_face.tiny import tiny_of_bytes
+    from core.hugging_face.read.tiny import tiny_of_bytes
 
     tiny_of_bytes("qwen3", 64).save_pretrained(tmp_path)
     flags = ["--ranks", "2", "--pp", "2", "--seq", "64", "--global-batch", "4"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.plan_jobs import ModelJob, peak_of
-from core.hugging_face.cut.sequence import OVER_TENSOR
+from core.hugging_face.run.sequence import OVER_TENSOR
 from core_plan import plan_run
 from core_plan.command import main
 from core_plan.device import read_device

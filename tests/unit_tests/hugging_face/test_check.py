@@ -5,9 +5,9 @@ import pytest
 pytest.importorskip("transformers")
 
 from core.hugging_face.read.transformers_plans import transformers_package
-from core.hugging_face.tiny import families
 from tests.families.__main__ import main
 from tests.families.check import Verdict, table
+from tests.families.tiny import families
 
 
 def test_check_says_equal_and_refused_of_families(capsys: pytest.CaptureFixture[str]) -> None:

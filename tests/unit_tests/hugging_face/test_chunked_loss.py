@@ -14,8 +14,8 @@ import transformers
 from core.hugging_face import PlanError, use_chunked_loss
 from core.hugging_face.run.loss.chunked_loss import why_not_in_chunks
 from core.hugging_face.run.loss.deferred_logits import DeferredLogits, DeferringHead
-from core.hugging_face.tiny import families, tiny_config, tiny_model
 from core_plan.live_memory import LiveMemory
+from tests.families.tiny import families, tiny_config, tiny_model
 from tests.unit_tests.hugging_face.models import VOCABULARY, small, tokens
 
 # Family -> what it does to its logits: nothing; a tied weight; a cap; a scale; a bias in the output layer.

@@ -13,9 +13,10 @@ from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, HybridParallelPlugin
 from core.hugging_face import PlanError, gather_logits, split_model
-from core.hugging_face.read.example import example_of, layer_configurations, run_quietly, unreached
+from core.hugging_face.read.example import example_of, layer_configurations, unreached
+from core.hugging_face.read.quiet import run_quietly
 from core.hugging_face.run.streams import Form
-from core.hugging_face.tiny import all_families, tiny_config, tiny_inputs, tiny_model
+from tests.families.tiny import all_families, tiny_config, tiny_inputs, tiny_model
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 
@@ -239,9 +240,9 @@ def test_a_forward_as_in_training_drops_nothing_and_leaves_a_model_as_it_was() -
     model.add_module("statistics", torch.nn.BatchNorm1d(2))
     modes = [module.training for module in model.modules()]
     batch = {"input_ids": tokens(1) % 90, "labels": torch.tensor([1])}
-    found = run_quietly(model, batch, training=True)
+    found = run_quietly(model, batch)
     assert [module.training for module in model.modules()] == modes
     assert model.config.resid_pdrop == 0.5 and model.transformer.h[1].attn.attn_dropout.p == 0.5
     assert model.config.problem_type is None  # which the loss of labels has set meanwhile
-    torch.testing.assert_close(found.logits, run_quietly(model, batch).logits)
+    torch.testing.assert_close(found.logits, run_quietly(model, batch, training=False).logits)
     assert not torch.equal(model(**batch).logits, found.logits)

@@ -24,10 +24,10 @@ from core.hugging_face import (
 )
 from core.hugging_face.cut.experts import ExpertsForward
 from core.hugging_face.cut.slices import whole_of
-from core.hugging_face.tiny import families
 from core.pipeline_parallel import PipelineRunner, plan_pipeline, wrap_stages
 from core.verify.in_double import InDouble
 from tests.families.check import check_on_rank, whole_tensor
+from tests.families.tiny import families
 from tests.unit_tests.hugging_face.models import small, tokens, whole_copy
 from tests.unit_tests.ranks import ranks
 

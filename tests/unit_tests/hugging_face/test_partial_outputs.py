@@ -7,8 +7,8 @@ pytest.importorskip("transformers")
 
 from core import parallel_state
 from core.hugging_face import split_model, split_stages
-from core.hugging_face.tiny import families_with_policy, tiny_config, tiny_model
 from core.pipeline_parallel import plan_pipeline
+from tests.families.tiny import families_with_policy, tiny_config, tiny_model
 from tests.unit_tests.hugging_face.models import small, tokens, whole_copy
 from tests.unit_tests.ranks import ranks
 

@@ -14,8 +14,8 @@ from core import parallel_state
 from core.hugging_face import POLICIES, PlanError, Policy, load_split, read_plan, save_split, split_model
 from core.hugging_face.read.plan import Style
 from core.hugging_face.read.policies import longest_fit
-from core.hugging_face.tiny import families, families_with_policy, model_class, tiny_config, tiny_inputs, tiny_model
 from tests.families.check import check_on_rank
+from tests.families.tiny import families, families_with_policy, model_class, tiny_config, tiny_inputs, tiny_model
 from tests.unit_tests.hugging_face.models import small
 from tests.unit_tests.ranks import ranks
 

@@ -15,7 +15,7 @@ from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 from core.hugging_face import gather_logits, load_split
 from core.hugging_face.read.precision import cast_model, dtypes_of, kept_dtypes
-from core.hugging_face.tiny import all_families, model_class, tiny_config, tiny_inputs, tiny_model
+from tests.families.tiny import all_families, model_class, tiny_config, tiny_inputs, tiny_model
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 

@@ -18,13 +18,13 @@ from core.context_parallel.cut_sequence import CutSequence
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.guard.finite import ReplicaDriftError
 from core.hugging_face import PlanError, split_model
-from core.hugging_face.cut import sequence
-from core.hugging_face.cut.sequence import MODES, OVER_CONTEXT
+from core.hugging_face.cut.sequence import over_sequence
 from core.hugging_face.read.transformers_plans import checkpoint_each_layer
-from core.hugging_face.tiny import families, families_with_policy
+from core.hugging_face.run.sequence import MODES, OVER_CONTEXT
 from core.tensor_parallel import mappings
 from core.verify.in_double import InDouble
 from tests.families.check import Verdict, check_on_rank
+from tests.families.tiny import families, families_with_policy
 from tests.unit_tests.hugging_face.models import grad_times, small, tokens, whole
 from tests.unit_tests.ranks import ranks
 
@@ -335,7 +335,7 @@ def test_a_norm_whose_gradient_is_not_summed_is_named_in_the_first_step(rank: in
 def test_the_plan_says_where_the_sequence_is_cut() -> None:
     from core.hugging_face import read_plan
 
-    plan = sequence.over_sequence(small("llama"), read_plan(small("llama")), "model.layers")
+    plan = over_sequence(small("llama"), read_plan(small("llama")), "model.layers")
     table = plan.table(2)
     assert "2 x model.layers.*.self_attn (sequence): input this rank's part of the sequence; all parts" in table
     assert "o_proj (rowwise): input unchanged; output summed over tp, and this rank's part of the sequence" in table

@@ -16,9 +16,9 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.distributed.contract.gradient_contract import declare_gradient
 from core.distributed.guard.finite import ReplicaDriftError
 from core.hugging_face import PlanError, read_plan, save_split, split_model
-from core.hugging_face.tiny import families, tiny_config, tiny_model
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.families.check import check_on_rank
+from tests.families.tiny import families, tiny_config, tiny_model
 from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
 

@@ -18,11 +18,11 @@ import peft
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.hugging_face import PlanError, add_lora, save_split, split_model
-from core.hugging_face.cut.sequence import OVER_CONTEXT
 from core.hugging_face.read.transformers_plans import checkpoint_each_layer
-from core.hugging_face.tiny import families, families_with_policy, tiny_config, tiny_model
+from core.hugging_face.run.sequence import OVER_CONTEXT
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.verify.in_double import InDouble
+from tests.families.tiny import families, families_with_policy, tiny_config, tiny_model
 from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
 

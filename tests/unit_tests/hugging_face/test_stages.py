@@ -14,19 +14,20 @@ from core import parallel_state
 from core.distributed import DistributedDataParallelConfig
 from core.groups import agree
 from core.hugging_face import PlanError, split_stages, stage_activations, stage_forward_step, stages_config
+from core.hugging_face.cut.order import watch_order
 from core.hugging_face.cut.parts import keep_stage
-from core.hugging_face.cut.places import find_cut, watch_order
+from core.hugging_face.cut.places import find_cut
 from core.hugging_face.prove.compare import Shown, refuse_other_output
 from core.hugging_face.run.stage_forward import StageForward
-from core.hugging_face.tiny import families
 from core.pipeline_parallel import PipelineRunner, StageSpec, plan_pipeline, wrap_stages
 from core.verify.in_double import InDouble
 from tests.families.check import check_on_rank
+from tests.families.tiny import families
 from tests.unit_tests.hugging_face.models import small, tokens, whole
 from tests.unit_tests.ranks import ranks
 
 LAYERS = 4
-split_stages_module = importlib.import_module("core.hugging_face.cut.split")
+attach_module = importlib.import_module("core.hugging_face.cut.attach")
 # gemma scales embeddings by a buffer and ties them; granite multiplies embeddings, residuals and logits by numbers.
 GRANITE = {"embedding_multiplier": 2.5, "residual_multiplier": 0.7, "logits_scaling": 3.0}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -175,7 +176,7 @@ def test_a_layer_that_no_stage_runs_is_refused(rank: int, world: int) -> None:
 @ranks(2)
 def test_a_tie_whose_gradients_are_not_added_is_seen(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split_stages_module, "tie_ends", lambda chunks, layout: None)
+        patch.setattr(attach_module, "tie_ends", lambda chunks, layout: None)
         with pytest.raises(AssertionError, match="embed_tokens|lm_head"):
             compare_with_one_process(small("gemma", num_hidden_layers=LAYERS), 1, 2, "1F1B")
 
@@ -274,7 +275,7 @@ def test_check_compares_a_pipeline(rank: int, world: int, name: str) -> None:
 @ranks(2)
 def test_check_sees_a_tie_that_is_not_added(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split_stages_module, "tie_ends", lambda chunks, layout: None)
+        patch.setattr(attach_module, "tie_ends", lambda chunks, layout: None)
         verdict = check_on_rank("cohere/CohereConfig", families()["cohere/CohereConfig"], 1, pp=2)
     assert verdict.answer == "wrong", verdict
     assert "embed_tokens.weight" in verdict.why or "lm_head.weight" in verdict.why

@@ -17,13 +17,14 @@ from core.booster import Booster
 from core.booster.plugin import HybridParallelPlugin
 from core.groups.process_groups import ProcessGroups
 from core.hugging_face import PlanError
+from core.hugging_face.cut.order import watch_order
 from core.hugging_face.cut.parts import copied, keep_stage
-from core.hugging_face.cut.places import find_cut, watch_order
+from core.hugging_face.cut.places import find_cut
 from core.hugging_face.read.example import example_of
 from core.hugging_face.run.stages import activations_of
-from core.hugging_face.tiny import tiny_config
 from core.pipeline_parallel import PipelineLayout
 from core.verify.in_double import InDouble
+from tests.families.tiny import tiny_config
 from tests.unit_tests.ranks import ranks
 
 ROWS, SOURCE, TARGET, STEPS = 4, 10, 7, 3

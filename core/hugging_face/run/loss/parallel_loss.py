@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as Group
 
 from core.groups.process_groups import ProcessGroups
-from core.hugging_face.cut.sequence import SequenceParallel
-from core.hugging_face.read.example import run_quietly
 from core.hugging_face.read.plan import Plan, PlanError
+from core.hugging_face.read.quiet import run_quietly
 from core.hugging_face.run.loss.deferred_logits import DeferredLogits, head_of
+from core.hugging_face.run.sequence import SequenceParallel
 from core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region, group_size
 
@@ -136,17 +135,7 @@ def why_logits_stay_whole(
     """Explain why the loss cannot be computed from split logits; None if it can.
 
     A forward with labels shows it: the logits must go to `model.loss_function`, and the loss must come from there.
-    Collective over the groups that cut the model.
-
-    Args:
-        model: Split model whose logits are still gathered.
-        plan: Plan of the split.
-        arguments: Keyword arguments of the example.
-        tp: Tensor-parallel size.
-        cuts_sequence: True if hidden states stay cut over a sequence that another group than tp cuts.
-
-    Returns:
-        The reason, for an error or a warning.
+    `cuts_sequence` is True if another group than tp cuts the sequence. Collective over the groups that cut the model.
     """
     name, head = output_layer(model)
     seam = plan.seams.get(name)
@@ -170,7 +159,7 @@ def why_logits_stay_whole(
     poison = head.register_forward_hook(lambda module, args, output: output * math.nan)
     try:
         labels = arguments.get("decoder_input_ids", arguments["input_ids"])
-        output = run_quietly(model, {**arguments, "labels": labels})
+        output = run_quietly(model, {**arguments, "labels": labels}, training=False)
     finally:
         model.loss_function = own
         poison.remove()
@@ -184,16 +173,9 @@ def why_logits_stay_whole(
 
 
 def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: SequenceParallel | None) -> Plan:
-    """Keep the logits split and install the parallel loss as `model.loss_function`.
+    """Keep the logits split, and install the parallel loss as `model.loss_function`.
 
-    Args:
-        model: Split model.
-        plan: Plan of the model.
-        group: Tensor-parallel group.
-        sequence: Sequence parallelism of the model, if any.
-
-    Returns:
-        The plan without the gather of the logits.
+    Returns the plan without the gather of the logits.
     """
     name, head = output_layer(model)
     seam = plan.seams.get(name)
@@ -203,24 +185,11 @@ def use_parallel_loss(model: Any, plan: Plan, group: Group | None, sequence: Seq
     model.loss_function = ParallelCausalLoss(group, rows, sequence, multiple=multiple)
     if seam is None:
         return plan
-    return replace(plan, seams={**plan.seams, seam.module: replace(seam, after="")})
-
-
-@contextmanager
-def gathering_logits(model: Any) -> Iterator[None]:
-    """Let the output layer gather logits that are split over tensor parallelism, inside the context."""
-    head: Any = output_layer(model)[1] if isinstance(model.loss_function, ParallelCausalLoss) else None
-    forward = getattr(head, "forward", None)
-    seamed: Any = getattr(forward, "inner", forward)  # unwraps a DeferringHead
-    seam = getattr(seamed, "seam", None)
-    if seam is None:
-        yield
-        return
-    seamed.seam = replace(seam, after="gather")
-    try:
-        yield
-    finally:
-        seamed.seam = seam
+    seam = replace(seam, after="")
+    placed = vars(head).get("forward")
+    if placed is not None:
+        placed.seam = seam
+    return replace(plan, seams={**plan.seams, seam.module: seam})
 
 
 def output_layer(model: Any) -> tuple[str, Any]:
@@ -229,7 +198,7 @@ def output_layer(model: Any) -> tuple[str, Any]:
     return next((name for name, module in model.named_modules() if module is head), ""), head
 
 
-class SplitLogits(Tensor):
+class _SplitLogits(Tensor):
     """Logits of this rank's part of the vocabulary, as returned to the user; computing with them raises PlanError.
 
     A user's criterion would otherwise treat them as the full logits and silently compute a wrong loss.
@@ -243,14 +212,14 @@ class SplitLogits(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         if name not in ("__get__", "size", "dim", "detach", "__repr__", "is_floating_point", "as_subclass"):
-            raise use_of_a_part(name)
+            raise _use_of_a_part(name)
         output = super().__torch_function__(func, types, args, kwargs or {})
         if name == "detach":
             output.source = args[0].source
         return output
 
 
-def use_of_a_part(name: str) -> PlanError:
+def _use_of_a_part(name: str) -> PlanError:
     """Create the error for a function called on split logits."""
     return PlanError(
         f"{name} of logits that hold this tensor-parallel rank's part of the vocabulary: use the model's own loss "
@@ -259,7 +228,7 @@ def use_of_a_part(name: str) -> PlanError:
 
 
 def refuse_use_of_split_logits(model: Any, output: Any) -> Any:
-    """Return a model's output with split logits replaced by `SplitLogits`."""
+    """Return a model's output with split logits replaced by a tensor that refuses use."""
     source = getattr(model, "loss_function", None)
     if not isinstance(source, ParallelCausalLoss) or not source.is_split:
         return output
@@ -267,9 +236,9 @@ def refuse_use_of_split_logits(model: Any, output: Any) -> Any:
         raise PlanError("return_dict=False hides which output the logits are, and they are split; leave it out")
     logits = output.get("logits")
     if isinstance(logits, DeferredLogits):
-        logits.refusal, logits.source = use_of_a_part, source
+        logits.refusal, logits.source = _use_of_a_part, source
     elif isinstance(logits, Tensor):
-        output["logits"] = marked = logits.as_subclass(SplitLogits)
+        output["logits"] = marked = logits.as_subclass(_SplitLogits)
         marked.source = source
     return output
 
@@ -291,7 +260,7 @@ def gather_logits(logits: Tensor) -> Tensor:
         whole = logits.computed()
         if logits.refusal is None:
             return whole
-    elif not isinstance(logits, SplitLogits):
+    elif not isinstance(logits, _SplitLogits):
         return logits
     else:
         whole = logits.as_subclass(Tensor)
@@ -305,6 +274,6 @@ def gather_logits(logits: Tensor) -> Tensor:
 def with_whole_logits(model: Any, output: Any) -> Any:
     """Return a model's output with split logits gathered. Collective if they are split, as `gather_logits`."""
     marked = refuse_use_of_split_logits(model, output)
-    if hasattr(marked, "keys") and isinstance(marked.get("logits"), (SplitLogits, DeferredLogits)):
+    if hasattr(marked, "keys") and isinstance(marked.get("logits"), (_SplitLogits, DeferredLogits)):
         marked["logits"] = gather_logits(marked["logits"])
     return marked

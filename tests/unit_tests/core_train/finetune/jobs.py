@@ -68,7 +68,7 @@ def make_model(folder: Path, family: str = "qwen3", name: str = "model") -> None
     import torch
     from transformers import AutoModelForCausalLM
 
-    from core.hugging_face.tiny import byte_tokenizer, tiny_of_bytes
+    from core.hugging_face.read.tiny import byte_tokenizer, tiny_of_bytes
 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny_of_bytes(family, 128)).float().save_pretrained(folder / name)

@@ -1,4 +1,4 @@
-"""Tiny random copies of families, created offline for `check`.
+"""Tiny random models of a family, made offline: `tiny:FAMILY` in place of a directory.
 
 A table of names that configurations share makes a class small. Options other than sizes (query norms, sinks, kinds of
 layers) keep the family's defaults.
@@ -11,7 +11,7 @@ import importlib
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from core.hugging_face.read.policies import POLICIES
 from core.hugging_face.read.transformers_plans import transformers_package
 
 LAYERS, HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 4, 64, 8, 4, 8, 96
-BATCH, TOKENS = 3, 12
 BYTE_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # tokens 0 to 2 of the byte tokenizer
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
@@ -54,7 +53,7 @@ SMALL: dict[str, Any] = {
         (HEADS, "linear_num_value_heads linear_num_heads mamba_num_heads mamba_n_heads"),
         (HEAD, "linear_key_head_dim linear_value_head_dim linear_head_dim ssm_state_size mamba_d_state mamba_head_dim"),
         (4, "chunk_size mamba_chunk_size n_groups o_groups index_topk"),
-        (5, "sliding_window sliding_window_size attention_chunk_size"),  # below TOKENS, so that each takes effect
+        (5, "sliding_window sliding_window_size attention_chunk_size"),  # below 12 tokens, so that each takes effect
         (3, "floor_scale log_scaling_n_floor index_block_size"),
         (0, "num_kv_shared_layers pad_token_id zero_expert_num"),
     )
@@ -78,7 +77,7 @@ def families() -> dict[str, type]:
     found: dict[str, type] = {}
     for path in sorted(Path(str(models.__file__)).parent.glob("*/configuration_*.py")):
         if "base_model_tp_plan" in path.read_text(encoding="utf-8"):
-            own = _classes(f"transformers.models.{path.parent.name}.{path.stem}")
+            own = classes_of(f"transformers.models.{path.parent.name}.{path.stem}")
             for name, kind in own.items():
                 is_old_name = any(base in own.values() for base in kind.__bases__)  # deprecated alias
                 if getattr(kind, "base_model_tp_plan", None) and not is_old_name:
@@ -86,7 +85,7 @@ def families() -> dict[str, type]:
     return found
 
 
-def _classes(module: str) -> dict[str, type]:
+def classes_of(module: str) -> dict[str, type]:
     """Return the classes that a module defines, by name."""
     members = inspect.getmembers(importlib.import_module(module), inspect.isclass)
     return {name: kind for name, kind in members if kind.__module__ == module}
@@ -101,19 +100,6 @@ def families_with_policy() -> dict[str, type]:
 def all_families() -> dict[str, type]:
     """Return all families with a plan or a policy."""
     return {**families(), **families_with_policy()}
-
-
-def tiny_config(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
-    """Create a small configuration of a class, or of the class that contains it if it is only a part of a model.
-
-    Args:
-        kind: Configuration class.
-        overrides: Values that replace the table's.
-
-    Returns:
-        The configuration; nested configurations are small too.
-    """
-    return _shrunk(kind if _class_or_none(kind) is not None else _container_of(kind), overrides)
 
 
 def tiny_of_bytes(family: str, length: int) -> Any:
@@ -138,10 +124,20 @@ def tiny_of_bytes(family: str, length: int) -> Any:
         raise LookupError(f"no family with a plan or a policy is called {family!r}{more}")
     sizes: dict[str, Any] = {"vocab_size": 256 + len(BYTE_MARKS), "max_position_embeddings": max(64, length)}
     sizes |= {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}  # the marks' own
-    return tiny_config(found, {name: size for name, size in sizes.items() if hasattr(found, name)})
+    kind = found if found in transformers_package().MODEL_FOR_CAUSAL_LM_MAPPING else container_of(found)
+    return shrunk(kind, {name: size for name, size in sizes.items() if hasattr(found, name)})
 
 
-def _shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
+def shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
+    """Create a small configuration of a class; nested configurations are small too.
+
+    Args:
+        kind: Configuration class.
+        overrides: Values that replace the table's.
+
+    Returns:
+        The configuration.
+    """
     default: Any = kind()
     values = {name: value for name, value in SMALL.items() if _is_size(default, name)}
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
@@ -157,7 +153,7 @@ def _shrunk(kind: type, overrides: Mapping[str, Any] | None = None) -> Any:
     for name, inner in (getattr(kind, "sub_configs", None) or {}).items():
         part = getattr(default, name, None)
         if part is not None:
-            values[name] = _shrunk(type(part) if inner.__name__ == "AutoConfig" else inner)
+            values[name] = shrunk(type(part) if inner.__name__ == "AutoConfig" else inner)
     values.update(SPECIAL.get(kind.__name__, {}))
     values.update(overrides or {})
     config: Any = kind(**values)
@@ -179,56 +175,12 @@ def _value(config: Any, name: str) -> Any:
         return False
 
 
-def _container_of(kind: type) -> type:
+def container_of(kind: type) -> type:
     """Return the configuration class of a complete model: this class, or the class of its module that contains it."""
-    for other in _classes(kind.__module__).values():
+    for other in classes_of(kind.__module__).values():
         if kind in (getattr(other, "sub_configs", None) or {}).values():
-            return _container_of(other)
+            return container_of(other)
     return kind
-
-
-def model_class(kind: type) -> type:
-    """Return the model class of a configuration class, preferably with a text head.
-
-    Raises:
-        LookupError: If transformers has no model class for it.
-    """
-    found = _class_or_none(kind)
-    if found is None:
-        raise LookupError(f"transformers ships no class of models for the configuration {kind.__name__}")
-    return found
-
-
-def _class_or_none(kind: type) -> type | None:
-    family = kind.__module__.split(".")[2]
-    try:
-        models = _classes(f"transformers.models.{family}.modeling_{family}")
-    except ModuleNotFoundError:  # the family reuses another one's model; auto classes map it
-        own: type | None = transformers_package().MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
-        return own
-    fitting = [name for name, found in models.items() if getattr(found, "config_class", None) is kind]
-    endings = (*FIRST.get(kind.__name__, ()), *ENDINGS)
-    order = [name for ending in endings for name in fitting if name.endswith(ending)]
-    return next((models[name] for name in order if not name.endswith("PreTrainedModel")), None)
-
-
-def tiny_model(config: Any) -> Any:
-    """Create a model with random fp64 weights, biases, and norms, equal in every process.
-
-    No tensor keeps its initial value, so that a parameter that is 0 or 1 initially is tested too.
-    """
-    torch.manual_seed(1234)
-    model: Any = model_class(type(config))(config)
-    model = model.double().train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Some families leave memory uninitialized, so every value is set here.
-            centre = 1.0 if "norm" in name and parameter.dim() == 1 else 0.0
-            parameter.copy_(centre + 0.1 * torch.randn(parameter.shape, dtype=torch.float64))
-    return model
 
 
 def write_tiny(directory: Path, family: str, length: int, seed: int) -> None:
@@ -290,7 +242,8 @@ def keeps_records_apart(config: Any) -> bool:
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            model = tiny_model(tiny_config(type(config))).eval()
+            torch.manual_seed(1234)
+            model = transformers_package().AutoModelForCausalLM.from_config(shrunk(type(config))).double().eval()
         except Exception:  # any result of a configuration's values
             return True
         rows = torch.arange(16).repeat(2, 1) % 7 + 1
@@ -304,87 +257,12 @@ def keeps_records_apart(config: Any) -> bool:
         return bool(second.max() <= 1e-6 * first.max())
 
 
-def tiny_inputs(model: Any) -> dict[str, Any]:
-    """Create arguments of a forward: random token ids, or the entry of `INPUTS` for the configuration's class.
-
-    Raises:
-        LookupError: If the model's main input is neither token ids nor in `INPUTS`.
-    """
-    generator, config = torch.Generator().manual_seed(7), model.config
-    if type(config).__name__ in INPUTS:
-        return INPUTS[type(config).__name__](generator)
-    if model.main_input_name != "input_ids":
-        raise LookupError(f"{type(model).__name__} takes {model.main_input_name!r}, and a small one is not made here")
-    ids = _ids(generator, getattr(config.get_text_config(), "vocab_size", VOCABULARY))
-    more: dict[str, Any] = {"decoder_input_ids": ids.flip(1)} if config.is_encoder_decoder else {"use_cache": False}
-    return {"input_ids": ids, **more}
-
-
-def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def _ids(generator: torch.Generator, vocabulary: int = VOCABULARY) -> torch.Tensor:
-    return torch.randint(3, vocabulary, (BATCH, TOKENS), generator=generator)
-
-
-# Families whose forward takes more than token ids. Patches are from one image of 4 by 4.
-GRID = torch.tensor([[1, 4, 4]])
-INPUTS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
-    "Dots3NoteVisionConfig": lambda g: {"pixel_values": _random(g, 16, 3 * 14 * 14), "grid_thw": GRID},
-    "Ernie4_5_VLMoeVisionConfig": lambda g: {"hidden_states": _random(g, 16, 3 * 14 * 14), "grid_thw": GRID},
-    "Gemma4VisionConfig": lambda g: {
-        "pixel_values": _random(g, 1, 9, 3 * 16 * 16),
-        "pixel_position_ids": torch.cartesian_prod(torch.arange(3), torch.arange(3)).unsqueeze(0),
-    },
-    "Llama4VisionConfig": lambda g: {"pixel_values": _random(g, BATCH, 3, 28, 28)},
-    "MuseGlimmerVisionConfig": lambda g: {"pixel_values": _random(g, 16, 2 * 3 * 14 * 14), "grid_thw": GRID},
-    "MuseGlimmerAssistantConfig": lambda g: {
-        "noise_embeds": _random(g, BATCH, 4, HIDDEN),
-        "context_hidden_states": _random(g, BATCH, TOKENS, 5 * HIDDEN),
-    },
-    "Blip2Config": lambda g: {
-        "pixel_values": _random(g, BATCH, 3, 8, 8),
-        "input_ids": torch.cat([torch.full((BATCH, 4), 2), _ids(g)], dim=1),
-    },
-    "SamConfig": lambda g: {
-        "pixel_values": _random(g, BATCH, 3, 32, 32),
-        "input_points": _random(g, BATCH, 1, 2, 2),
-        "input_labels": torch.ones(BATCH, 1, 2, dtype=torch.long),
-    },
-    "ViTConfig": lambda g: {"pixel_values": _random(g, BATCH, 3, 8, 8)},
-    "WhisperConfig": lambda g: {"input_features": _random(g, BATCH, 8, 16), "decoder_input_ids": _ids(g)},
-    "Qwen3OmniMoeTalkerCodePredictorConfig": lambda g: {"input_ids": _ids(g), "generation_steps": 1},
-    "Qwen3OmniMoeTalkerTextConfig": lambda g: {"inputs_embeds": _random(g, BATCH, TOKENS, HIDDEN)},
-    "VoxtralRealtimeTextConfig": lambda g: {"input_ids": _ids(g), "t_cond": _random(g, 1, HIDDEN), "use_cache": False},
-}
-ENDINGS = ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "TextModel", "VisionModel", "Model"]
-# The causal model of these classes is only their decoder.
-FIRST = dict.fromkeys(("WhisperConfig", "BartConfig", "MBartConfig", "PegasusConfig"), ("ForConditionalGeneration",))
-# The causal model of these classes is a decoder without a causal mask, unless the config sets is_decoder.
-FIRST |= dict.fromkeys(("RobertaConfig", "XLMRobertaConfig", "CamembertConfig"), ("ForMaskedLM",))
 # Values that the table cannot express: sizes that depend on each other, and lists of layer types.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "Blip2Config": {"num_query_tokens": 4, "image_token_index": 2},
-    "Blip2VisionConfig": {"image_size": 8, "patch_size": 4},
     "OPTConfig": {"word_embed_proj_dim": 32},
-    "SamVisionConfig": {
-        **{"image_size": 32, "patch_size": 8, "window_size": 2, "global_attn_indexes": [1, 3], "mlp_ratio": 2.0},
-        "num_pos_feats": HIDDEN // 2,
-    },
-    "SamPromptEncoderConfig": {"image_size": 32, "patch_size": 8},
-    "SamMaskDecoderConfig": {"num_hidden_layers": 2, "iou_head_hidden_dim": 32},
-    "ViTConfig": {"image_size": 8, "patch_size": 4},
-    "WhisperConfig": {
-        **{"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
-        **{"decoder_start_token_id": 1, "begin_suppress_tokens": None},
-    },
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "Dots1Config": {"n_shared_experts": 1},
-    "Dots3NoteVisionConfig": {"pyramid_num_routed": [-1, 4, 4, 4], "adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN},
     "EmbeddingGemma2TextConfig": {"global_head_dim": HEAD, "num_global_key_value_heads": KEY_VALUE_HEADS},
-    "Llama4VisionConfig": {"image_size": 28, "vision_output_dim": HIDDEN, "intermediate_size": 4 * HIDDEN},
-    "MuseGlimmerAssistantConfig": {"block_size": 4},
     "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", *["sparse"] * 3]},
     "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [HIDDEN, HIDDEN]},
     "EsmcConfig": {"num_key_value_heads": HEADS},

@@ -1,12 +1,14 @@
-"""Reject outputs of which a rank has only a part. A request for one raises before any layer runs."""
+"""Refuse outputs and methods of which a rank has only a part. A request for one raises before any layer runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
+
+from core.hugging_face.read.plan import PlanError
 
 REFUSALS = "refusals_of_arguments"  # attribute of a model: functions that reject arguments of its forward
 HEADS = "they would be of this rank's heads; leave it out, or ask a model that is not split"
@@ -72,3 +74,28 @@ def _refuse(
             asked = any(getattr(config, name, None) for config in configs)
         if asked:
             raise ValueError(f"{family}, {name} {where}: {why}")
+
+
+def refuse_methods(model: Any, family: str, **more: str) -> None:
+    """Replace methods that would save or resize a rank's part as if it were the full model.
+
+    Args:
+        model: Split model.
+        family: Name of the model in errors.
+        **more: Further method names, each with the reason for the error text.
+    """
+    refused = {
+        "save_pretrained": "would save this rank's part as if it were the model; call save_split on all ranks",
+        "resize_token_embeddings": "would resize this rank's part; resize the whole model before it is split",
+        **more,
+    }
+    for name, why in refused.items():
+        if not isinstance(getattr(model, name, None), (partial, type(None))):
+            setattr(model, name, partial(_refuse_method, getattr(model, name), f"{family} is split: {name} {why}"))
+
+
+def _refuse_method(method: Callable[..., Any], sentence: str, *args: Any, **kwargs: Any) -> Any:
+    """Raise PlanError in place of a method, unless the call passes the full state in `state_dict` (`save_split`)."""
+    if kwargs.get("state_dict") is None:
+        raise PlanError(sentence)
+    return method(*args, **kwargs)
