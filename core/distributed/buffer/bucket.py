@@ -98,7 +98,8 @@ class Bucket:
         self.optimizer_steps = 0  # steps that our optimizer has made on earlier gradients
         self.reductions = 0  # completed reductions since the wrap
         self.expected = [1] * len(self.params)  # a wrong number costs overlap or a second reduction, never correctness
-        self.step = self._new_step(bytes(len(self.params)), None, {})
+        count = len(self.params)
+        self.step = BucketStep(count, [0] * count, bytes(count), bytearray(count), self.stays_full, None, {})
 
     # -- its gradients ----------------------------------------------------------------------------------------------
 
@@ -152,12 +153,9 @@ class Bucket:
         self.memory.give_back()
         self.memory.await_copy()
         self.optimizer_steps += self.step.owed is not None
-        self.step = self._new_step(accumulates, accumulated_shard, held)
-
-    def _new_step(self, accumulates: bytes, shard: torch.Tensor | None, held: dict[int, torch.Tensor]) -> BucketStep:
         pending, arrivals = len(self.expected) - self.expected.count(0), [0] * len(self.params)
-        used_without = bytearray(len(self.params) if shard is None else accumulates)
-        return BucketStep(pending, arrivals, accumulates, used_without, self.stays_full, shard, held)
+        without = bytearray(len(self.params) if accumulated_shard is None else accumulates)
+        self.step = BucketStep(pending, arrivals, accumulates, without, self.stays_full, accumulated_shard, held)
 
     def _owed(self) -> list[tuple[torch.Tensor, float]]:
         return [] if self.step.owed is None else self.step.owed(self.memory.owned_grad)

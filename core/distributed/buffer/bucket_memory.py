@@ -37,21 +37,14 @@ class BucketMemory:
         self.device = memory.device if pool is None else pool.memory.device
         # The same memory in every step; it may be on the host instead of `device`.
         self.owned_grad = self.shard_of(memory) if pool is None else memory
-        self.grad, self.views = memory[:0], list[torch.Tensor]()  # full gradients, and one view for each parameter
+        # Full gradients, and one view for each parameter.
+        self.grad, self.views = (memory, layout.views_of(memory)) if pool is None else (memory[:0], [])
         self._views_at: dict[int, list[torch.Tensor]] = {}  # keyed by address: the pool lends one of two places
-        if pool is None:
-            self._use(memory)
         self.param_data = param_data
         self.param_shard = param_shard if param_data is None else self.shard_of(param_data)
         self.params_stay = False  # True if another tensor shares their memory: an optimizer must not move them
         self.state_tier: MemoryTier | None = None  # memory of masters and moments, if they are offloaded
         self._copied: torch.Event | None = None  # recorded after the last copy of the shard to the host
-
-    def _use(self, memory: torch.Tensor) -> None:
-        address = memory.data_ptr()
-        if address not in self._views_at:
-            self._views_at[address] = self.layout.views_of(memory)
-        self.grad, self.views = memory, self._views_at[address]
 
     def borrow(self, *, wait: bool = True) -> bool:
         """Get memory for full gradients from the pool; False if that would have to wait and must not.
@@ -62,7 +55,11 @@ class BucketMemory:
             return True
         if not wait and not self.pool.has_room(self.layout.numel):
             return False
-        self._use(self.pool.acquire(self.layout.numel))
+        self.grad = self.pool.acquire(self.layout.numel)
+        address = self.grad.data_ptr()
+        if address not in self._views_at:
+            self._views_at[address] = self.layout.views_of(self.grad)
+        self.views = self._views_at[address]
         end = 0
         for low, high in (*self.layout.ranges, (self.layout.numel, 0)):  # values of other buckets would be summed
             if end < low:
