@@ -12,16 +12,9 @@ from core.distributed.layout.param_layout import BucketLayout
 class BucketMemory:
     """Gradients and parameters of a bucket, full and this rank's shard of them.
 
-    With a pool, a rank keeps only its shard of gradients: `grad` and `views` are empty except between `borrow` and
-    `give_back`.
-
-    Args:
-        layout: Layout of the bucket.
-        shard_range: [start, end) within the bucket that this rank's optimizer updates; all of it without sharding.
-        memory: Full gradients, [layout.numel], or with a pool only this rank's shard.
-        pool: Memory for full gradients, or None.
-        param_data: Parameters, [layout.numel], if the optimizer is sharded but parameters are not, else None.
-        param_shard: This rank's shard of the parameters, [shard], if it keeps no more of them.
+    With a pool, a rank keeps only its shard of gradients: `memory` is [shard] instead of [layout.numel], and `grad` and
+    `views` are empty except between `borrow` and `give_back`. `param_data` are full parameters, [layout.numel], if only
+    the optimizer is sharded; `param_shard` is [shard], if a rank keeps no more of them.
     """
 
     def __init__(

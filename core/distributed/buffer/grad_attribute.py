@@ -28,11 +28,6 @@ class GradAttribute:
     """Manages `.grad` of a bucket's parameters.
 
     `used` has 1 for each parameter with a gradient in this step: on this rank, and on any rank once ranks have agreed.
-
-    Args:
-        params: Parameters of the bucket.
-        names: Their names, for messages.
-        dtype: Dtype of the gradients.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
@@ -95,13 +90,9 @@ class GradAttribute:
     ) -> None:
         """Copy gradients into `views`, wherever the user or autograd stored them.
 
-        Args:
-            indices: Parameters whose gradients are collected.
-            views: One view of the buffer for each parameter.
-            without: For each parameter whether it counts as used if it has no gradient now. None if an earlier
-                microbatch has decided that.
-            watched: Put placeholders into `.grad`, so that gradients which arrive before the reduction is done are
-                detected. Pass False only if no user code runs until then.
+        `without` says of each parameter if it counts as used without a gradient now; None if an earlier microbatch has
+        decided that. `watched` puts placeholders into `.grad`, so that gradients which arrive before the reduction is
+        done are detected. Pass False only if no user code runs until then.
         """
         if watched and not self.placeholders:
             self._make_placeholders()

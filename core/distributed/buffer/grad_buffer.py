@@ -39,17 +39,10 @@ def move_to(views: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> No
 class GradBuffer:
     """Gradient memory with a BufferLayout, and its buckets.
 
-    `grad_data` is [numel]. If a rank keeps only its shards of gradients, it is [numel / shards], without offloaded
-    ones. `param_data` is [numel] if the optimizer is sharded and parameters are not, else None.
-
-    Args:
-        layout: Buckets and their parameters.
-        plan: The model's plan.
-        ddp_config: Dtypes, sharding strategy and shared host memory.
-        groups: Process groups of the buckets.
-        divisor: Number that sums of gradients are divided by.
-        param_shards: This rank's shard of each bucket's parameters, if parameters are sharded.
-        offloaded: Memory of offloaded gradient shards, by index of the bucket.
+    `grad_data` is [numel]. If a rank keeps only its shards of gradients, it is [numel / shards], without the
+    `offloaded` ones, which are given by bucket index. `param_data` is [numel] if the optimizer is sharded and
+    parameters are not, else None; `param_shards` has each bucket's shard if they are. Sums of gradients are divided by
+    `divisor`.
     """
 
     def __init__(

@@ -10,10 +10,7 @@ from core.distributed.wire import huge_pages
 
 
 class MemoryTier:
-    """Memory of one wrapped model's offloaded shards on this rank.
-
-    `place` names the memory for messages.
-    """
+    """Memory of one wrapped model's offloaded shards on this rank. `place` names it for messages."""
 
     place: str
     failure: str | None = None  # why the tier could not store new data; no further step is possible then
@@ -44,11 +41,7 @@ class HostTier(MemoryTier):
 
     Parameter shards are stored there and copied to the device on a separate stream. Master weights and moments are also
     stored and updated there. Their gradients are copied there after the reduction, or when the optimizer uses them.
-
-    Args:
-        device: The accelerator.
-        pin_memory: Pin the memory, so that the device copies from it while the host continues.
-        pin_masters: Pin the memory of master weights and moments too.
+    Pinned memory lets the device copy while the host continues.
     """
 
     place = "the host's memory"

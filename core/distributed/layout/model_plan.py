@@ -153,15 +153,8 @@ def plan_model(
 ) -> ModelPlan:
     """Read contracts and lay out buffers. Local; changes nothing.
 
-    Args:
-        module: The model chunk.
-        config: Config of the model, or None.
-        ddp_config: Config of the wrapper.
-        groups: Process groups of the model.
-        one_bucket: Use one bucket for each buffer.
-        owned: Ids of parameters that another wrapper already reduces.
-        without_memory: True to plan a model on the meta device that is never wrapped. Checks that need memory, such
-            as two parameters that share it, are skipped.
+    `owned` are ids of parameters that another wrapper already reduces. `without_memory` plans a model on the meta
+    device that is never wrapped, and skips checks that need memory, such as two parameters that share it.
 
     Raises:
         ContractError: If a parameter's tags contradict each other, or no rule reduces its partial gradient.

@@ -150,14 +150,6 @@ def resolve_bucket_size(
 
     Without overlap, or if gradients are not on the critical path (`one_bucket`), splitting only adds latency. If
     gradients are sharded, full ones take as much memory as two buckets, so buckets are always split.
-
-    Args:
-        bucket_size, num_buckets: The config's options.
-        numel: Elements of the buffer.
-        data_ranks: Size of the data-parallel group.
-        overlap: True if backward launches buckets.
-        one_bucket: True if gradients are not on the critical path.
-        shards_gradients: True if a rank keeps only its shard of reduced gradients.
     """
     if not shards_gradients and (not overlap or one_bucket):
         return None
@@ -180,13 +172,9 @@ def plan_buffer(
 ) -> BufferLayout:
     """Lay out one buffer of parameters with equal keys, in registration order.
 
-    Args:
-        specs: The parameters.
-        bucket_size: Elements after which a bucket is closed, or None for one bucket.
-        shards: Size of the shard group.
-        sharded: True to align parameters and buckets for equal shards.
-        high_busbw: Pad bucket ends to multiples of 2**16 elements.
-        strict_size: True if only a single parameter may exceed `bucket_size`.
+    A bucket is closed after `bucket_size` elements (None: never), or with `strict_size` before only a single parameter
+    may exceed it. `sharded` aligns parameters and buckets for equal shards, and `high_busbw` pads bucket ends to
+    multiples of 2**16 elements.
     """
     parts = shards if sharded else 1
     limit = math.inf if bucket_size is None else bucket_size

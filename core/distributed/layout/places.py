@@ -20,14 +20,7 @@ Where: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Places:
-    """Buckets with a special placement.
-
-    Args:
-        params_stay: Buckets of sharded parameters that stay gathered until their values change.
-        params: Buckets whose parameter shards are offloaded.
-        grads: Buckets whose gradient shards are offloaded.
-        states: Buckets whose shards of master weights and moments are offloaded.
-    """
+    """Buckets with a special placement: parameters that stay unsharded, and shards that are offloaded."""
 
     params_stay: frozenset[Where] = frozenset()
     params: frozenset[Where] = frozenset()

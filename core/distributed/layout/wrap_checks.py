@@ -82,16 +82,11 @@ def check_param(name: str, param: nn.Parameter, first: tuple[str, nn.Parameter])
 def shared_params(
     modules: Mapping[str, nn.Module], trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]
 ) -> dict[str, str]:
-    """Find trained parameters whose memory is also used by another tensor of the model.
+    """Find trained parameters whose memory is also used by another tensor, and describe that tensor by their name.
 
     The other tensor may be a frozen parameter, a buffer or a plain attribute of a module. It would keep the old values
-    when the parameter is moved. Parameters that are slices of one tensor without overlap are not reported.
-
-    Returns:
-        Name of a parameter -> description of the other tensor.
-
-    Raises:
-        ValueError: If two trained parameters share memory, because they would get two gradients and two updates.
+    when the parameter is moved. Parameters that are slices of one tensor without overlap are not reported. Raises
+    ValueError if two trained parameters share memory, because they would get two gradients and two updates.
     """
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, param in trained.items():

@@ -76,12 +76,10 @@ class StepReport:
 
 
 class GradReducer:
-    """Launches, orders and completes the buckets of one wrapped model chunk.
+    """Launches, orders and completes the buckets, in launch order, of one wrapped model chunk.
 
     Args:
-        buckets: The chunk's buckets, in launch order.
-        collectives: Issues the reductions.
-        control: Groups over which ranks agree on a step.
+        buckets, collectives, control: The buckets, their reductions, and the groups over which ranks agree on a step.
         problems: Returns messages about changes to the model since the wrap that its buffers cannot follow.
         launches: When buckets are launched.
         every_microbatch: True to reduce every backward, False to reduce only the last one of a step.

@@ -45,14 +45,10 @@ class PendingSync:
 
 
 class GradSync:
-    """The sync rules of one wrapped model chunk, planned once.
+    """The sync rules of one wrapped model chunk, planned once. Rules over a group of one rank are ignored.
 
-    Args:
-        buckets: The chunk's buckets, in launch order.
-        rules: Rules of the plan. Rules over a group of one rank are ignored.
-        groups: Process groups of the model.
-        collectives: Issues and counts the collectives.
-        registration: Names of the parameters in registration order, which all ranks of a rule share.
+    `buckets` are in launch order, and `registration` has the parameters' names in an order that all ranks of a rule
+    share.
     """
 
     def __init__(

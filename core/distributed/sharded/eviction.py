@@ -80,13 +80,8 @@ class Window:
 class Budget:
     """Limits unsharded buckets to a budget of bytes, minus the memory that is always used on the device.
 
-    The first step learns the order of uses, unless an earlier run has. Raises ValueError if two buckets that follow
-    each other do not fit.
-
-    Args:
-        units: Units of the model.
-        placement: Placement with `memory_budget_bytes`.
-        always: Bytes of the budget that gradients use.
+    The first step learns the order of uses, unless an earlier run has. `always` are the bytes of the budget that
+    gradients use. Raises ValueError if two buckets that follow each other do not fit.
     """
 
     prefetch = 0  # the budget has no room for a bucket that is not in use yet

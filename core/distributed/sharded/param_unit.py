@@ -72,15 +72,8 @@ class ParamUnit:
     a single NaN, expanded: a read that torch does not intercept gives NaN, and a write is detected when the parameter
     is unsharded.
 
-    Args:
-        number: Number of the unit.
-        layout: Layout of the bucket.
-        data_group: 'dp_cp' or 'expt_dp'.
-        plan: The model's plan.
-        memory: Memory of the shard.
-        groups: Process groups. The bucket is sharded over the shard group.
-        communicator: Communicator of the shard group's ranks, used for nothing else.
-        blocks: Memory for unsharded buckets on CPUs. With files, none is kept when it is freed.
+    The bucket is sharded over the shard group of `groups`, whose `communicator` is used for nothing else. `blocks` is
+    memory for unsharded buckets on CPUs. With files, none is kept when it is freed.
     """
 
     def __init__(
@@ -314,17 +307,8 @@ def units_of(
 ) -> list[list[ParamUnit]]:
     """Create the units of each buffer of trained parameters, then of frozen ones. Collective over the data groups.
 
-    A communicator is created if ranks of a shard group do not map each other's memory.
-
-    Args:
-        plan: The model's plan.
-        ddp_config: Config of the wrapper.
-        groups: Process groups of the model.
-        tier: Memory for offloaded shards, or None.
-        places: Buckets that stay unsharded or are offloaded.
-
-    Raises:
-        RuntimeError: On all ranks, if a disk is full.
+    A communicator is created if ranks of a shard group do not map each other's memory. Raises RuntimeError on all ranks
+    if a disk is full.
     """
     usual = KeepUnsharded.WINDOW if ddp_config.reshard_after_forward else KeepUnsharded.BACKWARD
     communicators: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # keyed by the shard group

@@ -31,14 +31,10 @@ class Origin(NamedTuple):
 class CollectiveEvent:
     """Times of one collective, in seconds; None for stages that did not happen.
 
-    Args:
-        launched_s: The collective was queued.
-        in_flight_s: Last poll that found it in flight.
-        done_s: It was first found done, by a poll or at the end of its wait. The true end is between `in_flight_s` and
-            `done_s`.
-        end_is_exact: True if the wait or a stream recorded the end itself.
-        wait_start_s: The main thread (on CUDA: the model's stream) began to wait.
-        wait_end_s: The wait and remaining work, such as a division or a copy, ended.
+    It was first found done at `done_s`, by a poll or at the end of its wait, and the true end is between `in_flight_s`,
+    the last poll that found it in flight, and `done_s`, unless the wait or a stream recorded the end itself
+    (`end_is_exact`). The main thread (on CUDA: the model's stream) waited from `wait_start_s` to `wait_end_s`,
+    remaining work such as a division or a copy included.
     """
 
     name: str  # name of its bucket or its purpose
@@ -92,9 +88,8 @@ class HostClock:
 class StreamClock(HostClock):
     """Records events on the streams of a device.
 
-    Args:
-        new_event: Creates an event with `record()`, on the current stream, and `elapsed_time(other)` in ms.
-        on_side_stream: Returns a context whose current stream is used by nothing else.
+    `new_event` creates an event with `record()`, on the current stream, and `elapsed_time(other)` in ms.
+    `on_side_stream` returns a context whose current stream is used by nothing else.
     """
 
     def __init__(self, new_event: Callable[[], Any], on_side_stream: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -127,9 +122,6 @@ class StreamClock(HostClock):
     def look(self, event: CollectiveEvent, is_done: Callable[[], bool]) -> bool:
         """Only poll: the side stream records the end."""
         return is_done()
-
-    def end(self, event: CollectiveEvent) -> None:
-        self.mark(event, "wait_end_s")
 
 
 def resolve(events: Iterable[CollectiveEvent]) -> None:

@@ -60,12 +60,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory that ranks of one host map from each other.
-
-    Args:
-        tensor: This rank's memory, [numel], initially zero.
-        channels: One channel for each group that collectives run over.
-    """
+    """This rank's memory, initially zero, that ranks of one host map from each other, with a channel for each group."""
 
     tensor: torch.Tensor
     channels: list[HostChannel]
@@ -128,15 +123,7 @@ class HostMemory:
 
 
 class HostChannel:
-    """Collectives in the mapped memory of one group's ranks.
-
-    Args:
-        group: Process group.
-        members: Memory of each rank, in group order.
-        rank: This rank in the group.
-        control_at: Offset of the channel's control memory.
-        timeout_s: Seconds after which a missing rank is an error.
-    """
+    """Collectives in the mapped memory of one group's ranks. A rank that is missing for `timeout_s` is an error."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, members: Sequence[Member], rank: int, control_at: int, timeout_s: float
