@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -143,35 +145,51 @@ def test_a_run_goes_on_in_another_layout_and_writes_the_best_model(
     assert best["best_metric"] == min(entry["eval_loss"] for entry in best["log_history"] if "eval_loss" in entry)
 
 
-def test_what_a_run_leaves_works_from_any_directory(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Adapters named their base by a path relative to the working directory, and so did the card."""
-    monkeypatch.chdir(folder)
+def small_run(folder: Path) -> list[str]:
+    """Options with paths relative to `folder`."""
     given = options(folder, "sft", "--use_peft", "--tp", "2")
     given[given.index("--model") + 1] = "model"
     given[given.index("--output_dir") + 1] = "my run"
+    return [*given, "--max_steps", "2"]
+
+
+@ranks(2, timeout_s=150.0)
+def test_what_a_run_leaves_works_from_any_directory(rank: int, world: int, folder: Path, tmp_path: Path) -> None:
+    """Adapters named their base by a path relative to the working directory, and so did the card."""
+    import peft
+
+    said, left, config = io.StringIO(), folder / "my run", load_config(small_run(folder))
+    with pytest.MonkeyPatch.context() as patch, launched(rank, world), contextlib.redirect_stdout(said):
+        patch.chdir(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # of names that peft and TRL use, on every rank
+            tune(config, check_sizes(config, world))
+    if rank > 0:
+        return
+    assert said.getvalue().splitlines()[-1].endswith(f"-m core generate '{left}' --chat --prompt Hello")
+    assert json.loads((left / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder / "model")
+    assert f'model="{left}"' in (left / "README.md").read_text()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:
+        patch.chdir(tmp_path)
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(left)
+        assert any("lora_B" in name and value.abs().max() > 0 for name, value in model.state_dict().items())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            assert generate([str(left), "--prompt", "count ", "--tokens", "3", "--temperature", "0"]) == 0
+    assert text.getvalue().startswith("count ")
+
+
+@pytest.mark.nightly
+def test_the_command_starts_its_ranks_and_warns_of_nothing(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "core", "finetune", *given, "--max_steps", "2"],
+        [sys.executable, "-m", "core", "finetune", *small_run(folder)],
         capture_output=True,
         text=True,
         timeout=170,
         env=environment,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Warning" not in done.stderr, "of names that peft and TRL use, on every rank"
-    left = folder / "my run"
-    assert done.stdout.splitlines()[-1].endswith(f"-m core generate '{left}' --chat --prompt Hello")
-    assert json.loads((left / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder / "model")
-    assert f'model="{left}"' in (left / "README.md").read_text()
-
-    monkeypatch.chdir(tmp_path)
-    import peft
-
-    model = peft.AutoPeftModelForCausalLM.from_pretrained(left)
-    assert any("lora_B" in name and value.abs().max() > 0 for name, value in model.state_dict().items())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        assert generate([str(left), "--prompt", "count ", "--tokens", "3", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out.startswith("count ")
+    assert done.stdout.splitlines()[-1].endswith(f"-m core generate '{folder / 'my run'}' --chat --prompt Hello")
