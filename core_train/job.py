@@ -48,7 +48,7 @@ from core_train.token_file import (
     prepare_token_file,
     save_tokenizer,
 )
-from core_train.trainer import GptTrainer, Trainer
+from core_train.trainer import Trainer
 
 NO_LIMIT = timedelta(days=365)
 Result = TypeVar("Result")
@@ -161,7 +161,7 @@ def conduct(
             checkpoints.run = run.path.name
         reporter = None
         if dist.get_rank() == 0:
-            reporter = Reporter(config, trainer.plan, run.path, after_step=trainer.step, unit=trainer.unit)
+            reporter = Reporter(config, trainer.plan, run.path, trainer.step, trainer.tokens.header.loss_unit)
             with reporter.disk.forgiven():
                 (run.path / CONFIGURATION).write_text(to_json(config) + "\n")
                 (run.path / "gradients.txt").write_text("\n".join(chunk.describe() for chunk in trainer.chunks) + "\n")
@@ -200,7 +200,7 @@ def recorded_steps(trainer: Trainer, directory: Path) -> AbstractContextManager[
     from core.verify.record import record_with
     from core.verify.record.file import FILE_NAME
 
-    model = getattr(trainer, "runner", None) or trainer.chunks
+    model = trainer.runner or trainer.chunks
     return record_with(model, trainer.optimizer, directory / FILE_NAME, every=every, first_step=trainer.step + 1)
 
 
@@ -288,8 +288,7 @@ def run_steps(trainer: Trainer, reporter: Reporter | None, checkpoints: JobCheck
             checkpoints.saw_validation(validation_loss)
         all_traces = gather_traces(trace) if config.logging.trace and trace is not None else []
         if reporter is not None:
-            metrics = trainer.validation_metrics
-            reporter.show_end(validation_loss, all_traces, stopped=stopped, metrics=metrics)
+            reporter.show_end(validation_loss, all_traces, stopped=stopped)
     return JobResult(losses, validation_loss, seconds, stopped)
 
 
@@ -360,7 +359,7 @@ def prepared_by_one(prepare: Callable[[], str], prepares_data: bool, cache: Path
     return names[first]
 
 
-def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: torch.device) -> GptTrainer:
+def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: torch.device) -> Trainer:
     """Model, wrapper and optimizer. Collective."""
     groups = parallel_state.get_process_groups()
     model_parallel_manual_seed(config.run.seed)
@@ -380,4 +379,4 @@ def build_trainer(config: JobConfig, plan: JobPlan, tokens: TokenFile, device: t
         shape = gpt_activations(model_config, plan.micro_batch_size, config.model.sequence_length)
         schedule = config.parallel.schedule_name
         runner = PipelineRunner(chunks, plan.layout, gpt_forward_step, shape, schedule=schedule, pg_collection=groups)
-    return GptTrainer(config, plan, chunks, optimizer, tokens, groups, device, runner, scheduler=scheduler)
+    return Trainer(config, plan, chunks, optimizer, tokens, groups, device, runner, scheduler=scheduler)

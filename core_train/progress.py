@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import Any, TextIO
 
 from core.extras import require
@@ -28,16 +27,10 @@ def line(record: StepRecord, steps: int, remaining_s: float) -> str:
     norm = "skipped" if record.grad_norm is None else f"{record.grad_norm:.2f}"
     mfu = "" if record.mfu is None else f"MFU {record.mfu:.1%}  "
     validation = "" if record.validation_loss is None else f"  validation {record.validation_loss:.3f}"
-    validation += in_words(record.validation_metrics)
     return (
-        f"step {record.step}/{steps}  loss {record.loss:.3f}{in_words(record.metrics)}{validation}  |g| {norm}  "
+        f"step {record.step}/{steps}  loss {record.loss:.3f}{validation}  |g| {norm}  "
         f"{record.tokens_per_s:,.0f} tokens/s  {mfu}exposed {record.exposed_ms:.1f} ms  {duration(remaining_s)} left"
     )
-
-
-def in_words(metrics: Mapping[str, float]) -> str:
-    """', accuracy 0.875'; empty without metrics."""
-    return "".join(f", {name} {value:.3f}" for name, value in metrics.items())
 
 
 def duration(seconds: float) -> str:

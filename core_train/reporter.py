@@ -8,20 +8,20 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from core import parallel_state
-from core_plan.job.config import RunConfig
-from core_plan.job.plan import BatchPlan
+from core_plan.job.config import JobConfig
+from core_plan.job.plan import JobPlan
 from core_train.mfu import peak_of
 from core_train.plots import draw_bucket_timeline, draw_loss_curve, draw_schedule
-from core_train.progress import in_words, make_progress
+from core_train.progress import make_progress
 from core_train.step_log import StepLog, StepRecord
 from core_train.step_trace import StepTrace
 from core_train.trackers import TRACKERS
-from core_train.trainer import GptTrainer, StepResult, Trainer
+from core_train.trainer import StepResult, Trainer
 
 GENERATE = "continue a text: {python} -m core generate {directory}"
 
@@ -31,13 +31,11 @@ class Reporter:
 
     def __init__(
         self,
-        config: RunConfig,
-        plan: BatchPlan,
+        config: JobConfig,
+        plan: JobPlan,
         directory: Path,
-        after_step: int = 0,
-        *,
-        unit: str = GptTrainer.unit,
-        hint: str = GENERATE,
+        after_step: int,
+        unit: str,
     ) -> None:
         """Create the output of a run.
 
@@ -47,10 +45,8 @@ class Reporter:
             directory: The run's directory.
             after_step: Step after which the run begins.
             unit: Unit of the losses.
-            hint: Returns a hint for using the run's checkpoint, if any.
         """
         self.unit = unit
-        self.hint = hint
         self.config = config
         self.plan = plan
         self.directory = directory
@@ -60,7 +56,6 @@ class Reporter:
         self.disk = self.log.disk
         self.progress = make_progress(config.run.last_step, config.logging.print_every)
         self.validation_loss: float | None = None
-        self.validation_metrics: Mapping[str, float] = {}
         self.kept: Path | None = None  # path of the run's last checkpoint
         self.last_trace: StepTrace | None = None
         self.started_s = time.perf_counter()
@@ -77,9 +72,9 @@ class Reporter:
         self.step_started_s = time.perf_counter()
         report = trainer.chunks[0].step_report()
         tokens_per_s = self.plan.tokens_per_step / step_s
-        peak = peak_of(trainer.device, trainer.dtype, self.config.logging.peak_tflops)
+        peak = peak_of(trainer.device, self.config.model.dtype, self.config.logging.peak_tflops)
         mfu = None
-        if peak is not None and trainer.flops_per_token is not None:
+        if peak is not None:
             mfu = trainer.flops_per_token * tokens_per_s / (self.plan.world_size * peak * 1e12)
         watch = parallel_state.get_rank_watch()
         record = StepRecord(
@@ -98,8 +93,6 @@ class Reporter:
             windows=trainer.sampler.consumed,
             elapsed_s=ended_s - self.started_s,
             validation_loss=validation_loss,
-            metrics=result.metrics,
-            validation_metrics={} if validation_loss is None else trainer.validation_metrics,
             mfu=mfu,
             slow_ranks=() if watch is None else tuple(sorted(watch.stragglers.slow)),
         )
@@ -107,11 +100,9 @@ class Reporter:
         self.log.add(record)
         self.progress.show(record)
 
-    def show_end(
-        self, validation_loss: float | None, traces: Sequence[StepTrace], *, stopped: bool, metrics: Mapping[str, float]
-    ) -> None:
-        """Show that the run has ended, or was stopped. metrics: of the validation, if there was one."""
-        self.validation_loss, self.validation_metrics = validation_loss, metrics
+    def show_end(self, validation_loss: float | None, traces: Sequence[StepTrace], *, stopped: bool) -> None:
+        """Write the summary of a run that has ended, or was stopped."""
+        self.validation_loss = validation_loss
         if traces and self.config.logging.plots:
             with self.disk.forgiven():
                 draw_schedule(self.directory / "schedule.png", traces)
@@ -122,7 +113,6 @@ class Reporter:
             "first_loss": records[0].loss if records else None,
             "last_loss": records[-1].loss if records else None,
             "validation_loss": validation_loss,
-            **{f"validation_{name}": value for name, value in metrics.items() if validation_loss is not None},
             "seconds": self._seconds(),
         }
         with self.disk.forgiven():
@@ -159,7 +149,7 @@ class Reporter:
         done = last.step - self.after_step
         words = f"{done} steps in {self._seconds():.1f} s; training loss {last.loss:.4f} {self.unit}"
         if self.validation_loss is not None:
-            words += f", validation loss {self.validation_loss:.4f}{in_words(self.validation_metrics)}"
+            words += f", validation loss {self.validation_loss:.4f}"
         if ended_by is not None:
             words += f"; ended by {ended_by.__name__}"
         elif last.step < self.config.run.last_step:
@@ -172,9 +162,8 @@ class Reporter:
         if self.log.records and self.log.records[-1].step >= self.config.run.steps:
             longer = f" --checkpoint.schedule given --run.steps {2 * self.config.run.steps}"
         place = shlex.quote(str(kept))
-        return f"kept in {kept}/; to train on, add: --checkpoint.dir {place} --checkpoint.resume{longer}" + (
-            self.hint and "\n" + self.hint
-        ).format(python=shlex.quote(python_command()), directory=shlex.quote(str(self.directory)))
+        then = GENERATE.format(python=shlex.quote(python_command()), directory=shlex.quote(str(self.directory)))
+        return f"kept in {kept}/; to train on, add: --checkpoint.dir {place} --checkpoint.resume{longer}\n{then}"
 
 
 def python_command() -> str:

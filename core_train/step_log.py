@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -33,8 +33,6 @@ class StepRecord:
     validation_loss: float | None = None  # nats per byte, after the update; None where it was not taken
     mfu: float | None = None  # share over all devices; None if their peak is unknown
     slow_ranks: tuple[int, ...] = ()  # stragglers, as the rank watch names them
-    metrics: Mapping[str, float] = field(default_factory=dict)  # as the loss, such as "accuracy"; most jobs have none
-    validation_metrics: Mapping[str, float] = field(default_factory=dict)  # as the validation loss
 
 
 def read_records(path: Path) -> list[StepRecord]:
@@ -75,10 +73,6 @@ class StepLog:
         numbers = asdict(record)
         values = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
         del values["step"]
-        values |= {
-            **record.metrics,
-            **{f"validation_{name}": value for name, value in record.validation_metrics.items()},
-        }
         for tracker in self.trackers:
             with self.disk.forgiven():
                 tracker.log(record.step, values)

@@ -69,7 +69,7 @@ FUNCTIONS = {
     "before groups": ("core.parallel_state", "start_watch", False),  # the ranks are started, and this one has no watch
     "start-up": ("core.parallel_state", "ProcessGroups.build", False),
     "wrap": ("core_train.job", "wrap_stages", False),
-    "data": ("core_train.trainer", "GptTrainer.batch", True),
+    "data": ("core_train.trainer", "Trainer.batch", True),
     "bucket": ("core.distributed.wire.collectives", "Collectives._launch", True),
     "guards": ("core.distributed.reduce.grad_reducer", "agree_on_step", True),
     "norm": ("core.optimizer.optimizer", "GradMeter.measure", True),

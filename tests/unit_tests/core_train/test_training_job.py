@@ -129,7 +129,7 @@ def test_non_finite_gradients_end_the_run_on_every_rank_and_the_plots_are_drawn(
         return train_step(stop_requested=stop_requested)
 
     trainer.train_step = spoil_step_3  # type: ignore[method-assign]
-    reporter = Reporter(config, plan, tmp_path) if rank == 0 else None
+    reporter = Reporter(config, plan, tmp_path, after_step=0, unit="nats per byte") if rank == 0 else None
     with pytest.raises(NonFiniteGradientError, match="rank 1"):
         run_steps(trainer, reporter)
     if rank == 0:

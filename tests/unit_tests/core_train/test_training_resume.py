@@ -29,7 +29,7 @@ from core_train.checkpoint_options import as_json, compare_configurations
 from core_train.checkpoints import check_text, kept_of
 from core_train.job import JobResult, train
 from core_train.main import check_places
-from core_train.trainer import GptTrainer, Trainer
+from core_train.trainer import Trainer
 from tests.unit_tests.core_train.training_reference import (
     CPU,
     ROOT,
@@ -191,7 +191,7 @@ def test_sigterm_to_one_rank_ends_the_run_of_all_ranks_with_a_checkpoint(
 def test_sigterm_in_the_last_validation_ends_it(rank: int, world: int, tmp_path: Path, text_flags: list[str]) -> None:
     flags = [*SHORT, *text_flags, "--tp", "1", "--logging.no-plots", "--run.directory", str(tmp_path)]
     config = load_config([*flags, "--run.steps", "1", "--run.validation-windows", "16", "--run.micro-batch-size", "1"])
-    token_losses, batches = GptTrainer.token_losses, []
+    token_losses, batches = Trainer.token_losses, []
 
     def signalled_in_batch_2(trainer: Trainer, *arguments: Any) -> Any:
         batches.append(trainer.step)
@@ -200,7 +200,7 @@ def test_sigterm_in_the_last_validation_ends_it(rank: int, world: int, tmp_path:
         return token_losses(trainer, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GptTrainer, "token_losses", signalled_in_batch_2)
+        patch.setattr(Trainer, "token_losses", signalled_in_batch_2)
         result = train(config, plan_job(config, world), CPU, prepares_data=rank == 0)
     assert result.stopped and result.validation_loss is None and len(result.losses) == 1
     assert len(batches) in (2, 3), "of eight"

@@ -19,7 +19,7 @@ from core_train.trackers import TRACKERS
 from tests.unit_tests.core_train.test_training_display import record
 
 CONFIG = {"run": {"name": "tiny", "steps": 3}}
-NO_SCALARS = {"step", "slow_ranks", "validation_loss", "metrics", "validation_metrics"}
+NO_SCALARS = {"step", "slow_ranks", "validation_loss"}
 SCALARS = {field.name for field in fields(StepRecord)} - NO_SCALARS
 
 

@@ -161,7 +161,8 @@ def test_trl_goes_on_from_a_saved_directory_as_from_its_own(
         task, *more = CASES[case]
         config = load_config(options(folder, task, *more, "--tp", "2"))
         trainer = tune(config, check_sizes(config, world))
-    found, wanted = [], []
+    found: list[float] = []
+    wanted: list[float] = []
     with alone():
         for losses, directory in ((found, trainer.args.output_dir), (wanted, str(folder / f"peer {case}"))):
             losses += of_peer(folder, folder / f"next {rank}", then, "--model", directory)
