@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,12 +20,9 @@ from core.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from core_plan.job.config import RunConfig
 from core_plan.job.errors import ConfigError
 from core_train.checkpoint_options import BEST, as_json, compare_configurations
 from core_train.trainer import Trainer
-
-Config = TypeVar("Config", bound=RunConfig)
 
 
 class JobCheckpoints:

@@ -228,33 +228,23 @@ def check_room(config: JobConfig, ranks_here: int) -> None:
 
 def check_extras(config: JobConfig) -> None:
     """Raise MissingExtra now, and not at the end of the run, if a requested package is not installed."""
-    check_logging(config)
+    if config.logging.plots:
+        require_installed("matplotlib", "drawing the plots (or give --logging.no-plots)")
+    for name in config.logging.trackers:
+        check_tracker(name)
     if config.data.dataset is not None:
         require_installed("datasets", f"--data.dataset {config.data.dataset}", "data")
     if config.data.tokenizer != "bytes":
         require_installed("tokenizers", f"--data.tokenizer {config.data.tokenizer}")
 
 
-def check_logging(config: RunConfig) -> None:
-    """Check that the requested output of a run can be shown and written."""
-    if config.logging.plots:
-        require_installed("matplotlib", "drawing the plots (or give --logging.no-plots)")
-    for name in config.logging.trackers:
-        check_tracker(name)
-
-
-def check_run_places(config: RunConfig, cache: Path) -> None:
-    """Find out whether a run's directories, and `cache` for its data, can be written."""
+def check_places(config: JobConfig, ranks: int) -> None:
+    """Check before ranks start that inputs exist and outputs can be written."""
     check_writable(config.run.directory, "--run.directory")
-    check_writable(cache, "--data.cache")
+    check_writable(config.data.cache, "--data.cache")
     if config.checkpoint.dir is not None:
         check_writable(config.checkpoint.dir, "--checkpoint.dir")
     check_root(config.checkpoint)
-
-
-def check_places(config: JobConfig, ranks: int) -> None:
-    """Check before ranks start that inputs exist and outputs can be written."""
-    check_run_places(config, config.data.cache)
     check_saved_model(config)
     if config.data.tokenizer not in ("bytes", "bpe"):
         try:

@@ -23,27 +23,14 @@ BYTES = 256  # the vocabulary of the tokenizer 'bytes'
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """Division of a global batch into microbatches."""
+class JobPlan:
+    """The resolved sizes of a job."""
 
     world_size: int
     dp: int
     micro_batch_size: int  # windows in one forward of one rank
     num_microbatches: int  # forwards of one rank in one step
     tokens_per_step: int  # tokens of all ranks together
-
-    def describe_batch(self, config: RunConfig) -> str:
-        """The arithmetic of a step, in words."""
-        return (
-            f"global batch {config.run.global_batch_size} = {self.micro_batch_size} windows x {self.num_microbatches} "
-            f"microbatches x dp {self.dp}; {self.tokens_per_step:,} tokens a step"
-        )
-
-
-@dataclass(frozen=True)
-class JobPlan(BatchPlan):
-    """The resolved sizes of a job."""
-
     layout: PipelineLayout  # placement of the layers
 
     def describe(self, config: JobConfig) -> str:
@@ -61,7 +48,11 @@ class JobPlan(BatchPlan):
             etp = parallel.tp if parallel.etp is None else parallel.etp
             experts = f"; {config.model.num_experts} experts over ep {parallel.ep} x etp {etp}"
         sharding = "sharded optimizer" if config.ddp.sharded else "replicated optimizer"
-        return f"{self.world_size} ranks = {' x '.join(axes)} ({sharding}){experts}; {self.describe_batch(config)}"
+        return (
+            f"{self.world_size} ranks = {' x '.join(axes)} ({sharding}){experts}; global batch "
+            f"{config.run.global_batch_size} = {self.micro_batch_size} windows x {self.num_microbatches} "
+            f"microbatches x dp {self.dp}; {self.tokens_per_step:,} tokens a step"
+        )
 
 
 def plan_job(config: JobConfig, world_size: int) -> JobPlan:
