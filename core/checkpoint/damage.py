@@ -85,15 +85,14 @@ def damage_of(directory: Path, record: FileRecord, manifest: Manifest) -> Damage
     Returns:
         The damage, or None if every bit is as saved.
     """
-    path, others = directory / record.name, manifest.files
+    path = directory / record.name
     try:
         with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
-            if size != record.size:
-                return _damaged_size(stream, record, size, others)
-            crc32 = crc32_of(stream)
-            if crc32 != record.crc32:
-                return _damaged_bytes(stream, record, crc32, others)
+            is_of_a_saved_size = any(file.size == size for file in manifest.files)
+            crc32 = crc32_of(stream) if is_of_a_saved_size else None  # a longer file might never end
+            if (size, crc32) != (record.size, record.crc32):
+                return _difference(stream, record, size, crc32, manifest.files)
             inflated = tuple(part.name for part in record.segments if inflates(stream, part.offset, part.length))
             if inflated:
                 return _damage(record, "would inflate to more than its bytes", inflated)
@@ -115,25 +114,19 @@ def shares(files: Sequence[FileRecord], world: int) -> list[list[FileRecord]]:
     return parts
 
 
-def _damaged_size(stream: BinaryIO, record: FileRecord, size: int, others: Iterable[FileRecord]) -> Damage:
-    # A file with the size of another may have been exchanged with it. A file larger than all others is not read.
-    same_size = any(other.size == size for other in others)
-    swapped = _found_in(others, record, size, crc32_of(stream)) if same_size else None
+def _difference(
+    stream: BinaryIO, record: FileRecord, size: int, crc32: int | None, files: Iterable[FileRecord]
+) -> Damage:
+    swapped = next((o.name for o in files if o.name != record.name and (o.size, o.crc32) == (size, crc32)), None)
     if swapped is not None:
         return _damage(record, f"holds what was saved as {swapped}: files were exchanged", record.names())
-    kind = "is truncated" if size < record.size else "is too long"
-    names = record.names(start=size) if size < record.size else ()
-    return _damage(record, f"{kind}: {size} bytes, {record.size} were saved", names)
-
-
-def _damaged_bytes(stream: BinaryIO, record: FileRecord, crc32: int, others: Iterable[FileRecord]) -> Damage:
-    swapped = _found_in(others, record, record.size, crc32)
-    if swapped is not None:
-        return _damage(record, f"holds what was saved as {swapped}: files were exchanged", record.names())
+    if size != record.size:
+        kind = "is truncated" if size < record.size else "is too long"
+        names = record.names(start=size) if size < record.size else ()
+        return _damage(record, f"{kind}: {size} bytes, {record.size} were saved", names)
     bad = [part for part in record.segments if crc32_of(stream, part.offset, part.length) != part.crc32]
-    names = tuple(dict.fromkeys(part.name for part in bad))
     what = f"has other bytes than were saved (checksum {crc32:08x}, saved {record.crc32:08x})"
-    return _damage(record, what, names)
+    return _damage(record, what, tuple(dict.fromkeys(part.name for part in bad)))
 
 
 def _damage(record: FileRecord, what: str, names: tuple[str, ...]) -> Damage:
@@ -150,7 +143,3 @@ def _wrong_item(stream: BinaryIO, record: FileRecord, manifest: Manifest) -> Dam
         if wrong is not None:
             return _damage(record, f"holds something else: an item {wrong}", (part.name,))
     return None
-
-
-def _found_in(others: Iterable[FileRecord], record: FileRecord, size: int, crc32: int) -> str | None:
-    return next((o.name for o in others if o.name != record.name and (o.size, o.crc32) == (size, crc32)), None)

@@ -91,11 +91,11 @@ def save_checkpoint(
         meta = _meta(step, chunks, optimizer, scheduler, extra, configuration)
     except Exception as failure:  # the other ranks wait in the next gather and need this error
         error = f"cannot save step {step}: {words_of(failure)}"
-    ranks.agree(error)
+    ranks.agree_on_arguments(error, {"extra": json.dumps(meta.get("extra"), sort_keys=True)}, CheckpointError)
     holds = {"a saver": saver is not None, "an optimizer": optimizer is not None, "a scheduler": scheduler is not None}
-    everybody = ranks.gather((json.dumps(meta["extra"], sort_keys=True), tied_names(chunks), holds))
-    ranks.agree(_differing([extra for extra, _, _ in everybody]) or given_by_some([given for *_, given in everybody]))
-    meta["tied"] = {name: kept for _, names, _ in everybody for name, kept in names.items()}
+    everybody = ranks.gather((tied_names(chunks), holds))
+    ranks.agree(given_by_some([given for _, given in everybody]))
+    meta["tied"] = {name: kept for names, _ in everybody for name, kept in names.items()}
     fill = partial(ranks.write, PieceSavePlanner(pieces, blobs))
     if saver is not None:
         return saver.save(step, fill, meta=meta)
@@ -123,17 +123,6 @@ def _check_saver(saver: CheckpointSaver | None, root: str | os.PathLike[str], ke
         raise ValueError(
             f"keep_last is {keep_last} and the saver's is {saver.keep_last}; say it to CheckpointSaver(keep_last=...)"
         )
-
-
-def _differing(extras: Sequence[str]) -> str | None:
-    """Return an error text if ranks passed different extras; only the first rank's would be written."""
-    odd = next((rank for rank, text in enumerate(extras) if text != extras[0]), None)
-    if odd is None:
-        return None
-    return (
-        f"extra is {extras[0]} on rank 0 and {extras[odd]} on rank {odd}; it must be the same on every rank. Gather "
-        "what ranks have of their own into one list"
-    )
 
 
 def given_by_some(everybody: Sequence[Mapping[str, bool]]) -> str | None:

@@ -18,29 +18,13 @@ StrPath = str | os.PathLike[str]
 
 
 def expect_model(model: Any, caller: str) -> None:
-    """Check that an argument is a module.
-
-    Args:
-        model: The argument.
-        caller: Name of the calling method, for the message.
-
-    Raises:
-        TypeError: If it is not.
-    """
+    """Raise TypeError, naming the calling method, for an argument that is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller} got a {type(model).__name__}; pass boost's model")
 
 
 def expect_optimizer(optimizer: Any, caller: str) -> None:
-    """Check that an argument is an optimizer.
-
-    Args:
-        optimizer: The argument.
-        caller: Name of the calling method, for the message.
-
-    Raises:
-        TypeError: If it is not.
-    """
+    """Raise TypeError, naming the calling method, for an argument that is not an optimizer."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"{caller} got a {type(optimizer).__name__}; pass boost's optimizer")
 

@@ -29,6 +29,7 @@ from core.booster.checkpoint_io.checks import (
     save_target,
     second_names,
 )
+from core.checkpoint.snapshot import with_own_storage
 from core.checkpoint.tied_tensors import ShardedTensors, names_apart, refuse_apart, tied_names
 from core.checkpoint.weights import index, one_file, sharded
 from core.checkpoint.weights.one_file import SAFE_SUFFIX
@@ -477,9 +478,4 @@ def _torch_optimizer(optimizer: Any) -> Any:
 def _on_host(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _on_host(inner) for name, inner in value.items()}
-    if not isinstance(value, torch.Tensor):
-        return value
-    host = value.detach().cpu()
-    # torch.save writes a view's entire storage, such as a bucket.
-    is_part = host.untyped_storage().nbytes() != host.numel() * host.element_size()
-    return host.clone() if is_part else host
+    return with_own_storage(value) if isinstance(value, torch.Tensor) else value

@@ -165,7 +165,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_a_directory_exists(
     ]:
         with pytest.raises(CheckpointError, match=words):
             save_checkpoint(tmp_path, 1, [model], optimizer, **options)
-    with pytest.raises(CheckpointError, match=r'extra is {"at": 0} on rank 0 and {"at": 1} on rank 1'):
+    with pytest.raises(CheckpointError, match="""extra is '{"at": 0}' on rank 0 and '{"at": 1}' on rank 1"""):
         save_checkpoint(tmp_path, 1, [model], optimizer, extra={"at": rank})
     with pytest.raises(CheckpointError, match=r"optimizer is a SGD, whose state has no names"):
         save_checkpoint(tmp_path, 1, [model], torch.optim.SGD(model.parameters(), lr=0.1))
