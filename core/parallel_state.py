@@ -152,7 +152,7 @@ def initialize_model_parallel(
         destroy_model_parallel()
         raise
     if _state.watch is not None:
-        _state.watch.meet()
+        _state.watch.read_members()
     _state.grid = grid
     _state.memory = GlobalMemoryBuffer()
     _state.virtual_size = virtual_pipeline_model_parallel_size

@@ -1,8 +1,9 @@
 """Agreement of ranks on small facts: equality, a flag on any rank, an error on any rank.
 
-All such agreements are in this module. Every function is collective: all ranks call it, in the same order. `groups` is
-one group, or a chain of groups that together reach every rank (`world_groups`). None is the default group, or only this
-process if no job was started. `what` describes the subject, for torch's profiler and for the error of a failed wait.
+A rank that raises, skips or waits alone leaves the others in a collective. So ranks agree first, and all such
+agreements are in this module. Every function is collective: all ranks call it, in the same order. `groups` is one
+group, or a chain of groups that together reach every rank (`world_groups`). None stands for the default group, or for
+this process only if no job was started. `what` is the subject, for torch's profiler and for errors of failed waits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class LayoutMismatch(RuntimeError):
 
 
 def bounds(values: Sequence[int] | torch.Tensor, groups: Groups, what: str) -> tuple[list[Any], list[Any]]:
-    """Return the minimum and maximum of each value over all ranks, with one small max all-reduce per group.
+    """Return the minimum and maximum of each value over all ranks, by one small max all-reduce per group.
 
     Args:
         values: Numbers, or a tensor [n].
@@ -119,14 +120,15 @@ def gather(value: T, groups: Groups, what: str) -> dict[int, T]:
             rows = mine.new_empty((dist.get_world_size(group), longest))
             work = dist.all_gather(list(rows.unbind()), mine, group, async_op=True)
             complete(work) if rows.is_cpu else work.wait()
-            parts = [pickle.loads(row.numpy()) for row in rows.cpu()]  # a pickle has an end of its own
+            parts = [pickle.loads(row.numpy()) for row in rows.cpu()]  # a pickle marks its end, so padding is ignored
         everyone = {rank: theirs for part in parts for rank, theirs in part.items()}
     return everyone
 
 
 def first(finding: T | None, groups: Groups, what: str) -> T | None:
-    """Return the smallest finding of any rank, or None if no rank has one (at the cost of one small all-reduce per
-    group).
+    """Return the smallest finding of any rank, or None if no rank has one.
+
+    Without a finding it costs one small all-reduce per group.
 
     Args:
         finding: A tuple that starts with its sort key, such as the rank; or None.
@@ -135,8 +137,8 @@ def first(finding: T | None, groups: Groups, what: str) -> T | None:
     """
     if bounds([finding is not None], groups, what)[1] == [0]:
         return None
-    found: list[Any] = [theirs for theirs in gather(finding, groups, what).values() if theirs is not None]
-    return min(found)
+    findings: list[Any] = [theirs for theirs in gather(finding, groups, what).values() if theirs is not None]
+    return min(findings)
 
 
 def refuse(error: Exception | None, groups: Groups, what: str, kind: type[Exception] = RuntimeError) -> None:
@@ -149,16 +151,16 @@ def refuse(error: Exception | None, groups: Groups, what: str, kind: type[Except
         kind: Type of the error on ranks without one; the message has the first rank's error.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = first(None if error is None else (rank, f"{type(error).__name__}: {error}"), groups, what)
+    failure = first(None if error is None else (rank, f"{type(error).__name__}: {error}"), groups, what)
     if error is not None:
         raise error
-    if found is not None:
-        raise kind(f"{what}: rank {found[0]} failed: {found[1]}")
+    if failure is not None:
+        raise kind(f"{what}: rank {failure[0]} failed: {failure[1]}")
 
 
 @contextmanager
 def together(groups: Groups, what: str, kind: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Context for code that may fail on one rank: calls `refuse` at its end, on all ranks.
+    """Run code that may fail on one rank only, and raise on all ranks at its end. A context manager.
 
     Args:
         groups: A group, or a chain of groups.

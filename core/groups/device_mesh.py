@@ -67,9 +67,9 @@ def arguments_of_mesh(mesh: DeviceMesh, options: Mapping[str, Any]) -> dict[str,
             raise ValueError(f"dimensions {names} of the DeviceMesh name {token!r} twice")
         sizes[token] = sizes.get(token, 1) * size
     order = [*reversed(sizes), *(token for token in TOKENS if token not in sizes)]
-    given: dict[str, Any] = {f"{argument}_size": sizes.get(token, 1) for token, argument in _ARGUMENTS.items()}
-    given |= {"num_distributed_optimizer_instances": instances, "order": "-".join(order)}
-    return {**given, **options}
+    arguments: dict[str, Any] = {f"{argument}_size": sizes.get(token, 1) for token, argument in _ARGUMENTS.items()}
+    arguments |= {"num_distributed_optimizer_instances": instances, "order": "-".join(order)}
+    return {**arguments, **options}
 
 
 _ARGUMENTS = {"tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "cp": "context_parallel"}

@@ -25,12 +25,12 @@ def global_name(module: nn.Module, local_name: str) -> str:
     path: list[str] = []
     current: object = module
     while rest:
-        names = _names_said_by(current)
+        names = _declared_names(current)
         length = next((n for n in range(len(rest), 0, -1) if ".".join(rest[:n]) in names), 0)
-        taken = rest[: length or 1]
-        path.append(names[".".join(taken)] if length else taken[0])
-        rest = rest[len(taken) :]
-        for part in taken:
+        prefix = rest[: length or 1]
+        path.append(names[".".join(prefix)] if length else prefix[0])
+        rest = rest[len(prefix) :]
+        for part in prefix:
             current = getattr(current, part, None)
     return without_transparent(path)
 
@@ -46,7 +46,7 @@ def is_numbered(module: nn.Module, local_name: str) -> bool:
     last = max((place for place, part in enumerate(parts) if part.isdecimal()), default=len(parts))
     current: object = module
     for place, part in enumerate(parts[: last + 1]):
-        names = _names_said_by(current)
+        names = _declared_names(current)
         if any(".".join(parts[place:end]) in names for end in range(last + 1, len(parts) + 1)):
             return True
         current = getattr(current, part, None)
@@ -59,7 +59,7 @@ def namer(module: nn.Module) -> Callable[[str], str]:
     Args:
         module: The stage's module.
     """
-    if any(map(_names_said_by, module.modules())):
+    if any(map(_declared_names, module.modules())):
         return partial(global_name, module)
     return lambda local_name: without_transparent(local_name.split("."))
 
@@ -73,10 +73,10 @@ def without_transparent(path: Iterable[str]) -> str:
     return ".".join(part for part in path if part not in TRANSPARENT)
 
 
-def _names_said_by(part: Any) -> Mapping[str, str]:
+def _declared_names(part: Any) -> Mapping[str, str]:
     """Return `part.global_names`, without the slow failing attribute lookup of a module that has none."""
-    said = "global_names" in getattr(part, "__dict__", ()) or hasattr(type(part), "global_names")
-    return part.global_names or {} if said else {}
+    is_declared = "global_names" in getattr(part, "__dict__", ()) or hasattr(type(part), "global_names")
+    return part.global_names or {} if is_declared else {}
 
 
 def declare_layer_names(module: nn.Module) -> None:

@@ -36,7 +36,7 @@ class GroupOptions:
     settings: tuple[tuple[str, Any], ...] = ()
 
     def nccl(self) -> Any | None:
-        """Return the options as torch's ProcessGroupNCCL.Options; None if all are defaults."""
+        """Return the options as torch's ProcessGroupNCCL.Options, or None if all are defaults."""
         if self == NO_OPTIONS:
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
@@ -59,16 +59,16 @@ def group_options(high_priority: Sequence[str] = (), config_path: str | None = N
         ValueError: If a name, setting or value is unknown.
         RuntimeError: If the file is given and PyYAML is not installed.
     """
-    asked = {} if config_path is None else _read(config_path)
+    by_group = {} if config_path is None else _read(config_path)
     for name in high_priority:
         _check_group(name, "high_priority_stream_groups")
     options = {}
     for name, group in GROUP_NAMES.items():
-        settings = asked.get(name, {})
+        settings = by_group.get(name, {})
         priority = name in high_priority or bool(settings.get("is_high_priority_stream", False))
-        found = GroupOptions(priority, tuple((key, settings[key]) for key in COMMUNICATOR_SETTINGS if key in settings))
-        if found != NO_OPTIONS:
-            options[group] = found
+        option = GroupOptions(priority, tuple((key, settings[key]) for key in COMMUNICATOR_SETTINGS if key in settings))
+        if option != NO_OPTIONS:
+            options[group] = option
     return options
 
 
@@ -113,7 +113,7 @@ def _check_settings(path: str, group: str, settings: Any) -> dict[str, Any]:
 
 
 def get_nccl_options(group: str, settings: Mapping[str, Mapping[str, Any]]) -> Any | None:
-    """Return torch's ProcessGroupNCCL.Options of one group; None if it has no settings.
+    """Return one group's options as torch's ProcessGroupNCCL.Options, or None if it has no settings.
 
     Args:
         group: Group name.
@@ -122,5 +122,5 @@ def get_nccl_options(group: str, settings: Mapping[str, Mapping[str, Any]]) -> A
     if group not in settings:
         return None
     checked = _check_settings("nccl_comm_cfgs", group, settings[group])
-    given = tuple((key, checked[key]) for key in COMMUNICATOR_SETTINGS if key in checked)
-    return GroupOptions(checked.get("is_high_priority_stream", False), given).nccl()
+    pairs = tuple((key, checked[key]) for key in COMMUNICATOR_SETTINGS if key in checked)
+    return GroupOptions(checked.get("is_high_priority_stream", False), pairs).nccl()

@@ -30,8 +30,8 @@ class ProcessGroups:
     """Process groups of one rank.
 
     The fields are the kinds of `core.groups.rank_grid` and the control groups (dp_gloo, ...). Pass any of them by
-    keyword; an unknown one is a ValueError. A missing field reads None; `require` raises an error with its name
-    instead. `core.parallel_state.ProcessGroupCollection` adds Megatron's interface.
+    keyword. An unknown name is a ValueError. A missing field is None, and `require` raises an error with the field's
+    name. `core.parallel_state.ProcessGroupCollection` adds Megatron's interface.
 
         groups = ProcessGroups(dp=data_group, dp_cp=data_group, tp=tensor_group)
         groups.size("tp"), groups.rank("dp_cp"), groups.require("pp")
@@ -56,8 +56,8 @@ class ProcessGroups:
         raise AttributeError(f"ProcessGroups has no {name!r}; the process groups are {', '.join(FIELDS)}.")
 
     def __repr__(self) -> str:
-        held = (f"{name}[{self.size(name)}]" for name in FIELDS if getattr(self, name) is not None)
-        return f"ProcessGroups({', '.join(held)})"
+        sizes = (f"{name}[{self.size(name)}]" for name in FIELDS if getattr(self, name) is not None)
+        return f"ProcessGroups({', '.join(sizes)})"
 
     @property
     def created(self) -> tuple[ProcessGroup, ...]:
@@ -65,7 +65,7 @@ class ProcessGroups:
         return self._created
 
     def require(self, name: str) -> ProcessGroup:
-        """Return the group `name`; RuntimeError, with the name, if this object does not have it."""
+        """Return the group `name`. Raises RuntimeError, with the name, if this rank does not have that group."""
         group = self._field(name)
         if group is None:
             raise RuntimeError(
@@ -75,19 +75,19 @@ class ProcessGroups:
         return group
 
     def control(self, name: str) -> ProcessGroup:
-        """Return the control group of the group `name` if there is one, else the group itself. Used for agreements."""
+        """Return the group for agreements among the ranks of the group `name`: the control group, else itself."""
         return getattr(self, f"{name}_gloo", None) or self.require(name)
 
     def size(self, name: str) -> int:
-        """Return the number of ranks in the group `name`; 1 if this object has no such group."""
+        """Return the number of ranks in the group `name`, or 1 if this object has no such group."""
         return self._place(name)[1]
 
     def rank(self, name: str) -> int:
-        """Return this rank's index in the group `name`; 0 if this object has no such group."""
+        """Return this rank's index in the group `name`, or 0 if this object has no such group."""
         return self._place(name)[0]
 
     def ranks(self, name: str) -> list[int]:
-        """Return the global ranks of the group `name`, ascending; RuntimeError if this object has no such group."""
+        """Return the global ranks of the group `name`, ascending. Raises RuntimeError if there is no such group."""
         return dist.get_process_group_ranks(self.require(name))
 
     def with_other_ranks(self) -> list[ProcessGroup]:
@@ -96,7 +96,7 @@ class ProcessGroups:
         return [group for group in groups.values() if group is not dist.group.WORLD]
 
     def destroy(self) -> None:
-        """Destroy the groups that `build` created, once; groups that were passed in belong to the caller."""
+        """Destroy the groups that `build` created, once. Groups that were passed in belong to the caller."""
         created = self._created
         self.__dict__.clear()
         _destroy(created)
@@ -150,16 +150,16 @@ class ProcessGroups:
             try:
                 for name, is_control, ranks in _kinds(members, control_groups):
                     as_gloo = backends == {"gloo"} or is_control
-                    asked = options.get(name, NO_OPTIONS) if "nccl" in backends else NO_OPTIONS
+                    option = options.get(name, NO_OPTIONS) if "nccl" in backends else NO_OPTIONS
                     # See Note [Gradient groups]; a group of one rank sends nothing.
                     of_gradients = len(ranks) > 1 and name in GRADIENT_KINDS
-                    key = (tuple(ranks), as_gloo, asked, of_gradients)
+                    key = (tuple(ranks), as_gloo, option, of_gradients)
                     if key in shared:
                         group = shared[key]
-                    elif name == "intra_dist_opt" and len(ranks) == dist.get_world_size() and asked == NO_OPTIONS:
+                    elif name == "intra_dist_opt" and len(ranks) == dist.get_world_size() and option == NO_OPTIONS:
                         group = dist.group.WORLD
                     else:
-                        group = shared[key] = create(name, list(ranks), "gloo" if as_gloo else None, timeout, asked)
+                        group = shared[key] = create(name, list(ranks), "gloo" if as_gloo else None, timeout, option)
                     setattr(groups, name, group)
                 _await_all_ranks(build, timeout)
             except BaseException:
@@ -175,7 +175,7 @@ CHAINS = (("intra_dist_opt", "inter_dist_opt"), ("mp", "dp_cp"), (*MODEL_AXES, "
 
 
 def world_chain(groups: ProcessGroups) -> tuple[str, ...]:
-    """Return groups that together reach every rank of the model once; if some are missing, most ranks."""
+    """Return groups that together reach every rank of the model once, or most ranks if some groups are missing."""
     return max(CHAINS, key=lambda chain: math.prod(map(groups.size, chain)))
 
 
@@ -292,7 +292,7 @@ def refuse_other_sizes(sizes: Mapping[str, object], timeout: timedelta | None) -
     name = next(name for name in rows[0] if rows[rank].get(name) != rows[0][name])
     raise ValueError(
         f"rank {rank} came to initialize_model_parallel with {name}={rows[rank].get(name)}, and rank 0 with "
-        f"{name}={rows[0][name]}. All ranks must split the job alike: give them the same sizes and order"
+        f"{name}={rows[0][name]}. Give all ranks the same sizes and order"
     )
 
 

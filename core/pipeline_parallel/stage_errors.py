@@ -88,9 +88,9 @@ class StageErrors:
             missing: dict[str, int] = {}  # place -> how often its ranks will have come there
             for name in names:
                 key = f"failed/{self.groups.ranks(name)} {self.calls} {place}"
-                missing[key] = watch.come(key)[1] * self.groups.size(name)
+                missing[key] = watch.visit(key)[1] * self.groups.size(name)
             last = time.monotonic() + ALIKE_S
-            while missing := {key: count for key, count in missing.items() if watch.came(key) < count}:
+            while missing := {key: count for key, count in missing.items() if watch.visits(key) < count}:
                 if time.monotonic() > last:
                     return False
                 time.sleep(0.01)

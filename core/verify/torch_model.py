@@ -176,7 +176,8 @@ class TorchLoopJob(LoopJob):
         self.torch_model = model
         self.loss_fn = loss_fn
         self.before = {}
-        self.ends = StepEnds()
+        if dist.get_world_size() > 1 and dist.get_backend() != "fake":
+            self.ends = StepEnds()
         self.kept: dict[str, Tensor | None] | None = None  # the loop's gradients, while the diagnosis computes others
 
     @contextmanager

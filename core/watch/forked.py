@@ -28,11 +28,11 @@ def drop_connections_in_workers() -> None:
 
 @functools.cache
 def _register() -> None:
-    kept: set[int] = set()  # descriptors of Python's own sockets: the data set may use one
+    kept: set[int] = set()  # descriptors of Python sockets, which the data set may use
 
     def before() -> None:
         kept.clear()
-        if _is_from_a_dataloader():  # the child looks at no objects: their memory would be copied
+        if _is_from_a_dataloader():  # before the fork, because the child would copy the memory of all objects
             kept.update(item.fileno() for item in gc.get_objects() if issubclass(type(item), socket.socket))
 
     def after() -> None:

@@ -12,15 +12,15 @@ DEAD, PAUSED, SILENT, MISSED, BACK = "dead", "paused", "silent", "missed", "back
 
 @dataclass(frozen=True)
 class LostRank:
-    """A finding about a rank: its kind (one of the constants above) and a description."""
+    """A finding about a rank."""
 
-    kind: str
-    words: str
+    kind: str  # one of the constants above
+    words: str  # description for logs and errors
     seen: float  # monotonic seconds
 
 
 def in_order_found(lost: Mapping[int, LostRank]) -> list[str]:
-    """Return the descriptions of the findings; if there are several, mark the first one."""
+    """Return the descriptions of the findings. The first of several is marked as such."""
     words = [finding.words for finding in lost.values()]
     if len(words) < 2:
         return words
@@ -28,7 +28,7 @@ def in_order_found(lost: Mapping[int, LostRank]) -> list[str]:
 
 
 def next_step(lost: Mapping[int, LostRank]) -> str:
-    """Return the advice for a dead rank; empty if no rank has died."""
+    """Return the next step if a rank has died, else an empty text."""
     dead = [rank for rank, finding in lost.items() if finding.kind == DEAD]
     if not dead:
         return ""

@@ -12,10 +12,7 @@ STOPPED = frozenset("Tt")  # stopped by SIGSTOP, or by a debugger
 
 
 def state_of(pid: int) -> tuple[str, str] | None:
-    """Return a process's state and its start in clock ticks since boot.
-
-    None if there is no such process, or no /proc.
-    """
+    """Return a process's state and its start in clock ticks since boot, or None without such a process or /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -24,7 +21,7 @@ def state_of(pid: int) -> tuple[str, str] | None:
 
 
 def runs(pid: int) -> bool:
-    """True if a process with this number exists and has not ended."""
+    """Return True if a process with this number exists and has not ended."""
     state = state_of(pid)
     return state is not None and state[0] not in ENDED
 
@@ -35,7 +32,7 @@ def boot_id() -> str:
 
 
 def machine_id() -> str:
-    """Identify this host and its process namespace (a container may have a separate one)."""
+    """Return an id of this host and its process namespace, because a container may have a separate one."""
     try:
         return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

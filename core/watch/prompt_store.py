@@ -44,7 +44,7 @@ class PromptStore:
         return partial(self._ask, getattr(self._store, name))
 
     def close(self) -> None:
-        """End the thread; each later call raises RuntimeError."""
+        """End the thread. Each later call raises RuntimeError."""
         self._questions.put(None)
         self._closed = True
         self._thread.join(1.0)  # it does not end while a call hangs

@@ -5,14 +5,14 @@ next to the training. Every BEAT_S it publishes the main thread's place in the j
 host, and reads the beat of the next rank. The thread calls no collective and never touches a GPU. After a Ctrl-C
 another thread ends the main thread's wait (core.watch.signals).
 
-- An ended or stopped (SIGSTOP, a debugger) process of this host is found in /proc.
-- A rank without beats for SILENT_S is silent: its host is lost, or the process is stopped there. If it runs on this
-  host, it is busy, not lost: a long call keeps Python's threads from running.
-- Findings are appended to a list in the store. All ranks read it, and log it with their own place.
-- A rank that ends on purpose publishes that. One that fails because another rank was lost waits until that one is
-  named. So the first failed rank is blamed, and not its followers.
+- A process of this host that has ended or is stopped (SIGSTOP, a debugger) is found in /proc.
+- A rank without beats for SILENT_S is silent: its host is lost, or the process is stopped there. If its process runs on
+  this host, it is busy: a long call keeps Python's threads from running.
+- Findings are appended to a list in the store. All ranks read the list, and log it with their own place.
+- A rank that ends on purpose publishes that. A rank that fails because another one was lost waits until that one is
+  named. So the rank that failed first is blamed, and not its followers.
 - The error of a failed wait gets its message from `account`. A wait that lasts for END_AFTER_S after a rank has ended
-  can never succeed; the process is then ended, as NCCL's watchdog does.
+  can never succeed. The process is then ended, as by NCCL's watchdog.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from core.watch.processes import STOPPED, RankProcess, this_member
 from core.watch.prompt_store import PromptStore
 from core.watch.signals import WaitEnder
 from core.watch.stragglers import Stragglers, own_times
-from core.watch.waiting import error_chain, in_short, in_vain, in_words, is_peers, own_failure, waiting
+from core.watch.waiting import deadlocked_ranks, error_chain, in_short, in_words, is_peers, own_failure, waiting
 
 BEAT_S = 0.5
 SILENT_S = 6.0  # without a beat; a long call may keep a Python thread from running for seconds
@@ -64,10 +64,10 @@ log = logging.getLogger(__name__)
 
 
 class RankWatch:
-    """Watch over the ranks of a job, from `start` to `stop`.
+    """Thread that watches the ranks of a job, from `start` to `stop`.
 
     Args:
-        store: The job's store; the watch opens a separate connection.
+        store: The job's store. The watch opens a separate connection to it.
         member: This rank's process.
         world: Number of ranks.
     """
@@ -100,7 +100,7 @@ class RankWatch:
         self._signals = WaitEnder()
 
     def start(self) -> None:
-        """Start watching; returns immediately, even if other ranks have not arrived."""
+        """Start watching. Returns immediately, even if other ranks have not arrived."""
         self._publish_beat()  # a member has a beat
         self.store.set(f"member/{self.rank}", json.dumps(asdict(self.members[self.rank])))
         self.store.add("members", 1)
@@ -109,7 +109,7 @@ class RankWatch:
         self._thread.start()
         self._signals.start()
 
-    def meet(self) -> None:
+    def read_members(self) -> None:
         """Read which ranks have arrived."""
         if len(self.members) == self.world:
             return
@@ -127,7 +127,8 @@ class RankWatch:
     def stop(self, failure: BaseException | None = None) -> None:
         """End the thread, and publish that this rank leaves. May be called twice.
 
-        `failure` is the error that ends this rank, if any. If other ranks caused it, they are named first.
+        Args:
+            failure: Error that ends this rank, if any. Ranks that have caused it are named first.
         """
         if self._ending.is_set() or os.getpid() != self.members[self.rank].pid:  # a forked process ends without it
             return
@@ -149,7 +150,11 @@ class RankWatch:
         self.store.close()
 
     def report_failure(self, error: BaseException) -> None:
-        """Log on all ranks that a call failed here while others may be waiting in it. This rank continues."""
+        """Log on all ranks that a call has failed here and other ranks may wait in it. This rank continues.
+
+        Args:
+            error: The call's error.
+        """
         words = f"{self.members[self.rank]} failed, and others may wait for it: {in_short(error)}"
         with suppress(RuntimeError):
             self._publish(self.rank, BACK, words, _place_of(error))
@@ -157,7 +162,7 @@ class RankWatch:
     def _end(self) -> None:
         """Leave the job at process exit. After an error the process exits within LEAVE_S.
 
-        A collective in flight would block the exit: the interpreter waits for the thread that runs it. Only
+        A collective in flight would block the exit, because the interpreter waits for the thread that runs it. Only
         faulthandler's timer runs until the end of the interpreter.
         """
         failure = sys.exc_info()[1] or getattr(sys, "last_value", None)
@@ -170,15 +175,19 @@ class RankWatch:
 
     @property
     def neighbours(self) -> list[RankProcess]:
-        """Other ranks whose processes are visible from here."""
+        """Other ranks whose processes this one can see in /proc."""
         own = self.members[self.rank]
         there = {member.rank: member for member in self.started} | dict(self.members)
         return [m for m in there.values() if m.machine == own.machine and m.rank != own.rank and m.born]
 
     def account(self, wait: waiting) -> tuple[str, str]:
-        """Name the ranks missing in a failed wait of this rank, and the places of the others; and the next step.
+        """Describe why a wait of this rank has failed. Takes up to GRACE_S, to find a lost rank.
 
-        Takes at most GRACE_S: until a lost rank is found, or all others have reported their waits.
+        Args:
+            wait: The failed wait.
+
+        Returns:
+            The missing ranks with the places of the other ranks, and the next step if a rank has died.
         """
         self.failed = wait.failed
         others = [rank for rank in wait.ranks if rank != self.rank]
@@ -195,44 +204,48 @@ class RankWatch:
         found = [*in_order_found(lost), *(f"{in_words(ranks)} {words}" for words, ranks in said.items())]
         return "".join(f"; {words}" for words in found), next_step(lost)
 
-    def beats_in_vain(self, patience_s: float) -> dict[int, int]:
-        """Return the last beats of ranks that wait forever; empty if this rank is not one of them, or if unknown."""
+    def deadlocked_beats(self, patience_s: float) -> dict[int, int]:
+        """Return the last beats of ranks that wait for each other, if this rank is one of them; else nothing.
+
+        Args:
+            patience_s: Seconds in one wait before a rank counts as stuck.
+        """
         beats: dict[int, dict[str, Any]] = {}
         with suppress(RuntimeError):  # the store may have ended
             beats = self._beats_of(range(self.world))
-        stuck = in_vain(beats, patience_s)
+        stuck = deadlocked_ranks(beats, patience_s)
         return {rank: beats[rank]["beat"] for rank in stuck} if self.rank in stuck else {}
 
-    def gone(self, ranks: Collection[int]) -> list[int]:
-        """Return those of `ranks` that are known to have ended or left the job."""
+    def ended_ranks(self, ranks: Collection[int]) -> list[int]:
+        """Return the members of `ranks` that are known to have ended or left the job."""
         ended = {rank for rank, finding in self.lost.items() if finding.kind in (DEAD, MISSED)}
         return sorted((ended | self.left) & set(ranks))
 
-    def come(self, place: str) -> tuple[int, int]:
+    def visit(self, place: str) -> tuple[int, int]:
         """Count a visit of a place in the job's store; return the number of all ranks' visits and of this rank's."""
         self._visits[place] += 1
         return int(self.store.add(f"place/{place}", 1)), self._visits[place]
 
-    def came(self, place: str) -> int:
+    def visits(self, place: str) -> int:
         """Return the number of all ranks' visits of a place in the job's store."""
         return int(self.store.add(f"place/{place}", 0))
 
     def _find_lost(self, others: Sequence[int]) -> None:
-        """Wait until a rank is known to be lost, or until all `others` have failed too; GRACE_S at most."""
+        """Wait for GRACE_S, or until a rank is known to be lost or all `others` have failed too."""
         begun = time.monotonic()
-        looked = -BEAT_S
+        checked = -BEAT_S
         with suppress(RuntimeError):
             self._publish_beat()
         while not self.lost and (waited := time.monotonic() - begun) < GRACE_S and self._thread.is_alive():
-            if waited - looked >= BEAT_S:
-                looked = waited
+            if waited - checked >= BEAT_S:
+                checked = waited
                 with suppress(RuntimeError):
                     beats = self._beats_of([rank for rank in others if rank != self.rank])
                     # A process that was killed is seen a beat later than its connections close.
                     if waited > 3 * BEAT_S and all(beat.get("failed") for beat in beats.values()):
                         return
                     for rank in self.left & set(others):
-                        self._miss(rank)
+                        self._report_missing(rank)
             time.sleep(0.05)
 
     # -- the thread -------------------------------------------------------------------------------------------------
@@ -240,20 +253,20 @@ class RankWatch:
     def _run(self) -> None:
         while not self._ending.wait(BEAT_S):
             try:
-                self._look()
+                self._check_ranks()
             except RuntimeError as error:
                 if not self._ending.is_set():
                     self._watch_own_host(error)
 
     def _watch_own_host(self, error: Exception) -> None:
-        """Watch the processes of this host until the store answers again; an ended store never does."""
+        """Watch the processes of this host until the store answers again. A store that has ended never does."""
         is_late = self.store.is_silent
         why = ("is busy, stopped or out of reach" if is_late else "has ended") + f" ({str(error).splitlines()[0]})"
         log.error("rank %d: the job's store does not answer: its process %s%s", self.rank, why, self._here())
         while self.store.is_silent or not is_late:
             self._find_place()
-            for rank, (kind, what) in self._look_at_processes().items():
-                self._note(rank, kind, what)
+            for rank, (kind, what) in self._check_processes().items():
+                self._record_finding(rank, kind, what)
             self._end_hopeless_wait()
             if self._ending.wait(BEAT_S):
                 return
@@ -264,22 +277,22 @@ class RankWatch:
         stuck = time.monotonic() - self.place.since > STUCK_S
         self.unfinished = unfinished_collective() if stuck else ""
 
-    def _look(self) -> None:
+    def _check_ranks(self) -> None:
         self._find_place()
-        self.meet()
-        found = self._look_at_processes()
+        self.read_members()
+        found = self._check_processes()
         self._publish_beat()
-        found = found or self._look_at_beats()
+        found = found or self._check_beats()
         waits = {rank: self._beat_of(rank).get("waits", False) for rank in found}
         for rank, (kind, what) in sorted(found.items(), key=lambda entry: waits[entry[0]]):  # one that waited followed
             self._publish(rank, kind, what)
-        self._look_for_those_who_left()
+        self._report_ranks_that_left()
         self._read_findings()
         self._report_long_wait()
         self._compare_steps()
         self._end_hopeless_wait()
 
-    def _look_at_processes(self) -> dict[int, tuple[str, str]]:
+    def _check_processes(self) -> dict[int, tuple[str, str]]:
         found = {}
         for member in self.neighbours:
             rank = member.rank
@@ -298,20 +311,20 @@ class RankWatch:
                 found[rank] = BACK, f"{member} runs again"
         return found
 
-    def _look_for_those_who_left(self) -> None:
-        """Report ranks that ended without an error and that this one has been waiting for since."""
+    def _report_ranks_that_left(self) -> None:
+        """Report ranks that have ended without an error although this one waits for them."""
         if self.place.waits and time.monotonic() - self.place.since > EXPECTED_S:
             if self._beat % LEFT_BEATS == 0:  # the next rank is checked anyway
                 self._beats_of(self.place.ranks)
             for rank in sorted(self.left & set(self.place.ranks)):
-                self._miss(rank)
+                self._report_missing(rank)
 
-    def _miss(self, rank: int) -> None:
+    def _report_missing(self, rank: int) -> None:
         if rank not in self.lost and not self._beat_of(rank).get("failed"):  # one whose wait has failed was not first
             self._publish(rank, MISSED, f"{self.members[rank]} {LEFT_EARLY}")
 
-    def _look_at_beats(self) -> dict[int, tuple[str, str]]:
-        """Check the beats of the next present rank, which only this one checks, and of silent and busy ranks."""
+    def _check_beats(self) -> dict[int, tuple[str, str]]:
+        """Check the beats of the next present rank, which no other rank checks, and of silent and busy ranks."""
         now = time.monotonic()
         silent = [rank for rank, finding in self.lost.items() if finding.kind == SILENT]
         after = ((self.rank + step) % self.world for step in range(1, self.world))
@@ -342,7 +355,7 @@ class RankWatch:
         return SILENT, f"{member} is silent since {seconds:.0f} s: its host or process is lost, stopped or busy"
 
     def _publish(self, rank: int, kind: str, what: str, place: str = "") -> None:
-        """Append a finding to the store's list. Of several about one event all ranks use the first."""
+        """Append a finding to the store's list. All ranks use the first of several findings about one event."""
         if kind in (DEAD, PAUSED, SILENT) and not place:
             place = self._beat_of(rank).get("place", "")
         words = f"{what}{f', last seen {place}' if place else ''}"
@@ -356,10 +369,10 @@ class RankWatch:
             rank, number, kind, words = json.loads(line)
             if number == self._num_read[rank]:
                 self._num_read[rank] += 1
-                self._note(rank, kind, words)
+                self._record_finding(rank, kind, words)
         self._read = len(lines)
 
-    def _note(self, rank: int, kind: str, words: str) -> None:
+    def _record_finding(self, rank: int, kind: str, words: str) -> None:
         if kind == BACK:
             self.lost.pop(rank, None)
             log.warning("rank %d: %s", self.rank, words)
@@ -387,7 +400,7 @@ class RankWatch:
         log.warning("rank %d has waited %.0f s: %s", self.rank, waited, said)
 
     def _compare_steps(self) -> None:
-        """Name ranks that are slower than the others, on the lowest present rank."""
+        """Log ranks that are slower than the others. Only the lowest present rank does."""
         lower = any(rank not in self.lost and rank not in self.left for rank in range(self.rank))
         if self._beat % COMPARE_BEATS or lower or len(self.members) < self.world:
             return
@@ -450,7 +463,7 @@ class RankWatch:
 
 
 def announce_process() -> None:
-    """Publish this rank's process in the job's store, so that it is named even if it ends before it has a watch."""
+    """Publish this rank's process in the job's store, so that other ranks can name it before it has a watch."""
     member = this_member(dist.get_rank())
     with suppress(RuntimeError):  # a store that cannot be shared; start_watch warns about it
         store = dist.PrefixStore(f"{PREFIX}/1", dist.group.WORLD.get_group_store())
@@ -458,10 +471,14 @@ def announce_process() -> None:
 
 
 def start_watch(stage: int) -> RankWatch | None:
-    """Watch the ranks of the default group. Every rank of the group must call it; returns without waiting.
+    """Watch the ranks of the default group. Every rank of the group must call it. Returns without waiting.
 
-    `stage` is this rank's pipeline stage. Returns None in a job of one rank or with torch's fake backend; also, with a
-    warning, if the job's store cannot be shared.
+    Args:
+        stage: This rank's pipeline stage.
+
+    Returns:
+        The started watch. None in a job of one rank, with torch's fake backend, and, with a warning, if the job's
+        store cannot be shared.
     """
     world = dist.get_world_size()
     if world == 1 or dist.get_backend() == "fake":

@@ -24,13 +24,16 @@ STAYS_S = 0.3  # time in one wait after a Ctrl-C, before that wait is ended
 
 
 class SignalThread:
-    """Thread that calls `hear` with the number of each signal of this process.
+    """Thread that calls a function with the number of each signal of this process.
 
     It does not start outside the main thread, or if other code already uses the wakeup pipe.
+
+    Args:
+        on_signal: The function.
     """
 
-    def __init__(self, hear: Callable[[int], None]) -> None:
-        self.hear = hear
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
+        self.on_signal = on_signal
         self.write = -1
 
     def start(self) -> None:
@@ -51,10 +54,10 @@ class SignalThread:
         threading.Thread(target=self._listen, args=(read,), name="core-signals", daemon=True).start()
 
     def stop(self) -> bool:
-        """Stop receiving signals; only in the main thread. Returns True if it was active."""
+        """Stop receiving signals, in the main thread only. Returns True if the thread was active."""
         if self.write == -1 or threading.current_thread() is not threading.main_thread():
             return False
-        _let_go()
+        _release_pipe()
         _started.discard(self.write)
         os.close(self.write)  # the thread reads the end, and closes its side
         self.write = -1
@@ -62,20 +65,20 @@ class SignalThread:
 
     def _listen(self, read: int) -> None:
         while numbers := os.read(read, 1):
-            self.hear(numbers[0])
+            self.on_signal(numbers[0])
         os.close(read)
 
 
 class WaitEnder:
-    """Handler that ends the main thread's wait in gloo after a Ctrl-C, between start and stop.
+    """Ends the main thread's wait in gloo after a Ctrl-C, between `start` and `stop`.
 
-    Active only without the program's own SIGINT handler. The group's connections are lost, but an interrupted wait
-    could not be completed anyway.
+    A program's own SIGINT handler stays in charge. The group's connections are lost, but an interrupted wait could not
+    be completed anyway.
     """
 
     def __init__(self) -> None:
         self.raised_s = -SAME_PRESS_S  # when KeyboardInterrupt was raised last
-        self.thread = SignalThread(self._hear)
+        self.thread = SignalThread(self._on_signal)
 
     def start(self) -> None:
         """Start receiving signals, if called in the main thread."""
@@ -84,7 +87,7 @@ class WaitEnder:
             signal.signal(signal.SIGINT, self.interrupt)
 
     def stop(self) -> None:
-        """Restore the signal handler; may be called twice."""
+        """Restore the signal handler. May be called twice."""
         if self.thread.stop() and signal.getsignal(signal.SIGINT) == self.interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -94,20 +97,20 @@ class WaitEnder:
         forget_wait()
         signal.default_int_handler(number, frame)
 
-    def _hear(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if number != signal.SIGINT or signal.getsignal(signal.SIGINT) != self.interrupt:
             return
-        heard_s = time.monotonic()
+        received_s = time.monotonic()
         time.sleep(STAYS_S)
-        if self.raised_s < heard_s - SAME_PRESS_S and place_of_main_thread(NOWHERE).waits:
+        if self.raised_s < received_s - SAME_PRESS_S and place_of_main_thread(NOWHERE).waits:
             end_waits_of(group_of_main_thread() or dist.group.WORLD)
 
 
 _started: set[int] = set()  # write ends of the pipes
 
 
-def _let_go() -> None:
-    """Stop writing this process's signals to a pipe of this module: in a forked process it is the parent's."""
+def _release_pipe() -> None:
+    """Stop writing this process's signals to a pipe of this module, which in a forked process is the parent's."""
     current = signal.set_wakeup_fd(-1)
     if current not in _started:  # set by other code
         signal.set_wakeup_fd(current)
@@ -115,4 +118,4 @@ def _let_go() -> None:
 
 @functools.cache
 def _stop_in_forked_processes() -> None:
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_release_pipe)

@@ -19,20 +19,24 @@ FACTOR = 1.5  # times the median of the ranks of a stage, in each of the last RE
 def own_times() -> tuple[float, float] | None:
     """Return the shortest and the median own work of the main thread's last RECENT steps, in seconds.
 
-    None before that many steps.
+    Returns None before that many steps.
     """
     own_s = list(steps_of(vars(threading.main_thread())).own_s)
     return (min(own_s), median(own_s)) if len(own_s) == RECENT else None
 
 
 class Stragglers:
-    """Record of slow ranks: `slow` maps a rank to its work as a multiple of the median."""
+    """Record of slow ranks.
+
+    Attributes:
+        slow: Own work of each slow rank, as a multiple of the median.
+    """
 
     def __init__(self) -> None:
         self.slow: dict[int, float] = {}
 
     def compare(self, times: Mapping[int, tuple[float, float] | None], members: Mapping[int, Any]) -> list[str]:
-        """Return descriptions of changes.
+        """Update the record, and describe the ranks that have become slow or fast again.
 
         Args:
             times: `own_times` of each rank.

@@ -38,35 +38,26 @@ ADVICE = (
 
 
 class Watch(Protocol):
-    """Protocol of the rank watch for waits that fail or last long.
-
-    `lost` has the ranks that have ended or do not answer.
-    """
+    """Interface of `RankWatch` for waits that fail or last long."""
 
     @property
     def lost(self) -> Mapping[int, object]: ...
-
-    def account(self, wait: waiting) -> tuple[str, str]:
-        """Name the ranks missing in a failed wait, and the next step if their end is the reason."""
-
-    def beats_in_vain(self, patience_s: float) -> dict[int, int]:
-        """Return the last beats of the ranks that wait forever, by rank."""
-
-    def gone(self, ranks: Collection[int]) -> list[int]:
-        """Return those of `ranks` that have ended or left the job."""
-
-    def come(self, place: str) -> tuple[int, int]:
-        """Count a visit of a place in the job's store; return the number of all ranks' visits and of this rank's."""
-
-    def came(self, place: str) -> int:
-        """Return the number of all ranks' visits of a place in the job's store."""
+    def account(self, wait: waiting) -> tuple[str, str]: ...
+    def deadlocked_beats(self, patience_s: float) -> dict[int, int]: ...
+    def ended_ranks(self, ranks: Collection[int]) -> list[int]: ...
+    def visit(self, place: str) -> tuple[int, int]: ...
+    def visits(self, place: str) -> int: ...
 
 
 _watch: Watch | None = None  # the watch of this process
 
 
 def use_watch(watch: Watch | None) -> None:
-    """Set the watch that names lost ranks; None for no watch. Called by the code that starts and stops it."""
+    """Set this process's watch, which names lost ranks.
+
+    Args:
+        watch: A started watch; None when it is stopped.
+    """
     global _watch
     _watch = watch
 
@@ -74,21 +65,22 @@ def use_watch(watch: Watch | None) -> None:
 class PeerLost(RuntimeError):
     """Error raised if a wait for other ranks fails: one has ended, does not arrive, or came with another reduction.
 
-    `wait` is this rank's wait; None until a `waiting` has set it.
+    Attributes:
+        wait: This rank's wait; None until a `waiting` has set it.
     """
 
     wait: waiting | None = None
 
 
 def is_backends(error: BaseException) -> bool:
-    """True for an error with which torch.distributed or mapped memory reports that other ranks did not answer."""
+    """Return True for an error that torch.distributed or mapped memory raises if other ranks do not answer."""
     if isinstance(error, PeerLost | dist.DistError):
         return True
     return type(error) is RuntimeError and BACKENDS_WORDS.search(str(error)) is not None
 
 
 def own_failure(error: BaseException | None) -> str | None:
-    """Describe the error by which a rank ends; None for no error, and for a consequence of another rank's."""
+    """Describe the error that ends a rank, or return None if there is none or another rank has caused it."""
     if error is None or is_peers(error):
         return None
     for each in error_chain(error):
@@ -103,7 +95,7 @@ def in_short(error: BaseException | None) -> str:
 
 
 def is_peers(error: BaseException | None) -> bool:
-    """True if an error was caused by a failed wait for other ranks; False for a Ctrl-C, even during one."""
+    """Return True if a failed wait for other ranks has caused an error. A Ctrl-C during a wait does not count."""
     return error is not None and not isinstance(error, KeyboardInterrupt) and is_backends(error_chain(error)[-1])
 
 
@@ -116,14 +108,17 @@ def error_chain(error: BaseException) -> list[BaseException]:
 
 
 class waiting:
-    """Context of a wait for other ranks. Raises PeerLost, with the missing ranks, instead of a backend's error.
+    """Context manager around a wait for other ranks, which raises PeerLost instead of a backend's error.
+
+    A backend's error does not say which rank is missing. The rank watch does, and it also reads this rank's wait from
+    its thread.
 
     Args:
-        what: Subject in words, such as "the reduction of" (followed by `name`).
-        group: The group waited for, or a list of ranks.
-        name: Name of the subject.
-        computes: True if the block also computes, so that only torch.distributed's own frames in it are waits.
-        advice: Next step after a failure, also of waits inside it.
+        what: Purpose of the wait, such as "the reduction of" (followed by `name`).
+        group: Process group, or global ranks, of the wait.
+        name: Name of the bucket, tensor or call.
+        computes: True if the block also computes, so that only frames of torch.distributed in it are waits.
+        advice: Next step after a failure. Waits inside this one inherit it.
     """
 
     __slots__ = ("advice", "began", "call", "computes", "group", "name", "outer", "thread", "waited_s", "what")
@@ -162,7 +157,7 @@ class waiting:
                 steps_of(self.thread).waited_s += self.waited_s
 
     def _lost(self, error: BaseException) -> PeerLost:
-        """Return the error that replaces a backend's. Takes a few seconds, because other ranks are asked."""
+        """Return the error that replaces a backend's. Takes a few seconds to find the lost rank."""
         self.call = call_of(self.thread)
         found, step = ("", "") if _watch is None else _watch.account(self)
         advice = step or self.advice or ADVICE
@@ -187,28 +182,34 @@ class waiting:
 
 
 def expect(ranks: Collection[int]) -> None:
-    """Raise PeerLost if the rank watch knows that one of these ranks is lost. Call it inside `waiting`."""
+    """Raise PeerLost if the rank watch knows that one of these ranks is lost.
+
+    Call it inside `waiting`, before a wait that would last until its timeout.
+
+    Args:
+        ranks: Global ranks to wait for.
+    """
     lost = [] if _watch is None else sorted(_watch.lost.keys() & set(ranks))
     if lost:
         raise PeerLost(f"{in_words(lost)} will not come")
 
 
 def complete(work: dist.Work, slack_s: float | None = 0.0) -> None:
-    """Wait for a collective of CPU tensors, for as long as other ranks compute.
+    """Wait for a collective on CPU tensors, without a timeout while other ranks compute.
 
-    Call it inside `waiting`, which names the wait. The wait returns to Python every LOOK_S, to handle Ctrl-C. Not for
-    sends and receives, whose connection gloo closes at a limit.
+    Call it inside `waiting`, which names the wait. The wait returns to Python every LOOK_S to handle Ctrl-C. Do not use
+    it for sends and receives, whose connection gloo closes after a timeout.
 
     Args:
         work: The collective.
-        slack_s: Time that the collective itself may take. None to skip the check for ranks that wait for each other.
+        slack_s: Time that the collective itself may take. None skips the check for ranks that wait for each other.
 
     Raises:
-        PeerLost: If the wait can never end: ranks wait for each other, or one has left. The group's connections are
-            closed first. Otherwise the collective would match a later one of another rank, and block the process's
-            exit.
+        PeerLost: If the wait can never end, because ranks wait for each other or one has left. The group's connections
+            are closed first. Otherwise the collective would be paired with a later one of another rank, and block the
+            exit of the process.
     """
-    look = VainLook(slack_s)
+    deadlock = DeadlockCheck(slack_s)
     while not work.is_completed():
         try:
             work.wait(SLICE)
@@ -217,7 +218,7 @@ def complete(work: dist.Work, slack_s: float | None = 0.0) -> None:
             if work.is_completed():
                 break
             try:
-                look.refuse_vain()
+                deadlock.refuse_deadlock()
             except PeerLost:
                 wait = current_wait(threading.current_thread())
                 if wait is not None and isinstance(wait.group, dist.ProcessGroup):
@@ -227,10 +228,13 @@ def complete(work: dist.Work, slack_s: float | None = 0.0) -> None:
 
 
 def end_waits_of(group: dist.ProcessGroup) -> None:
-    """End all of this process's waits in a gloo group, and with them the group's connections.
+    """End all waits of this process in a gloo group by closing the group's connections.
 
-    gloo closes a group's connections if one of its waits reaches its limit, which also ends the other ranks' waits. A
-    wait for a first connection (TORCH_GLOO_LAZY_INIT) has no limit, so it runs in a thread.
+    gloo closes a group's connections if one of its waits times out, which also ends the other ranks' waits. A wait for
+    a first connection (TORCH_GLOO_LAZY_INIT) has no timeout, so it runs in a thread.
+
+    Args:
+        group: The group, which cannot be used afterwards.
     """
     thread = threading.Thread(target=_wait_in, args=(group,), name="core-end-waits", daemon=True)
     thread.start()
@@ -243,63 +247,64 @@ def _wait_in(group: dist.ProcessGroup) -> None:
         group.recv([torch.empty(1, device="cpu")], other, NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
-class VainLook:
-    """Checks of one wait on the other ranks, at most every LOOK_S; none without a watch.
+class DeadlockCheck:
+    """Repeated check of one wait for ranks that wait for each other. Without a watch it does nothing.
 
-    `slack_s` is as in `complete`.
+    Args:
+        slack_s: As in `complete`.
     """
 
     def __init__(self, slack_s: float | None = 0.0) -> None:
         self.slack_s = slack_s
-        self.began = self.looked = time.monotonic()
+        self.began = self.checked = time.monotonic()
         self.before: Mapping[int, int] = {}
 
-    def refuse_vain(self) -> None:
-        """Raise PeerLost if this check and the previous one have found that this wait can never end."""
-        if _watch is None or time.monotonic() < self.looked + 0.9 * LOOK_S:
+    def refuse_deadlock(self) -> None:
+        """Raise PeerLost if two checks in succession find that this wait can never end. Checks every LOOK_S at most."""
+        if _watch is None or time.monotonic() < self.checked + 0.9 * LOOK_S:
             return
-        self.looked = time.monotonic()
+        self.checked = time.monotonic()
         patience_s = PATIENCE_S + (self.slack_s or 0.0)
         wait = current_wait(threading.current_thread())
-        gone = [] if wait is None or self.looked < self.began + patience_s else _watch.gone(wait.ranks)
+        gone = [] if wait is None or self.checked < self.began + patience_s else _watch.ended_ranks(wait.ranks)
         if gone:  # messages that they sent before have arrived by now
             raise PeerLost(f"{in_words(gone)} left before") from None
         if self.slack_s is None:
             return
-        beats = _watch.beats_in_vain(patience_s)
-        # A rank that cannot publish its place keeps its old beat, and may be elsewhere by now.
+        beats = _watch.deadlocked_beats(patience_s)
+        # A rank that cannot publish its place keeps its old beat, and may have left that place.
         if beats and beats.keys() == self.before.keys() and all(beats[rank] > self.before[rank] for rank in beats):
             raise PeerLost(f"{in_words(list(beats))} wait for different things, and none can continue") from None
         self.before = beats
 
 
-def meet_in_store(call: str, ranks: Sequence[int]) -> None:
-    """Wait in the job's store until all ranks have made a call equally often. No-op without a watch.
+def store_barrier(call: str, ranks: Sequence[int]) -> None:
+    """Wait in the job's store until all ranks have made a call equally often. Without a watch it does nothing.
 
-    Call it inside `waiting`, before the first collective of a call that one rank may make alone. Otherwise its
-    collective would match another one of the other ranks, and use its values or abort the process.
+    Call it inside `waiting`, before the first collective of a call that one rank may make alone. Otherwise that
+    collective would be paired with another one of the other ranks, and use its values or abort the process.
 
     Args:
         call: Name of the call.
-        ranks: Global ranks that make it.
+        ranks: Global ranks that make the call.
     """
     if _watch is None:
         return
-    look, pause_s = VainLook(), 0.0005
+    deadlock, pause_s = DeadlockCheck(), 0.0005
     place = f"{call} {zlib.crc32(repr(list(ranks)).encode())}"
-    came, count = _watch.come(place)
-    while came < count * len(ranks):
+    visits, own_visits = _watch.visit(place)
+    while visits < own_visits * len(ranks):
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
-        look.refuse_vain()
+        deadlock.refuse_deadlock()
         if _watch.lost:
             raise PeerLost(f"lost: {in_words(list(_watch.lost))}")
-        came = _watch.came(place)
+        visits = _watch.visits(place)
 
 
 @contextmanager
 def starting(store: dist.Store, rank: int, world: int) -> Iterator[dist.Store]:
-    """Context of the start of a job's default group over a store, before there is a rank watch.
+    """Return a context for the start of a job's default group, before there is a rank watch.
 
     Args:
         store: Store of the default group.
@@ -320,11 +325,11 @@ def starting(store: dist.Store, rank: int, world: int) -> Iterator[dist.Store]:
         raise PeerLost(f"rank {rank} waited for all {world} ranks to start, and {words} ({_reason(error)})") from error
 
 
-def in_vain(beats: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[int]:
-    """Find ranks that wait forever. Pure.
+def deadlocked_ranks(beats: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[int]:
+    """Find ranks that wait for each other forever. Pure.
 
     A rank can continue if it does not wait, or not for long, or if each rank that it waits for can continue or waits
-    for the same. A wait with unknown ranks counts as a wait for all ranks.
+    for the same thing. A wait with unknown ranks counts as a wait for all ranks.
 
     Args:
         beats: Last beat of each rank.
@@ -349,7 +354,7 @@ def in_vain(beats: Mapping[int, Mapping[str, Any]], patience_s: float) -> list[i
 
 
 class calling:
-    """Context of a user's call that may wait for other ranks.
+    """Context manager around a user's call that may wait for other ranks, so that errors name the call and its step.
 
     Args:
         call: Name of the call.
@@ -376,41 +381,36 @@ class calling:
 
 @dataclass(slots=True)
 class Steps:
-    """Steps of one thread.
-
-    `own_s` has the own work of the last steps: seconds in which the thread did not wait for ranks.
-    """
+    """Steps of one thread."""
 
     number: int = 0
     began: float = 0.0
-    waited_s: float = 0.0  # seconds in this step
-    done: int = 0
-    own_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    waited_s: float = 0.0  # seconds of this step in waits for other ranks
+    own_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # seconds of steps outside such waits
 
     def turn(self, number: int) -> None:
         """Start step `number`."""
         now = time.monotonic()
         if self.number:
             self.own_s.append(now - self.began - self.waited_s)
-            self.done += 1
         self.number, self.began, self.waited_s = number, now, 0.0
 
 
 def steps_of(thread: dict[str, object]) -> Steps:
-    """Return the steps of a thread, given its variables."""
-    found = thread.get("core_steps")
-    if not isinstance(found, Steps):
-        found = thread["core_steps"] = Steps()
-    return found
+    """Return the steps of a thread, given the thread's variables."""
+    steps = thread.get("core_steps")
+    if not isinstance(steps, Steps):
+        steps = thread["core_steps"] = Steps()
+    return steps
 
 
 def add_wait(seconds: float) -> None:
-    """Add a wait for other ranks to this thread's step."""
+    """Add seconds of waiting for other ranks to this thread's step."""
     steps_of(vars(threading.current_thread())).waited_s += seconds
 
 
 def call_of(thread: dict[str, object]) -> str:
-    """Describe a thread's current user call and its step: " in finalize_model_grads (step 3)"."""
+    """Describe the user's current call in a thread and its step, as " in finalize_model_grads (step 3)"."""
     call = thread.get("core_call")
     if isinstance(call, calling):
         return f" in {call.call} (step {call.step})"
@@ -419,18 +419,18 @@ def call_of(thread: dict[str, object]) -> str:
 
 
 def forget_wait() -> None:
-    """Clear this thread's wait, because an error is raised that may interrupt the exit of a `waiting`."""
+    """Clear this thread's wait before an error is raised that may interrupt the exit of a `waiting`."""
     vars(threading.current_thread())["core_wait"] = None
 
 
 def current_wait(thread: threading.Thread) -> waiting | None:
     """Return the innermost wait of a thread, or None."""
-    found = vars(thread).get("core_wait")
-    return found if isinstance(found, waiting) else None
+    wait = vars(thread).get("core_wait")
+    return wait if isinstance(wait, waiting) else None
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Format ranks as "rank 3" or "ranks 1, 2"; a long list is cut, with the number of omitted ranks."""
+    """Format ranks as "rank 3" or "ranks 1, 2". A long list ends with the number of omitted ranks."""
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}{more}"
 

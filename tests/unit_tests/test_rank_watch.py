@@ -187,9 +187,9 @@ def test_processes_of_another_host_of_the_same_name_are_not_looked_for_here() ->
     watch = rank_watch.RankWatch(store, here := processes.this_member(0), 2)
     twin = replace(here, rank=1, pid=2**30)
     watch.members[1] = twin
-    assert watch._look_at_processes() == {1: ("dead", f"{twin} has ended")}
+    assert watch._check_processes() == {1: ("dead", f"{twin} has ended")}
     watch.members[1] = replace(twin, machine=f"another {here.machine}")
-    assert watch._look_at_processes() == {}
+    assert watch._check_processes() == {}
 
 
 def test_of_two_dead_ranks_the_one_that_was_found_first_is_named_so() -> None:

@@ -138,7 +138,7 @@ class Ended:
     def account(self, wait: waiting) -> tuple[str, str]:
         return "; rank 1 has ended", ""
 
-    def beats_in_vain(self, patience_s: float) -> dict[int, int]:
+    def deadlocked_beats(self, patience_s: float) -> dict[int, int]:
         return {}
 
 

@@ -21,7 +21,7 @@ from core.distributed.wire.collectives import Collectives
 from core.groups import agree
 from core.optimizer.adopted_optimizer import AdoptedOptimizer
 from core.optimizer.optimizer_state import MASTER, PLACE, Entry, cut_entry, elements_of, plain_numbers
-from core.watch.waiting import meet_in_store, waiting
+from core.watch.waiting import store_barrier, waiting
 
 ALL_RANKS = (
     "The state of a sharded optimizer is in shards on all ranks, and its state_dict() is collective: call it on all of "
@@ -55,7 +55,7 @@ def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]
     """
     for group, _ in _names_by_group(engine):
         with waiting("the state of a sharded optimizer", group, advice=ALL_RANKS):
-            meet_in_store("the state of a sharded optimizer", dist.get_process_group_ranks(group))
+            store_barrier("the state of a sharded optimizer", dist.get_process_group_ranks(group))
     mine = engine.state_by_parameter()
     pieces = _pieces_of_all_ranks(engine, mine)
     group_of = {name: group for group, names in _names_by_group(engine) for name in names}

@@ -172,7 +172,7 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
     """Return the contract without the sync rules that serve it."""
     tp = groups.size("tp")
     sharded, averaged, sequence_tag = tags.sharded, tags.averaged, tags.sequence_parallel
-    says_nothing = tags.declaration is None and sequence_tag is None
+    is_untagged = tags.declaration is None and sequence_tag is None
     tp_axis = "expt_tp" if tags.is_expert else "tp"
     sequence_parallel = getattr(config, "sequence_parallel", None)  # None: no config, the tags alone decide
 
@@ -190,7 +190,7 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
 
     declared_partial, declared_averages = tags.declaration or ((), ())
     partial, averages = list(declared_partial), list(declared_averages)
-    if (sequence_tag and not sharded) or (tp > 1 and says_nothing and _is_qk_layernorm(name, config)):
+    if (sequence_tag and not sharded) or (tp > 1 and is_untagged and _is_qk_layernorm(name, config)):
         partial.append("tp")
     if averaged:
         averages.append("tp")
@@ -198,7 +198,7 @@ def _without_rules(name: str, tags: Tags, groups: ProcessGroups, config: Any) ->
     partial = [tp_axis if axis == "tp" else axis for axis in (*partial, *tags.copies)]
     averages = [tp_axis if axis == "tp" else axis for axis in averages]
 
-    undeclared = says_nothing and not sharded and not averaged and not partial
+    undeclared = is_untagged and not sharded and not averaged and not partial
     if sequence_parallel and tp > 1 and undeclared and not tags.is_expert:
         raise ContractError(
             f"parameter {name!r} is replicated over {tp} tensor-parallel ranks under sequence parallelism, and nothing "
@@ -263,8 +263,8 @@ def replicated_over(tags: Tags, groups: ProcessGroups) -> tuple[str, ...]:
 
 
 def _is_qk_layernorm(name: str, config: Any) -> bool:
-    asked = getattr(config, "qk_layernorm", False)
-    return bool(asked) and not {"q_layernorm", "k_layernorm"}.isdisjoint(name.split("."))
+    is_enabled = bool(getattr(config, "qk_layernorm", False))
+    return is_enabled and not {"q_layernorm", "k_layernorm"}.isdisjoint(name.split("."))
 
 
 def _with_rules(draft: GradientContract, rules: Sequence[GradSyncRule], groups: ProcessGroups) -> GradientContract:
@@ -311,14 +311,14 @@ def read_contracts(
     """
     embeddings = embeddings_of(modules)
     names_matter = any(rule not in DEFAULT_RULES for rule in rules)
-    known: dict[tuple[Tags, bool], GradientContract] = {}
+    by_tags: dict[tuple[Tags, bool], GradientContract] = {}
     contracts: dict[str, GradientContract] = {}
     for name, param in named_params:
         tags = read_tags(param, embeddings)
         is_qk = _is_qk_layernorm(name, config)
-        if (tags, is_qk) not in known:
+        if (tags, is_qk) not in by_tags:
             draft = _without_rules(name, tags, groups, config)
-            known[tags, is_qk] = draft if names_matter else _with_rules(draft, rules, groups)
-        contract = known[tags, is_qk]._replace(name=name)
+            by_tags[tags, is_qk] = draft if names_matter else _with_rules(draft, rules, groups)
+        contract = by_tags[tags, is_qk]._replace(name=name)
         contracts[name] = _with_rules(contract, rules, groups) if names_matter else contract
     return contracts

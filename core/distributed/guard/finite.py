@@ -374,8 +374,10 @@ def _sketch(part: torch.Tensor, tolerance: float, direction: Direction) -> torch
     marks = torch.where(values.isfinite(), 0.0, values.nan_to_num(1.0, 2.0, 3.0))
     norm = torch.linalg.vector_norm(finite, dtype=torch.float64)
     across, down = direction(values.numel(), values.device)
-    padding = 0, across.numel() * down.numel() - values.numel()
-    tables = [nn.functional.pad(flat, padding).view(down.numel(), -1) for flat in (finite, marks.double())]
+    flats, padding = [finite, marks.double()], across.numel() * down.numel() - values.numel()
+    if padding:
+        flats = [nn.functional.pad(flat, (0, padding)) for flat in flats]
+    tables = [flat.view(down.numel(), -1) for flat in flats]
     projections = [(table @ across.to(table.dtype)).double() @ down.double() for table in tables]
     return torch.stack([norm, *projections, torch.full_like(norm, tolerance)])
 

@@ -16,7 +16,7 @@ from core.distributed.guard.agreement import unequal_gathers
 from core.distributed.sharded.param_unit import ParamUnit
 from core.groups import agree
 from core.groups.agree import SyncError
-from core.watch.waiting import meet_in_store, waiting
+from core.watch.waiting import store_barrier, waiting
 
 EVALUATION = (
     "Where ranks run unequal numbers of forwards, as in a `generate` of unequal lengths, call it inside "
@@ -51,7 +51,7 @@ class GatherOrder:
         """Wait until all ranks of the groups have made this call; PeerLost if some wait for each other elsewhere."""
         for group in groups:
             with needs_all(caller, group):
-                meet_in_store(caller, dist.get_process_group_ranks(group))
+                store_barrier(caller, dist.get_process_group_ranks(group))
 
     def record(self, unit: ParamUnit, why: str) -> None:
         """Record the beginning of a gather that other ranks take part in, with `why` appended to its name."""

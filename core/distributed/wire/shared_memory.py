@@ -37,7 +37,7 @@ from core.distributed.wire.backend import backend_of, timeout_of
 from core.distributed.wire.rank_order_sum import add_in_rank_order, split_evenly
 from core.groups import agree
 from core.watch.processes import boot_id, runs
-from core.watch.waiting import PeerLost, VainLook, waiting
+from core.watch.waiting import DeadlockCheck, PeerLost, waiting
 
 STRIDE = 8  # int64 between two counters: a cache line each
 PLACES = 3 * STRIDE  # offset of the table of launches, after the counters
@@ -251,7 +251,7 @@ class HostHandle:
         if self not in self.channel.in_flight:
             return
         begun = looked = time.monotonic()
-        looks, vain = 0, VainLook()
+        looks, vain = 0, DeadlockCheck()
         while not self.is_done():
             looks += 1
             if looks < SPINS:
@@ -262,7 +262,7 @@ class HostHandle:
             if now - looked > LOOK_S:
                 looked = now
                 self.channel.raise_if_lost(self, now - begun)
-                vain.refuse_vain()
+                vain.refuse_deadlock()
         self.channel.in_flight.remove(self)
 
 

@@ -15,7 +15,7 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.verify import rank_pool
 from core.verify.rank_pool import RankFailure, RankPool
 from core.watch import waiting
-from core.watch.waiting import in_vain
+from core.watch.waiting import deadlocked_ranks
 from tests.unit_tests.ranks import ranks
 
 
@@ -126,4 +126,4 @@ COMPUTES = {"waits": False, "for": "", "ranks": [], "seconds": 99.0}
     ],
 )
 def test_only_ranks_that_wait_for_each_other_wait_in_vain(places: list[dict[str, Any]], expected: list[int]) -> None:
-    assert in_vain(dict(enumerate(places)), patience_s=5.0) == expected
+    assert deadlocked_ranks(dict(enumerate(places)), patience_s=5.0) == expected
