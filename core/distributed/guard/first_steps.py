@@ -15,22 +15,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core.distributed.buffer.bucket import Bucket
 from core.distributed.buffer.grad_placeholder import tensors_in
 from core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from core.distributed.guard.finite import ReplicaDriftError, are_finite, unequal_gradients
+from core.distributed.guard.finite import Finding, ReplicaDriftError, are_finite, unequal_gradients
 from core.distributed.guard.replicas import (
     AFTER_THE_WRAP,
     WeightWatch,
     checksum,
     is_readable,
     raise_or_warn,
-    untied_parameter,
 )
 from core.distributed.layout.model_plan import ModelPlan
 from core.groups import agree
+from core.groups.global_names import namer, without_transparent
 from core.groups.process_groups import ProcessGroups, world_chain, world_groups
 
 MOST_FORWARDS = 16  # number of forwards whose inputs are recorded
@@ -146,7 +147,7 @@ def compare_first_step(watches: Sequence[FirstSteps], weights: Sequence[WeightWa
     buckets = [bucket for watch in watches for bucket in watch.buckets]
     coarse = any(watch.computes_in_16_bits for watch in watches)
     drift = unequal_gradients(buckets, groups, coarse=coarse)  # all ranks of a group make its collective
-    finding = untied_parameter([(watch.module, watch.plan) for watch in watches], groups) or drift
+    finding = _untied_parameter(watches, groups) or drift
     overflows = not are_finite(buckets)
     chain, what = world_groups(groups), "the first steps"
     _, (is_broken, any_overflows) = agree.bounds([finding is not None, overflows], chain, what)
@@ -163,3 +164,32 @@ def compare_first_step(watches: Sequence[FirstSteps], weights: Sequence[WeightWa
         raise_or_warn(ReplicaDriftError(f"{text}. {ADVICE}"), rank, warns=watches[0].warns)
     for watch in watches:
         watch.is_due, watch.forwards, watch.inputs = bool(any_overflows), 0, {}
+
+
+def _untied_parameter(watches: Sequence[FirstSteps], groups: ProcessGroups) -> Finding | None:
+    """Find a parameter that two stages hold under one global name, without a rule that adds its gradients. Collective.
+
+    Names count only if a module declares them (`global_names`), because stages number their own layers otherwise.
+    """
+    if groups.size("pp") == 1:
+        return None
+    mine = []
+    for watch in watches:
+        name_of, plan = namer(watch.module), watch.plan
+        for name in plan.params:
+            full_name = name_of(name)
+            is_declared = full_name != without_transparent(name.split("."))
+            mine.append((full_name, is_declared, plan.contracts[name].crosses_stages))
+    answers = agree.gather(mine, groups.control("pp"), "the names of parameters of all stages")
+    first: dict[str, tuple[int, bool, bool]] = {}
+    for rank, names in answers.items():
+        for name, is_declared, is_added in names:
+            other, was_declared, was_added = first.setdefault(name, (rank, is_declared, is_added))
+            if other != rank and (is_declared or was_declared) and not (is_added and was_added):
+                text = (
+                    f"parameter {name!r} of the whole model is held by two stages, on ranks {other} and {rank} of "
+                    f"pipeline {list(answers)}, and no rule adds their gradients. Tie copies of one weight "
+                    "(shared_embedding = True on both), or give each layer to one stage and name it so (global_names)"
+                )
+                return 1, dist.get_rank(), text
+    return None

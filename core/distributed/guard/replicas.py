@@ -24,7 +24,6 @@ from core.distributed.layout.model_plan import ModelPlan
 from core.distributed.wire.packs import flat_of, packs_of
 from core.groups import agree
 from core.groups.agree import LayoutMismatch
-from core.groups.global_names import namer, without_transparent
 from core.groups.process_groups import ProcessGroups, control_of_stage, world_groups
 from core.groups.rank_grid import COPY_AXES, DATA_KINDS, STAGE_CROSSING
 from core.watch.warn_user import warn_user
@@ -172,40 +171,6 @@ def unequal_weights(
         if text is not None:
             findings.append((ACROSS_STAGES if name in STAGE_CROSSING else kind, dist.get_rank(), text))
     return findings[0] if findings else None
-
-
-def untied_parameter(chunks: Sequence[tuple[nn.Module, ModelPlan]], groups: ProcessGroups) -> Finding | None:
-    """Find a parameter that two stages hold under one global name although no rule adds its gradients.
-
-    Collective over the stages. Names count only if a module declares them (`global_names`), because stages number their
-    own layers otherwise.
-
-    Args:
-        chunks: Modules and plans of this rank.
-        groups: Process groups of the model.
-    """
-    if groups.size("pp") == 1:
-        return None
-    mine = []
-    for module, plan in chunks:
-        name_of = namer(module)
-        for name in plan.params:
-            full_name = name_of(name)
-            is_declared = full_name != without_transparent(name.split("."))
-            mine.append((full_name, is_declared, plan.contracts[name].crosses_stages))
-    answers = agree.gather(mine, groups.control("pp"), "the names of parameters of all stages")
-    first: dict[str, tuple[int, bool, bool]] = {}
-    for rank, names in answers.items():
-        for name, is_declared, is_added in names:
-            other, was_declared, was_added = first.setdefault(name, (rank, is_declared, is_added))
-            if other != rank and (is_declared or was_declared) and not (is_added and was_added):
-                text = (
-                    f"parameter {name!r} of the whole model is held by two stages, on ranks {other} and {rank} of "
-                    f"pipeline {list(answers)}, and no rule adds their gradients. Tie copies of one weight "
-                    "(shared_embedding = True on both), or give each layer to one stage and name it so (global_names)"
-                )
-                return 1, dist.get_rank(), text
-    return None
 
 
 def refuse_unequal(
