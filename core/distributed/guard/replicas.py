@@ -123,8 +123,8 @@ def first_unequal(
         if unequal:
             there = next(iter(unequal.values()))
             other = "" if there == name else f" (there it is {there!r})"
-            where = f"on ranks {list(unequal)}{other} than on rank {ranks[0]} of group {group_name!r} {ranks}"
-            return f"parameter {name!r} has other values {where}"
+            text = f"parameter {name!r} has other values on ranks {list(unequal)}{other} than on rank {ranks[0]}"
+            return f"{text} of group {group_name!r} {ranks}"
     return f"weights differ between the ranks {ranks} of group {group_name!r}, but no parameter's checksum does"
 
 
