@@ -190,9 +190,6 @@ def control_of_stage(groups: ProcessGroups) -> list[ProcessGroup]:
     return [groups.control(name) for name in names if groups.size(name) > 1]
 
 
-ProcessGroupCollection = ProcessGroups
-
-
 def _kinds(members: Mapping[str, Sequence[int]], control: bool) -> Iterator[tuple[str, bool, Sequence[int]]]:
     """Yield (name, True for a control group, ranks) of every group to create, in the order that all ranks share."""
     for name, ranks in members.items():

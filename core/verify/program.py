@@ -348,7 +348,7 @@ class ProgramWatch:
     def show_the_rest(self) -> None:
         """Print the reports of models that ran fewer steps than were asked for before the program ended."""
         for check in self.checks.values():
-            if check.job.ends is not None:
+            if check.listens and check.job.ends is not None:
                 check.job.ends.leave()
             check.compare_weights()
             if check.listens and check.report is not None:

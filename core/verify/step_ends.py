@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -57,7 +58,8 @@ class StepEnds:
     def leave(self) -> None:
         """Record that this rank makes no further step."""
         self.forwards = NEVER
-        self._publish()
+        with suppress(RuntimeError):  # the store may have ended with its rank
+            self._publish()
 
     def _publish(self) -> None:
         self.store.set(str(dist.get_rank()), f"{self.forwards} {self.ends}")
