@@ -125,11 +125,7 @@ class RankWatch:
                 self.members[rank] = RankProcess(**json.loads(self.store.get(f"member/{rank}")))
 
     def stop(self, failure: BaseException | None = None) -> None:
-        """End the thread, and publish that this rank leaves. May be called twice.
-
-        Args:
-            failure: Error that ends this rank, if any. Ranks that have caused it are named first.
-        """
+        """End the thread, and publish that this rank leaves and the error that ends it. May be called twice."""
         if self._ending.is_set() or os.getpid() != self.members[self.rank].pid:  # a forked process ends without it
             return
         atexit.unregister(self._end)
@@ -150,11 +146,7 @@ class RankWatch:
         self.store.close()
 
     def report_failure(self, error: BaseException) -> None:
-        """Log on all ranks that a call has failed here and other ranks may wait in it. This rank continues.
-
-        Args:
-            error: The call's error.
-        """
+        """Log on all ranks that a call has failed here and other ranks may wait in it. This rank continues."""
         words = f"{self.members[self.rank]} failed, and others may wait for it: {in_short(error)}"
         with suppress(RuntimeError):
             self._publish(self.rank, BACK, words, _place_of(error))
@@ -205,11 +197,7 @@ class RankWatch:
         return "".join(f"; {words}" for words in found), next_step(lost)
 
     def deadlocked_beats(self, patience_s: float) -> dict[int, int]:
-        """Return the last beats of ranks that wait for each other, if this rank is one of them; else nothing.
-
-        Args:
-            patience_s: Seconds in one wait before a rank counts as stuck.
-        """
+        """Return the last beats of ranks that wait for each other, if this rank is one of them."""
         beats: dict[int, dict[str, Any]] = {}
         with suppress(RuntimeError):  # the store may have ended
             beats = self._beats_of(range(self.world))
