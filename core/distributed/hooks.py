@@ -41,8 +41,7 @@ def hook(engine: Engine) -> None:
     hooks = [
         module.register_forward_pre_hook(_begin_forward, prepend=True, with_kwargs=True),
         module.register_state_dict_pre_hook(_finish_gathers),
-        module.register_load_state_dict_pre_hook(_finish_gathers),
-        module.register_load_state_dict_pre_hook(_note_load),
+        module.register_load_state_dict_pre_hook(_begin_load),
     ]
     for part in module.modules() if isinstance(engine.params, Unsharder) else ():
         hooks.append(part.register_forward_pre_hook(_enter, prepend=True))
@@ -84,16 +83,19 @@ def _begin_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
 
 
 def _finish_gathers(module: nn.Module, *_: Any) -> None:
-    """Complete the gathers that an interrupted step has left in flight, before the module is saved or loaded."""
+    """Complete the gathers that an interrupted step has left in flight, before the module is saved."""
     engine = engine_of(module)
     if engine is not None:
         engine.params.finish()
 
 
-def _note_load(module: nn.Module, *_: Any) -> None:
-    """Record a load, so that the next `finalize_model_grads` compares weights if only some ranks have loaded them."""
+def _begin_load(module: nn.Module, *_: Any) -> None:
+    """Complete gathers, and record a load: the next `finalize_model_grads` compares weights that only some ranks have
+    loaded.
+    """
     engine = engine_of(module)
     if engine is not None:
+        engine.params.finish()
         engine.reducer.loads += 1
 
 

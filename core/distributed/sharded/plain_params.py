@@ -70,19 +70,15 @@ class PlainParams:
     # -- what sharded parameters need -------------------------------------------------------------------------------
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a context for code that reads parameters."""
         return nullcontext()
 
     def gathered(self, caller: str = "gathered()") -> AbstractContextManager[None]:
-        """Return a context for code that needs all parameters, or writes them."""
         return nullcontext()
 
     def loading(self) -> AbstractContextManager[None]:
-        """Return a context for code that copies full values into parameters."""
         return nullcontext()
 
     def own_part_of(self, param: nn.Parameter) -> tuple[int, torch.Tensor] | None:
-        """Return the first index and the elements of this rank's part of a parameter, or None if it is not sharded."""
         return None
 
     def shard_param(self, param: nn.Parameter) -> None:
@@ -92,7 +88,6 @@ class PlainParams:
         """Keep only the shards of parameters with separate memory."""
 
     def refuse(self, error: Exception | None, what: str) -> None:
-        """Raise an error of this rank."""
         if error is not None:
             raise error
 

@@ -84,13 +84,7 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGr
 
 
 def all_gather_bytes(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """All-gather, with the function name of the installed torch version.
-
-    Args:
-        output: [n * size].
-        tensor: This rank's bytes, [n].
-        group: Process group.
-    """
+    """Gather every rank's bytes [n] into `output`, [n * size], by the installed torch version's function."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     with waiting("8-bit values of all ranks", group):
         gather(output, tensor, group=group)
