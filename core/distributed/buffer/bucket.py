@@ -65,8 +65,8 @@ class BucketStep:
 class Bucket:
     """Slice [start, end) of a gradient buffer. Owned by its GradBuffer; moved by the GradReducer.
 
-    `memory` is what the bucket owns, and `step` is what the current step has changed. All other attributes say what
-    is reduced and how, and are set at the wrap. `scale` is the factor for the gradients.
+    `memory` holds gradients and parameters, and `step` the changes of the current step. All other attributes are set at
+    the wrap, and say how the bucket is reduced. `scale` is the factor for the gradients.
     """
 
     def __init__(
