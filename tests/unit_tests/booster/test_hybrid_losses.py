@@ -1,6 +1,7 @@
 """The loss of a model with labels: the mean over the whole batch's labels, under every plugin and in every layout."""
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from core.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from core.booster.plugin.label_mean import loss_of_whole_batch
 from core.verify.in_double import InDouble
 from tests.unit_tests.booster.booster_reference import own_loss, sequence, whole_weights
 from tests.unit_tests.hugging_face.models import VOCABULARY, small, tokens
@@ -427,3 +429,19 @@ def test_trainers_steps_are_those_that_the_layouts_are_compared_with(tmp_path: A
         reference, _ = trained_alone("causal", 1)
     for name, param in reference.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), param, rtol=1e-6, atol=1e-8)
+
+
+@ranks(2)
+def test_a_compiled_loss_over_all_ranks_labels_has_the_same_value_and_no_warning(rank: int, world: int) -> None:
+    """Users of torch.compile: the exchange of labels was traced up to its watch's clock, with a warning a graph."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return loss_of_whole_batch((x * 2).sum(), torch.tensor(rank + 1.0).double(), None, [dist.group.WORLD])
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo")
+        x = torch.tensor([rank + 1.0], requires_grad=True)
+        found = torch.compile(loss, backend="aot_eager")(x)
+        found.backward()
+    torch.testing.assert_close(found.item(), (1 * 2.0 + 2 * 4.0) / 3)  # sums over labels of both ranks
+    torch.testing.assert_close(x.grad, torch.tensor([2.0 * (rank + 1) * world / 3]))
