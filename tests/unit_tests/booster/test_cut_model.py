@@ -1,7 +1,10 @@
 """CutModel: names, slices and ties of a model that is cut, against slices by hand; and one `configure` for ZeRO."""
 
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -59,6 +62,32 @@ def test_contexts_of_all_chunks_decorate_functions_too() -> None:
         return [chunk.entered for chunk in model.wrapped]  # type: ignore[attr-defined]
 
     assert (entered(), entered()) == ([1, 1], [2, 2])
+
+
+# Functions of core/hugging_face that a cut enters, and calls of functions of core. Both may only fall; the aim is 60.
+MOST_FUNCTIONS, MOST_CALLS = 99, 2_750
+
+
+@ranks(2)
+def test_a_cut_with_its_proof_enters_few_functions(rank: int, world: int) -> None:
+    """Whoever debugs a cut walks through all of them."""
+    entered: Counter[tuple[str, str]] = Counter()
+
+    def count(frame: FrameType, event: str, arg: Any) -> None:
+        path, name = frame.f_code.co_filename, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+        if event == "call" and "/core/" in path and not name.endswith(">"):  # comprehensions are parts of a function
+            entered[path.rpartition("/core/")[2], name] += 1
+
+    parallel_state.initialize_model_parallel(2)
+    model, groups = tied_model(), parallel_state.get_process_groups()
+    sys.setprofile(count)
+    try:
+        cut_model(model, Cutting(tp_size=2, parallel_output=True), groups, CPU)
+    finally:
+        sys.setprofile(None)
+    functions = sorted(name for name in entered if name[0].startswith("hugging_face/"))
+    assert len(functions) <= MOST_FUNCTIONS, (len(functions), functions)
+    assert sum(entered.values()) <= MOST_CALLS, (sum(entered.values()), entered.most_common(20))
 
 
 @ranks(2)
