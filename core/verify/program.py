@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils.parametrize import ParametrizationList
@@ -49,6 +50,7 @@ from core.verify.structure import (
     with_state,
 )
 from core.verify.torch_model import TorchLoopJob, some_world, unwrapped
+from core.verify.unsplit import unsplit_structure
 from core.verify.updates import Updates, watched_updates, with_updates
 
 UNCOPYABLE = (TypeError, AttributeError, RuntimeError, ValueError, NotImplementedError, AssertionError)
@@ -236,7 +238,8 @@ class ProgramWatch:
     def keep(self, model: nn.Module) -> None:
         """Record the structure of a model, unless it cannot be copied."""
         try:
-            self.structures.append(structure_of(model))
+            is_sharded = any(isinstance(param, DTensor) for param in model.parameters())
+            self.structures.append(unsplit_structure(model) if is_sharded else structure_of(model))
         except UNCOPYABLE:
             return
 
@@ -311,7 +314,7 @@ class ProgramWatch:
             before = self.structure_named({name for name, _ in unwrapped(model).named_parameters()})
             job = TorchLoopJob(model, loss, before=before)
         job.per_token = job.per_token or weighted
-        if isinstance(job, TorchLoopJob) and job.torch_model.is_whole:
+        if isinstance(job, TorchLoopJob):
             self.keep(job.torch_model.module)
         return ProgramCheck(self, job, module=job.model.chunks[0].module)
 

@@ -1,0 +1,62 @@
+"""The unsplit structure of a model that torch or a framework on torch has sharded or split in place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+# Packages whose hooks and forwards gather, split, or convert tensors, and so have no place in one process.
+DISTRIBUTING = ("torch.distributed", "torchtitan.distributed", "transformers.distributed")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+STATE = "__composable"  # prefix of the keys under which `fully_shard` stores its state in a module
+
+
+def unsplit_structure(model: nn.Module) -> nn.Module:
+    """Copy a model without the changes that `fully_shard` and tensor parallelism have made to its modules.
+
+    A program usually has no function that builds the model without splitting it. DTensors know their full shapes, and
+    `fully_shard` keeps the original class of every module, so the unsplit model can be derived from a rank's part.
+
+    Args:
+        model: This rank's part of a model.
+
+    Returns:
+        The copy. Parameters have full shapes and are on the meta device; buffers have values.
+    """
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        full = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        memo[id(param)] = nn.Parameter(full, param.requires_grad)
+    for buffer in model.buffers():
+        if isinstance(buffer, DTensor):
+            memo[id(buffer)] = buffer.full_tensor()
+    parts = list(model.modules())
+    for part in parts:
+        kind = type(part)
+        if isinstance(part, FSDPModule):
+            kind = kind.__mro__[part._orig_cls_mro_index]
+        memo[id(part)] = kind.__new__(kind)
+        memo |= {id(value): value for value in vars(part).values() if isinstance(value, DeviceMesh)}
+    for part in parts:
+        vars(memo[id(part)]).update(copy.deepcopy(_own_state(part), memo))
+    return memo[id(model)]
+
+
+def _own_state(part: nn.Module) -> dict[str, Any]:
+    state = {key: value for key, value in vars(part).items() if not key.startswith(STATE)}
+    if _distributes(state.get("forward")):
+        del state["forward"]
+    for kind in HOOKS:
+        state[kind] = type(state[kind])((key, hook) for key, hook in state[kind].items() if not _distributes(hook))
+    return state
+
+
+def _distributes(function: Callable[..., Any] | None) -> bool:
+    return str(getattr(getattr(function, "func", function), "__module__", "")).startswith(DISTRIBUTING)
