@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.right_megatron import Layout, on_this_device, report_of, stock
+from benchmarks import right_trainers
+from benchmarks.right_megatron import Layout, on_this_device, report_of
 from core.verify import GradientReport, WrongGradientError, verify_with
 from core.verify.rank_pool import RankFailure, RankPool
 
@@ -67,6 +69,11 @@ def _megatron_report(layout: Layout) -> GradientReport:
         return report_of(layout)
 
 
+def _of_trainers(loop: str) -> dict[str, Callable[[], GradientReport]]:
+    programs = [program for program in right_trainers.RIGHT if program.loop == loop]
+    return {str(program): partial(right_trainers.report_of, program) for program in programs}
+
+
 # Framework -> layout -> its program.
 PROGRAMS: dict[str, dict[str, Callable[[], GradientReport]]] = {
     "torch": {
@@ -85,7 +92,11 @@ PROGRAMS: dict[str, dict[str, Callable[[], GradientReport]]] = {
         "ep 2": partial(_megatron_report, Layout(ep=2)),
         "ep 2, distributed optimizer": partial(_megatron_report, Layout(ep=2, sharded=True)),
     },
+    "accelerate": _of_trainers("accelerate"),
+    "Transformers": _of_trainers("Trainer"),
+    "TRL": _of_trainers("SFTTrainer"),
 }
+PACKAGES = {"Megatron Core": "megatron-core"}
 
 
 def answer_on_rank(framework: str, layout: str) -> tuple[str, str]:
@@ -101,13 +112,10 @@ def answer_on_rank(framework: str, layout: str) -> tuple[str, str]:
 
 def version_of(framework: str) -> str:
     """Return a framework's version; empty if it is not installed."""
-    if framework == "torch":
-        return torch.__version__
     try:
-        version: str = stock("").__version__
-    except ImportError:
+        return importlib.metadata.version(PACKAGES.get(framework, framework))
+    except importlib.metadata.PackageNotFoundError:
         return ""
-    return version
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -149,9 +149,9 @@ def dropped_by(module: nn.Module) -> str:
 
 
 def optimizers_alive() -> list[Any]:
-    """Return this process's optimizers, torch's and ours, without those inside ours."""
+    """Return this process's optimizers, without those that another one wraps."""
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    inner = {id(vars(each).get("optimizer")) for each in found if isinstance(each, MegatronOptimizer)}
+    inner = {id(vars(each).get("optimizer")) for each in found}
     return [each for each in found if id(each) not in inner]
 
 

@@ -87,7 +87,10 @@ def execute(asked: Asked) -> int:
             sys.path[0] = str(Path(asked.program).resolve().parent)
             runpy.run_path(asked.program, run_name="__main__")
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)  # as the interpreter does
+        return 1
     return 0
 
 

@@ -325,7 +325,7 @@ class StepCheck:
         compute = self.autocast or job.model.dtype
         noise = NOISE.get(compute, 1e-2)
         with torch.autocast(job.model.device.type, self.autocast, enabled=self.autocast is not None):
-            mean = find_shares(job, reference, batch, got, self.bound, noise)
+            uneven = find_shares(job, reference, batch, got, self.bound, noise)
             report = compare(
                 job,
                 reference,
@@ -337,9 +337,8 @@ class StepCheck:
                 f"{_counted(len(mine), 'microbatch')} each",
             )
             differences = [other_inputs(answers), other_wholes(answers), other_ends(answers)]
-            notes = [*same_data(answers, self.data), *filter(None, differences), *self.also.lines()]
+            notes = [*same_data(answers, self.data), *filter(None, (*differences, uneven)), *self.also.lines()]
             notes += other_buffers(answers)
-            notes += [f"the loop takes {mean}, not the mean of its microbatches' means"] if mean else []
             self.data = data_of(answers)
             report = replace(report, notes=tuple(dict.fromkeys((*self.notes, *notes))))
             self.notes = report.notes

@@ -76,7 +76,7 @@ def find_shares(
         noise: Share of the norm over all gradients below which a gradient is round-off.
 
     Returns:
-        A description of the mean; '' for the mean of microbatches' means, or if no mean fits.
+        A note about the mean; '' if microbatches have equally many samples and labels, or no mean fits.
     """
     means = {} if reference.per_token else shares_of(batch)
     for text, shares in {"": None, **means}.items() if means else ():
@@ -85,7 +85,9 @@ def find_shares(
         allowed = Allowed(expected, noise, bound, job.model.dtype)
         mine = [comparison(job, h, 0, got[h.key], expected.grads[h.name], allowed) for h in job.model.trained]
         if not agree.any(any(not each.error <= each.bound for each in mine), None, "the weights of microbatches"):
-            return text
+            if text:
+                return f"the loop takes {text}, not the mean of its microbatches' means"
+            return _uneven(batch)
     reference.shares = None
     return ""
 
@@ -100,7 +102,7 @@ def shares_of(batch: Sequence[Sequence[Any]]) -> dict[str, list[float]]:
         The weight of each microbatch in the mean, whose mean is 1, by description.
     """
     found: dict[str, list[float]] = {}
-    for what, count in (("samples", _samples), ("labels", _labels)):
+    for what, count in (("samples", _samples), ("labels", _labels), ("predicted labels", _predicted)):
         counts = [[count(microbatch) for microbatch in of_rank] for of_rank in batch]
         number, total = sum(map(len, counts)), sum(map(sum, counts))
         if total and all(map(sum, counts)):
@@ -115,9 +117,33 @@ def _samples(microbatch: Any) -> int:
 
 
 def _labels(microbatch: Any) -> int:
-    """Count the labels that are not ignored, if a tensor of labels is padded."""
-    labels = [tensor for tensor in tensors_in(list(microbatch)) if tensor.dtype == torch.int64]
-    return sum(int((tensor != IGNORED).sum()) for tensor in labels if bool((tensor == IGNORED).any()))
+    """Count the labels that are not ignored."""
+    return sum(int((labels != IGNORED).sum()) for labels in _label_tensors(microbatch))
+
+
+def _predicted(microbatch: Any) -> int:
+    """Count the labels of a loss that predicts the next token, for which the first label of a row does not count."""
+    return sum(int((labels[..., 1:] != IGNORED).sum()) for labels in _label_tensors(microbatch) if labels.dim())
+
+
+def _label_tensors(microbatch: Any) -> list[Tensor]:
+    """Return the tensors of labels: those of that name, else integer tensors with ignored elements."""
+    _, kwargs = microbatch
+    if isinstance(kwargs.get("labels"), Tensor):
+        return [kwargs["labels"]]
+    integers = [tensor for tensor in tensors_in(list(microbatch)) if tensor.dtype == torch.int64]
+    return [tensor for tensor in integers if bool((tensor == IGNORED).any())]
+
+
+def _uneven(batch: Sequence[Sequence[Any]]) -> str:
+    """Return a note about microbatches that count the same though their numbers of labels differ; '' otherwise."""
+    counts = [_labels(microbatch) for of_rank in batch for microbatch in of_rank]
+    if min(counts) == max(counts):
+        return ""
+    return (
+        "microbatches with unequal numbers of labels count the same: the loop takes the mean of their means. Divide "
+        "each summed loss by the step's number of labels, or a label in a short microbatch weighs more than others"
+    )
 
 
 def _of_rank(held: Held, parts: Sequence[Sequence[Tensor]], got: Tensor, before: Tensor | None, close: float) -> str:

@@ -89,7 +89,7 @@ def run_program(asked: Asked) -> int:
         status = execute(asked)
         watch.show_the_rest()
     if watch.reports:
-        return 0 if all(report.ok for report in watch.reports) else 1
+        return status if all(report.ok for report in watch.reports) else 1
     if status != 0:  # the program failed with its own message, or the ranks that it started have reported
         return status
     if not watch.calls and not watch.starts_ranks:
@@ -110,6 +110,7 @@ class ProgramWatch:
         self.reports: list[GradientReport] = []
         self.noted: list[Noted] = []
         self.structures: list[nn.Module] = []  # unsplit models, without memory
+        self.split: list[nn.Module] = []  # models with DTensors, which torch's DDP replaces by plain tensors
         self.checks: dict[int, ProgramCheck] = {}  # id of the called model -> its check
         self.inside: set[int] = set()  # ids of the modules inside these models
         self.open: list[ProgramCheck] = []  # checks of the model that is running
@@ -228,18 +229,13 @@ class ProgramWatch:
         if name == "module" and module is not None and isinstance(parent, DistributedDataParallel):
             self.keep(module)
 
-    def structure_named(self, names: set[str]) -> nn.Module | None:
-        """Return the first structure whose parameters have these names."""
-        for structure in self.structures:
-            if names == {name for name, _ in structure.named_parameters()}:
-                return structure
-        return None
-
     def keep(self, model: nn.Module) -> None:
         """Record the structure of a model, unless it cannot be copied."""
         try:
             is_sharded = any(isinstance(param, DTensor) for param in model.parameters())
             self.structures.append(unsplit_structure(model) if is_sharded else structure_of(model))
+            if is_sharded:
+                self.split.append(structure_of(model))  # not possible after `fully_shard`, which needs none
         except UNCOPYABLE:
             return
 
@@ -311,7 +307,7 @@ class ProgramWatch:
             job.called = wrappers[0] if weighted else model  # its loss covers all ranks' labels
             job.inputs_to = getattr(model, "cast_to", None)
         else:
-            before = self.structure_named({name for name, _ in unwrapped(model).named_parameters()})
+            before = _named(self.split, {name for name, _ in unwrapped(model).named_parameters()})
             job = TorchLoopJob(model, loss, before=before)
         job.per_token = job.per_token or weighted
         if isinstance(job, TorchLoopJob):
@@ -453,7 +449,7 @@ class ProgramCheck(StepCheck):
         names = {held.name for held in self.job.model.held}
         everyone = agree.gather(names, None, "the names of the model's parameters").values()
         names = set().union(*everyone)
-        self.structure = self.watch.structure_named(names)
+        self.structure = _named(self.watch.structures, names)
         is_known = self.watch.asked.whole or self.structure is not None or self.of_gpt is not None
         wanted = set() if self.structure is None else set(buffers_without_values(self.structure))
         held = [pair for chunk in self.job.model.chunks for pair in chunk.module.named_buffers()]
@@ -475,3 +471,9 @@ class ProgramCheck(StepCheck):
         whole = with_memory(self.structure, self.buffers)
         is_unsplit = len(self.job.model.chunks) == 1 and self.job.groups.size("pp") == 1 and not self.job.model.is_split
         return with_state(whole, self.state, state_of(self.module)) if is_unsplit else whole
+
+
+def _named(structures: Sequence[nn.Module], names: set[str]) -> nn.Module | None:
+    """Return the first structure whose parameters have these names."""
+    fitting = (each for each in structures if names == {name for name, _ in each.named_parameters()})
+    return next(fitting, None)

@@ -126,12 +126,12 @@ class Recorder:
         return take
 
     def _listen(self, point: Point, tensor: Tensor) -> None:
+        def record(grad: Tensor | None) -> None:
+            if grad is not None:  # an output that the loss does not use may get no gradient
+                self.gradients.setdefault(point, unsharded(grad.detach()).cpu().clone())
+
         if tensor.requires_grad:
-            tensor.register_hook(
-                lambda grad: (
-                    None if self.gradients.setdefault(point, unsharded(grad.detach()).cpu().clone()) is None else None
-                )
-            )
+            tensor.register_hook(record)
 
     def _take_again(self, name: str, tensors: list[Tensor]) -> None:
         """Find the recomputed call, by equal outputs. A reentrant checkpoint builds its graph only now."""

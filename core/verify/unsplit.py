@@ -39,9 +39,8 @@ def unsplit_structure(model: nn.Module) -> nn.Module:
             memo[id(buffer)] = buffer.full_tensor()
     parts = list(model.modules())
     for part in parts:
-        kind = type(part)
-        if isinstance(part, FSDPModule):
-            kind = kind.__mro__[part._orig_cls_mro_index]
+        is_sharded = isinstance(part, FSDPModule)
+        kind: Any = type(part).__mro__[part._orig_cls_mro_index] if is_sharded else type(part)
         memo[id(part)] = kind.__new__(kind)
         memo |= {id(value): value for value in vars(part).values() if isinstance(value, DeviceMesh)}
     for part in parts:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import get_forward_backward_func
 from core.verify import WrongGradientError, note, verify_with
-from core.verify.asked import asked_by, function_named
+from core.verify.asked import asked_by, execute, function_named
+from core.verify.microbatch_weights import shares_of
 from core.verify.program import Asked, ProgramWatch, run_program
 from core.verify.report import GradientReport
 from tests.layouts import gpt
@@ -145,8 +148,7 @@ def test_a_right_program_is_right_under_any_wrapper(rank: int, world: int, kind:
     parallel_state.initialize_model_parallel()
     try:
         torch_clips = 0.01 if kind in KINDS[2:] else None
-        asked = {"whole": WHOLE} if kind.startswith("fully_shard") else {}
-        report = report_of(lambda: train(wrapped_by(kind), clip=torch_clips, evaluates=True), **asked)
+        report = report_of(lambda: train(wrapped_by(kind), clip=torch_clips, evaluates=True))
         assert report.ok and report.parameters == 6 and report.title.startswith("second step"), report
         assert report.largest_error < (0.05 if kind.endswith("bf16") else 1e-5)
     finally:
@@ -170,7 +172,7 @@ FAULTS = {
 def test_a_mistake_of_the_loop_is_found_under_any_wrapper(rank: int, world: int, kind: str, fault: str) -> None:
     parallel_state.initialize_model_parallel()
     try:
-        report = report_of(lambda: train(wrapped_by(kind), fault=fault), whole=WHOLE)
+        report = report_of(lambda: train(wrapped_by(kind), fault=fault))
         # After a forward, zero_grad does not reach the root's parameters, which fully_shard has not resharded.
         reached = 2 if (kind, fault) == ("fully_shard", "zeroed too late") else 6
         assert len({entry.name for entry in report.wrong}) == reached
@@ -286,9 +288,10 @@ def test_a_program_goes_on_where_it_is_asked_to(rank: int, world: int) -> None:
 
 @ranks(2)
 def test_what_is_not_known_is_asked_for(rank: int, world: int) -> None:
-    model = split_by_torch(forgets=False)
+    lonely = Net()
+    lonely.lock = threading.Lock()  # cannot be copied
     with ProgramWatch(Asked("a program")).active(), pytest.raises(ValueError, match="--whole module:function"):
-        train(model, seed=7, forward=lambda x, y: mean_loss(model, x[:4], y[:4]))
+        train(lonely)
     with ProgramWatch(Asked("a program")).active(), pytest.raises(ValueError, match="gives a Tensor of shape .*--loss"):
         plain = nn.parallel.DistributedDataParallel(Net())
         train(plain, forward=lambda x, y: mean_loss(plain, x, y))
@@ -508,6 +511,23 @@ def test_the_command_line_ends_at_the_program() -> None:
     assert function_named(WHOLE) is build_whole
     with pytest.raises(ValueError, match="has no 'nothing'"):
         function_named(f"{__name__}:nothing")
+
+
+def test_the_text_of_a_programs_exit_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for number, (code, status, text) in enumerate([("'no data'", 1, "no data\n"), ("3", 3, ""), ("", 0, "")]):
+        program = tmp_path / f"train_{number}.py"
+        program.write_text(f"import sys\nsys.exit({code})\n")
+        with mock.patch.object(sys, "path", ["", *sys.path]), mock.patch.object(sys, "argv", []):
+            assert execute(Asked(str(program))) == status
+        assert capsys.readouterr().err == text
+
+
+def test_labels_are_counted_as_losses_count_them() -> None:
+    """Rows of a next-token loss: its first label does not count, and rows without padding are labels too."""
+    rows = [torch.tensor([[-100, 5, 6]]), torch.tensor([[4, 5, -100]]), torch.tensor([[4, 5, 6, 7]])]
+    batch = [[((), {"labels": row}) for row in rows]]
+    assert shares_of(batch)["the mean over the labels of all ranks"] == pytest.approx([6 / 8, 6 / 8, 12 / 8])
+    assert shares_of(batch)["the mean over the predicted labels of all ranks"] == pytest.approx([1.0, 0.5, 1.5])
 
 
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
