@@ -120,7 +120,7 @@ def _split_model() -> Any:
     if dist.get_rank() == 0:
         _model().save_pretrained(folder[0])
     dist.barrier()
-    return transformers.AutoModelForCausalLM.from_pretrained(folder[0], tp_plan="auto")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder[0], tp_plan="auto").train()
 
 
 def _left_out(optimizer: Any) -> None:
@@ -157,8 +157,9 @@ def _accelerated(program: Program) -> None:
                     loss = loss / PARTS
                 if (fault, part) == ("doubled", 1):
                     loss = 2 * loss
-                if (fault, part, dist.get_rank()) != ("skipped", 0, 1):
-                    accelerator.backward(loss)
+                if (fault, part, dist.get_rank()) == ("skipped", 0, 1):
+                    loss = 0 * loss
+                accelerator.backward(loss)
             if is_last:
                 accelerator.gradient_state._set_sync_gradients(True)
                 if not tp:  # torch's norm takes no mixture of DTensors and plain tensors

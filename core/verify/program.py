@@ -232,7 +232,7 @@ class ProgramWatch:
     def keep(self, model: nn.Module) -> None:
         """Record the structure of a model, unless it cannot be copied."""
         try:
-            is_sharded = any(isinstance(param, DTensor) for param in model.parameters())
+            is_sharded = _has_dtensors(model)
             self.structures.append(unsplit_structure(model) if is_sharded else structure_of(model))
             if is_sharded:
                 self.split.append(structure_of(model))  # not possible after `fully_shard`, which needs none
@@ -310,7 +310,7 @@ class ProgramWatch:
             before = _named(self.split, {name for name, _ in unwrapped(model).named_parameters()})
             job = TorchLoopJob(model, loss, before=before)
         job.per_token = job.per_token or weighted
-        if isinstance(job, TorchLoopJob):
+        if isinstance(job, TorchLoopJob) and (not job.model.is_split or _has_dtensors(job.torch_model.module)):
             self.keep(job.torch_model.module)
         return ProgramCheck(self, job, module=job.model.chunks[0].module)
 
@@ -471,6 +471,10 @@ class ProgramCheck(StepCheck):
         whole = with_memory(self.structure, self.buffers)
         is_unsplit = len(self.job.model.chunks) == 1 and self.job.groups.size("pp") == 1 and not self.job.model.is_split
         return with_state(whole, self.state, state_of(self.module)) if is_unsplit else whole
+
+
+def _has_dtensors(model: nn.Module) -> bool:
+    return any(isinstance(param, DTensor) for param in model.parameters())
 
 
 def _named(structures: Sequence[nn.Module], names: set[str]) -> nn.Module | None:

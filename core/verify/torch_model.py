@@ -132,17 +132,16 @@ class TorchModel(WrappedModel):
         for held in self.trained:
             param = self.params[held.place.local_name]
             grad = gathered.get(id(param), gradient_of(param))
-            if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
-                grad = grad.redistribute(placements=param.placements)
-            found[held.key] = torch.zeros_like(held.tensor) if grad is None else _local(grad).clone()
+            found[held.key] = torch.zeros_like(held.tensor) if grad is None else _local(grad, param).clone()
         return found
 
     def own_gradient(self, held: Held) -> Tensor:
         """See WrappedModel; fully_shard reduces in backward."""
-        grad = gradient_of(self.params[held.place.local_name])
+        param = self.params[held.place.local_name]
+        grad = gradient_of(param)
         if grad is None or (self.reduces_in_backward and self.groups.size("dp_cp") > 1):
             return torch.zeros(held.place.local_shape)
-        return _local(grad)
+        return _local(grad, param)
 
     def valid_mask(self, held: Held) -> Tensor:
         """See WrappedModel."""
@@ -315,7 +314,10 @@ def _dtensors(module: nn.Module) -> dict[str, DTensor]:
     return {name: param for name, param in module.named_parameters() if isinstance(param, DTensor)}
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor, param: Any = None) -> Tensor:
+    """Return the local part of a tensor, placed as its parameter if one is given."""
+    if isinstance(tensor, DTensor) and isinstance(param, DTensor) and tensor.placements != param.placements:
+        tensor = tensor.redistribute(placements=param.placements)
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

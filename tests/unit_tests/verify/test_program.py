@@ -26,7 +26,7 @@ from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import get_forward_backward_func
-from core.verify import WrongGradientError, note, verify_with
+from core.verify import WrongGradientError, declare_splits, note, verify_with
 from core.verify.asked import asked_by, execute, function_named
 from core.verify.microbatch_weights import shares_of
 from core.verify.program import Asked, ProgramWatch, run_program
@@ -292,6 +292,11 @@ def test_what_is_not_known_is_asked_for(rank: int, world: int) -> None:
     lonely.lock = threading.Lock()  # cannot be copied
     with ProgramWatch(Asked("a program")).active(), pytest.raises(ValueError, match="--whole module:function"):
         train(lonely)
+    parallel_state.initialize_model_parallel(2)
+    split = declare_splits(Net(), {"up.*": 0, "down.weight": 1})  # the attributes do not tell how to build it unsplit
+    with ProgramWatch(Asked("a program")).active(), pytest.raises(ValueError, match="--whole module:function"):
+        train(split)
+    parallel_state.destroy_model_parallel()
     with ProgramWatch(Asked("a program")).active(), pytest.raises(ValueError, match="gives a Tensor of shape .*--loss"):
         plain = nn.parallel.DistributedDataParallel(Net())
         train(plain, forward=lambda x, y: mean_loss(plain, x, y))
