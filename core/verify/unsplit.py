@@ -39,8 +39,8 @@ def unsplit_structure(model: nn.Module) -> nn.Module:
             memo[id(buffer)] = buffer.full_tensor()
     parts = list(model.modules())
     for part in parts:
-        is_sharded = isinstance(part, FSDPModule)
-        kind: Any = type(part).__mro__[part._orig_cls_mro_index] if is_sharded else type(part)
+        kinds: Any = type(part).__mro__  # `fully_shard` puts its class in front of the module's own
+        kind = kinds[kinds.index(FSDPModule) + 1] if isinstance(part, FSDPModule) else kinds[0]
         memo[id(part)] = kind.__new__(kind)
         memo |= {id(value): value for value in vars(part).values() if isinstance(value, DeviceMesh)}
     for part in parts:
