@@ -18,13 +18,24 @@ TABLES = ("data", "outputs", "gradients", "before", "grads", "after")
 
 
 class Entry(NamedTuple):
-    """Sketch of one full tensor, over all ranks and microbatches; see core.verify.record.sketches.Sketch."""
+    """Numbers of one or more sketches; in a file those of a full tensor, over all ranks and microbatches.
+
+    See core.verify.record.sketches. `width` is -2 if sketches differ in it.
+    """
 
     numel: int
     width: int
     rows: int
     digest: int
     numbers: tuple[float, ...]
+
+
+def added(entries: Collection[Entry]) -> Entry:
+    """Return the entry of all parts."""
+    numels, widths, rows, digests, numbers = zip(*entries, strict=True)
+    width = widths[0] if len(set(widths)) == 1 else -2
+    sums = tuple(map(sum, zip(*numbers, strict=False)))
+    return Entry(sum(numels), width, max(rows), sum(digests) % 2**64, sums)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ Key = tuple[str, str]  # table of the recording, name
 
 
 class ModuleSketches:
-    """Hooks on the modules of one chunk, which add up sketches over the calls of a step.
+    """Hooks on the modules of one chunk, which sketch the calls of a step.
 
     A tensor is sketched in the hook and not stored. Forwards without gradients are left out, such as an evaluation.
 
@@ -30,7 +30,7 @@ class ModuleSketches:
     """
 
     def __init__(self, chunk: nn.Module, weights: Mapping[str, GlobalSlice]) -> None:
-        self.sketches: dict[Key, Sketch] = {}
+        self.sketches: dict[Key, list[Sketch]] = {}  # one for each call
         self.eps = 0.0  # largest rounding unit
         self.depth = 0  # number of running forwards of the chunk; a module that runs outside them is recomputed
         self.active = False  # True in a forward with gradients
@@ -64,9 +64,9 @@ class ModuleSketches:
         for name, value in (*enumerate(args), *kwargs.items()) if torch.is_grad_enabled() else ():
             for tensor in map(unsharded, tensors_in(value)):
                 if not tensor.is_floating_point() and tensor.dtype != torch.bool:
-                    self._sum("data", str(name), of_integers(tensor))
+                    self._add("data", str(name), of_integers(tensor))
                 elif tensor.is_floating_point() and not tensor.requires_grad:
-                    self._sum("data", str(name), of_rows(tensor))
+                    self._add("data", str(name), of_rows(tensor))
 
     def _forward(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         if self.active or self.depth == 0:
@@ -82,7 +82,7 @@ class ModuleSketches:
             if tensor.requires_grad:  # in a recomputation too: a checkpoint's tensors may get their gradients only then
                 tensor.register_hook(partial(self._gradient, module, names))
         if sketch is not None:
-            self._sum("outputs", name, sketch)
+            self._add("outputs", name, sketch)
             self.eps = max(self.eps, torch.finfo(tensor.dtype).eps)
         names.append(name)
         self.latest = tensor, names, sketch
@@ -96,7 +96,7 @@ class ModuleSketches:
             sketch = self._sketch(module, grad)
         self.latest_grad = grad, sketch  # both terms of a residual sum get one tensor
         for name in names:
-            self._sum("gradients", name, sketch)
+            self._add("gradients", name, sketch)
         names.clear()
         self.latest = None
 
@@ -107,6 +107,5 @@ class ModuleSketches:
             return of_rows(full)
         return of_rows(full, width=place.shape[0], columns=columns)
 
-    def _sum(self, table: str, name: str, sketch: Sketch) -> None:
-        known = self.sketches.get((table, name))
-        self.sketches[table, name] = sketch if known is None else known.plus(sketch)
+    def _add(self, table: str, name: str, sketch: Sketch) -> None:
+        self.sketches.setdefault((table, name), []).append(sketch)

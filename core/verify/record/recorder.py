@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import types
+from array import array
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,9 +21,9 @@ from core.distributed import DistributedDataParallel
 from core.groups import agree
 from core.pipeline_parallel import PipelineRunner
 from core.verify.gathered import WrappedModel, buckets_of
-from core.verify.record.file import TABLES, Entry, RecordedStep, header
+from core.verify.record.file import TABLES, Entry, RecordedStep, added, header
 from core.verify.record.modules import Key, ModuleSketches
-from core.verify.record.sketches import LINEAR, Sketch, of_part, parts_of
+from core.verify.record.sketches import Sketch, entries_of, of_part, parts_of
 from core.verify.torch_model import TorchLoopJob, TorchModel, some_world
 from core.watch.waiting import waiting
 from core.watch.warn_user import warn_user
@@ -119,7 +120,7 @@ class StepRecording:
         self.armed = ExitStack()
         self.closing = ExitStack()
         self.sketches: list[ModuleSketches] | None = None  # hooks; None if the next step is not recorded
-        self.parts: dict[Key, list[tuple[Hashable, Sketch]]] = {}
+        self.parts: dict[Key, list[tuple[Hashable, list[Sketch]]]] = {}
         self.rates: tuple[float, ...] = ()
         groups = self.model.groups
         stages = [number * groups.size("pp") + groups.rank("pp") for number in range(len(self.model.chunks))]
@@ -232,12 +233,10 @@ class StepRecording:
         for place, flat, first, pending in self._local_parts(table):
             if place.is_copy or not flat.numel():
                 continue
-            sketch = of_part(flat.contiguous(), first, place, is_gradient=table == "grads")
-            if table == "grads" and (factor := float(pending) / scale) != 1.0:
-                sketch.numbers[0] *= factor * factor
-                sketch.numbers[LINEAR] *= factor
+            factor = float(pending) / scale if table == "grads" else 1.0
             part = tuple((box.global_offset, box.size) for box in parts_of(first, flat.numel(), place))
-            self.parts.setdefault((table, place.name), []).append((part, sketch))
+            sketches = of_part(flat.contiguous(), first, place, is_gradient=table == "grads", factor=factor)
+            self.parts.setdefault((table, place.name), []).append((part, sketches))
 
     def _local_parts(self, table: str) -> Iterator[tuple[GlobalSlice, Tensor, int, Any]]:
         """Yield (place, flat elements, index of the first one, factor that a gradient still lacks)."""
@@ -263,20 +262,20 @@ class StepRecording:
         """Return the rows of all ranks on rank 0."""
         assert self.sketches is not None, "a recorded step"
         data_rank = self.model.groups.rank("dp_cp")
-        found: list[tuple[Key, int, int, Hashable, Sketch]] = []
+        found: list[tuple[Key, int, int, Hashable, list[Sketch]]] = []
         for stage, chunk in zip(self.stages, self.sketches, strict=True):
-            found += [(key, stage, n, None, sketch) for n, (key, sketch) in enumerate(chunk.sketches.items())]
+            found += [(key, stage, n, None, calls) for n, (key, calls) in enumerate(chunk.sketches.items())]
         order = {held.name: (self.stages[held.chunk], n) for n, held in enumerate(self.model.held)}
-        found += [(key, *order[key[1]], part, sketch) for key, parts in self.parts.items() for part, sketch in parts]
-        numbers = torch.cat([sketch.numbers for *_, sketch in found]).tolist() if found else []
-        digests = torch.stack([sketch.digest for *_, sketch in found]).tolist() if found else []
+        found += [
+            (key, *order[key[1]], part, boxes) for key, parts in self.parts.items() for part, boxes in parts if boxes
+        ]
+        entries = iter(entries_of([sketch for *_, sketches in found for sketch in sketches]))
         eps = max([chunk.eps for chunk in self.sketches] + [torch.finfo(self.model.dtype).eps])
-        mine, start = [], 0
-        for (key, stage, number, part, sketch), digest in zip(found, digests, strict=True):
-            end = start + len(sketch.numbers)
-            entry = Entry(sketch.numel, sketch.width, sketch.rows, digest, tuple(numbers[start:end]))
-            mine.append(Row(key, stage, number, part or (data_rank, digest, entry.numbers), entry, eps))
-            start = end
+        mine = []
+        for key, stage, number, part, sketches in found:
+            entry = added([next(entries) for _ in sketches])
+            same = data_rank, entry.digest, array("d", entry.numbers).tobytes()
+            mine.append(Row(key, stage, number, part or same, entry, eps))
         if not dist.is_initialized():
             return mine
         everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -300,8 +299,5 @@ def merged(rows: Sequence[Row], step: int, rates: tuple[float, ...]) -> Recorded
             parts.setdefault(row.key, {})[row.part] = row.entry
     tables: dict[str, dict[str, Entry]] = {table: {} for table in TABLES}
     for (table, name), found in parts.items():
-        numels, widths, local, digests, numbers = zip(*found.values(), strict=True)
-        width = widths[0] if len(set(widths)) == 1 else -2
-        sums = tuple(map(sum, zip(*numbers, strict=True)))
-        tables[table][name] = Entry(sum(numels), width, max(local), sum(digests) % 2**64, sums)
+        tables[table][name] = added(found.values())
     return RecordedStep(step, max(row.eps for row in rows), rates, tables)

@@ -19,40 +19,55 @@ from torch import Tensor
 
 from core.checkpoint.boxes import Box, cut_to_range, row_strides
 from core.checkpoint.global_slices import GlobalSlice
+from core.verify.record.file import Entry
 
 PROJECTIONS = 8  # the estimate of a difference's norm is right within a factor of 2 or so
-# Numbers of a sketch: sum of squares, projections; then for outputs sums over rows of their squared projections (0 if
-# columns are split), and projections with a sign for each local row; for gradients the number of tiny elements.
+# Numbers of an entry: sum of squares, projections; then for outputs projections with a sign for each local row, and
+# unless columns are split, sums over rows of their squared projections; for gradients the number of tiny elements.
 LINEAR = slice(1, 1 + PROJECTIONS)
-ROWS = slice(1 + PROJECTIONS, 1 + 2 * PROJECTIONS)
-ORDERED = slice(1 + 2 * PROJECTIONS, 1 + 3 * PROJECTIONS)
+ORDERED = slice(1 + PROJECTIONS, 1 + 2 * PROJECTIONS)
+ROWS = slice(1 + 2 * PROJECTIONS, 1 + 3 * PROJECTIONS)
 SAMPLED = 4096  # elements of a box among which tiny ones are counted
 TINY = 1e-3  # times the root mean square of a gradient: rounding may decide the sign of such an element
 
 
 class Sketch(NamedTuple):
-    """Sums over one tensor or a part of it, on the tensor's device.
+    """Sums over one tensor or a part of it. `entries_of` computes their numbers for many sketches at a time.
 
     Attributes:
-        numbers: The sums, fp64.
-        digest: Sum of the bits of a weight or of integers, a 0-dim int64 tensor that wraps around; 0 for others.
+        pieces: The sums on the tensor's device; norms instead of sums of squares.
         numel: Number of elements.
-        width: Length of the full last dimension of an output; 0 for a part of a parameter, -1 for integers, and -2 if
-            calls differ.
+        width: Length of the full last dimension of an output; 0 for a part of a parameter, -1 for integers.
         rows: Number of local rows of an output.
+        digest: Sum of the bits of a weight or of integers, a 0-dim int64 tensor that wraps around.
+        factor: Factor that a gradient still lacks.
     """
 
-    numbers: Tensor
-    digest: Tensor
+    pieces: tuple[Tensor, ...]
     numel: int
     width: int
     rows: int = 0
+    digest: Tensor | None = None
+    factor: float = 1.0
 
-    def plus(self, other: Sketch) -> Sketch:
-        """Return the sketch of both parts."""
-        width = self.width if self.width == other.width else -2
-        numbers, digest = self.numbers + other.numbers, self.digest + other.digest
-        return Sketch(numbers, digest, self.numel + other.numel, width, max(self.rows, other.rows))
+
+def entries_of(sketches: Sequence[Sketch]) -> list[Entry]:
+    """Return the entries of sketches, with few operations and one transfer from the device for all of them."""
+    pieces = [piece.reshape(-1) for sketch in sketches for piece in sketch.pieces]
+    numbers = torch.cat(pieces).tolist() if pieces else []
+    digests = [sketch.digest for sketch in sketches if sketch.digest is not None]
+    bits = iter(torch.stack(digests).tolist() if digests else ())
+    entries, start = [], 0
+    for sketch in sketches:
+        end = start + sum(piece.numel() for piece in sketch.pieces)
+        mine = numbers[start:end]
+        mine[: LINEAR.stop] = [number * sketch.factor for number in mine[: LINEAR.stop]]
+        mine[:1] = [number * number for number in mine[:1]]
+        mine[ROWS] = [number * number for number in mine[ROWS]]
+        digest = 0 if sketch.digest is None else next(bits)
+        entries.append(Entry(sketch.numel, sketch.width, sketch.rows, digest, tuple(mine)))
+        start = end
+    return entries
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,16 +103,16 @@ def of_rows(tensor: Tensor, *, width: int | None = None, columns: tuple[Tensor, 
     wide = _wide(rows)
     sign = signs(width, 0, wide.device, wide.dtype)
     projected = wide @ (sign if columns is None else sign[columns[0].to(wide.device)])  # [rows, PROJECTIONS]
-    plain, ordered = _row_weights(len(rows), wide.device, wide.dtype) @ projected
-    squares = torch.cat([torch.linalg.vector_norm(wide)[None], torch.linalg.vector_norm(projected, dim=0)]).square()
-    if columns is not None:  # squares of parts of a row do not add up to the square of the row
-        squares[1:] = 0
-    numbers = torch.cat([squares[:1], plain, squares[1:], ordered]).double()
-    return Sketch(numbers, _no_digest(rows.device), rows.numel(), width, len(rows))
+    pieces = [torch.linalg.vector_norm(wide), _row_weights(len(rows), wide.device, wide.dtype) @ projected]
+    if columns is None:  # squares of parts of a row do not add up to the square of the row
+        pieces.append(torch.linalg.vector_norm(projected, dim=0))
+    return Sketch(tuple(pieces), rows.numel(), width, len(rows))
 
 
 @torch.no_grad()
-def of_part(flat: Tensor, first: int, place: GlobalSlice, *, is_gradient: bool = False) -> Sketch:
+def of_part(
+    flat: Tensor, first: int, place: GlobalSlice, *, is_gradient: bool = False, factor: float = 1.0
+) -> list[Sketch]:
     """Sketch a range of the flattened elements of a parameter, or of its gradient. Sketches of all parts add up.
 
     Args:
@@ -105,28 +120,25 @@ def of_part(flat: Tensor, first: int, place: GlobalSlice, *, is_gradient: bool =
         first: Index of the first element.
         place: Position of the local tensor in the full one.
         is_gradient: True to estimate the number of elements that are smaller than TINY, and not 0; False for a digest.
+        factor: Factor that the elements still lack.
 
     Returns:
-        The sketch.
+        A sketch of each box of the full tensor.
     """
     strides = row_strides(place.local_shape)
-    numbers = torch.zeros(1 + PROJECTIONS + 1, dtype=torch.float64, device=flat.device)
-    digest = _no_digest(flat.device)
-    boxes = parts_of(first, flat.numel(), place)
-    for box in boxes:
+    found = []
+    for box in parts_of(first, flat.numel(), place):
         start = sum(offset * stride for offset, stride in zip(box.local_offset, strides, strict=True)) - first
         values = flat.as_strided(box.size, strides, flat.storage_offset() + start)
         wide = _wide(values)
-        square = torch.linalg.vector_norm(wide).square()
-        tiny = square.new_zeros(())
+        norm = torch.linalg.vector_norm(wide)
+        pieces = [norm, _projections(wide, place.shape, box)]
         if is_gradient:
-            some = wide.reshape(-1)[:: max(1, box.numel // SAMPLED)]
-            is_tiny = (some != 0) & (some.square() <= TINY**2 / box.numel * square)
-            tiny = is_tiny.sum() * (box.numel / some.numel())
-        else:
-            digest = digest + _digest(values)
-        numbers += torch.cat([square[None], _projections(wide, place.shape, box), tiny[None]])
-    return Sketch(numbers, digest, sum(box.numel for box in boxes), 0)
+            some = wide.reshape(-1)[:: max(1, box.numel // SAMPLED)].abs()
+            tiny = (some <= norm * (TINY / math.sqrt(box.numel))).sum() - (some == 0).sum()
+            pieces.append(tiny * (box.numel / some.numel()))
+        found.append(Sketch(tuple(pieces), box.numel, 0, 0, None if is_gradient else _digest(values), factor))
+    return found
 
 
 def parts_of(first: int, numel: int, place: GlobalSlice) -> Sequence[Box]:
@@ -150,15 +162,11 @@ def of_integers(tensor: Tensor) -> Sketch:
     """Return a digest of an integer tensor, such as tokens, that is a sum over its elements."""
     mixed = tensor.detach().long() * -7046029254386353131  # odd: different values stay different
     mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
-    return Sketch(tensor.new_zeros(0, dtype=torch.float64), (mixed ^ (mixed >> 32)).sum(), tensor.numel(), -1)
+    return Sketch((), tensor.numel(), -1, digest=(mixed ^ (mixed >> 32)).sum())
 
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
-
-
-def _no_digest(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _digest(values: Tensor) -> Tensor:

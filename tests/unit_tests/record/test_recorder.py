@@ -25,13 +25,17 @@ from core.verify.asked import asked_by
 from core.verify.gathered import slice_of
 from core.verify.record import compare_recordings, record_with
 from core.verify.record.compare import main
-from core.verify.record.file import read_recording
+from core.verify.record.file import added, read_recording
 from core.verify.record.program import record_program
-from core.verify.record.sketches import LINEAR, ORDERED, PROJECTIONS, ROWS, of_part, of_rows, signs
+from core.verify.record.sketches import LINEAR, ORDERED, PROJECTIONS, ROWS, Sketch, entries_of, of_part, of_rows, signs
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import make_net
 
 CPU = torch.device("cpu")
+
+
+def numbers_of(*sketches: Sketch) -> Tensor:
+    return torch.tensor(added(entries_of(sketches)).numbers, dtype=torch.float64)
 
 
 def test_sketches_of_parts_add_up_to_the_sums_over_the_full_tensor() -> None:
@@ -45,19 +49,19 @@ def test_sketches_of_parts_add_up_to_the_sums_over_the_full_tensor() -> None:
         place = GlobalSlice("w", "w", shape, (4, 2, 5), boxes, (), 1, 0)
         flat = slice_of(place, full).reshape(-1)
         for first, last in ((0, 13), (13, 14), (14, 40)):  # the shards of three data ranks
-            found += of_part(flat[first:last], first, place).numbers[: 1 + PROJECTIONS]
+            found += numbers_of(*of_part(flat[first:last], first, place))
     torch.testing.assert_close(found, torch.cat([full.square().sum()[None], want]))
 
 
 def test_a_sketch_of_rows_does_not_depend_on_who_has_which() -> None:
     full = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    whole = of_rows(full).numbers
-    halves = of_rows(full[:2]).numbers + of_rows(full[2:].transpose(0, 1)).numbers
-    torch.testing.assert_close(halves[: ROWS.stop], whole[: ROWS.stop])
+    whole = numbers_of(of_rows(full))
+    halves = numbers_of(of_rows(full[:2]), of_rows(full[2:].transpose(0, 1)))
+    for some in (slice(0, 1), LINEAR, ROWS):
+        torch.testing.assert_close(halves[some], whole[some])
     columns = [(torch.arange(8)[start::2], torch.arange(4)) for start in (0, 1)]
-    parts = [of_rows(full[..., there], width=8, columns=(there, here)).numbers for there, here in columns]
-    for some in (slice(0, 1), LINEAR, ORDERED):
-        torch.testing.assert_close(sum(parts)[some], whole[some])
+    parts = numbers_of(*(of_rows(full[..., there], width=8, columns=(there, here)) for there, here in columns))
+    torch.testing.assert_close(parts, whole[: ORDERED.stop])
 
 
 def data_of(step: int, world: int) -> tuple[Tensor, Tensor]:
@@ -176,6 +180,24 @@ def test_other_steps_have_no_hooks(tmp_path: Path) -> None:
             scheduler.step()
     assert seen == [True, False, False, True, False] and not hooks_of(model)
     assert [*read_recording(tmp_path / "a").steps] == [4, 7]
+
+
+class WithMask(Outer):
+    """A model that some loops call with a mask."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.net(x)
+
+
+def test_other_data_is_seen_among_other_arguments(tmp_path: Path) -> None:
+    for name, shift, more in (("a", 0.0, ()), ("masked", 0.0, (torch.ones(3),)), ("other", 1.0, (torch.ones(3),))):
+        model = WithMask(make_net(torch.float32))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record_with(model, optimizer, tmp_path / name):
+            model(data_of(1, 1)[0] + shift, *more).sum().backward()
+            optimizer.step()
+    assert compare_recordings(tmp_path / "a", tmp_path / "masked").ok
+    assert compare_recordings(tmp_path / "a", tmp_path / "other").kind == "data"
 
 
 PROGRAM = """
