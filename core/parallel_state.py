@@ -480,12 +480,22 @@ get_expert_tensor_and_model_parallel_world_size, get_expert_tensor_and_model_par
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Return the size of `get_data_parallel_group`, with the same arguments."""
+    """Return the size of `get_data_parallel_group`.
+
+    Args:
+        with_context_parallel: As for `get_data_parallel_group`.
+        partial_data_parallel: As for `get_data_parallel_group`.
+    """
     return _size(_data_group(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Return this rank's index in `get_data_parallel_group`, with the same arguments."""
+    """Return this rank's index in `get_data_parallel_group`.
+
+    Args:
+        with_context_parallel: As for `get_data_parallel_group`.
+        partial_data_parallel: As for `get_data_parallel_group`.
+    """
     if "rank dp" in _state.overrides:
         return _state.overrides["rank dp"]
     return _rank(_data_group(with_context_parallel, partial_data_parallel))

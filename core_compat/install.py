@@ -134,6 +134,10 @@ def read_rows(text: str, faces: str = "") -> Rows:
 
     A word that begins with '.' (a module below `faces`) or with 'core.' is a module. '@path' includes the contents of
     another line. 'path,a,b' gives path.a and path.b the same contents. An indented line continues the previous line.
+
+    Args:
+        text: The lines.
+        faces: Package of modules that are named by a leading '.'.
     """
     found: Rows = {}
     included: list[tuple[Any, str]] = []
@@ -166,7 +170,12 @@ def _is_public(module: ModuleType, name: str) -> bool:
 
 
 class ForeignModule(ModuleType):
-    """One module of a surface; names are resolved on first use."""
+    """One module of a surface; names are resolved on first use.
+
+    Args:
+        surface: The surface.
+        path: Path of the module below the surface's package.
+    """
 
     def __init__(self, surface: Surface, path: str) -> None:
         super().__init__(f"{surface.here}.{path}", f"{surface.foreign}.{path}, by the names of {surface.here}.")
@@ -287,6 +296,10 @@ def run(surface: Surface, arguments: Sequence[str]) -> None:
     """Install the surface, then run a program like python: `script.py its arguments`, or `-m module its arguments`.
 
     `--replace-installed` before the program also installs if the real package is installed.
+
+    Args:
+        surface: The surface.
+        arguments: The command line, without the interpreter's part.
     """
     replace_installed = list(arguments[:1]) == [REPLACE]
     arguments = arguments[replace_installed:]

@@ -45,6 +45,10 @@ class Device:
     From matmul_sizes on, only measured files have the attributes.
 
     Attributes:
+        name: Name of the device, as in `--device`.
+        about: Description of the machine.
+        source: Origin of the figures.
+        has_figures: False if only the memory is known.
         memory_bytes: Memory of one rank's device, or of the complete machine if is_host is True.
         is_host: True if ranks are processes on CPUs.
         matmul_flops: Achieved operations per second of matrix products, by dtype.
@@ -83,7 +87,7 @@ class Device:
     between: Link
     ranks_per_machine: int
     source: str
-    has_figures: bool = True  # False if only the memory is known
+    has_figures: bool = True
     matmul_sizes: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict, repr=False)
     memory_sizes: Sequence[Sequence[float]] = field(default=(), repr=False)
     optimizer_bandwidth: float = 0.0

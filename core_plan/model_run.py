@@ -46,6 +46,11 @@ class ModelRun:
 
     Attributes:
         model: Path of a config.json, a directory with one, a name in known_models(), or tiny:FAMILY.
+        tp, pp, cp, ep: Ranks along each axis.
+        dtype: Dtype of the parameters.
+        sequence_length: Tokens of a sequence.
+        global_batch_size: Sequences of a step.
+        optimizer: Name of the optimizer.
         zero: ZeRO stage, 0 to 3.
         sequence_parallel: A mode of `split_model`.
         micro_batch_size: Sequences of a microbatch; None for the job's default.

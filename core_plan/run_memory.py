@@ -69,6 +69,8 @@ class Run:
         grid: The grid of ranks.
         layout: Layout of the pipeline.
         schedule: Name of the pipeline schedule.
+        microbatches: Microbatches per rank and step.
+        tokens_per_step: Tokens of a step on all ranks.
         ddp: Configuration of the wrapper.
         optimizer: Configuration of the optimizer.
         on_cpu: True for ranks on CPU.
@@ -81,8 +83,8 @@ class Run:
     grid: RankGrid
     layout: PipelineLayout
     schedule: str
-    microbatches: int  # per rank and step
-    tokens_per_step: int  # on all ranks
+    microbatches: int
+    tokens_per_step: int
     ddp: DistributedDataParallelConfig
     optimizer: OptimizerConfig
     on_cpu: bool = False

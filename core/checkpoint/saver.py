@@ -32,16 +32,28 @@ LONGEST_PAUSE_S = 0.2
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Result of one save, as this rank saw it."""
+    """Result of one save on this rank.
+
+    Attributes:
+        step: Training step.
+        committed: True if the checkpoint is complete on all ranks.
+        directory: Directory of the checkpoint. None until it is committed.
+        asynchronous: True if this rank writes in the background.
+        bytes: Bytes that this rank writes, rounded up.
+        waited_s: Seconds that `save` waited for the previous save to end.
+        snapshot_s: Seconds of planning and copying, or of planning and writing if not asynchronous.
+        write_s: Seconds of the background thread.
+        error: Reason of a failed save.
+    """
 
     step: int
     committed: bool
-    directory: Path | None  # None until it is committed
-    asynchronous: bool  # this rank writes, or wrote, in the background
-    bytes: int  # bytes of this rank's data, rounded up
-    waited_s: float  # wait for the previous save to end: back-pressure
-    snapshot_s: float  # planning and copying (asynchronous), or planning and writing (synchronous)
-    write_s: float  # time of the background thread
+    directory: Path | None
+    asynchronous: bool
+    bytes: int
+    waited_s: float
+    snapshot_s: float
+    write_s: float
     error: str | None = None
 
 

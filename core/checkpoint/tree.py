@@ -23,8 +23,16 @@ class ShardedTensor:
     """A part of a tensor of the full model: `data` is at `global_offset` of [global_shape], under the name `key`.
 
     Attributes:
+        key: Name of the full tensor.
+        data: This rank's part.
+        dtype: Dtype of the tensor.
+        local_shape: Shape of `data`.
+        global_shape: Shape of the full tensor.
+        global_offset: First index of `data` in the full tensor, per dimension.
+        axis_fragmentations: Number of parts per dimension, as Megatron records it; not read here.
         replica_id: Only zeros on the rank that writes it.
         prepend_axis_num: Number of leading axes of global_shape that `data` lacks.
+        allow_shape_mismatch, flattened_range: Not supported; must keep the default.
     """
 
     key: str
@@ -83,7 +91,15 @@ class ShardedTensor:
 
 @dataclass
 class ShardedObject:
-    """One of `global_shape` values under `key`; torch.load(weights_only=True) must be able to read it."""
+    """A value that is no tensor, in an array of values that ranks save under one name.
+
+    Attributes:
+        key: Name of the array.
+        data: The value. torch.load(weights_only=True) must be able to read it.
+        global_shape: Shape of the array.
+        global_offset: Index of the value in the array.
+        replica_id: Only zeros on the rank that writes it.
+    """
 
     key: str
     data: Any
@@ -100,7 +116,16 @@ class ShardedObject:
 
 @dataclass
 class ShardedTensorFactory:
-    """Builder of a value's sharded tensors, and of the value from the loaded tensors."""
+    """Conversion of a value to sharded tensors when it is saved, and back when it is loaded.
+
+    Attributes:
+        key: Name of the value.
+        data: The value.
+        build_fn: Called with key, data, replica_id and flattened_range; returns a tree of sharded tensors.
+        merge_fn: Maps the loaded tree to the value.
+        replica_id: Only zeros on the rank that writes it.
+        flattened_range: Passed to `build_fn`.
+    """
 
     key: str
     data: Tensor
@@ -127,7 +152,14 @@ class LocalNonpersistentObject:
 
 @dataclass(eq=False)
 class OptimizerState:
-    """Placeholder for an optimizer's state. core.checkpoint writes it next to the tree, with the model's weights."""
+    """Placeholder for an optimizer's state in a tree.
+
+    core.checkpoint writes the state next to the tree, with the model's weights.
+
+    Attributes:
+        optimizer: The optimizer.
+        loaded: True once a load has restored its state.
+    """
 
     optimizer: Any
     loaded: bool = False

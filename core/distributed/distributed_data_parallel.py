@@ -437,7 +437,12 @@ class DistributedDataParallel(nn.Module):
         return state
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Return `state_dict`, under the name that Megatron's checkpoint code calls."""
+        """Return `state_dict`, under the name that Megatron's checkpoint code calls.
+
+        Args:
+            prefix: As for `state_dict`.
+            keep_vars: As for `state_dict`.
+        """
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

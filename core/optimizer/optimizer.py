@@ -54,6 +54,12 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     Collective: every rank of the job must create it, and call `step`, together. torch's schedulers and trainers can use
     it as a torch optimizer: its groups, state and defaults are the inner optimizer's own objects.
+
+    Args:
+        config: Configuration.
+        model_chunks: Wrapped model chunks of this rank.
+        param_groups: Assignment of parameters to groups.
+        world_groups: Groups that together reach every rank of the job once, for the norm and for agreements.
     """
 
     _step_supports_amp_scaling = True  # torch's GradScaler calls `step`, which rejects it by name

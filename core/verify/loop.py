@@ -356,7 +356,12 @@ class StepCheck:
 
 
 class LoopCheck(StepCheck):
-    """Check by verify_with of the forwards of one wrapped model."""
+    """Check by verify_with of the forwards of one wrapped model.
+
+    Args:
+        ddp: The wrapped model, or the description of a model in torch's wrappers.
+        build_whole, loss_fn, bound, reference_dtype, join_fn: As for verify_with.
+    """
 
     def __init__(
         self,

@@ -55,26 +55,32 @@ def call_of(thing: Any) -> str:
     return f"({', '.join(word for word in words if word != 'self')})"
 
 
-def lines_of(name: str, thing: Any) -> Iterator[str]:
-    """The name with its call; of a class in HELD also its methods, those that it inherits from core too."""
-    try:
-        yield name + (call_of(thing) if callable(thing) else "")
-    except ValueError:  # an enumeration or a type alias
-        yield name
-    for member in dir(thing) if name.removeprefix("core.") in HELD else ():
-        function = inspect.getattr_static(thing, member)
-        ours = inspect.isfunction(function) and function.__module__.startswith("core.")
-        if ours and not member.startswith("_"):
-            yield f"{name}.{member}{call_of(function)}"
+def public_things() -> Iterator[tuple[str, Any]]:
+    """Yield every public name and its object; of a class in HELD also its methods, those that it inherits too."""
+    for path in (*(f"core.{part}" for part in MODULES), *OF_APPLICATIONS):
+        module = importlib.import_module(path)
+        for name in public_names(module):
+            thing = getattr(module, name)
+            yield f"{path}.{name}", thing
+            for member in dir(thing) if f"{path}.{name}".removeprefix("core.") in HELD else ():
+                function = inspect.getattr_static(thing, member)
+                if inspect.isfunction(function) and is_ours(function) and not member.startswith("_"):
+                    yield f"{path}.{name}.{member}", function
+
+
+def is_ours(thing: Any) -> bool:
+    """True if the object is defined in one of the packages."""
+    return (getattr(thing, "__module__", None) or "").startswith("core")
 
 
 def current() -> list[str]:
     """Every line of the list, of the code as it is."""
-    lines: list[str] = []
-    for path in (*(f"core.{part}" for part in MODULES), *OF_APPLICATIONS):
-        module = importlib.import_module(path)
-        for name in public_names(module):
-            lines.extend(lines_of(f"{path}.{name}", getattr(module, name)))
+    lines = []
+    for name, thing in public_things():
+        try:
+            lines.append(name + (call_of(thing) if callable(thing) else ""))
+        except ValueError:  # an enumeration or a type alias
+            lines.append(name)
     return lines
 
 

@@ -44,7 +44,12 @@ class ParamGroupOverride(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ParamPredicate:
-    """Named test of a parameter. Predicates with equal names are equal keys, for any functions."""
+    """Named condition on a parameter, for `ParamKey`.
+
+    Attributes:
+        name: Name. Predicates with equal names are equal keys, even if their functions differ.
+        fn: Returns True for parameters that match.
+    """
 
     name: str
     fn: Callable[[nn.Parameter], bool] = field(compare=False)
@@ -55,7 +60,12 @@ class ParamPredicate:
 
 @dataclass(frozen=True)
 class ParamWithNamePredicate:
-    """Named test of a parameter and its name. Predicates with equal names are equal keys, for any functions."""
+    """Named condition on a parameter and its name, for `ParamKey`.
+
+    Attributes:
+        name: Name. Predicates with equal names are equal keys, even if their functions differ.
+        fn: Called with a parameter and its name. Returns True for parameters that match.
+    """
 
     name: str
     fn: Callable[[nn.Parameter, str], bool] = field(compare=False)

@@ -89,9 +89,12 @@ def record_with(
 
 
 class StepRecording:
-    """Recording of a loop's steps, with the arguments of record_with.
+    """Recording of a loop's steps.
 
     `close`, or the end of its context, removes it from model and optimizer.
+
+    Args:
+        model, path, every, first_step, mesh: As for record_with.
 
     Attributes:
         steps: Number of steps that the optimizer has made, with those before `first_step`.

@@ -22,6 +22,9 @@ class MicrobatchCalculator:
         data_parallel_size: Number of data ranks.
         decrease: Round a batch down to a multiple that the data ranks can share. If False, it must be divisible.
         rampup: (first batch, increment, samples) for growth to global_batch_size in equal steps; None for no growth.
+        current_global_batch_size: Samples of the current step, before rounding.
+        current_running_global_batch_size: Samples of the current step, after rounding.
+        num_micro_batches: Microbatches of the current step.
 
     Raises:
         ValueError: If the sizes do not fit together.

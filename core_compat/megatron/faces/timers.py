@@ -19,7 +19,12 @@ LEVELS, OPTIONS = (0, 1, 2), ("max", "minmax", "all")
 
 
 class Timer:
-    """Timer of the seconds between start and stop, accumulated until a reset. Both wait for this rank's GPU."""
+    """Timer of the seconds between start and stop, accumulated until a reset. Both wait for this rank's GPU.
+
+    Args:
+        name: Name in reports and errors.
+        silent: True for a timer that does nothing.
+    """
 
     def __init__(self, name: str, silent: bool = False) -> None:
         self.name, self.silent = name, silent
