@@ -440,8 +440,7 @@ class DistributedDataParallel(nn.Module):
         """Return `state_dict`, under the name that Megatron's checkpoint code calls.
 
         Args:
-            prefix: As for `state_dict`.
-            keep_vars: As for `state_dict`.
+            prefix, keep_vars: As for `state_dict`.
         """
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 

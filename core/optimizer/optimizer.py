@@ -52,8 +52,8 @@ from core.watch.waiting import calling
 class MegatronOptimizer(torch.optim.Optimizer):
     """Optimizer of wrapped model chunks, created by `get_megatron_optimizer`.
 
-    Collective: every rank of the job must create it, and call `step`, together. torch's schedulers and trainers can use
-    it as a torch optimizer: its groups, state and defaults are the inner optimizer's own objects.
+    Every rank of the job must create it and call `step`, because both are collective. torch's schedulers and trainers
+    can use it as a torch optimizer: groups, state and defaults are the inner optimizer's objects.
 
     Args:
         config: Configuration.
@@ -170,10 +170,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Measure the gradients and update the loss scale. Returns True if a gradient of any rank is not finite.
-
-        Collective: every rank of the job must call it, once per step.
-        """
+        """Measure gradients and update the loss scale. Returns True if any is not finite. Collective over the job."""
         watches = filter(None, (chunk.reducer.scale_watch for chunk in self.model_chunks))
         problem = self._take_gradients() or next(filter(None, (watch.problem for watch in watches)), None)
         again = self._measured_of == self._reductions()
@@ -365,7 +362,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """State of the inner optimizer by master weight. State kept in another dtype is in it only during a step.
+        """State of the inner optimizer by master weight, without the state that is kept in another dtype.
 
         Raises TypeError if torch.distributed.checkpoint reads it, before learning rates and gradients are changed.
         """
@@ -402,9 +399,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def get_grad_norms(self) -> dict[str | None, float]:
-        """Return the norm of each norm group; None is the key of ungrouped gradients. Collective: every rank of the
-        job.
-        """
+        """Return the norm per norm group, under None for ungrouped gradients. Collective over the job."""
         return dict(self._stats_or_measure().norms)
 
     @torch.no_grad()
@@ -500,7 +495,5 @@ class ReplicatedOptimizer(MegatronOptimizer):
 class DistributedOptimizer(MegatronOptimizer):
     """Sharded optimizer (ZeRO-1): each rank keeps and updates the state of 1 / data ranks of the parameters.
 
-    Every bucket's updated shards are gathered once per step, before `step` returns. With `overlap_param_gather`
-    (wrapper) or `overlap_param_gather_with_optimizer_step` (optimizer) a bucket is gathered while the next one is
-    stepped.
+    Updated shards are gathered before `step` returns, or during it with `overlap_param_gather` of the wrapper's config.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +30,7 @@ from core.verify.microbatches import (
     JoinFn,
     Microbatch,
     data_of,
+    digests_of,
     other_buffers,
     other_ends,
     other_inputs,
@@ -226,7 +226,7 @@ class StepCheck:
         self.forwards.append(kept((args, kwargs)))
         self._note_buffers(at=len(self.starts))
         for tensor in tensors_in([list(args), kwargs]):
-            self.wholes += _digests(((getattr(tensor, OF_WHOLE, None),), {}))
+            self.wholes += digests_of(((getattr(tensor, OF_WHOLE, None),), {}))
 
     def _note_buffers(self, at: int) -> None:
         """Record the buffers before a forward, because forwards such as spectral norm's write them."""
@@ -302,7 +302,7 @@ class StepCheck:
             groups.rank("cp"),
             groups.rank("tp"),
             end,
-            [_digests(part) for part in mine],
+            [digests_of(part) for part in mine],
             parts,
             self.wholes,
             written_buffers(self.starts, job.model.chunks[0].module, len(mine), without=self._initialized()),
@@ -359,8 +359,7 @@ class LoopCheck(StepCheck):
     """Check by verify_with of the forwards of one wrapped model.
 
     Args:
-        ddp: The wrapped model, or the description of a model in torch's wrappers.
-        build_whole, loss_fn, bound, reference_dtype, join_fn: As for verify_with.
+        ddp, build_whole, loss_fn, bound, reference_dtype, join_fn: As for verify_with, with `ddp` for its model.
     """
 
     def __init__(
@@ -490,15 +489,3 @@ def _counted(number: int, what: str) -> str:
 
 def _on_cpu(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
     return [on_tensors(lambda tensor: cast(tensor, None, torch.device("cpu")), part) for part in microbatches]
-
-
-def _digests(microbatch: Microbatch) -> list[str]:
-    """Hash each tensor, in order."""
-    found: list[str] = []
-
-    def note(tensor: Tensor) -> None:
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        found.append(f"{list(tensor.shape)} {hashlib.sha256(data).hexdigest()}")
-
-    on_tensors(note, microbatch)
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -227,3 +228,15 @@ def other_ends(answers: Mapping[int, Given]) -> str:
                 "parallel_state.get_data_parallel_rank()"
             )
     return ""
+
+
+def digests_of(microbatch: Microbatch) -> list[str]:
+    """Hash each tensor, in order."""
+    found: list[str] = []
+
+    def add(tensor: Tensor) -> None:
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found.append(f"{list(tensor.shape)} {hashlib.sha256(data).hexdigest()}")
+
+    on_tensors(add, microbatch)
+    return found

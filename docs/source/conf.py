@@ -13,12 +13,15 @@ from docutils import nodes
 COMMAND = re.compile(r"(\$ )?(python|torchrun|pip|make|hf|git|srun|sbatch|\. )")
 COLUMNS = re.compile(r"\S {3,}\S")  # a table that a program prints
 WRAPPED = re.compile(r'<div class="highlight-(?:sh|bash|text) .*?</pre>', re.DOTALL)
+SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields):")
+ARGUMENTS = re.compile(r" {4}[\w*]+(, [\w*]+)*: ")
 OPTION = re.compile(r"(?<![\w-])(--?[\w.-]+)")
 
 project = "gradient-core"
 author = copyright = "the gradient-core authors"
 html_title = "gradient-core"
-extensions = ["sphinx.ext.autodoc", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+napoleon_use_rtype = False
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["wide.css"]
@@ -40,14 +43,6 @@ def rst_inline(text):
     ]
     words[1::2] = [f"``{word.strip('`')}``" for word in words[1::2]]
     return "".join(words)
-
-
-def argument_items(texts):
-    """One list item for each argument that a paragraph explains."""
-    return [
-        f"- **{rst_inline(', '.join(names))}**: {rst_inline(text)}"
-        for names, text in texts
-    ]
 
 
 def option_table(cls):
@@ -75,43 +70,40 @@ def has_table(obj):
 
 
 def plain_text_to_rst(app, what, name, obj, options, lines):
-    """Docstrings are plain text: `code` in backticks, examples indented after a blank line, arguments explained.
+    """Docstrings are plain text: `code` in backticks, examples indented after a blank line, then sections.
 
-    The arguments of a class that has a table are in the table.
+    napoleon renders the sections. The arguments of a class that has a table are in the table.
     """
     tabled = what == "class" and has_table(obj)
-    try:
-        arguments = list(inspect.signature(obj).parameters)
-    except (TypeError, ValueError):
-        arguments = []
-    result, paragraph, code = [], [], []
+    section, code, result = "", [], []
 
     def close():
-        if paragraph:
-            before, texts = option_tables.explained(
-                re.sub(" +", " ", " ".join(paragraph)), arguments
-            )
-            result.extend([rst_inline(before), ""] if before else [])
-            result.extend([] if tabled else [*argument_items(texts), ""])
         if any(line.strip() for line in code):
-            language = (
-                "python" if "=" in "".join(code) or "(" in "".join(code) else "text"
-            )
+            is_python = "=" in "".join(code) or "(" in "".join(code)
+            language = "python" if is_python else "text"
             result.extend([f".. code-block:: {language}", "", *code, ""])
-        paragraph.clear()
         code.clear()
 
     for line in lines:
-        if line.startswith("    ") and not paragraph:
+        if SECTION.fullmatch(line):
+            section = line
+        elif line.strip() and not line.startswith(" "):
+            section = ""
+        if section:
+            close()
+            if not (tabled and section in ("Args:", "Attributes:")):
+                head = ARGUMENTS.match(line)
+                names = head[0] if head else ""
+                result.append(names + rst_inline(line[len(names) :]))
+        elif line.startswith("    ") and not (result and result[-1].strip()):
             code.append(line)
         elif not line.strip():
-            code.append("") if code else close()
+            (code if code else result).append("")
         else:
-            if code:
-                close()
-            paragraph.append(line.strip())
+            close()
+            result.append(rst_inline(line))
     close()
-    lines[:] = [*result, *(option_table(obj) if tabled else [])]
+    lines[:] = [*result, "", *(option_table(obj) if tabled else [])]
 
 
 def short_signature(app, what, name, obj, options, signature, returns):
@@ -152,5 +144,7 @@ def setup(app):
     app.connect("doctree-read", commands_wrap)
     app.connect("html-page-context", options_stay_whole)
     app.connect("autodoc-skip-member", without_fields)
-    app.connect("autodoc-process-docstring", plain_text_to_rst)
+    app.connect(
+        "autodoc-process-docstring", plain_text_to_rst, priority=400
+    )  # before napoleon
     app.connect("autodoc-process-signature", short_signature)
