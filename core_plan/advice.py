@@ -1,46 +1,48 @@
 """Advice: the layouts of a model that fit on a number of ranks, fastest first, and the fewest ranks that fit.
 
-All layouts that can be built are estimated. Layouts that may be shown are planned exactly and sorted by their plans.
+Planning every layout would take hours. The work and the exchanges of a layout's layers are cheap to add up and bound
+the time of its step from below, so layouts are planned in the order of these bounds, until none of the others can be
+faster than those that are shown.
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from core.distributed.distributed_data_parallel_config import STRATEGIES
+from core.distributed.layout.model_plan import shard_and_replica
+from core.groups.rank_grid import DATA_KINDS
+from core.number_ranges import divisors
 from core.pipeline_parallel.schedules import find_schedule
 from core.watch.collector_pause import collector_paused
 from core_plan.choices import AXES, Choice, Sizes, axes, choices, flags_of, with_choice
 from core_plan.device import Device, read_device
-from core_plan.estimates import Estimate, Estimates, Sharding
 from core_plan.job.config import JobConfig
 from core_plan.job.config_file import load_config
 from core_plan.job.errors import ConfigError
 from core_plan.model_run import ModelRun
 from core_plan.report import gib
-from core_plan.run_memory import Run
-from core_plan.run_plan import RunPlan, plan_run, run_of
-from core_plan.shared_figures import SharedFigures
-from core_plan.state_bytes import SCRATCH
+from core_plan.run_memory import Run, Wrapped, least_activations, parts_of_stages
+from core_plan.run_plan import RunPlan, plan_of, plan_run, run_of
+from core_plan.state_bytes import GRADIENTS, MASTERS, MOMENTS, PARAMETERS
+from core_plan.step_figures import PartFigures
+from core_plan.step_time import least_seconds
 from core_plan.suggestions import MOST_RANKS
 
-SURE = 1.2  # an estimate is within this factor of its plan; a test checks it
-PLANNED = 4  # at most this many times `most` layouts are planned exactly; the same limit for layouts that do not fit
-LEAST = 5  # number of layouts with the lowest peak that are planned if no other is found
 EQUAL = 1.01  # steps within this factor count as equally fast: a plan is not more accurate
-STEPS = 16  # at most this many numbers of ranks are tried up to the next power of two
+MOST_PLANNED = 200  # layouts; a plan takes about a tenth of a second
+SHARDINGS = (1, 3, 2, 0)  # in the order in which they are tried
+STATES = (PARAMETERS, GRADIENTS, MASTERS, MOMENTS)
+LEAST = 4  # layouts that are planned to find out whether any fits on a number of ranks
 
 
-Layout = TypeVar("Layout", bound="Estimate | Candidate")
-
-
-def in_order(found: Iterable[Layout]) -> list[Layout]:
+def in_order(found: Iterable[Candidate]) -> list[Candidate]:
     """Sort layouts, best first.
 
     Layouts whose steps are within a factor EQUAL of the fastest are sorted by peak memory, then the remaining ones in
@@ -48,7 +50,7 @@ def in_order(found: Iterable[Layout]) -> list[Layout]:
     """
     by_time = sorted(found, key=lambda one: (one.seconds, one.peak, one.choice))
     ends = [one.seconds for one in by_time]
-    ordered: list[Layout] = []
+    ordered: list[Candidate] = []
     while len(ordered) < len(by_time):
         begin = len(ordered)
         equal = by_time[begin : bisect_right(ends, EQUAL * ends[begin])]
@@ -58,12 +60,12 @@ def in_order(found: Iterable[Layout]) -> list[Layout]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its exact plan.
+    """A layout with its plan.
 
     Attributes:
         choice: The layout.
         config: Configuration of a run in this layout.
-        plan: The exact plan.
+        plan: The plan.
         reason: Reason why it is worse than the first candidate; empty for the first.
         flags: Options that change the configuration given to `advise` into this one.
     """
@@ -84,40 +86,42 @@ class Candidate:
         """Bytes of the fullest rank."""
         return self.plan.fullest.peak
 
+    @property
+    def words(self) -> str:
+        """The layout for a table."""
+        return self.choice.words(has_experts=Sizes.of(self.config).experts is not None)
+
 
 @dataclass(frozen=True)
 class Advice:
     """Result of `advise`.
 
     Attributes:
-        candidates: Exactly planned layouts, best first, each with different axis sizes; empty if no layout fits.
+        candidates: Layouts with their plans, best first, each with different axis sizes; empty if no layout fits.
         considered: Number of layouts that can be built.
-        fitting: Number of layouts that fit, by estimate.
+        planned: Number of layouts that were planned. The bounds of all others are above those that are shown.
         fewest: Smallest number of ranks on which a layout fits, as found by `Search.fewest`.
-        compared: Sentence with the rank of the layout given as `compare`.
+        notes: Sentences: the rank of the layout given as `compare`, and why the search ended early.
     """
 
-    candidates: Sequence[Candidate]
+    candidates: list[Candidate]
     considered: int
-    fitting: int
+    planned: int
     fewest: int | None
-    compared: str = ""
+    notes: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Return the advice as text."""
-        lines = [f"{self.considered:,} layouts can be built, and {self.fitting:,} of them fit by estimate"]
-        rows = [(c.choice.words(has_experts=Sizes.of(c.config).experts is not None), c) for c in self.candidates]
-        width = max((len(words) for words, _ in rows), default=0)
-        for place, (words, found) in enumerate(rows, 1):
-            cells = f"{found.plan.time.seconds:>8.3g} s{gib(found.plan.fullest.peak):>12}"
-            lines.append(f"{place:>3}. {words:<{width}}{cells}  {found.reason}".rstrip())
+        lines = [f"{self.considered:,} layouts can be built, and {self.planned:,} of them were planned"]
+        width = max((len(found.words) for found in self.candidates), default=0)
+        for place, found in enumerate(self.candidates, 1):
+            cells = f"{found.seconds:>10.3g} s{gib(found.peak):>12}"
+            lines.append(f"{place:>3}. {found.words:<{width}}{cells}  {found.reason}".rstrip())
         if self.candidates:
-            first = self.candidates[0]
-            lines.append(f"the first by options: {first.flags}")
+            lines.append(f"the first by options: {self.candidates[0].flags}")
         else:
             lines.append("no layout fits on so many ranks")
-        if self.compared:
-            lines.append(self.compared)
+        lines += self.notes
         if self.fewest is not None:
             lines.append(f"the smallest number of ranks that fits is {self.fewest}")
         elif not self.candidates:
@@ -145,11 +149,10 @@ def advise(
         most: Number of layouts to return.
         fixed: Sizes to keep: axes by name (`tp`, `dp`, ...), `micro`, `zero`, and `recompute`, which must be 1.
         compare: Sizes of a layout, in the form of `fixed`. The advice reports the place of the best layout with them.
-        progress: Called with a line when estimates and plans begin, and for each layout that is the best so far.
+        progress: Called with a line when the search begins, and for each layout that is the best so far.
 
     Returns:
-        Layouts with the reason why each is worse than the first. If none fits, the fewest ranks are searched above
-        `ranks`. After Ctrl-C, the best of the layouts planned so far.
+        Layouts with the reason why each is worse than the first. After Ctrl-C, the best of the layouts planned so far.
 
     Raises:
         ConfigError: If no layout on so many ranks can have this model or batch. The text has the arithmetic.
@@ -157,49 +160,48 @@ def advise(
     if isinstance(config, (str, Path)):
         config = load_config(["--config", str(config)])
     search = Search(config, read_device(device) if isinstance(device, str) else device, fixed or {}, progress)
-    progress(f"estimating all layouts of {ranks:,} ranks")
-    found = in_order(search.estimates(ranks))
-    if not found:
+    progress(f"looking at all layouts of {ranks:,} ranks")
+    rows = search.rows(ranks)
+    if not rows:
         raise ConfigError(search.why_none(ranks))
-    progress(f"planning the best of {len(found):,} layouts; Ctrl-C gives the best so far")
-    room = search.device.room(ranks)
-    best = search.planned([estimate for estimate in found if estimate.peak <= SURE * room], ranks, most)
-    shown = [replace(one, reason=_reason(best[0], one)) if place else one for place, one in enumerate(best)]
-    if search.is_interrupted:
-        words = "interrupted: the best of the layouts that were planned before; others may be faster"
-        return Advice(shown, len(found), sum(one.peak <= room for one in found), None, words)
-    words = "" if compare is None else _compared(search, found, compare, shown, ranks)
-    return Advice(shown, len(found), sum(one.peak <= room for one in found), search.fewest(ranks), words)
+    considered = len(rows) * len(search.zeros)
+    progress(f"planning the best of {considered:,} layouts; Ctrl-C gives the best so far")
+    compared = None if compare is None else search.best_with(compare, ranks)
+    best = search.best(rows, ranks, most, compared.seconds if isinstance(compared, Candidate) else 0.0)
+    shown = [replace(one, reason=_reason(best[0], one)) if place else one for place, one in enumerate(best[:most])]
+    planned, ended = search.planned, search.ended
+    if isinstance(compared, Candidate):
+        compared = _place(compare or {}, compared, best)
+    notes = tuple(filter(None, (compared, ended)))
+    return Advice(shown, considered, planned, None if search.is_interrupted else search.fewest(ranks), notes)
 
 
-def _compared(
-    search: Search, found: Sequence[Estimate], sizes: Mapping[str, int], best: Sequence[Candidate], ranks: int
-) -> str:
-    """Describe the place of the best layout with the given sizes, and why it is not first."""
-    name = " ".join(f"{axis} {size}" for axis, size in sizes.items())
-    own = Search(search.config, search.device, {**search.fixed, **sizes})
-    mine = in_order(own.estimates(ranks))
-    if not mine:
-        return f"{name}: {own.why_none(ranks)}"
-    room = search.device.room(ranks)
-    fitting = [one for one in mine if one.peak <= room]
-    planned = next(filter(None, (own.planned_as(one.choice, ranks) for one in (fitting or mine)[:LEAST])), None)
-    if planned is None:
-        return f"{name}: no layout of these sizes can be built after all"
-    words = planned.choice.words(has_experts=search.sizes.experts is not None)
-    if not planned.plan.fits:
-        held = gib(min(one.peak for one in mine))
-        return f"{name} does not fit: the layout that holds least would hold {held} of {gib(room)}"
-    shown = {one.choice.axes: one for one in best if one.choice.axes != planned.choice.axes}
-    everything: list[Estimate | Candidate] = in_order([planned, *shown.values()])
-    if everything[-1] is planned:  # last of the shown layouts; others may be better by estimate
-        known = {planned.choice.axes, *shown}
-        others = [one for one in found if one.peak <= room and one.choice.axes not in known]
-        everything = in_order([planned, *shown.values(), *others])
-    better = {one.choice.axes for one in takewhile(lambda one: one is not planned, everything)}
-    is_best = not better and in_order([planned, *best[:1]])[0] is planned
-    reason = "no layout is better" if is_best or not best else _reason(best[0], planned)
-    return f"{name} stands at place {1 + len(better)}, as {words}: {planned.seconds:.3g} s, {reason}"
+def _name(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
+def _place(sizes: Mapping[str, int], compared: Candidate, best: Sequence[Candidate]) -> str:
+    """Describe the place of a layout among the best of each axis sizes, and why it is not first."""
+    others = [one for one in best if one.choice.axes != compared.choice.axes]
+    better = list(takewhile(lambda one: one is not compared, in_order([*others, compared])))
+    is_best = not better and in_order([compared, *best[:1]])[0] is compared
+    reason = "no layout is better" if is_best else _reason(best[0], compared)
+    place = f"stands at place {1 + len(better)}, as {compared.words}"
+    return f"{_name(sizes)} {place}: {compared.seconds:.3g} s, {reason}"
+
+
+class Row(NamedTuple):
+    """A layout except for its sharding.
+
+    Attributes:
+        bound: Lower bound of the seconds of its step.
+        working: Bytes at the highest point of one part of one microbatch.
+        choice: The layout.
+    """
+
+    bound: float
+    working: int
+    choice: Choice
 
 
 class Search:
@@ -212,7 +214,10 @@ class Search:
         progress: Called with a line about the progress; see `advise`.
 
     Attributes:
+        planned: Number of layouts planned so far.
         is_interrupted: True after Ctrl-C, once a layout has been planned.
+        ended: A sentence if the search ended before the bounds ended it.
+        least_peak: Fewest bytes of a planned layout that does not fit.
     """
 
     def __init__(
@@ -223,7 +228,10 @@ class Search:
         progress: Callable[[str], None] = lambda words: None,
     ) -> None:
         self.progress = progress
+        self.planned = 0
         self.is_interrupted = False
+        self.ended = ""
+        self.least_peak: float = math.inf
         self.config = config
         self.device = device
         self.fixed = fixed
@@ -231,70 +239,69 @@ class Search:
             low, high = (0, len(STRATEGIES) - 1) if name == "zero" else (1, MOST_RANKS)
             if not low <= size <= high:
                 raise ConfigError(f"{name} {size}: expected {low} to {high:,}")
-        self.sizes = Sizes.of(config)
-        self.figures = SharedFigures(self.sizes.batch)
-        self.shardings: dict[bool, dict[int, Sharding]] = {}  # key True: ranks with several stages
-        self.refused: set[tuple[Any, ...]] = set()  # splits that the layers reject, without and with a pipeline
+        self.sizes = Sizes.of(config)._replace(most_tp=device.ranks_per_machine)
+        self.zeros = [fixed["zero"]] if "zero" in fixed else list(SHARDINGS)
         some = [(False, True)] * self.sizes.has_parts  # (complete layers, parts of layers)
         self.recomputations = [(True, False)] if "recompute" in fixed else [(False, False), *some, (True, False)]
+        # What layouts share: figures by the split of a layer and the microbatch, wrapped stages by axes and sharding.
+        self._figures: dict[Any, dict[Any, PartFigures]] = {}
+        self._wrapped: dict[Any, Wrapped] = {}
+        self._refused: set[Any] = set()
+        self._element_bytes = 0.0, 0.0, 0.0  # of parameters, gradients and optimizer state; from the first plan
 
     @collector_paused()
-    def estimates(self, ranks: int, *, smallest: bool = False) -> list[Estimate]:
-        """Estimate all layouts that can be built on a number of ranks.
+    def rows(self, ranks: int, *, smallest: bool = False) -> list[Row]:
+        """Return the layouts that can be built on a number of ranks, in the order of their bounds.
+
+        Microbatches are doubled until the work of one needs more than a rank's memory.
 
         Args:
             ranks: Number of ranks.
-            smallest: Only consider layouts that may need the least memory: the smallest microbatches, one stage per
-                rank, with and without recomputation of layers.
+            smallest: Only return layouts that may need least memory, least first: the smallest microbatches, one stage
+                per rank, and no parts of layers recomputed.
         """
-        built: list[tuple[Choice, Run, list[int]]] = []
+        found: list[Row] = []
         for choice, micros in choices(self.sizes, ranks, self.fixed):
+            if smallest and choice.vpp > 1 and "vpp" not in self.fixed:
+                continue
             for recompute, parts in self.recomputations:
-                if smallest and (parts or (choice.vpp > 1 and "vpp" not in self.fixed)):
-                    continue
-                one = choice._replace(recompute=recompute, parts=parts)
-                run = self._run(one, ranks)
-                if run is None:  # not with any recomputation
-                    break
-                legal = [micro for micro in micros if _is_legal(run, micro)]
-                built.append((one, run, legal[:1] if smallest else legal))
-        of_ranks: dict[bool, Estimates] = {}
-        for several in {run.layout.chunks > 1 for _, run, _ in built}:
-            if not self.shardings.get(several):
-                self.shardings[several] = self._shardings(
-                    [row for row in built if several == (row[1].layout.chunks > 1)]
-                )
-            of_ranks[several] = Estimates(self.device, ranks, self.figures, self.shardings[several])
-        found: list[Estimate] = []
-        for choice, run, micros in built:
-            split = *choice.split, choice.pp > 1
-            shared = of_ranks[run.layout.chunks > 1]
-            if split in self.refused or not shared.shardings:
+                one = choice._replace(recompute=recompute, parts=parts, zero=self.zeros[0])
+                run = None if smallest and parts else self._run(one, ranks)
+                if run is not None:
+                    found += self._rows_of(one, run, micros[:1] if smallest else micros)
+        if smallest:
+            return sorted(found, key=lambda row: row.working)
+        # Of nearly equal bounds, the smallest microbatch needs least memory.
+        return sorted(found, key=lambda row: (round(math.log(row.bound, EQUAL)), row.choice.micro, row.working))
+
+    def _rows_of(self, choice: Choice, run: Run, micros: Sequence[int]) -> Iterator[Row]:
+        before = 0
+        for micro in micros:
+            if micro < 2 * before or not _is_legal(run, micro):
                 continue
+            before, one = micro, choice._replace(micro=micro)
+            source: Any = run.source
+            with_micro = replace(
+                run, source=replace(source, micro_batch_size=micro), microbatches=run.microbatches // micro
+            )
+            split = *choice.split, choice.pp > 1
+            if split in self._refused:
+                return
             try:
-                found += shared.of_layout(choice, run, micros)
+                parts = parts_of_stages(with_micro, self._known(one, with_micro))
             except (ValueError, RuntimeError):  # the layers reject the split
-                self.refused.add(split)
-        return found
+                self._refused.add(split)
+                return
+            working = max(max(part.forward, part.backward) for row in parts.values() for part in row)
+            if working > self.device.room(run.grid.world_size):
+                return
+            yield Row(least_seconds(with_micro, parts, self.device), working, one)
 
-    def _shardings(self, built: Sequence[tuple[Choice, Run, list[int]]]) -> dict[int, Sharding]:
-        """Return the sharding for each `zero`, read from the first layout that its layers accept.
-
-        Layouts are tried in order of layers per rank, fewest first.
-        """
-        found: dict[int, Sharding] = {}
-        for choice, run, _ in sorted(built, key=lambda row: -row[0].pp * row[0].tp * row[0].ep):
-            split = *choice.split, choice.pp > 1
-            if split in self.refused:
-                continue
-            for zero in [self.fixed["zero"]] if "zero" in self.fixed else range(4):
-                sharded = self._run(choice._replace(zero=zero), run.grid.world_size)
-                with contextlib.suppress(ValueError, RuntimeError):  # this sharding or the split is rejected
-                    found |= {zero: Sharding.of(sharded)} if sharded is not None else {}
-            if found:
-                break
-            self.refused.add(split)
-        return found
+    def _known(self, choice: Choice, run: Run) -> dict[Any, PartFigures]:
+        """Return the known figures of layers that are split as in `choice`."""
+        fuses = getattr(run.source.config, "gradient_accumulation_fusion", False) and run.ddp.shards_gradients
+        dp = run.grid.dp if self.sizes.experts is not None else 1  # a router's loss may be reduced over it
+        return self._figures.setdefault((choice.split, choice.micro, dp, fuses), {})
 
     def _run(self, choice: Choice, ranks: int) -> Run | None:
         """Return the run of a layout; None if it cannot be built."""
@@ -302,6 +309,119 @@ class Search:
             return run_of(with_choice(self.config, choice), ranks, self.device)
         except (ValueError, RuntimeError):
             return None
+
+    def plan(self, choice: Choice, ranks: int) -> Candidate | None:
+        """Plan a layout; None if it cannot be built."""
+        config = with_choice(self.config, choice)
+        self.planned += 1
+        try:
+            run = run_of(config, ranks, self.device)
+            plan = plan_of(run, self.device, self._known(choice, run), self._wrapped_of(choice, ranks))
+        except (ValueError, RuntimeError):  # this sharding or the split is rejected
+            return None
+        if not any(self._element_bytes):
+            self._element_bytes = _element_bytes(plan)
+        return Candidate(choice, config, plan, flags=flags_of(self.config, choice))
+
+    def _wrapped_of(self, choice: Choice, ranks: int) -> Wrapped:
+        """Return the known wrapped stages of layouts that differ only in microbatches and recomputation."""
+        key = choice._replace(micro=1, recompute=False, parts=False)
+        return self._wrapped.setdefault((key, ranks), {})
+
+    def best(self, rows: Sequence[Row], ranks: int, most: int, until_s: float = 0.0) -> list[Candidate]:
+        """Return the best layout of each set of axis sizes, best first.
+
+        Layouts are planned until no bound is below the slowest of the `most` best, nor below `until_s` seconds. A
+        layout takes the first of SHARDINGS that fits, and those that are returned first are planned with all of them.
+        """
+        found: dict[tuple[int, ...], Candidate] = {}
+        too_large: dict[Choice, int] = {}  # smallest microbatch that does not fit
+        try:
+            for row in rows:
+                axes, known = row.choice.axes, in_order(found.values())
+                if len(known) >= most and row.bound > EQUAL * max(known[most - 1].seconds, until_s):
+                    break
+                if axes in found and row.bound > EQUAL * found[axes].seconds:
+                    continue
+                if self.planned >= MOST_PLANNED:
+                    self.ended = f"ended after {self.planned} plans; other layouts may be faster"
+                    break
+                one = self._first_that_fits(row.choice, ranks, too_large)
+                if one is None:
+                    continue
+                found[axes] = one if axes not in found else in_order([found[axes], one])[0]
+                if in_order(found.values())[0] is one:
+                    self.progress(f"the best of {self.planned} planned so far: {one.words}, {one.seconds:.3g} s")
+            for one in in_order(found.values())[:most]:
+                found[one.choice.axes] = self._with_instances(self._with_other_shardings(one, ranks), ranks)
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            self.is_interrupted = True
+            self.ended = "interrupted: the best of the layouts that were planned before; others may be faster"
+        return in_order(found.values())
+
+    def _first_that_fits(self, choice: Choice, ranks: int, too_large: dict[Choice, int]) -> Candidate | None:
+        """Return a layout with the first sharding that fits; None if none fits."""
+        for zero in self.zeros:
+            one = choice._replace(zero=zero)
+            key = one._replace(micro=1)
+            if choice.micro >= too_large.get(key, choice.micro + 1):
+                continue
+            planned = self.plan(one, ranks) if self._may_fit(one, ranks) else None
+            if planned is not None and planned.plan.fits:
+                return planned
+            too_large[key] = choice.micro
+            if planned is not None:
+                self.least_peak = min(self.least_peak, planned.peak)
+        return None
+
+    def _may_fit(self, choice: Choice, ranks: int) -> bool:
+        """Return False if the state and the activations of the first pipeline position are larger than the memory.
+
+        Both are lower bounds: most layouts that do not fit are found without building their stages.
+        """
+        run = self._run(choice, ranks)
+        if run is None:
+            return False
+        parts = parts_of_stages(run, self._known(choice, run))
+        groups, nbytes = run.groups_of(0), float(least_activations(run, parts))
+        for part in (part for stage in run.layout.stages_of(0) for part in parts[stage]):
+            for numel, is_expert in part.params:
+                copies = run.ddp.residency.spread(groups.size(DATA_KINDS[is_expert]))
+                nbytes += sum(each * numel / shards for each, shards in zip(self._element_bytes, copies, strict=True))
+        return nbytes <= self.device.room(ranks)
+
+    def _with_other_shardings(self, found: Candidate, ranks: int) -> Candidate:
+        planned = (self.plan(found.choice._replace(zero=zero), ranks) for zero in self.zeros)
+        return in_order([found, *(one for one in planned if one is not None and one.plan.fits)])[0]
+
+    def _with_instances(self, found: Candidate, ranks: int) -> Candidate:
+        """Return the better of a layout and the same layout with one optimizer instance per machine."""
+        choice = found.choice
+        sharing = ranks // (choice.tp * choice.pp)  # ranks over which the optimizer is sharded
+        near = max(1, self.device.ranks_per_machine // choice.tp)
+        if isinstance(self.config, ModelRun) or self.config.ddp.num_distributed_optimizer_instances > 1:
+            return found
+        if choice.zero == 0 or near == 1 or sharing <= near or sharing % near:
+            return found
+        other = self.plan(choice._replace(instances=sharing // near), ranks)
+        return found if other is None or not other.plan.fits else in_order([found, other])[0]
+
+    def best_with(self, sizes: Mapping[str, int], ranks: int) -> Candidate | str:
+        """Return the best layout with the given sizes, or a sentence that says why there is none."""
+        own = Search(self.config, self.device, {**self.fixed, **sizes})
+        own._figures, own._wrapped, own._element_bytes = self._figures, self._wrapped, self._element_bytes
+        name, rows = _name(sizes), own.rows(ranks)
+        if not rows:
+            return f"{name}: {own.why_none(ranks)}"
+        found = own.best(rows, ranks, 1)
+        if found:
+            return found[0]
+        if own.least_peak == math.inf:
+            return f"{name}: no layout of these sizes can be built after all"
+        held, room = gib(own.least_peak), gib(self.device.room(ranks))
+        return f"{name} does not fit: the layout that holds least would hold {held} of {room}"
 
     def why_none(self, ranks: int) -> str:
         """Explain why no layout of `ranks` can be built, and name a number of ranks that has one.
@@ -326,115 +446,38 @@ class Search:
         plan_run(self.config if chosen is None else with_choice(self.config, chosen), ranks, self.device)
         return f"no layout of {ranks} ranks can be built with these options; use others{other}"
 
-    def exactly(self, choice: Choice, ranks: int) -> Candidate | None:
-        """Plan a layout exactly; None if it cannot be built after all, or does not fit."""
-        found = self.planned_as(choice, ranks)
-        return None if found is None or not found.plan.fits else found
-
-    def planned_as(self, choice: Choice, ranks: int) -> Candidate | None:
-        """Plan a layout exactly; None if it cannot be built after all."""
-        config = with_choice(self.config, choice)
-        try:
-            plan = plan_run(config, ranks, self.device)
-        except (ValueError, RuntimeError):
-            return None
-        return Candidate(choice, config, plan, flags=flags_of(self.config, choice))
-
-    def planned(self, fitting: Sequence[Estimate], ranks: int, most: int) -> list[Candidate]:
-        """Return the best layouts by their plans, each with different axis sizes.
-
-        All layouts are planned that may be better than the last one shown, given the error of an estimate. If too many
-        turn out not to fit, only layouts with a larger margin to the memory limit are planned.
-
-        Args:
-            fitting: Layouts that fit by estimate, fastest first.
-            ranks: Number of ranks.
-            most: Number of layouts to return.
-        """
-        best: dict[tuple[int, ...], Candidate] = {}
-        room, limit = self.device.room(ranks), PLANNED * most
-        fits = misfits = 0
-        for estimate in fitting:
-            if self.is_interrupted:
-                break
-            if estimate.choice.axes in best or estimate.peak > room * (SURE, 1.0, 1 / SURE)[min(misfits // limit, 2)]:
-                continue
-            ordered = in_order(best.values())
-            enough = len(ordered) >= most and estimate.seconds > SURE * ordered[most - 1].seconds
-            if enough or fits == limit or misfits == 3 * limit:
-                break
-            try:
-                found = self.exactly(estimate.choice, ranks)
-            except KeyboardInterrupt:
-                if not best:
-                    raise
-                self.is_interrupted = True
-                continue
-            if found is None:
-                misfits += 1
-                continue
-            fits += 1
-            best[found.choice.axes] = found
-            if in_order(best.values())[0] is found:
-                words = found.choice.words(has_experts=self.sizes.experts is not None)
-                self.progress(f"the best of {fits} planned so far: {words}, {found.seconds:.3g} s")
-        if not best:
-            least = sorted(fitting, key=lambda one: one.peak)[:LEAST]
-            planned = (self.exactly(estimate.choice, ranks) for estimate in least)
-            best = {found.choice.axes: found for found in planned if found is not None}
-        first = in_order(best.values())[:most]
-        return first if self.is_interrupted else in_order(self._with_instances(one, ranks) for one in first)
-
-    def _with_instances(self, found: Candidate, ranks: int) -> Candidate:
-        """Return the better of a layout and the same layout with one optimizer instance per machine."""
-        choice = found.choice
-        sharing = ranks // (choice.tp * choice.pp)  # ranks over which the optimizer is sharded
-        near = max(1, self.device.ranks_per_machine // choice.tp)
-        if isinstance(self.config, ModelRun) or self.config.ddp.num_distributed_optimizer_instances > 1:
-            return found
-        if choice.zero == 0 or near == 1 or sharing <= near or sharing % near:
-            return found
-        other = self.exactly(choice._replace(instances=sharing // near), ranks)
-        return found if other is None else in_order([found, other])[0]
-
     def fewest(self, ranks: int) -> int | None:
         """Return the smallest number of ranks on which a layout fits.
 
-        All numbers up to `ranks` are tried. Above, powers of two are tried up to MOST_RANKS, and numbers of complete
-        machines between the first that fits and the power before it. None if none of these fits.
+        Divisors of `ranks` and powers of two up to MOST_RANKS are tried. None if none of these fits.
         """
-        found = next(filter(self.fits_on, range(1, ranks + 1)), None)
-        few, many = ranks, 1 << ranks.bit_length()
-        while found is None and many <= MOST_RANKS:
-            if self.fits_on(many):
-                found = next(filter(self.fits_on, self._between(few, many)), many)
-            few, many = many, 2 * many
-        return found
+        least = 0.0  # bytes of all ranks' states together
+        for number in sorted({*divisors(ranks), *(1 << power for power in range(MOST_RANKS.bit_length()))}):
+            if least > number * self.device.room(number):
+                continue
+            for row in self.rows(number, smallest=True)[:LEAST]:
+                zeros = sorted(self.zeros, reverse=True)
+                planned = (self.plan(row.choice._replace(zero=zero), number) for zero in zeros)
+                found = next((one.plan for one in planned if one is not None), None)
+                if found is not None and found.fits:
+                    return number
+                if found is not None:
+                    held = [memory.state[kind] for memory in found.memories for kind in STATES if kind in memory.state]
+                    least = max(least, sum(held) * number / len(found.memories))
+        return None
 
-    def _between(self, few: int, many: int) -> range:
-        """Return numbers of ranks on complete machines between two numbers, at least `many` / STEPS apart."""
-        machine = self.device.ranks_per_machine
-        step = -(-many // STEPS // machine) * machine
-        return range(few // step * step + step, many, step)
 
-    def fits_on(self, ranks: int) -> bool:
-        """Return True if a layout fits on a number of ranks. The layouts with the lowest estimated peak are planned."""
-        room = self.device.room(ranks)
-        if self.least > ranks * room:
-            return False
-        for estimate in sorted(self.estimates(ranks, smallest=True), key=lambda one: one.peak)[:LEAST]:
-            if estimate.peak > SURE * room:
-                return False
-            if self.exactly(estimate.choice, ranks) is not None:
-                return True
-        return False
-
-    @property
-    def least(self) -> float:
-        """Lower bound of the bytes on all ranks together: parameters, gradients, master weights and moments once."""
-        shardings = [sharding for known in self.shardings.values() for sharding in known.values()]
-        kept = [sum(size for kind, size in one.each.items() if kind != SCRATCH) for one in shardings]
-        return self.sizes.numel * min(kept, default=0)
+def _element_bytes(plan: RunPlan) -> tuple[float, float, float]:
+    """Return the bytes of a parameter, of its gradient, and of its optimizer state, for each element."""
+    memory, run = plan.memories[0], plan.run
+    numels, groups = [0, 0, 0], run.groups_of(memory.rank)
+    for layout in (layout for chunk in memory.plans for layout in chunk.layout.buffers):
+        copies = run.ddp.residency.spread(groups.size(shard_and_replica(layout.key.data_group, run.ddp)[0]))
+        numels = [numel + layout.numel // shards for numel, shards in zip(numels, copies, strict=True)]
+    kinds = (PARAMETERS,), (GRADIENTS,), (MASTERS, MOMENTS)
+    held = [sum(memory.state.get(kind, 0) for kind in row) for row in kinds]
+    params, grads, states = (nbytes / max(1, numel) for nbytes, numel in zip(held, numels, strict=True))
+    return params, grads, states
 
 
 def _is_legal(run: Run, micro: int) -> bool:

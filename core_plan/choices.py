@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
         frees_stages: True if the configuration fixes only the number of stages.
         has_parts: True if parts of layers can be recomputed.
         empty_ends: True if the first and the last stage may have no layer.
+        most_tp: Largest size of tp, unless it is given: links between machines are too slow for exchanges in layers.
     """
 
     batch: int
@@ -48,6 +49,7 @@ class Sizes(NamedTuple):
     frees_stages: bool = True
     has_parts: bool = False
     empty_ends: bool = False
+    most_tp: int = 1 << 30
 
     @classmethod
     def of(cls, config: JobConfig | ModelRun) -> Sizes:
@@ -164,6 +166,8 @@ def axes(model: Sizes, ranks: int, fixed: Mapping[str, int]) -> Iterator[tuple[i
     sizes = {axis: [fixed[axis]] if axis in fixed else divisors(ranks) for axis in ("tp", "pp", "cp")}
     for tp, pp, cp in itertools.product(*sizes.values()):
         if ranks % (tp * pp * cp) or pp > model.layers or any(size % tp for size in model.of_tp):
+            continue
+        if tp > model.most_tp and "tp" not in fixed:
             continue
         if cp > 1 and "cp" not in fixed and model.sequence < cp * FEWEST_TOKENS:
             continue

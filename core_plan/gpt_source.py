@@ -100,15 +100,9 @@ class GptSource:
         self,
         parts: Sequence[str | LayerKind],
         groups: PlannedGroups,
-        sizes: Sequence[int],
         ddp: DistributedDataParallelConfig,
-    ) -> list[dict[str | LayerKind, PartFigures]]:
-        """Return, for each microbatch size, the figures of the ends and of the layer kinds among `parts`."""
-        return [replace(self, micro_batch_size=size)._figures(parts, groups, ddp) for size in sizes]
-
-    def _figures(
-        self, parts: Sequence[str | LayerKind], groups: PlannedGroups, ddp: DistributedDataParallelConfig
     ) -> dict[str | LayerKind, PartFigures]:
+        """Return the figures of the ends, and of the layer kinds among `parts`."""
         found: dict[str | LayerKind, PartFigures] = {}
         kinds = [part for part in dict.fromkeys(parts) if isinstance(part, LayerKind)]
         for recomputed in (False, True):

@@ -82,7 +82,9 @@ class MetaModel:
     def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
         self.configuration = copy.deepcopy(configuration)
         self.plans: dict[tuple[int, ...], Plan | str] = {}  # key: group sizes; the error text if there is no plan
-        self.between: dict[tuple[Any, ...], dict[int, PartFigures]] = {}  # keys: its other inputs, then size
+        # Split models with some of the layers, their heads, and the groups that count their traffic. Sources that share
+        # this model differ only in the options of the key.
+        self.split: dict[tuple[Any, ...], tuple[Any, ChunkedHead, PlannedGroups]] = {}
         auto = transformers_package().AutoModelForCausalLM
         name = getattr(configuration, "name_or_path", "") or configuration.model_type
         with as_config_error(f"{name}: transformers makes no model of it"), torch.device("meta"):
@@ -291,7 +293,7 @@ class HuggingFaceSource:
         """Map unsplit parameters that were reached to the groups over which their gradients are partial sums."""
         if groups.size("tp") > 1 and not self.contracts:
             model = self._thin(sorted(set(self.kinds)))
-            model, report = self._split(model, groups, WithoutValues())
+            model, report = self._split(model, groups)
             whole = {name for name, _ in model.named_parameters() if name not in report.plan.splits} - report.unseen
             self.contracts.update({name: ("tp",) if name in report.partial else () for name in whole})
         return self.contracts
@@ -299,14 +301,10 @@ class HuggingFaceSource:
     # -- costs of a microbatch -------------------------------------------------------------------------------------
 
     def figures(
-        self,
-        parts: Sequence[str | int],
-        groups: PlannedGroups,
-        sizes: Sequence[int],
-        ddp: DistributedDataParallelConfig,
-    ) -> list[dict[str | int, PartFigures]]:
-        """Return, for each microbatch size, the figures of the ends and of the layer kinds among `parts`."""
-        found: list[dict[str | int, PartFigures]] = [{} for _ in sizes]
+        self, parts: Sequence[str | int], groups: PlannedGroups, ddp: DistributedDataParallelConfig
+    ) -> dict[str | int, PartFigures]:
+        """Return the figures of the ends, and of the layer kinds among `parts`, for one microbatch."""
+        found: dict[str | int, PartFigures] = {}
         if {*parts} != {BETWEEN}:
             numbers = sorted({part for part in parts if isinstance(part, int)}) or self.kinds[:1]
             last = len(self.kinds) - 1
@@ -314,57 +312,39 @@ class HuggingFaceSource:
             ends_differ = self.sequence_parallel in OVER_TENSOR and self.kinds[1:2] == [0] and last > 1
             if self.recompute or ends_differ:  # the next layer stores a recomputed layer's output
                 numbers = sorted({*numbers, *([0, 1] if ends_differ else ()), last})
-            for of_size, watched in zip(found, self._watch(numbers, groups, sizes, ddp), strict=True):
-                of_size |= {number: watched[str(place)] for place, number in enumerate(numbers)}
-                of_size |= {BEFORE: watched[BEFORE], AFTER: watched[AFTER]}
-                if ends_differ:
-                    of_size[BEFORE] = with_more(of_size[BEFORE], of_size[0], of_size[1])
-                    of_size[0] = of_size[1]
-                    alike = of_size.get(self.kinds[last], of_size[last])
-                    of_size[AFTER] = with_more(of_size[AFTER], of_size[last], alike)
+            watched = self._watch(numbers, groups, ddp)
+            found = {number: watched[str(place)] for place, number in enumerate(numbers)}
+            found |= {BEFORE: watched[BEFORE], AFTER: watched[AFTER]}
+            if ends_differ:
+                found[BEFORE] = with_more(found[BEFORE], found[0], found[1])
+                found[0] = found[1]
+                found[AFTER] = with_more(found[AFTER], found[last], found.get(self.kinds[last], found[last]))
         if BETWEEN in parts:
-            for of_size, figures in zip(found, self._between(groups, sizes, ddp), strict=True):
-                of_size[BETWEEN] = figures
+            found[BETWEEN] = self._watch([len(self.kinds) - 1], groups, ddp, later=True)[BEFORE]
         return found
 
-    def _between(
-        self, groups: PlannedGroups, sizes: Sequence[int], ddp: DistributedDataParallelConfig
-    ) -> list[PartFigures]:
-        """Return the figures before the layers of a later stage; they do not depend on expert ranks."""
-        own = groups.size("tp"), groups.size("cp"), self.sequence_parallel, self.sequence_length, self.has_documents
-        known = self._whole_model.between.setdefault((*own, ddp.grad_dtype_of(self.dtype)), {})
-        new = [size for size in sizes if size not in known]
-        if new:
-            watched = self._watch([], groups, new, ddp, later=True)
-            known |= {size: figures[BEFORE] for size, figures in zip(new, watched, strict=True)}
-        return [known[size] for size in sizes]
-
     def _watch(
-        self,
-        numbers: Sequence[int],
-        groups: PlannedGroups,
-        sizes: Sequence[int],
-        ddp: DistributedDataParallelConfig,
-        later: bool = False,
-    ) -> list[dict[str, PartFigures]]:
-        """Measure a step of each microbatch size.
+        self, numbers: Sequence[int], groups: PlannedGroups, ddp: DistributedDataParallelConfig, later: bool = False
+    ) -> dict[str, PartFigures]:
+        """Measure a step of some layers.
 
-        `later` selects a stage of only the last layer, after other stages.
+        `later` selects a stage that begins with the last layer, after other stages.
         """
         family = self.plan(groups).family
-        if later:
-            numbers = [len(self.kinds) - 1]
-        model = self._stage_of_last() if later else self._thin(numbers)
-        layers = [model.get_submodule(f"{self.layers}.{number}") for number in numbers]
-        mode = WithoutValues()
         try:
-            model, _ = self._split(model, groups, mode, later)
-            if self.use_fp8 and not use_fp8_linears(model):
-                raise PlanError(f"{family}: use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16")
-            with self._without_values(mode, groups):
-                head = ChunkedHead(model, self.logits_chunk, groups, self.vocabulary_multiple)
-                runs = [self._run(model, head, groups, size, later) for size in sizes]
-                return [watch_step(model, layers, run, groups.ledger, mode, ddp) for run in runs]
+            known = self._whole_model.split
+            sizes = tuple(groups.size(name) for name in ("tp", "cp", "ep", "expt_tp"))
+            key = *sizes, *numbers, later, self.sequence_parallel, groups.ledger.over_gloo
+            if key not in known:
+                model, _ = self._split(self._stage_of_last() if later else self._thin(numbers), groups, later)
+                if self.use_fp8 and not use_fp8_linears(model):
+                    raise PlanError(f"{family}: use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16")
+                known[key] = model, ChunkedHead(model, self.logits_chunk, groups, self.vocabulary_multiple), groups
+            model, head, groups = known[key]
+            layers = [model.get_submodule(f"{self.layers}.{number}") for number in numbers]
+            with self._without_values(groups) as mode:
+                run = self._run(model, head, groups, later)
+                return watch_step(model, layers, run, groups.ledger, mode, ddp)
         except PlanError:
             raise
         except Exception as error:  # the model's own code can raise anything
@@ -373,11 +353,9 @@ class HuggingFaceSource:
                 f"run: {first_line(error)}"
             ) from error
 
-    def _run(
-        self, model: Any, head: ChunkedHead, groups: PlannedGroups, size: int, later: bool
-    ) -> Callable[[], Tensor]:
+    def _run(self, model: Any, head: ChunkedHead, groups: PlannedGroups, later: bool) -> Callable[[], Tensor]:
         """Return a function that runs the forward of a microbatch and returns the loss."""
-        shape = size, self.sequence_length
+        shape = self.micro_batch_size, self.sequence_length
         tokens, labels, positions = (torch.empty(shape, dtype=torch.int64) for _ in range(3))
         given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if self.has_documents:
@@ -399,11 +377,9 @@ class HuggingFaceSource:
 
         return run
 
-    def _split(
-        self, model: Any, groups: PlannedGroups, mode: WithoutValues, later: bool = False
-    ) -> tuple[Any, SplitReport]:
+    def _split(self, model: Any, groups: PlannedGroups, later: bool = False) -> tuple[Any, SplitReport]:
         """Apply slices, tags, seams, contracts and adapters with the code for real models. Returns (model, report)."""
-        with self._without_values(mode, groups):
+        with self._without_values(groups):
             take_values(model)
             plan = cut_parts.of_stage(self.plan(groups), model)
             cut_parts.cut_parameters(model, plan, groups)
@@ -416,7 +392,7 @@ class HuggingFaceSource:
         if self.adapters is None:
             return model, report
         adapted = with_adapters(model, report.plan, copy.deepcopy(self.adapters), without_memory=True)
-        with self._without_values(mode, groups):
+        with self._without_values(groups):
             take_values(adapted, self.dtype)
             finish_adapters(adapted, report, groups, arguments)
         return adapted, getattr(adapted, REPORT)
@@ -454,7 +430,7 @@ class HuggingFaceSource:
         return copy.deepcopy(self.whole, copies)
 
     @contextmanager
-    def _without_values(self, mode: WithoutValues, groups: PlannedGroups) -> Iterator[None]:
+    def _without_values(self, groups: PlannedGroups) -> Iterator[WithoutValues]:
         """Run without values inside: experts get equal numbers of tokens, and masks need no values."""
         import transformers.masking_utils as masks
 
@@ -462,8 +438,8 @@ class HuggingFaceSource:
         if not self.has_documents:  # else positions without values give a document mask
             masks.find_packed_sequence_indices = _no_documents
         try:
-            with fake_collectives(self._chosen(), on_cpu=groups.ledger.over_gloo), mode:
-                yield
+            with fake_collectives(self._chosen(), on_cpu=groups.ledger.over_gloo), WithoutValues() as mode:
+                yield mode
         finally:
             masks.find_packed_sequence_indices = found
 

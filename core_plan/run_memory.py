@@ -55,9 +55,9 @@ class Source(Protocol):
         """Describe layers of a kind. All other keys of `figures` are already text."""
 
     def figures(
-        self, parts: Sequence[Any], groups: PlannedGroups, sizes: Sequence[int], ddp: DistributedDataParallelConfig
-    ) -> Sequence[Mapping[Any, PartFigures]]:
-        """Return, for each microbatch size in sequences, the costs of each of `parts`."""
+        self, parts: Sequence[Any], groups: PlannedGroups, ddp: DistributedDataParallelConfig
+    ) -> Mapping[Any, PartFigures]:
+        """Return the costs of each of `parts` for one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,6 @@ class Run:
             embedding_ranks=self.layout.embedding_ranks,
             over_gloo=self.on_cpu,
         )
-
-    def figures(self, parts: Sequence[Any], sizes: Sequence[int]) -> Sequence[Mapping[Any, PartFigures]]:
-        """Return, for each microbatch size in sequences, the costs of each of `parts` on the first rank."""
-        return self.source.figures(parts, self.groups_of(0), sizes, self.ddp)
 
     def first_ranks(self) -> list[int]:
         """Return the first rank of each pipeline position. All ranks of one position need the same memory."""
@@ -174,27 +170,41 @@ def wrapped_plans(run: Run, groups: PlannedGroups) -> list[tuple[nn.Module, Mode
         ]
 
 
-def parts_of_stages(run: Run) -> dict[int, list[PartFigures]]:
-    """Return the figures of the parts of each pipeline stage. Sent activations are freed when they have arrived."""
+def parts_of_stages(run: Run, known: dict[Any, PartFigures] | None = None) -> dict[int, list[PartFigures]]:
+    """Return the figures of the parts of each pipeline stage. Sent activations are freed when they have arrived.
+
+    Args:
+        run: The run.
+        known: Figures of some parts for this run's microbatch, which are not measured again. New ones are added.
+    """
     parts = {stage: run.source.parts_of_stage(run.layout, stage) for stage in range(run.layout.num_stages)}
-    kinds = list(dict.fromkeys(part for row in parts.values() for part in row))
-    (figures,) = run.figures(kinds, [run.source.micro_batch_size])
-    names = {part: part if isinstance(part, str) else run.source.name_of_layers(part) for part in kinds}
-    named = {part: replace(figures[part], name=name) for part, name in names.items()}
-    found = {stage: [named[part] for part in row] for stage, row in parts.items()}
+    known = {} if known is None else known
+    missing = [part for part in dict.fromkeys(part for row in parts.values() for part in row) if part not in known]
+    if missing:
+        figures = run.source.figures(missing, run.groups_of(0), run.ddp)
+        names = {part: part if isinstance(part, str) else run.source.name_of_layers(part) for part in missing}
+        known |= {part: replace(figures[part], name=name) for part, name in names.items()}
+    found = {stage: [known[part] for part in row] for stage, row in parts.items()}
     for row in list(found.values())[:-1]:
         last = row[-1]
         row[-1] = replace(last, saved=last.saved - last.output, name=f"{last.name}, output sent")
     return found
 
 
-def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts | None = None) -> list[RankMemory]:
+Wrapped = dict[Any, tuple[list[tuple[nn.Module, ModelPlan]], TierBytes]]  # by what distinguishes pipeline positions
+
+
+def plan_memory(
+    run: Run, ranks: Sequence[int] | None = None, parts: StageParts | None = None, wrapped: Wrapped | None = None
+) -> list[RankMemory]:
     """Plan the memory of ranks.
 
     Args:
         run: The run.
         ranks: Ranks to plan; None is one rank of each pipeline position.
         parts: Result of `parts_of_stages`; None computes it.
+        wrapped: Wrapped stages and their state, of a run that differs only in microbatches and recomputation. They are
+            not built again, and new ones are added.
     """
     ranks = run.first_ranks() if ranks is None else ranks
     orders = actions_of_ranks(run.schedule, run.layout, run.microbatches)
@@ -203,7 +213,7 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
     arrived = None if kind.name == "1F1B" else arrivals(orders)
     parts = parts_of_stages(run) if parts is None else parts
     found = []
-    wrapped: dict[Any, tuple[list[tuple[nn.Module, ModelPlan]], TierBytes]] = {}  # equal positions share an entry
+    wrapped = {} if wrapped is None else wrapped  # equal positions share an entry
     for rank in ranks:
         groups = run.groups_of(rank)
         place = groups.rank("pp")
@@ -237,3 +247,20 @@ def plan_memory(run: Run, ranks: Sequence[int] | None = None, parts: StageParts 
         more["parts"] = {stage: parts[stage] for stage in stages}
         found.append(RankMemory(rank, stages, state.device, moments, [plan for _, plan in chunks], **more))
     return found
+
+
+def least_activations(run: Run, parts: StageParts) -> int:
+    """Return a lower bound of the bytes that a step adds to the state of the first pipeline position.
+
+    The order of a schedule repeats after a few rounds of microbatches, and messages on the way are not counted.
+    """
+    layout = run.layout
+    count = min(run.microbatches, 4 * layout.pp)
+    moments = memory_along(
+        actions_of_ranks(run.schedule, layout, count)[0],
+        {stage: StageFigures.of(parts[stage]) for stage in layout.stages_of(0)},
+        num_stages=layout.num_stages,
+        microbatches=count,
+        sent_bytes=run.source.sent_bytes(),
+    )
+    return max(moment.total for moment in moments)

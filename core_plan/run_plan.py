@@ -18,7 +18,8 @@ from core_plan.job_run import run_of_job
 from core_plan.live_memory import EIGHT_BITS
 from core_plan.model_run import ModelRun, run_of_model
 from core_plan.report import COMMUNICATORS, gib, memory_table, time_table, traffic_table
-from core_plan.run_memory import RankMemory, Run, StageParts, parts_of_stages, plan_memory
+from core_plan.run_memory import RankMemory, Run, StageParts, Wrapped, parts_of_stages, plan_memory
+from core_plan.step_figures import PartFigures
 from core_plan.step_time import StepTime, plan_time
 
 OFFLOADING_TAKES_NO_TIME = (
@@ -190,17 +191,23 @@ def plan_run(config: JobConfig | ModelRun | Path | str, ranks: int, device: str 
         config = load_config(["--config", str(config)])
     found = read_device(device) if isinstance(device, str) else device
     try:
-        run = run_of(config, ranks, found)
-        parts = parts_of_stages(run)
-        memories = plan_memory(run, parts=parts)
-        if found.communicator_bytes is not None:
-            each = {memory.rank: len(communicators(run, memory, parts)) for memory in memories}
-            memories = [
-                replace(memory, state={**memory.state, COMMUNICATORS: each[memory.rank] * found.communicator_bytes})
-                for memory in memories
-            ]
-        return RunPlan(run, found, memories, parts)
+        return plan_of(run_of(config, ranks, found), found)
     except ConfigError:
         raise
     except ValueError as error:  # PlanError, or the wrapper's error for a sharding that the stages do not support
         raise ConfigError(str(error)) from error
+
+
+def plan_of(
+    run: Run, device: Device, figures: dict[Any, PartFigures] | None = None, wrapped: Wrapped | None = None
+) -> RunPlan:
+    """Plan a run. `figures` and `wrapped` are what it shares with other runs, see `parts_of_stages`, `plan_memory`."""
+    parts = parts_of_stages(run, figures)
+    memories = plan_memory(run, parts=parts, wrapped=wrapped)
+    if device.communicator_bytes is not None:
+        each = {memory.rank: len(communicators(run, memory, parts)) for memory in memories}
+        memories = [
+            replace(memory, state={**memory.state, COMMUNICATORS: each[memory.rank] * device.communicator_bytes})
+            for memory in memories
+        ]
+    return RunPlan(run, device, memories, parts)

@@ -161,40 +161,45 @@ def memory_along(
     under_way: set[tuple[int, int]] = set()  # activations sent that are not known to have been used
     in_flight = dict.fromkeys(stages, 0)
     done = dict.fromkeys(stages, 0)  # backwards that have computed parameter gradients
+    alive = waiting = inputs = 0  # bytes saved, bytes of full gradients, and activations received, of all stages
     moments = []
     for action in actions:
-        stage = stages[action.stage]
-        in_flight[action.stage] += action.kind == "F"
-        alive = sum(count * stages[one].saved for one, count in in_flight.items())
-        waiting = sum(stages[one].whole for one in stages if 0 < done[one] < microbatches)
-        begun = stage.whole if 0 < done[action.stage] < microbatches else 0
+        number, place = action.stage, (action.stage, action.microbatch)
+        stage = stages[number]
         parts = len(stage.saved_by) - 1
+        begun = stage.whole if 0 < done[number] < microbatches else 0
         if action.kind == "F":
+            in_flight[number] += 1
+            alive += stage.saved
+            inputs += number > 0
             highest = Highest(stage.forward, begun, parts)
+            if arrived is not None and number > 0:
+                back = {sent for sent in back if not arrived.used(sent, place)}
+                under_way = {sent for sent in under_way if not passed(sent, place)}
         elif action.kind in ("B", "I"):
-            highest = stage.backward_of(done[action.stage], microbatches)
+            highest = stage.backward_of(done[number], microbatches)
+            known = microbatches if arrived is None else arrived.outputs.get(place, 0)
+            under_way = {sent for sent in under_way if sent[0] != number or sent[1] >= known}
         else:  # deferred weight gradients keep the tensors saved by forward
             highest = Highest(stage.saved, begun, parts)
         saved = stage.saved_by[highest.parts]
-        held = {ACTIVATIONS: alive - stage.saved + saved, WORKING: highest.own - saved}
-        received = sum(count for one, count in in_flight.items() if one > 0)
-        received += action.kind != "F" and action.stage < num_stages - 1
-        place = action.stage, action.microbatch
-        if action.kind in ("B", "I"):
-            known = microbatches if arrived is None else arrived.outputs.get(place, 0)
-            under_way = {sent for sent in under_way if sent[0] != action.stage or sent[1] >= known}
-        elif action.kind == "F" and arrived is not None and action.stage > 0:
-            back = {sent for sent in back if not arrived.used(sent, place)}
-            under_way = {sent for sent in under_way if not passed(sent, place)}
-        received += ahead + len(back) + len(under_way)
-        held |= {WHOLE: waiting - begun + highest.waiting, RECEIVED: received * sent_bytes}
+        received = inputs + (action.kind != "F" and number < num_stages - 1) + ahead + len(back) + len(under_way)
+        held = {
+            ACTIVATIONS: alive - stage.saved + saved,
+            WORKING: highest.own - saved,
+            WHOLE: waiting - begun + highest.waiting,
+            RECEIVED: received * sent_bytes,
+        }
         moments.append(HighPoint(action, held, dict(in_flight), highest.parts))
         if action.kind == "F":
             under_way = set() if arrived is None else under_way
-            under_way |= {place} if action.stage in sends else set()
-        if arrived is not None and action.kind in ("B", "I") and action.stage in returns:
+            under_way |= {place} if number in sends else set()
+        elif arrived is not None and action.kind != "W" and number in returns:
             back.add(place)
-        ends = action.kind in ("B", "W")
-        done[action.stage] += ends
-        in_flight[action.stage] -= ends
+        if action.kind in ("B", "W"):
+            done[number] += 1
+            in_flight[number] -= 1
+            alive -= stage.saved
+            inputs -= number > 0
+            waiting += (stage.whole if 0 < done[number] < microbatches else 0) - begun
     return moments

@@ -11,6 +11,7 @@ import torch
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.buffer.grad_buffer import dtype_named
 from core.distributed.layout.model_plan import ModelPlan, dtype_name
+from core.pipeline_parallel.schedules import find_schedule
 from core_plan.communication import (
     Communication,
     communication_of,
@@ -198,6 +199,34 @@ def plan_time(run: Run, memories: Sequence[RankMemory], parts: StageParts, devic
         mfu=done * times / run.grid.world_size,
         flops_per_s=work.total() * times,
     )
+
+
+def least_seconds(run: Run, parts: StageParts, device: Device) -> float:
+    """Return a lower bound of a step's seconds: the work of the busiest pipeline position, and its first and last wait.
+
+    A position waits for the first microbatch to come through the stages before its own, and for the gradient of the
+    last one to go back through them. Ranks that share cores wait for each other's work instead.
+    """
+    device = device.shared_by(run.grid.world_size)
+    groups, layout = run.groups_of(0), run.layout
+    of_part: dict[int, tuple[float, float]] = {}
+    for part in (part for row in parts.values() for part in row):
+        if id(part) not in of_part:
+            arithmetic = stage_seconds([part], device)
+            forward_s, backward_s = (
+                arithmetic[phase] + sum(row.seconds for row in layer_communication([part], phase, groups, device))
+                for phase in (FORWARD, BACKWARD)
+            )
+            of_part[id(part)] = forward_s, backward_s
+    stages = [[sum(column) for column in zip(*(of_part[id(part)] for part in parts[n]), strict=True)] for n in parts]
+    busy = [run.microbatches * sum(sum(stages[n]) for n in layout.stages_of(place)) for place in range(layout.pp)]
+    if device.turns > 1:
+        return sum(busy) / len(busy)
+    splits = find_schedule(run.schedule).splits_backward  # only half of a backward holds the next one up
+    ways = [0.0]
+    for forward_s, backward_s in stages[: layout.pp - 1]:
+        ways.append(ways[-1] + forward_s + backward_s / (2 if splits else 1))
+    return max(map(sum, zip(busy, ways, strict=True)))
 
 
 def _spans(

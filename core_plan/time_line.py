@@ -60,21 +60,20 @@ def pipeline_spans(
 
 
 def _ready(action: Action, done: Done, hop_s: float, num_stages: int) -> float | None:
+    """Return the time at which an action's inputs have arrived; None if an input is not computed yet."""
     kind, stage, microbatch = action
+    if kind == "W":
+        return done.get(("I", stage, microbatch))
     if kind == "F":
-        needed: list[tuple[tuple[str, int, int], float]] = [(("F", stage - 1, microbatch), hop_s)] if stage else []
-    elif kind == "W":
-        needed = [(("I", stage, microbatch), 0.0)]
-    else:
-        needed = [(("F", stage, microbatch), 0.0)]
-        if stage < num_stages - 1:
-            following = next((k for k in ("B", "I") if (k, stage + 1, microbatch) in done), None)
-            if following is None:
-                return None
-            needed.append(((following, stage + 1, microbatch), hop_s))
-    if any(key not in done for key, _ in needed):
-        return None
-    return max((done[key] + hop for key, hop in needed), default=0.0)
+        if stage == 0:
+            return 0.0
+        sent = done.get(("F", stage - 1, microbatch))
+        return None if sent is None else sent + hop_s
+    own = done.get(("F", stage, microbatch))
+    if own is None or stage == num_stages - 1:
+        return own
+    following = done.get(("B", stage + 1, microbatch), done.get(("I", stage + 1, microbatch)))
+    return None if following is None else max(own, following + hop_s)
 
 
 def shared_spans(

@@ -217,7 +217,7 @@ def test_a_hugging_face_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 )
 def test_what_cannot_be_built_is_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, *flags]) == 2
-    reported = capsys.readouterr().err.removeprefix("estimating all layouts of 5 ranks\n")  # the progress of --advise
+    reported = capsys.readouterr().err.removeprefix("looking at all layouts of 5 ranks\n")  # the progress of --advise
     assert reported.startswith("error: ")
     assert words in reported
     assert len(reported.splitlines()) == 1

@@ -179,12 +179,11 @@ def test_layers_that_run_again_are_planned_without_a_warning(capsys: pytest.Capt
     ],
 )
 def test_figures_of_several_sizes_are_those_of_each(said: ModelRun) -> None:
-    """Though one model runs for all of them."""
+    """Though one split model runs for all of them."""
     found = []
-    for sizes in ([1, 3], [1], [3]):
-        run = run_of_model(replace(said), said.tp * said.pp * said.cp * said.ep)
-        parts = [part for stage in (0, 1) for part in run.source.parts_of_stage(run.layout, stage)]
-        found += run.figures(parts, sizes)
+    for shared, size in ((said, 1), (said, 3), (replace(said), 1), (replace(said), 3)):
+        one = shared.in_layout(micro_batch_size=size, global_batch_size=6)
+        found.append(parts_of_stages(run_of_model(one, said.tp * said.pp * said.cp * said.ep)))
     assert found[:2] == found[2:]
     assert found[0] != found[1]
 
