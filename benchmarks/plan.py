@@ -21,15 +21,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.host_device import host_figures
 from benchmarks.new_process import die_with_parent
 from benchmarks.plan_jobs import GptJob, ModelJob, PlannedJob, peak_of
 from benchmarks.plan_rows import FULL, ROWS, TINY, PlanRow, Size
 from benchmarks.report import add_json, write_json
 from core import parallel_state
 from core.distributed import finalize_model_grads
+from core_plan.calibrate import Clock, measure
 from core_plan.device import read_device
-from core_plan.measure_clock import Clock
-from core_plan.measure_device import measure
 from core_plan.model_run import ModelRun
 from core_plan.run_memory import RankMemory, parts_of_stages, plan_memory
 from core_plan.run_plan import RunPlan
@@ -70,6 +70,8 @@ def calibrate(directory: Path, world: int, number: int, seconds: float) -> None:
     """A device file of all ranks at once, named after the row that it is made before."""
     links = read_device("laptop") if world == 1 else None  # which no row of one rank uses
     table = measure("this machine", seconds, links, command=f"{COMMAND} --ranks {world} --seconds {seconds:g}")
+    own = host_figures(Clock(seconds / 60))
+    table |= {**own, "links": {**table["links"], **own.get("links", {})}}
     if dist.get_rank() == 0:
         (directory / f"device-{world}-{number}.json").write_text(json.dumps(table))
 

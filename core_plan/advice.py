@@ -293,9 +293,9 @@ class Search:
                 self._refused.add(split)
                 return
             working = max(max(part.forward, part.backward) for row in parts.values() for part in row)
-            if working > self.device.room(run.grid.world_size):
-                return
             yield Row(least_seconds(with_micro, parts, self.device), working, one)
+            if working > self.device.room(run.grid.world_size):  # larger ones do not fit either
+                return
 
     def _known(self, choice: Choice, run: Run) -> dict[Any, PartFigures]:
         """Return the known figures of layers that are split as in `choice`."""
@@ -458,7 +458,7 @@ class Search:
             for row in self.rows(number, smallest=True)[:LEAST]:
                 zeros = sorted(self.zeros, reverse=True)
                 planned = (self.plan(row.choice._replace(zero=zero), number) for zero in zeros)
-                found = next((one.plan for one in planned if one is not None), None)
+                found = next((one.plan for one in planned if one is not None), None)  # no other sharding holds less
                 if found is not None and found.fits:
                     return number
                 if found is not None:

@@ -143,8 +143,8 @@ def _sizes(words: str) -> dict[str, int]:
     found = {}
     for word in words.split(","):
         name, _, size = word.strip().partition("=")
-        if name not in FIXED or not size.isdecimal():
-            raise ConfigError(f"--compare has {word.strip()!r}; expected NAME=NUMBER of {', '.join(FIXED)}")
+        if name not in (*FIXED, "vpp") or not size.isdecimal():
+            raise ConfigError(f"--compare has {word.strip()!r}; expected NAME=NUMBER of {', '.join(FIXED)}, vpp")
         found[name] = int(size)
     return found
 

@@ -58,6 +58,16 @@ class Work(NamedTuple):
     dtype: torch.dtype
     name: str = ""
 
+    @property
+    def key(self) -> str:
+        """Name of the operator and its dtype in a device file."""
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def size(self) -> int:
+        """Floating-point operations, or bytes if it has no operations."""
+        return self.flops or self.nbytes
+
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any, result: Any) -> Work | None:
         """Return the work of an operator on its arguments; None if it creates no tensor, such as a view."""

@@ -21,7 +21,6 @@ from core_plan.communication import (
 )
 from core_plan.device import Device
 from core_plan.live_memory import BACKWARD, FORWARD, Work
-from core_plan.operator_times import operator_key, work_size
 from core_plan.planned_groups import PlannedGroups
 from core_plan.run_memory import RankMemory, Run, StageParts
 from core_plan.schedule_order import actions_of_ranks
@@ -74,7 +73,7 @@ def work_seconds(work: Mapping[Work, int], device: Device) -> float:
     seconds = 0.0
     for operator, count in work.items():
         name = dtype_name(operator.dtype)
-        measured = device.operator_s(operator_key(operator), work_size(operator)) if device.operators else None
+        measured = device.operator_s(operator.key, operator.size) if device.operators else None
         if measured is None:
             rate = device.attention_rate if ATTENTION in operator.name else device.matmul_rate
             arithmetic = operator.flops / rate(name, operator.flops) if operator.flops else 0.0

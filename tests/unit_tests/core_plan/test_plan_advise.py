@@ -134,8 +134,9 @@ def test_the_fewest_ranks_are_those_of_all_plans() -> None:
 def test_where_nothing_fits_the_fewest_ranks_are_reported() -> None:
     config = small(batch=4)
     device = replace(read_device("h100"), headroom=0.0)
-    least = min(one.peak for one in plans_of(Search(config, device, {"micro": 1, "recompute": 1}), 2))
-    found = advise(config, 1, replace(device, memory_bytes=least))
+    search = Search(config, device, {"micro": 1, "recompute": 1})
+    on_one, on_two = (min(one.peak for one in plans_of(search, ranks)) for ranks in (1, 2))
+    found = advise(config, 1, replace(device, memory_bytes=(on_one + on_two) // 2))
     assert (list(found.candidates), found.fewest) == ([], 2)
     assert found.describe().splitlines()[1:] == [
         "no layout fits on so many ranks",

@@ -182,7 +182,7 @@ def test_figures_of_several_sizes_are_those_of_each(said: ModelRun) -> None:
     """Though one split model runs for all of them."""
     found = []
     for shared, size in ((said, 1), (said, 3), (replace(said), 1), (replace(said), 3)):
-        one = shared.in_layout(micro_batch_size=size, global_batch_size=6)
+        one = shared.in_layout(micro_batch_size=size, global_batch_size=12)
         found.append(parts_of_stages(run_of_model(one, said.tp * said.pp * said.cp * said.ep)))
     assert found[:2] == found[2:]
     assert found[0] != found[1]

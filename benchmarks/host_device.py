@@ -1,14 +1,18 @@
-"""Measurements of a device file: all ranks of one machine work at once, as they do in a run.
+"""Figures of a device file that only plans of CPU ranks use: processor times of operators, and costs of a step.
 
-Operations that wait for other ranks are measured as the median of several rounds on the slowest rank. Operations of a
-single rank are measured in processor time on a CPU, so ranks that share a core do not disturb it. A speed that depends
-on the size is stored by size: a core is slower on very small products, and faster on values that fit into its cache.
+`python -m core plan calibrate` leaves them out, because they say nothing of a GPU.
+
+Memory bandwidth and matrix product speed do not determine an operator's time on a CPU: exp() is not memory-bound, many
+small products are slower than one large one, and the kernel must first clear the pages of a new result. Therefore a
+small model with common layer operators runs forward and backward, and each operator is timed at its call. Processor
+time excludes time in which other ranks use the core.
 """
 
 from __future__ import annotations
 
-import datetime
 import statistics
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,121 +21,136 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# A public module of torch that has the class; the module that defines it has a private name.
+from torch.fx.experimental.proxy_tensor import TorchDispatchMode
+
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.transformer_config import TransformerConfig
-from core_plan.device import Device
-from core_plan.live_memory import LiveMemory
-from core_plan.machine.memory import host_memory_bytes
-from core_plan.machine.threads import available_cores
-from core_plan.measure_clock import ROUNDS, Clock, of_all
-from core_plan.measure_links import collective_lines, communicator_bytes, wire
-from core_plan.operator_times import TimedOperators, sample_sizes, sample_step
+from core_plan.calibrate import ROUNDS, Clock, of_all
+from core_plan.live_memory import LiveMemory, Work
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-ATTENTIVE = (torch.float32, torch.bfloat16)  # dtypes in which attention is measured
-EDGES = {True: (256, 1024, 2048, 4096, 8192), False: (16, 64, 256)}  # edges of products; True on a GPU
-ATTENDED = {True: (16, 8192, 128), False: (4, 256, 64)}  # heads, tokens and width of an attention
-MOVED = {True: (2**16, 2**20, 2**24, 2**28), False: (2**12, 2**16, 2**20, 2**23)}  # bytes
+SIZES = ((2, 32, 32), (4, 64, 128), (8, 128, 256))  # rows, tokens of a row, width
+VOCABULARY, HEADS = 1024, 8
 MODELS = ((1, 32), (8, 32), (1, 1024))  # layers and width, one bucket per layer: costs of a step, a bucket and a byte
 GPTS = ((1, 8, 16), (1, 64, 128), (2, 128, 256))  # rows, tokens, width: overhead around operators of several sizes
 
 
-def measure(name: str, seconds: float, links: Device | None, *, command: str) -> dict[str, Any]:
-    """Return the content of a device file on rank 0. Collective over all ranks.
+class SampleLayers(nn.Module):
+    """Operators of GPT, llama and related models, in one layer each. Input ids have shape [rows, tokens]."""
 
-    Args:
-        name: Name of the device.
-        seconds: Time limit of all measurements.
-        links: Device whose links are used instead of measured ones; None measures them.
-        command: The command, for the file's source.
-    """
-    clock = Clock(seconds / 60)
-    on_gpu = clock.device.type == "cuda"
-    ranks = dist.get_world_size()
-    matmul = {str(dtype).removeprefix("torch."): matmul_rates(clock, dtype) for dtype in DTYPES}
-    best = {dtype: max(rate for _, rate in points) for dtype, points in matmul.items()}
-    memory = memory_rates(clock)
-    inside = {"latency_s": links.inside.latency_s, "bytes_per_s": links.inside.bytes_per_s} if links else wire(clock)
-    between = {"latency_s": links.between.latency_s, "bytes_per_s": links.between.bytes_per_s} if links else inside
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.norm = nn.LayerNorm(width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.up, self.gate, self.down = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def attend(self, hidden: Tensor, *, in_parts: bool) -> Tensor:
+        """Apply attention to [rows, tokens, width]. `in_parts` uses separate product, softmax and product."""
+        rows, tokens, width = hidden.shape
+        shape = rows, tokens, HEADS, width // HEADS
+        query, key, value = (part(hidden).view(shape).transpose(1, 2) for part in (self.query, self.key, self.value))
+        angles = torch.arange(tokens, dtype=hidden.dtype)[:, None].expand(tokens, shape[-1])
+        first, second = query.chunk(2, -1)
+        query = query * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
+        if in_parts:
+            scores = query @ key.transpose(-1, -2) * shape[-1] ** -0.5
+            allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+            scores = scores.masked_fill(~allowed, -1e4)
+            mixed = F.dropout(F.softmax(scores, -1), 0.1) @ value
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return mixed.transpose(1, 2).reshape(rows, tokens, width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the loss."""
+        hidden = self.embedding(ids)
+        hidden = hidden + self.attend(self.norm(hidden), in_parts=False)
+        normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        hidden = hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        hidden = hidden + self.attend(self.norm(hidden), in_parts=True)
+        hidden = hidden + self.down(
+            F.relu(F.gelu(self.up(self.norm(hidden))) + F.gelu(self.gate(hidden), approximate="tanh"))
+        )
+        logits = self.head(hidden).float()
+        exact = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        shifted = logits - logits.amax(-1, keepdim=True)
+        by_parts = shifted.exp().sum(-1).log() - shifted.gather(-1, ids[..., None]).squeeze(-1)
+        return exact + by_parts.mean()
+
+
+class TimedOperators(TorchDispatchMode):
+    """Processor seconds of each operator that creates a tensor: (name and dtype) -> size -> [calls, seconds]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0.0]))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begun = time.thread_time()
+        result = func(*args, **(kwargs or {}))
+        seconds = time.thread_time() - begun
+        work = Work.of(func, args, kwargs or {}, result)
+        if work is not None:
+            sample = self.taken[work.key][work.size]
+            sample[0] += 1
+            sample[1] += seconds
+        return result
+
+    def total(self) -> float:
+        """Return the seconds of all operators together."""
+        return sum(seconds for sizes in self.taken.values() for _, seconds in sizes.values())
+
+    def table(self) -> dict[str, list[list[float]]]:
+        """Return [size, seconds of a call] by name, sorted by size."""
+        return {
+            name: [[size, seconds / calls] for size, (calls, seconds) in sorted(sizes.items())]
+            for name, sizes in self.taken.items()
+        }
+
+
+def sample_sizes(share: float) -> Sequence[tuple[int, int, int]]:
+    """Return the sizes to measure if the measurement takes this share of the usual time."""
+    return SIZES if share > 0.1 else SIZES[:2]
+
+
+def sample_step(dtype: torch.dtype, rows: int, tokens: int, width: int) -> tuple[SampleLayers, Tensor]:
+    """Return the model and its token ids."""
+    torch.manual_seed(0)
+    model = SampleLayers(width).to(dtype)
+    return model, torch.randint(0, VOCABULARY, (rows, tokens))
+
+
+def host_figures(clock: Clock) -> dict[str, Any]:
+    """Return entries of a device file of CPU ranks. Collective over all ranks."""
     parallel_state.initialize_model_parallel()
     try:
         costs, gradients = step_costs(clock)
         overhead, on_top = operator_costs(clock)
     finally:
         parallel_state.destroy_model_parallel()
-    cores = available_cores()
-    what = torch.cuda.get_device_name() if on_gpu else f"{cores} CPU cores"
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return {
-        "name": name,
-        "about": f"{what}, {ranks} ranks at once, as measured",
-        "memory_bytes": torch.cuda.get_device_properties(0).total_memory if on_gpu else host_memory_bytes(),
-        "is_host": not on_gpu,
-        "matmul_flops": {dtype: points[-1][1] for dtype, points in matmul.items()},
-        "peak_flops": best,
-        "attention_flops": {str(dtype).removeprefix("torch."): attention_rate(clock, dtype) for dtype in ATTENTIVE},
-        "memory_bandwidth": memory[-1][1],
         "operator_overhead_s": overhead,
-        "links": {"inside": inside, "between": between, **({} if on_gpu or gradients is None else gradients)},
-        "ranks_per_machine": ranks if on_gpu else 64 * cores,
-        "matmul_sizes": matmul,
-        "memory_sizes": memory,
+        "operators": operator_times(clock, on_top),
         **costs,
-        **({} if on_gpu else {"operators": operator_times(clock, on_top)}),
-        **({} if links else {"collectives": collective_lines(clock), "communicator_bytes": communicator_bytes(clock)}),
-        "cores": 0 if on_gpu else cores,
-        "ranks": ranks,
-        "source": f"Measured on {today} with torch {torch.__version__} by: {command}. {ranks} ranks worked at once, "
-        "one thread each. peak_flops is the fastest product that was measured, so MFU is a share of what this machine "
-        f"reaches. links.between is {'of ' + links.name if links else 'not measured: it repeats links.inside'}.",
+        **({} if gradients is None else {"links": gradients}),
     }
 
 
-def matmul_rates(clock: Clock, dtype: torch.dtype) -> list[list[float]]:
-    """Return [operations of a product, operations per second] by size."""
-    points = []
-    for edge in EDGES[clock.device.type == "cuda"]:
-        left, right = (torch.ones(edge, edge, dtype=dtype, device=clock.device) for _ in range(2))
-        result = torch.empty_like(left)
-        flops = 2 * edge**3
-
-        def multiply(a: Tensor = left, b: Tensor = right, c: Tensor = result) -> None:
-            torch.mm(a, b, out=c)
-
-        points.append([flops, flops / clock.alone(multiply)])
-    return points
-
-
-def attention_rate(clock: Clock, dtype: torch.dtype) -> float:
-    """Return the operations per second of causal attention, forward and backward. Masked elements do not count."""
-    heads, tokens, width = ATTENDED[clock.device.type == "cuda"]
-    made = [torch.randn(1, heads, tokens, width, dtype=dtype, device=clock.device) for _ in range(4)]
-    query, key, value, grad = (part.requires_grad_(place < 3) for place, part in enumerate(made))
-
-    def attend() -> None:
-        F.scaled_dot_product_attention(query, key, value, is_causal=True).backward(grad)
-
-    forward = 4 * heads * tokens**2 * width / 2  # two products, half of each is masked; backward has five
-    return 3.5 * forward / clock.alone(attend)
-
-
-def memory_rates(clock: Clock) -> list[list[float]]:
-    """Return [bytes read and written, bytes per second] by size, for operators that allocate their results."""
-    points = []
-    for nbytes in MOVED[clock.device.type == "cuda"]:
-        values = torch.randn(nbytes // 4 // 64, 64, device=clock.device)
-
-        def run(x: Tensor = values) -> None:
-            torch.add(x, x)  # reads twice and writes once, as the plan counts; the next one too
-            torch.mul(x, x)
-            F.gelu(x)  # reads and writes once; the next one too
-            F.layer_norm(x, (64,))
-
-        points.append([2.5 * nbytes, 10 * nbytes / clock.alone(run)])
-    return points
+def processor(run: Callable[[], object]) -> float:
+    """Return this thread's processor seconds for one call."""
+    start = time.thread_time()
+    run()
+    return time.thread_time() - start
 
 
 def operator_costs(clock: Clock) -> tuple[float, float]:
@@ -140,12 +159,8 @@ def operator_costs(clock: Clock) -> tuple[float, float]:
     Modules, hooks and autograd have a cost per operator. Freeing memory and refilling caches have a cost per size.
 
     Returns:
-        (seconds in addition to an operator's own, fraction of its own seconds that is added). On a GPU: (least duration
-        of an operator, 0).
+        (seconds in addition to an operator's own, fraction of its own seconds that is added).
     """
-    if clock.device.type == "cuda":
-        count, _, run = _gpt_in_wrapper(clock, *GPTS[0])
-        return clock.alone(run) / count, 0.0
     (own_small, rest_small), (own_large, rest_large) = (
         _own_and_rest(clock, *size) for size in (GPTS[0], GPTS[1 if clock.share <= 0.1 else 2])
     )
@@ -165,7 +180,7 @@ def _own_and_rest(clock: Clock, rows: int, tokens: int, width: int) -> tuple[flo
         with timed:
             bare()
         own.append(timed.total() / count)
-        rest.append(clock.processor(wrapped, 1) / count - own[-1])
+        rest.append(processor(wrapped) / count - own[-1])
     return statistics.median(of_all(statistics.median(own))), statistics.median(of_all(statistics.median(rest)))
 
 
