@@ -63,7 +63,6 @@ ABOVE: dict[tuple[str, str], int] = {
     ("core_train", "error"): 2,
     ("README.md", "page"): 3,
     ("docs/source/getting_started.md", "page"): 2,
-    ("docs/source/plan.md", "page"): 3,
 }
 ROOMS = sorted(
     path.relative_to(ROOT).as_posix()
