@@ -1,8 +1,7 @@
 """Advice: the layouts of a model that fit on a number of ranks, fastest first, and the fewest ranks that fit.
 
-Planning every layout would take hours. The work and the exchanges of a layout's layers are cheap to add up and bound
-the time of its step from below, so layouts are planned in the order of these bounds, until none of the others can be
-faster than those that are shown.
+Planning every layout would take hours. The work and the exchanges of a layout's layers bound its step from below, so
+layouts are planned in the order of these bounds, until none of the others can be faster than those that are shown.
 """
 
 from __future__ import annotations
@@ -176,10 +175,6 @@ def advise(
     return Advice(shown, considered, planned, None if search.is_interrupted else search.fewest(ranks), notes)
 
 
-def _name(sizes: Mapping[str, int]) -> str:
-    return " ".join(f"{axis} {size}" for axis, size in sizes.items())
-
-
 def _place(sizes: Mapping[str, int], compared: Candidate, best: Sequence[Candidate]) -> str:
     """Describe the place of a layout among the best of each axis sizes, and why it is not first."""
     others = [one for one in best if one.choice.axes != compared.choice.axes]
@@ -187,7 +182,8 @@ def _place(sizes: Mapping[str, int], compared: Candidate, best: Sequence[Candida
     is_best = not better and in_order([compared, *best[:1]])[0] is compared
     reason = "no layout is better" if is_best else _reason(best[0], compared)
     place = f"stands at place {1 + len(better)}, as {compared.words}"
-    return f"{_name(sizes)} {place}: {compared.seconds:.3g} s, {reason}"
+    name = " ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return f"{name} {place}: {compared.seconds:.3g} s, {reason}"
 
 
 class Row(NamedTuple):
@@ -412,7 +408,7 @@ class Search:
         """Return the best layout with the given sizes, or a sentence that says why there is none."""
         own = Search(self.config, self.device, {**self.fixed, **sizes})
         own._figures, own._wrapped, own._element_bytes = self._figures, self._wrapped, self._element_bytes
-        name, rows = _name(sizes), own.rows(ranks)
+        name, rows = " ".join(f"{axis} {size}" for axis, size in sizes.items()), own.rows(ranks)
         if not rows:
             return f"{name}: {own.why_none(ranks)}"
         found = own.best(rows, ranks, 1)

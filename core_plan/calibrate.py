@@ -332,20 +332,21 @@ def communicator_bytes(clock: Clock) -> int | None:
     """Return the GPU memory of a communicator that has sent 64 KiB, as median of ranks; None on a CPU. Collective."""
     if clock.device.type == "cpu":
         return None
-
-    def used() -> int:
-        gc.collect()
-        torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-
     whole = torch.ones(2**14, device=clock.device)
     dist.all_reduce(whole)
-    before = used()
+    before = _used_bytes(clock.device)
     made: list[Any] = [dist.new_group() for _ in range(COMMUNICATORS)]
     for group in made:
         dist.all_reduce(whole, group=group)
-    each = (used() - before) / COMMUNICATORS
+    each = (_used_bytes(clock.device) - before) / COMMUNICATORS
     for group in made:
         dist.destroy_process_group(group)
     return max(0, int(statistics.median(of_all(each))))
+
+
+def _used_bytes(device: torch.device) -> int:
+    assert device.type == "cuda", "only a GPU reports its free memory"
+    gc.collect()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
