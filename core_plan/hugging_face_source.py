@@ -138,7 +138,7 @@ class MetaModel:
 MetaModels = dict[tuple[torch.dtype, bool], MetaModel]
 
 
-def whole_model(made: MetaModels, configuration: Any, dtype: torch.dtype, recompute: bool) -> MetaModel:
+def full_model(made: MetaModels, configuration: Any, dtype: torch.dtype, recompute: bool) -> MetaModel:
     """Return the cached model, or create it."""
     key = dtype, recompute
     if key not in made:
@@ -154,7 +154,7 @@ class HuggingFaceSource:
         sequence_parallel: A mode of `split_model`.
         recompute: True if each layer is recomputed in backward.
         has_documents: True if position ids are passed with the tokens.
-        whole_loss: Loss of unsplit logits; None: loss of split fp32 logits, or the model's own with sequence_parallel.
+        full_loss: Loss of unsplit logits; None: loss of split fp32 logits, or the model's own with sequence_parallel.
         splits_sequence_of_logits: True if context parallelism leaves logits split.
         adapters: A peft.LoraConfig of the trained adapters; None trains all weights.
         logits_chunk: The option of `use_chunked_loss`.
@@ -172,7 +172,7 @@ class HuggingFaceSource:
     sequence_parallel: str | None = None
     recompute: bool = False
     has_documents: bool = False
-    whole_loss: Callable[..., Tensor] | None = None
+    full_loss: Callable[..., Tensor] | None = None
     splits_sequence_of_logits: bool = False
     adapters: Any = None
     logits_chunk: int | None = None
@@ -192,31 +192,31 @@ class HuggingFaceSource:
         return bool(self.configuration.get_text_config().tie_word_embeddings)
 
     @property
-    def _whole_model(self) -> MetaModel:
-        return whole_model(self.made, self.configuration, self.dtype, self.recompute)
+    def _full_model(self) -> MetaModel:
+        return full_model(self.made, self.configuration, self.dtype, self.recompute)
 
     @property
     def whole(self) -> Any:
         """The complete model without memory; stages are created from copies."""
-        return self._whole_model.model
+        return self._full_model.model
 
     @property
     def layers(self) -> str:
         """Name of the list of layers."""
-        return self._whole_model.layers
+        return self._full_model.layers
 
     @property
     def kinds(self) -> list[int]:
         """For each layer, the number of the first equal layer."""
-        return self._whole_model.kinds
+        return self._full_model.kinds
 
     def plan(self, groups: PlannedGroups) -> Plan:
         """Plan the model's split over groups. Raises PlanError if the family does not support it."""
-        return self._whole_model.plan(groups).with_vocabulary(self.vocabulary_multiple)
+        return self._full_model.plan(groups).with_vocabulary(self.vocabulary_multiple)
 
     def is_expert(self, name: str, param: nn.Parameter) -> bool:
         """Return True for a parameter of experts, whether or not they are distributed over ranks."""
-        return name.removeprefix(AROUND_ADAPTERS) in self._whole_model.experts
+        return name.removeprefix(AROUND_ADAPTERS) in self._full_model.experts
 
     def sent_bytes(self) -> int:
         """Return the bytes that one stage sends to the next for a microbatch."""
@@ -236,7 +236,7 @@ class HuggingFaceSource:
 
     def name_of_layers(self, kind: int) -> str:
         """Describe layers of a kind."""
-        experts = self._whole_model.experts
+        experts = self._full_model.experts
         has_experts = any(name.startswith(f"{self.layers}.{kind}.") for name in experts) if experts else None
         types = getattr(self.configuration.get_text_config(), "layer_types", None) or ()
         return layers_in_words(has_experts, "computed again" * self.recompute, types[kind] if len({*types}) > 1 else "")
@@ -332,7 +332,7 @@ class HuggingFaceSource:
         """
         family = self.plan(groups).family
         try:
-            known = self._whole_model.split
+            known = self._full_model.split
             sizes = tuple(groups.size(name) for name in ("tp", "cp", "ep", "expt_tp"))
             key = *sizes, *numbers, later, self.sequence_parallel, groups.ledger.over_gloo
             if key not in known:
@@ -363,8 +363,8 @@ class HuggingFaceSource:
         if later:
             given["received"] = self._hidden(*shape)
         sizes = {"vocab_size": self.configuration.get_text_config().vocab_size, "multiple": self.vocabulary_multiple}
-        loss = self.whole_loss or ParallelCausalLoss(groups.tp, **sizes)
-        own = self.sequence_parallel is not None and self.whole_loss is None  # uses the model's own loss
+        loss = self.full_loss or ParallelCausalLoss(groups.tp, **sizes)
+        own = self.sequence_parallel is not None and self.full_loss is None  # uses the model's own loss
 
         def run() -> Tensor:
             output = model(**given, labels=labels) if own else model(**given)
@@ -386,7 +386,7 @@ class HuggingFaceSource:
             arguments = example_of(model, groups)
             if later:
                 arguments["received"] = (self._hidden(*arguments["input_ids"].shape),)
-            is_local = (self.tp > 1 and self.whole_loss is None) or self.splits_sequence_of_logits
+            is_local = (self.tp > 1 and self.full_loss is None) or self.splits_sequence_of_logits
             how = Splitting(groups, None, is_local, self.sequence_parallel)
             report = attach(model, plan, arguments, how)
         if self.adapters is None:
@@ -445,7 +445,7 @@ class HuggingFaceSource:
 
     def _chosen(self) -> float:
         """Return the fraction of all experts per token; 1 for a model without experts."""
-        experts = self._whole_model.num_experts
+        experts = self._full_model.num_experts
         if experts is None:
             return 1.0
         text = self.configuration.get_text_config()

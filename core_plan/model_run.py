@@ -20,7 +20,7 @@ from core_plan.hugging_face_source import (
     MetaModel,
     MetaModels,
     as_config_error,
-    whole_model,
+    full_model,
 )
 from core_plan.job.config import OptimizerOptions, ParallelOptions
 from core_plan.job.errors import ConfigError
@@ -153,7 +153,7 @@ class ModelRun:
     @property
     def whole(self) -> MetaModel:
         """The complete model without memory."""
-        return whole_model(self.made, self.configuration, DTYPES[self.dtype], False)
+        return full_model(self.made, self.configuration, DTYPES[self.dtype], False)
 
     @property
     def most_bytes(self) -> int:

@@ -17,7 +17,7 @@ from core.pipeline_parallel.schedules import arrivals, find_schedule
 from core.watch.collector_pause import collector_paused
 from core_plan.planned_groups import PlannedGroups, planned_groups
 from core_plan.schedule_order import actions_of_ranks
-from core_plan.state_bytes import TierBytes, UserOptimizer, state_bytes, whole_gradients
+from core_plan.state_bytes import TierBytes, UserOptimizer, full_gradients, state_bytes
 from core_plan.step_figures import PartFigures
 from core_plan.step_memory import HighPoint, Saved, StageFigures, memory_along
 
@@ -231,7 +231,7 @@ def plan_memory(
             )
             wrapped[alike] = chunks, state
         chunks, state = wrapped[alike]
-        waiting = [whole_gradients(plan) if run.gradients_wait else 0 for _, plan in chunks]
+        waiting = [full_gradients(plan) if run.gradients_wait else 0 for _, plan in chunks]
         moments = memory_along(
             orders[place],
             {stage: StageFigures.of(parts[stage], whole) for stage, whole in zip(stages, waiting, strict=True)},

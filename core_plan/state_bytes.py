@@ -187,7 +187,7 @@ def _add_buffers(
             found.add(PARAMETERS, param.nbytes, param.nbytes * (name in experts))
 
 
-def whole_gradients(plan: ModelPlan) -> int:
+def full_gradients(plan: ModelPlan) -> int:
     """Return the bytes of full gradients of a chunk, which are in `.grad` if a rank keeps only its shard."""
     return sum(
         (slot.end - slot.start) * dtype_named(layout.key.grad_dtype).itemsize
@@ -344,9 +344,9 @@ def _planned_buckets(
 
 def _trainable(chunks: Sequence[tuple[nn.Module, ModelPlan]]) -> Iterator[tuple[str, nn.Parameter, bool]]:
     for module, plan in chunks:
-        whole_name = namer(module)
+        full_name = namer(module)
         for name, param in plan.params.items():
-            yield whole_name(name), param, plan.contracts[name].is_expert
+            yield full_name(name), param, plan.contracts[name].is_expert
 
 
 def _frozen(chunks: Sequence[tuple[nn.Module, ModelPlan]]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -61,7 +61,7 @@ def split_boxes(local_shape: Sequence[int], splits: Sequence[Split]) -> tuple[In
     Raises:
         ValueError: If the splits contradict the shape.
     """
-    shape = _whole_shape(local_shape, splits)
+    shape = _full_shape(local_shape, splits)
     by_dim = {split.dim: split for split in splits}
     intervals = [
         _intervals(local, whole, by_dim.get(dim, Split(dim, 1, 0)))
@@ -73,7 +73,7 @@ def split_boxes(local_shape: Sequence[int], splits: Sequence[Split]) -> tuple[In
     )
 
 
-def _whole_shape(local_shape: Sequence[int], splits: Iterable[Split]) -> Index:
+def _full_shape(local_shape: Sequence[int], splits: Iterable[Split]) -> Index:
     shape = list(local_shape)
     seen: set[int] = set()
     for split in splits:

@@ -248,7 +248,7 @@ def put_in_place(chunks: list[Any], optimizer: Any, plan: LoadPlan) -> None:
     for local, staging in plan.staged:
         (local.tensor if local.shard is None else local.shard[1]).copy_(staging)
     for chunk in wrapped:
-        chunk.note_param_write()
+        chunk.record_param_write()
     plan.staged.clear()
     for leaf in leaves(optimizer):
         leaf.load_state_by_parameter(_taken_from(plan, leaf))

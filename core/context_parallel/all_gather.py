@@ -37,11 +37,11 @@ def all_gather_attention(
     key, value = join_sequence(both, 0, size).unbind(dim=1)
     query, key, value = (rearrange(part, "s b n d -> b n s d") for part in (query, key, value))
     sight = Sight() if documents is None else Sight((split_sequence(documents, 1, size, rank), documents))
-    output = block_attention(query, key, value, whole_key_blocks(query.shape[2], size, rank), sight)
+    output = block_attention(query, key, value, full_key_blocks(query.shape[2], size, rank), sight)
     return rearrange(output, "b n s d -> s b n d")
 
 
-def whole_key_blocks(length: int, size: int, rank: int) -> list[Block]:
+def full_key_blocks(length: int, size: int, rank: int) -> list[Block]:
     """Return the attention blocks of a rank's `length` queries with all `length * size` keys.
 
     Each of the rank's two chunks attends to itself and to everything before it.

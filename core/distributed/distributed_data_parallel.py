@@ -232,8 +232,8 @@ class DistributedDataParallel(nn.Module):
     def param_shard(self, param: nn.Parameter) -> tuple[int, torch.Tensor] | None:
         """Return this rank's part of a sharded parameter. Local.
 
-        An optimizer writes it between `begin_param_update` and `note_param_write`, which every rank of the shard group
-        calls.
+        An optimizer writes it between `begin_param_update` and `record_param_write`, which every rank of the shard
+        group calls.
 
         Args:
             param: A parameter of the wrapped module.
@@ -252,7 +252,7 @@ class DistributedDataParallel(nn.Module):
         """
         self.engine.params.begin_update()
 
-    def note_param_write(self) -> None:
+    def record_param_write(self) -> None:
         """Finish an update: every rank has written its shards. Collective over the shard groups."""
         self.engine.params.invalidate()
         self.engine.params.barrier()

@@ -305,7 +305,7 @@ class GradAccumOptimizer(StandIn, torch.optim.Optimizer):
         return self._torchs[0].process_group if self._torchs else None
 
     def _check_clipping(self) -> None:
-        if getattr(self.optim, "clips_whole_gradient", False):
+        if getattr(self.optim, "clips_full_gradient", False):
             return
         if isinstance(self.optim, MegatronOptimizer):
             raise ValueError(

@@ -398,7 +398,7 @@ def save_split(model: nn.Module | Sequence[nn.Module], directory: str | os.PathL
     error: Exception | None = None
     whole: dict[str, Tensor] = {}
     for part in inner:
-        whole = {**_whole_state(part, getattr(part, REPORT), groups, only_adapters=has_adapters), **whole}
+        whole = {**_full_state(part, getattr(part, REPORT), groups, only_adapters=has_adapters), **whole}
     if groups.rank("dp_cp") == 0:
         writer = inner[0]
         if groups.size("pp") > 1 and groups.rank("tp") == 0:
@@ -468,7 +468,7 @@ def _from_stages(mine: dict[str, Tensor], group: dist.ProcessGroup, device: torc
 
 
 @torch.no_grad()
-def _whole_state(model: Any, report: SplitReport, groups: ProcessGroups, *, only_adapters: bool) -> dict[str, Tensor]:
+def _full_state(model: Any, report: SplitReport, groups: ProcessGroups, *, only_adapters: bool) -> dict[str, Tensor]:
     """Gather the full state on the first data- and tensor-parallel rank, on the CPU; other ranks return an empty dict.
 
     Collective over a stage.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from core import parallel_state
-from core.booster.checkpoint_io.sharded_states import load_whole_state_dict, whole_state_dict
+from core.booster.checkpoint_io.sharded_states import full_state_dict, load_full_state_dict
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.buffer.bucket import BucketState
 from core.interface.optimizer import check_max_norm
@@ -84,9 +84,9 @@ class LoopOptimizer(AdoptedOptimizer):
         else:
             MegatronOptimizer._update(self, step, factors)
 
-    def note_step(self, *, skipped: bool) -> None:
+    def record_step(self, *, skipped: bool) -> None:
         """Leave word for schedulers, which look whether the torch optimizer has stepped."""
-        super().note_step(skipped=skipped)
+        super().record_step(skipped=skipped)
         self.user._opt_called = True
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -95,12 +95,12 @@ class LoopOptimizer(AdoptedOptimizer):
         """Return the full state as torch has it, with parameter names. Collective, except inside `collected`."""
         if self._collected is not None:
             return self._collected
-        return whole_state_dict(self, self.param_names)
+        return full_state_dict(self, self.param_names)
 
     @contextmanager
     def collected(self) -> Iterator[None]:
         """Inside it `state_dict()` can be called by one rank alone. Collective: every rank enters it."""
-        self._collected = whole_state_dict(self, self.param_names)
+        self._collected = full_state_dict(self, self.param_names)
         try:
             yield
         finally:
@@ -109,7 +109,7 @@ class LoopOptimizer(AdoptedOptimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a full state dict of this class, or of the torch optimizer over the same parameters."""
-        load_whole_state_dict(self, self.param_names, state_dict)
+        load_full_state_dict(self, self.param_names, state_dict)
 
 
 def _check_parameters(model: DistributedDataParallel, user: torch.optim.Optimizer) -> None:

@@ -144,7 +144,7 @@ class OptimizerWrapper:
         """True if the last `step` was skipped because a gradient overflowed."""
         return bool(getattr(self.unwrap(), "step_was_skipped", False))
 
-    def note_step(self, *, skipped: bool) -> None:
+    def record_step(self, *, skipped: bool) -> None:
         """Set `step_was_skipped` on the torch optimizer, because LR schedulers keep a reference to it."""
         self.unwrap().step_was_skipped = skipped
 

@@ -166,7 +166,7 @@ class AdoptedOptimizer(DistributedOptimizer):
     # -- looking in -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def whole_gradient(self, param: nn.Parameter, max_norm: float = 0.0) -> torch.Tensor:
+    def full_gradient(self, param: nn.Parameter, max_norm: float = 0.0) -> torch.Tensor:
         """Return a parameter's reduced, unscaled, full gradient. Call it after `prepare_grads`.
 
         Collective: every rank of the parameter's shard group must call it.

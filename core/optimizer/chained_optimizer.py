@@ -109,11 +109,11 @@ class ChainedOptimizer(MegatronOptimizer):
         self.skip_log.made(self._scale)
         return True
 
-    def note_step(self, *, skipped: bool) -> None:
+    def record_step(self, *, skipped: bool) -> None:
         """Record the outcome of the last step on every optimizer of the chain."""
         self.step_was_skipped = skipped
         for optimizer in self.chained_optimizers:
-            optimizer.note_step(skipped=skipped)
+            optimizer.record_step(skipped=skipped)
 
     # -- what users of Megatron call --------------------------------------------------------------------------------
 

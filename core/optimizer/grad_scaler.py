@@ -77,7 +77,7 @@ class GradScaler(torch.amp.GradScaler):
         super().step(self._stand_in(optimizer))  # raises for a second time
         if self._overflowed[id(optimizer)]:
             optimizer.steps_skipped += 1
-            optimizer.note_step(skipped=True)
+            optimizer.record_step(skipped=True)
             return None
         return optimizer.step(*args, **kwargs)
 

@@ -117,7 +117,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             chunk.reducer.scale_watch = None if self.grad_scaler is None else watch
         self.steps_skipped = 0
         self.skip_log = SkipLog()
-        self.note_step(skipped=False)
+        self.record_step(skipped=False)
         self._scale = 1.0  # loss scale at the time the gradients were measured
         self._stats: GradStats | None = None  # statistics of this step's gradients; None until measured
         self._spent: GradStats | None = None  # statistics of the last step's gradients
@@ -229,10 +229,10 @@ class MegatronOptimizer(torch.optim.Optimizer):
             for masters, factor in zip(self.masters, factors, strict=True):
                 masters.follow_freezing(self.optimizer)
                 masters.take_over_edits()
-                masters.note_spent(factor, loss_scale)
+                masters.record_spent(factor, loss_scale)
         with self._named():
             self._update(InnerStep(self.optimizer, at_once=self.is_coupled), factors)
-        self.note_step(skipped=False)
+        self.record_step(skipped=False)
         self.skip_log.made(self._scale)
         return True
 
@@ -275,14 +275,14 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     def _skip(self, stats: GradStats) -> None:
         self.steps_skipped += 1
-        self.note_step(skipped=True)
+        self.record_step(skipped=True)
         self._stats = None
         if dist.get_rank() == 0:
             threshold = self.config.grad_norm_skip_threshold
             reason = stats.culprit or f"gradient norm {stats.norm:.4g}, grad_norm_skip_threshold {threshold:.4g}"
             self.skip_log.skipped(reason, self.grad_scaler, self._scale)
 
-    def note_step(self, *, skipped: bool) -> None:
+    def record_step(self, *, skipped: bool) -> None:
         """Record the outcome of the last step where schedulers read it: here and on the inner torch optimizer."""
         inner: Any = self.optimizer
         self.step_was_skipped = inner.step_was_skipped = skipped
@@ -469,7 +469,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             chunk.begin_param_update()
         load_parts(parts, self.masters, self.optimizer, self.scratch)
         for chunk in self.model_chunks:
-            chunk.note_param_write()
+            chunk.record_param_write()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the param groups, this rank's state by parameter name, and the loss scaler's numbers."""

@@ -332,7 +332,7 @@ class PipelineRunner:
         for chunk in self.chunks if value.requires_grad else ():
             watch = chunk.reducer.scale_watch if isinstance(chunk, DistributedDataParallel) else None
             if watch is not None:
-                watch.note_loss()
+                watch.record_loss()
         return value
 
     def _share_of_tokens(self, num_tokens: Tensor | float) -> Tensor:
@@ -368,13 +368,13 @@ class PipelineRunner:
                 totals[1:] = sum(
                     torch.as_tensor(n, device=self.device).double().sum() for n in self.tokens if n is not None
                 )
-                totals[0] = self._whole_losses(totals[1])
+                totals[0] = self._full_losses(totals[1])
             with waiting("the loss", self.group):
                 dist.broadcast(totals, src=dist.get_global_rank(self.group, self.layout.last_rank), group=self.group)
         loss = totals[0] / (divisor_of_tokens(totals[1]) if self.per_token else len(self.microbatches))
         return StepOutcome(loss, totals[2] if self.per_token else None, self.losses, self.reports)
 
-    def _whole_losses(self, tokens: Tensor) -> Tensor:
+    def _full_losses(self, tokens: Tensor) -> Tensor:
         """Return the sum of the losses in fp64.
 
         Under context parallelism, update `losses`, and `tokens` in place, to cover full sequences.

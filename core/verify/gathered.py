@@ -115,7 +115,7 @@ class WrappedModel:
         """Dtype in which forwards compute: `computes_in`, else the first parameter's dtype."""
         return self.computes_in or next((held.tensor.dtype for held in self.held), torch.float32)
 
-    def note_dtype(self, module: nn.Module) -> None:
+    def record_dtype(self, module: nn.Module) -> None:
         """Record the dtype of a module that is about to run, possibly with cast weights."""
 
     @property
@@ -138,7 +138,7 @@ class WrappedModel:
         grads: dict[tuple[int, str], Tensor] = {}
         for number, chunk in enumerate(self.chunks):
             for bucket in buckets_of(chunk):
-                flat = _whole_bucket(bucket)
+                flat = _full_bucket(bucket)
                 for slot in bucket.layout.slots:
                     start = slot.start - bucket.layout.start
                     grads[number, slot.name] = flat[start : start + slot.end - slot.start].view(slot.shape)
@@ -162,7 +162,7 @@ class WrappedModel:
                     return (place >= low) & (place < high)
         raise KeyError(f"parameter {held.place.local_name!r} is in no bucket")
 
-    def whole_weights(self) -> dict[str, Tensor]:
+    def full_weights(self) -> dict[str, Tensor]:
         """Gather full parameters and router biases by name on rank 0's CPU; other ranks return an empty dict.
 
         Collective over the world.
@@ -224,7 +224,7 @@ def buckets_of(ddp: DistributedDataParallel) -> Iterator[Bucket]:
         yield from buffer.buckets
 
 
-def _whole_bucket(bucket: Bucket) -> Tensor:
+def _full_bucket(bucket: Bucket) -> Tensor:
     """Return the bucket's full gradients, gathered from all shards, with every scale that is left to the optimizer."""
     if bucket.step.is_full_grad:
         return bucket.memory.grad * bucket.step.pending_scale
@@ -235,7 +235,7 @@ def _whole_bucket(bucket: Bucket) -> Tensor:
     return torch.cat(shards) * bucket.step.pending_scale
 
 
-def load_whole_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def load_full_weights(reference: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy full weights into an unsplit model.
 
     Args:

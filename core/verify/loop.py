@@ -31,13 +31,13 @@ from core.verify.microbatches import (
     Microbatch,
     data_of,
     digests_of,
+    full_batch,
     other_buffers,
     other_ends,
     other_inputs,
     other_weights,
     other_wholes,
     same_data,
-    whole_batch,
 )
 from core.verify.ran_jobs import LoopJob, PipelineLoopJob, RanJob
 from core.verify.reference import ModelFn, Reference
@@ -224,11 +224,11 @@ class StepCheck:
         if self.job.ends is not None:
             self.job.ends.forward()
         self.forwards.append(kept((args, kwargs)))
-        self._note_buffers(at=len(self.starts))
+        self._record_buffers(at=len(self.starts))
         for tensor in tensors_in([list(args), kwargs]):
             self.wholes += digests_of(((getattr(tensor, OF_WHOLE, None),), {}))
 
-    def _note_buffers(self, at: int) -> None:
+    def _record_buffers(self, at: int) -> None:
         """Record the buffers before a forward, because forwards such as spectral norm's write them."""
         chunks = self.job.model.chunks
         if len(chunks) == 1 and self.job.groups.size("pp") == 1 and not self.job.model.is_split:
@@ -239,11 +239,11 @@ class StepCheck:
         if not self.listens:
             return
         if self.starts and module is self.job.model.chunks[0].module:  # DDP has broadcast its buffers since
-            self._note_buffers(at=len(self.starts) - 1)
+            self._record_buffers(at=len(self.starts) - 1)
         kind = self.job.model.device.type
         if torch.is_autocast_enabled(kind):
             self.autocast = torch.get_autocast_dtype(kind)
-        self.job.model.note_dtype(module)
+        self.job.model.record_dtype(module)
 
     def forget(self) -> None:
         """Drop the inputs of a step that was skipped for non-finite gradients; the next step is compared instead."""
@@ -316,7 +316,7 @@ class StepCheck:
                 "expects one for each microbatch, as many on every rank. Call the wrapped model, and note once for "
                 "each microbatch"
             )
-        batch = whole_batch(answers, self.join_fn)
+        batch = full_batch(answers, self.join_fn)
         job.mine, job.forwards = mine, self.forwards
         job.microbatches = reference.microbatches = len(mine)
         reference.scale = job.scale
@@ -381,7 +381,7 @@ class LoopCheck(StepCheck):
         else:
             self.prepare()
         # Must run before fully_shard's hook, which casts the inputs.
-        hook = called.register_forward_pre_hook(_note_forward, with_kwargs=True, prepend=True)
+        hook = called.register_forward_pre_hook(_record_forward, with_kwargs=True, prepend=True)
         self.until_over.callback(hook.remove)
         _CHECKS[id(called)] = self
         self.until_over.callback(_CHECKS.pop, id(called))
@@ -431,7 +431,7 @@ class _LoopReference(Reference):
         return [self.piece(batch, number) for number in range(self.data_ranks * self.microbatches)]
 
 
-def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _record_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Record a training forward. A module hook without a reference to the check, so that modules can be copied."""
     check = _CHECKS.get(id(module))
     if check is not None and module.training and torch.is_grad_enabled():

@@ -44,7 +44,7 @@ class Given(NamedTuple):
     weights: dict[tuple[Any, ...], list[int]]
 
 
-def whole_batch(answers: Mapping[int, Given], join: JoinFn | None) -> list[list[Microbatch]]:
+def full_batch(answers: Mapping[int, Given], join: JoinFn | None) -> list[list[Microbatch]]:
     """Combine the ranks' microbatches.
 
     Args:

@@ -149,7 +149,7 @@ class ProgramWatch:
         with ExitStack() as stack:
             stack.callback(register_module_module_registration_hook(self.keep_wrapped).remove)
             listening: tuple[tuple[list[Any], Any], ...] = (
-                (KEEPERS, self.keep), (NOTES, self.note), (STARTS, self.note_ranks),
+                (KEEPERS, self.keep), (NOTES, self.note), (STARTS, self.record_ranks),
             )  # fmt: skip
             for listeners, listen in listening:
                 listeners.append(listen)
@@ -220,7 +220,7 @@ class ProgramWatch:
             loss_fn, captured = with_captured(loss_fn)
             self.noted.append(Noted(loss_fn, kept(((*captured, *arguments), {})), per_token))
 
-    def note_ranks(self) -> None:
+    def record_ranks(self) -> None:
         """Record that the program starts ranks."""
         self.starts_ranks = True
 

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from core.groups import agree
 from core.groups.global_names import namer
 from core.moe import TopKRouter, auxiliary_loss_scale
-from core.verify.gathered import BIAS, cast, load_whole_weights, on_tensors, piece_of
+from core.verify.gathered import BIAS, cast, load_full_weights, on_tensors, piece_of
 from core.verify.job import Job, LossFn, in_full, split_loss
 from core.verify.recording import Point, Recorder, dense_parameters, relative_difference
 from core.watch.waiting import waiting
@@ -94,7 +94,7 @@ class Reference:
         self.inputs_to = job.inputs_to
         self.scale, self.token_weight = job.scale, job.token_weight
         self.shares: list[float] | None = None  # weight of each piece in the mean of the losses; None for equal ones
-        weights = job.model.whole_weights()
+        weights = job.model.full_weights()
         self.model: nn.Module | None = None
         self.low: nn.Module | None = None  # copy in the layout's dtypes, if they differ
         self.casts: torch.dtype | None = None  # dtype to which the layout casts weights and inputs
@@ -186,16 +186,16 @@ class Reference:
         return self._shared(lambda model: Expected(0.0, None, values(model))).grads
 
     def _build(self, reference_fn: ModelFn, job: Job, weights: dict[str, Tensor]) -> None:
-        self.model = self._whole_model(reference_fn, job).to(self.dtype)
-        load_whole_weights(self.model, weights)
+        self.model = self._full_model(reference_fn, job).to(self.dtype)
+        load_full_weights(self.model, weights)
         self.casts = job.model.computes_in
         if self.casts or any(weights[name].dtype != self.dtype for name, _ in self.model.named_parameters()):
-            self.low = self._whole_model(reference_fn, job).to(job.model.dtype)
+            self.low = self._full_model(reference_fn, job).to(job.model.dtype)
             for name, param in self.low.named_parameters():
                 param.data = param.data.to(self.casts or weights[name].dtype)
-            load_whole_weights(self.low, weights)
+            load_full_weights(self.low, weights)
 
-    def _whole_model(self, reference_fn: ModelFn, job: Job) -> nn.Module:
+    def _full_model(self, reference_fn: ModelFn, job: Job) -> nn.Module:
         """Build a new unsplit model; copy it if the function returns the same model every time."""
         model = reference_fn()
         if model is self.model or any(model is chunk.module for chunk in job.model.chunks):

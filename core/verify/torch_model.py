@@ -110,7 +110,7 @@ class TorchModel(WrappedModel):
         """True if this rank holds the full model in plain tensors."""
         return not self.is_split and not any(isinstance(param, DTensor) for param in self.params.values())
 
-    def note_dtype(self, module: nn.Module) -> None:
+    def record_dtype(self, module: nn.Module) -> None:
         """See WrappedModel; fully_shard gathers weights in the dtype of its MixedPrecisionPolicy."""
         if self.reduces_in_backward and self.computes_in is None:
             own = [param.dtype for param in module.parameters(recurse=False) if not isinstance(param, DTensor)]

@@ -88,7 +88,7 @@ class Updates:
         if not self.done:
             trained = {held.name for held in self.job.model.trained}
             trained = set().union(*agree.gather(trained, None, "the trained parameters").values())
-            weights = self.job.model.whole_weights()
+            weights = self.job.model.full_weights()
             self.weights = {name: nn.Parameter(weights[name].double()) for name in weights if name in trained}
         self.is_open = True
 
@@ -141,7 +141,7 @@ class Updates:
             weights = self._weights()
             self.after |= {held.key: weights[held.key] for held in mine}
 
-    def note_clip(self, params: Any, limit: Any, norm_type: float | None) -> None:
+    def record_clip(self, params: Any, limit: Any, norm_type: float | None) -> None:
         """Record that the program clips gradients.
 
         Args:
@@ -402,7 +402,7 @@ def watched_updates(found: Callable[[], Sequence[Updates]]) -> Iterator[None]:
         def noting_clip(parameters: Any, limit: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
             parameters = parameters if isinstance(parameters, Tensor) else list(parameters)
             for updates in found():
-                updates.note_clip(parameters, limit, None if by_value else norm_type)
+                updates.record_clip(parameters, limit, None if by_value else norm_type)
             given = () if by_value else (norm_type,)
             return clip(parameters, limit, *given, *args, **kwargs)
 

@@ -56,7 +56,7 @@ CALLS: dict[str, Call] = {
     "finish_grad_sync": lambda model, optimizer, folder: model.finish_grad_sync(),
     "broadcast_params": lambda model, optimizer, folder: model.broadcast_params(),
     "begin_param_update": lambda model, optimizer, folder: model.begin_param_update(),
-    "note_param_write": lambda model, optimizer, folder: model.note_param_write(),
+    "record_param_write": lambda model, optimizer, folder: model.record_param_write(),
     "unequal_weights": lambda model, optimizer, folder: model.unequal_weights(),
     "reduced_so_far": lambda model, optimizer, folder: model.reduced_so_far(),
     "state_dict": lambda model, optimizer, folder: model.state_dict(),

@@ -27,7 +27,7 @@ def page(name: str) -> dict[str, Any]:
         return run_page(PAGES / f"{name}.md", monkeypatch)
 
 
-def whole_batch(number: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+def full_batch(number: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The page's batches of all ranks, one after the other."""
     parts = [torch.randn(16, 8, generator=torch.Generator().manual_seed(10 * number + r)) for r in range(world)]
     return torch.cat(parts), torch.cat(parts).sum(1, keepdim=True)
@@ -38,7 +38,7 @@ def trained_on_one_process(new_model: Any, world: int) -> nn.Module:
     model: nn.Module = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(4):
-        x, y = whole_batch(step, world)
+        x, y = full_batch(step, world)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -55,7 +55,7 @@ def trained_in_groups(new_model: Any, world: int) -> nn.Module:
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=4)
     for step in range(4):
-        x, y = whole_batch(step, world)
+        x, y = full_batch(step, world)
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -90,7 +90,7 @@ def test_the_loops_of_the_page_train_like_one_process(rank: int, world: int) -> 
     assert all(name.startswith("module.") for name in names["theirs"].state_dict())
     for ours, want in zip(names["loaded"].module.parameters(), torch_ddp.parameters(), strict=True):
         assert torch.equal(ours, want)
-    x, y = zip(*(whole_batch(number, world) for number in (0, 1)), strict=True)
+    x, y = zip(*(full_batch(number, world) for number in (0, 1)), strict=True)
     first = start(torch.cat(x)), torch.cat(y)
     assert nn.functional.mse_loss(torch_ddp(torch.cat(x)), first[1]) < nn.functional.mse_loss(*first)
 

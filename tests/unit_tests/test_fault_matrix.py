@@ -221,13 +221,13 @@ def set_trap(case: Case, folder: Path) -> None:
         static = isinstance(vars(owner).get(name), (classmethod, staticmethod))
         setattr(owner, name, staticmethod(entered) if static else entered)
 
-    def note_step(trainer: Any) -> None:
+    def record_step(trainer: Any) -> None:
         running[0] = trainer.step + 1
 
     def slow_down(trainer: Any) -> None:
         time.sleep(0.25)
 
-    before("core_train.trainer", "Trainer.train_step", note_step)
+    before("core_train.trainer", "Trainer.train_step", record_step)
     before(__name__, "begin_step", lambda step: running.__setitem__(0, step))
     others = IN_HYBRID if case.layout in HYBRID else GATHERED_IN_USE if case.layout == "zero 3" else {}
     places = {**FUNCTIONS, **others}

@@ -84,7 +84,7 @@ class CheckpointIO:
                 full = tied[id(value)] = _on_host(full)
             yield name, full
 
-    def whole_module(self, model: nn.Module) -> nn.Module:
+    def full_module(self, model: nn.Module) -> nn.Module:
         """Return a module with the full model's names, ties and config."""
         return plain(model)
 
@@ -138,7 +138,7 @@ class CheckpointIO:
             return self._ready_for(path, gather_dtensor)
 
         path = self._checked(begin, checkpoint)
-        if shard and is_adapted(self.whole_module(model)):
+        if shard and is_adapted(self.full_module(model)):
             self._save_adapters(model, path, use_safetensors, use_async)
             return
         tensors = self.model_tensors(model)
@@ -149,13 +149,13 @@ class CheckpointIO:
         names = index.model_names(prefix, use_safetensors)
         both = (index.model_names(prefix), index.model_names(prefix, True))
         if use_safetensors:
-            repeated = second_names(self.whole_module(model))
+            repeated = second_names(self.full_module(model))
             tensors = (item for item in tensors if item[0] not in repeated)
         if use_async:
             tensors = iter(self._collect("model", tensors, True).items())
 
         def finish(directory: Path) -> None:
-            save_config(self.whole_module(model), directory)
+            save_config(self.full_module(model), directory)
 
         shards = sharded.shards_of(self._to_host(tensors), size_per_shard)
         write = partial(sharded.save_shards, path, names, both, use_safetensors=use_safetensors, finish=finish)
@@ -206,7 +206,7 @@ class CheckpointIO:
 
     def tied_names(self, model: nn.Module) -> dict[tuple[str, ...], torch.dtype]:
         """Return the dtype of each tied parameter, keyed by the names that files may use for it."""
-        return tied_names(self.whole_module(model))
+        return tied_names(self.full_module(model))
 
     def _load(
         self, model: nn.Module, readers: Iterable[Callable[[], Any]], names: set[str] | None, strict: bool
@@ -342,12 +342,12 @@ class CheckpointIO:
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
         """Save the adapters of a peft model, and their configuration, to a directory."""
-        self._checked(lambda: _expect_adapters(self.whole_module(model)), checkpoint)
+        self._checked(lambda: _expect_adapters(self.full_module(model)), checkpoint)
         self._save_adapters(model, Path(checkpoint), use_safetensors, use_async=False)
 
     def _save_adapters(self, model: nn.Module, path: Path, use_safetensors: bool, use_async: bool) -> None:
         """Write the files of peft's `save_pretrained`. Collective."""
-        module: Any = self.whole_module(model)
+        module: Any = self.full_module(model)
         names = self._checked(lambda: names_to_save(module), path)
         adapters = (item for item in self.model_tensors(model) if item[0] in names)
         content = self._collect("adapters", adapters, use_async)
@@ -360,7 +360,7 @@ class CheckpointIO:
 
         def load() -> None:
             expect_model(model, "load_model")
-            module = self.whole_module(model)
+            module = self.full_module(model)
             if not is_adapted(module):
                 raise ValueError(
                     f"{directory} contains adapters, but the model has no adapters; boost PeftModel.from_pretrained("

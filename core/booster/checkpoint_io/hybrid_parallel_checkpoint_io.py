@@ -32,7 +32,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
     slices of safetensors files; it reads other formats one file at a time.
     """
 
-    def whole_module(self, model: HybridParallelModel) -> nn.Module:
+    def full_module(self, model: HybridParallelModel) -> nn.Module:
         """Return the full model on the meta device."""
         return model.cut.shell
 

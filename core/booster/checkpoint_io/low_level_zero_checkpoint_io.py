@@ -46,7 +46,7 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
     def optimizer_states(self, optimizer: LowLevelZeroOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each parameter's state, gathered. Collective."""
         _refuse_split_experts(optimizer.model, optimizer.cut)
-        yield from optimizer.whole_states()
+        yield from optimizer.full_states()
 
     def place_state(self, optimizer: LowLevelZeroOptimizer, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a parameter's state."""

@@ -44,7 +44,7 @@ class StatePiece(NamedTuple):
 
 
 @torch.no_grad()
-def whole_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
+def full_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number, full state) of each parameter that has been updated, in order.
 
     Collective if the optimizer is sharded: every rank must exhaust the iterator. Tensors have the parameter's shape,
@@ -194,7 +194,7 @@ def update_groups(engine: AdoptedOptimizer, saved: Sequence[Mapping[str, Any]]) 
 # -- both -----------------------------------------------------------------------------------------------------------
 
 
-def whole_state_dict(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+def full_state_dict(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
     """Return the full state in torch's format, on every rank, in separate memory. Collective.
 
     Args:
@@ -203,7 +203,7 @@ def whole_state_dict(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]
     """
     state = {
         number: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
-        for number, found in whole_states(engine)
+        for number, found in full_states(engine)
     }
     return {"state": state, "param_groups": plain_numbers(_groups(engine, names))}
 
@@ -212,10 +212,10 @@ def _groups(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -> list
     return packed_groups(engine.param_groups, [[names.get(param) for param in params] for params in engine.user_params])
 
 
-def load_whole_state_dict(
+def load_full_state_dict(
     engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str], state_dict: Mapping[str, Any]
 ) -> None:
-    """Load a full state, of `whole_state_dict` or of a torch optimizer over the same parameters.
+    """Load a full state, of `full_state_dict` or of a torch optimizer over the same parameters.
 
     Args:
         engine: The sharded optimizer.

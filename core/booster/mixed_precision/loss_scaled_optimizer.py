@@ -111,7 +111,7 @@ class TorchAMPOptimizer(OptimizerWrapper):
             raise TypeError("step() takes no closure with fp16: a closure's backward would not scale the loss")
         self.unscale_grad()
         result = None if self.found_inf else self.optim.step()
-        self.note_step(skipped=self.found_inf)
+        self.record_step(skipped=self.found_inf)
         self.scaler.update(self.found_inf)
         self._begin()
         return result

@@ -65,11 +65,11 @@ class LabelMeanModel(ModelWrapper):
     def _with_loss_of_batch(self, output: Any, count: Tensor, total: Tensor | None) -> Any:
         """Replace the loss of this rank's rows in a model's output, if there is one. Collective over data ranks."""
         if isinstance(output, tuple):
-            loss = loss_of_whole_batch(output[0], count, total, self.data_groups) if output[0].dim() == 0 else output[0]
+            loss = loss_of_full_batch(output[0], count, total, self.data_groups) if output[0].dim() == 0 else output[0]
             return (loss, *output[1:])
         if output.get("loss") is None:
             return output
-        output["loss"] = loss_of_whole_batch(output["loss"], count, total, self.data_groups)
+        output["loss"] = loss_of_full_batch(output["loss"], count, total, self.data_groups)
         return output
 
 
@@ -124,7 +124,7 @@ def given_items(inputs: Any, device: torch.device) -> Tensor | None:
     return None if given is None else torch.as_tensor(given, dtype=torch.float64, device=device).reshape(())
 
 
-def loss_of_whole_batch(
+def loss_of_full_batch(
     loss: Tensor, count: Tensor, total: Tensor | None, groups: Sequence[dist.ProcessGroup]
 ) -> Tensor:
     """Return the entire batch's loss, the same on all data ranks, with the gradient of this rank's part.

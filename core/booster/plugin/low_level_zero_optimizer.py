@@ -13,12 +13,12 @@ from torch import nn
 
 from core.booster.checkpoint_io.checks import match_groups, packed_groups
 from core.booster.checkpoint_io.sharded_states import (
+    full_states,
     load_parts,
     of_all_stages,
     on_host,
     own_part,
     update_groups,
-    whole_states,
 )
 from core.booster.plugin.limit_agreement import check_limit
 from core.distributed import DistributedDataParallel, finalize_model_grads
@@ -47,11 +47,11 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         chunks: The engine's wrappers of the model.
         max_norm: The plugin's limit of the gradient norm; 0 for no clipping.
         cut: This rank's parts of the model.
-        whole_groups: Names in the full model of the parameters in each group of the user's optimizer.
+        full_groups: Names in the full model of the parameters in each group of the user's optimizer.
         verbose: True to print each step.
     """
 
-    clips_whole_gradient = True  # for wrappers around this one: its clipping includes the other ranks' parts
+    clips_full_gradient = True  # for wrappers around this one: its clipping includes the other ranks' parts
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         chunks: Sequence[DistributedDataParallel],
         max_norm: float,
         cut: CutModel,
-        whole_groups: Sequence[Sequence[str]],
+        full_groups: Sequence[Sequence[str]],
         *,
         verbose: bool = False,
     ) -> None:
@@ -70,9 +70,9 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         self.chunks = list(chunks)
         self.model = self.chunks[0]
         self.cut = cut
-        self.whole_groups = whole_groups
+        self.full_groups = full_groups
         self.param_names = {param: name for name, param in cut.parameters.items()}
-        self.name_of_number = list(itertools.chain.from_iterable(whole_groups))
+        self.name_of_number = list(itertools.chain.from_iterable(full_groups))
         number_of = {name: number for number, name in enumerate(self.name_of_number)}
         mine = itertools.chain.from_iterable(engine.user_params)
         self.numbers = [number_of[self.param_names[param]] for param in mine]  # number of each parameter here
@@ -232,7 +232,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             param: A parameter of the model.
         """
         self._make_ready()
-        return self.engine.whole_gradient(param, self._clip_once or 0.0)
+        return self.engine.full_gradient(param, self._clip_once or 0.0)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Update the parameters, or skip the step on all ranks if a gradient of any rank overflowed. Collective.
@@ -244,7 +244,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             raise TypeError("step() takes no closure: its backward would come after the gradients were reduced")
         self._make_ready()
         made = self.engine.apply(self.max_norm if self._clip_once is None else self._clip_once)
-        self.note_step(skipped=not made)
+        self.record_step(skipped=not made)
         if self.verbose and self.model.groups.rank("dp_cp") == 0:
             scale = 1.0 if self.scaler is None else self.scaler.value
             what = "made" if made else "skipped"
@@ -302,11 +302,11 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
     def packed_groups(self) -> list[dict[str, Any]]:
         """Return the groups with numbers and names of all parameters of the full model."""
-        return packed_groups(self.engine.param_groups, self.whole_groups)
+        return packed_groups(self.engine.param_groups, self.full_groups)
 
-    def whole_states(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def full_states(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield (number, state) of each parameter of the full model. Collective: every rank must exhaust it."""
-        joined = ((self.numbers[place], self._joined(place, state)) for place, state in whole_states(self.engine))
+        joined = ((self.numbers[place], self._joined(place, state)) for place, state in full_states(self.engine))
         yield from of_all_stages(joined, self.cut.groups.pp)
 
     def _joined(self, place: int, state: dict[str, Any]) -> dict[str, Any]:
@@ -349,7 +349,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
         Use Booster.save_optimizer(shard=True) for a state that does not fit on a rank.
         """
-        states = {number: on_host(state) for number, state in self.whole_states()}
+        states = {number: on_host(state) for number, state in self.full_states()}
         return {"state": states, "param_groups": plain_numbers(self.packed_groups())}
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:

@@ -202,7 +202,7 @@ class Bucket:
             if self.params[index].grad is grad:
                 self.step.lost = self.contracts[index].name
 
-    def _note_written(self) -> None:
+    def _record_written(self) -> None:
         """Mark parameters as used if user code wrote their gradient into the buffer directly."""
         pairs = zip(self.params, self.memory.views, strict=False)
         silent = [i for i, (param, view) in enumerate(pairs) if not self.used[i] and param.grad is view]
@@ -224,9 +224,9 @@ class Bucket:
         if 1 in step.accumulates:
             self._follow_drops(range(len(self.params)))
         if 0 in self.used:
-            self._note_written()
+            self._record_written()
         if memory.pool is not None:
-            self.attribute.note_dropped()
+            self.attribute.record_dropped()
             memory.borrow()
         without = None if step.sums else step.used_without
         watched = watched or memory.pool is not None
@@ -315,7 +315,7 @@ class Bucket:
     def next_microbatch(self) -> None:
         """Accumulate again; the next reduction adds to the shard."""
         self.wait()
-        self.attribute.note_dropped()
+        self.attribute.record_dropped()
         self.attribute.withdraw()
         self.step.state = BucketState.ACCUMULATING
         self.step.arrivals = [0] * len(self.params)
@@ -330,7 +330,7 @@ class Bucket:
                 "this step adds to gradients of an earlier finalize_model_grads, which are not saved; save before the "
                 "first finalize_model_grads of a step, or after optimizer.step()"
             )
-        self.attribute.note_dropped()
+        self.attribute.record_dropped()
         self.attribute.withdraw()
         return self.memory.owned_grad.clone() if self.step.sums else None
 

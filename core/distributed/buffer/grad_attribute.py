@@ -168,7 +168,7 @@ class GradAttribute:
         dropped = self.params[index].grad is not placeholder or placeholder.zeroed
         return dropped and not self.collected[index]
 
-    def note_dropped(self) -> str | None:
+    def record_dropped(self) -> str | None:
         """Return the first parameter whose gradient was dropped by the user after it was collected in this step."""
         if 1 in self.collected and not self._untouched(self.placeholders):
             for index, placeholder in enumerate(self.placeholders):

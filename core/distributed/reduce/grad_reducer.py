@@ -426,7 +426,7 @@ class GradReducer:
 
     def _spoilt(self) -> list[str]:
         """Return messages about gradients dropped or added to too late. Checked last, because a loop may zero both."""
-        dropped = [bucket.attribute.note_dropped() for bucket in self.buckets]
+        dropped = [bucket.attribute.record_dropped() for bucket in self.buckets]
         lost = next((bucket.step.lost for bucket in self.buckets if bucket.step.lost is not None), None)
         if lost is not None and self.gradients > 0:
             return [

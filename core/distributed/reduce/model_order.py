@@ -100,7 +100,7 @@ class ModelOrder:
                 rank, size = dist.get_rank(control), dist.get_world_size(control)
                 self._questions = dist.ProcessGroupGloo(store, rank, size, timeout=timeout_of(control))
             begun = self._largest([*begun, *self._gone(models)])
-            self._note_gone(begun[self.wraps :])
+            self._record_gone(begun[self.wraps :])
         for number, reducer in models.items():
             if begun[number] and (self.living is None or number in self.living):
                 reducer.start()
@@ -118,7 +118,7 @@ class ModelOrder:
         models = self._alive()
         own = next(number for number, other in models.items() if other is reducer)
         most, minus_least, *gone = self._largest([own, -own, *self._gone(models)])
-        self._note_gone(gone)
+        self._record_gone(gone)
         if most == -minus_least:
             return None
         turns = self._largest([own if rank == dist.get_rank() else 0 for rank in self.ranks])
@@ -135,7 +135,7 @@ class ModelOrder:
     def _gone(self, models: dict[int, Reducer]) -> list[bool]:
         return [number not in models for number in range(self.wraps)]
 
-    def _note_gone(self, gone: Sequence[int]) -> None:
+    def _record_gone(self, gone: Sequence[int]) -> None:
         self.living = {number for number, is_gone in enumerate(gone) if not is_gone}
         for each in self._alive().values():
             each.count_other_models()

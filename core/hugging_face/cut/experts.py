@@ -104,8 +104,8 @@ class ExpertsForward(SeamForward):
         self.num_experts: int = experts.num_experts
         experts.num_experts //= groups.size("ep")
         self.dispatcher = AllToAllTokenDispatcher(self.num_experts, type(groups)(ep=groups.ep))
-        whole_experts = groups.size("expt_tp") == 1
-        self.share = (groups.rank("tp"), groups.size("tp")) if whole_experts else (0, 1)
+        full_experts = groups.size("expt_tp") == 1
+        self.share = (groups.rank("tp"), groups.size("tp")) if full_experts else (0, 1)
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the weighted sum of each token's experts."""

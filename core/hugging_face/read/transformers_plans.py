@@ -135,7 +135,7 @@ class _Reader:
         # A second parameter of an embedding is indexed by token id too, and would point to the wrong row in a rank's
         # part of the vocabulary. Such embeddings and their ties stay unsplit.
         embeddings: list[Any] = [self.modules[n] for n, style in self.styles.items() if style.before == "vocabulary"]
-        self.whole_weights = {id(each.weight) for each in embeddings if len(list(each.parameters(recurse=False))) > 1}
+        self.full_weights = {id(each.weight) for each in embeddings if len(list(each.parameters(recurse=False))) > 1}
 
     def plan(self) -> Plan:
         """Build the plan from the rules."""
@@ -173,7 +173,7 @@ class _Reader:
 
     def _seam(self, name: str, module: nn.Module) -> Seam | None:
         word, how = self.words.get(name), self.styles.get(name, Style())
-        if word is None or not (how.before or how.after) or id(getattr(module, "weight", None)) in self.whole_weights:
+        if word is None or not (how.before or how.after) or id(getattr(module, "weight", None)) in self.full_weights:
             return None
         heads = self._count_of_heads(name.rpartition(".")[0]) if how.after == "select" else 0
         tail = self._rope_features(name) if how.after == "copy tail" else 0
@@ -185,7 +185,7 @@ class _Reader:
         """Return a parameter's cut, by its own or its module's rule; and True if unsplit with a partial gradient."""
         own = _rule_for(name, self.rules)
         word = own or self.words.get(owner)
-        if word is None or id(getattr(self.modules[owner], "weight", None)) in self.whole_weights:
+        if word is None or id(getattr(self.modules[owner], "weight", None)) in self.full_weights:
             return None, False
         style, shape = style_of(self.family, name if own else owner, word), tuple(parameter.shape)
         cut = cut_of(style, name, shape, named=own is not None)

@@ -191,7 +191,7 @@ class Muon(torch.optim.Optimizer):
         layout, whole = gathering.layout, gathering.wait()
         triples = coefficients_of(group["coefficient_type"], group["ns_steps"])
         if layout.qkv_rows is None:
-            rows, columns = whole_shape(whole, layout)
+            rows, columns = full_shape(whole, layout)
             update = orthogonalize(whole, triples) * shape_factor(group["scale_mode"], rows, columns)
         else:
             update = orthogonalize_qkv(whole, layout.qkv_rows, triples, group["scale_mode"])
@@ -256,7 +256,7 @@ def part_of(whole: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
     return sections.select(dim + 1, rank).reshape(shape)
 
 
-def whole_shape(whole: torch.Tensor, layout: MatrixLayout) -> tuple[int, int]:
+def full_shape(whole: torch.Tensor, layout: MatrixLayout) -> tuple[int, int]:
     """Return (rows, columns) of a matrix without padding. Padding has no gradient and does not affect the update.
 
     Args:

@@ -65,7 +65,7 @@ class FlatParameters:
                 param.data = param.data.clone()
         move_to([self.homes[i] for i in away], [self.params[i] for i in away])
 
-    def note_written(self) -> None:
+    def record_written(self) -> None:
         """Mark the parameters as changed, so that autograd rejects graphs from before the step."""
         increment_version(self.params)
 

@@ -286,7 +286,7 @@ class BucketMasters:
             if segment.storage is not None:
                 segment.storage.take_edits()
 
-    def note_spent(self, factors: Mapping[str | None, float], loss_scale: float) -> None:
+    def record_spent(self, factors: Mapping[str | None, float], loss_scale: float) -> None:
         """Record that a step has used the bucket's gradients, and the factors that it applied to them in memory.
 
         Gradients that are stepped in place are multiplied in memory by the step, others are not. If the user keeps the
@@ -310,10 +310,10 @@ class BucketMasters:
 
         self.bucket.step.owed, self.bucket.step.pending_scale = owed, 1.0
 
-    def note_written(self) -> None:
+    def record_written(self) -> None:
         """Mark the parameters as changed for autograd."""
         if self.flat is not None:
-            self.flat.note_written()
+            self.flat.record_written()
 
     # -- cutting segments -------------------------------------------------------------------------------------------
 

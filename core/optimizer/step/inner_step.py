@@ -79,7 +79,7 @@ class InnerStep:
         for masters, factor in pairs:
             for wave in () if self.at_once else masters.waves:
                 self._step([(segment, factor[segment.norm_group]) for segment in wave if segment.live], scratch)
-            masters.note_written()
+            masters.record_written()
             if masters.tier is not None:
                 masters.keep_moments(self.optimizer.state)
 

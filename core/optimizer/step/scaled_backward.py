@@ -130,7 +130,7 @@ class ScaleWatch:
         if not self.in_pipeline and lacks_scale(self.scaler()) and self.unscaled is None:
             self.unscaled = f"the gradient of {bucket.contracts[index].name!r}"
 
-    def note_loss(self) -> None:
+    def record_loss(self) -> None:
         """Check a loss whose backward a pipeline's runner starts unscaled. The user's function may have scaled it."""
         scaler = self.scaler()
         if scaler is not None and scaler.value != 1.0 and not (scaler.has_scaled or scaler.is_by_hand):

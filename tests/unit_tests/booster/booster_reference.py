@@ -113,7 +113,7 @@ def run_steps(
     return norms
 
 
-def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """The plain module's weights by name, gathered. Collective."""
     plain = model.unwrap() if hasattr(model, "unwrap") else model
     if hasattr(model, "gathered"):
@@ -128,7 +128,7 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_same_training(model: nn.Module, reference: nn.Module, bound: float, start: nn.Module | None = None) -> None:
     """Every weight within `bound`, of a reference that has moved by far more."""
     before = dict((new_model() if start is None else start).named_parameters())
-    ours = whole_weights(model)
+    ours = full_weights(model)
     wanted = dict(reference.named_parameters())
     assert ours.keys() == wanted.keys()
     for name, want in wanted.items():

@@ -23,11 +23,11 @@ from tests.unit_tests.booster.booster_reference import (
     BOUNDS,
     MAX_NORM,
     assert_same_training,
+    full_weights,
     mean_loss,
     new_model,
     new_optimizer,
     train,
-    whole_weights,
 )
 from tests.unit_tests.booster.booster_reference import trained_on_one_process as on_one_process
 from tests.unit_tests.ranks import ranks
@@ -297,7 +297,7 @@ def test_fp8_trains_under_both_plugins_near_exact_training(rank: int, world: int
         exact.zero_grad()
         reference(torch.cat(data)).sub(1).square().mean().backward()
         exact.step()
-    weights = whole_weights(boosted).values()
+    weights = full_weights(boosted).values()
     for got, want, start in zip(weights, reference.parameters(), model_of().parameters(), strict=True):
         assert (got - want).norm() < 0.15 * (want - start).norm()
 
@@ -419,11 +419,11 @@ def test_adapters_train_and_are_saved_for_peft(rank: int, world: int, tmp_path: 
     model = booster.enable_lora(new_model(), lora_config=config)
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
     boosted, optimizer, *_ = booster.boost(model, optimizer)
-    before = {name: weight.clone() for name, weight in whole_weights(boosted).items()}
+    before = {name: weight.clone() for name, weight in full_weights(boosted).items()}
     inputs, targets = batch(rank, 0, torch.float32)
     booster.backward(mean_loss(boosted(inputs), targets), optimizer)
     optimizer.step()
-    after = whole_weights(boosted)
+    after = full_weights(boosted)
     changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
     assert changed == {name for name in after if "lora_" in name}
     booster.save_lora_as_pretrained(boosted, folder)

@@ -18,13 +18,13 @@ from core.checkpoint.weights import sharded
 from tests.unit_tests.booster.booster_reference import (
     BOUNDS,
     assert_same_training,
+    full_weights,
     mean_loss,
     new_model,
     new_optimizer,
     run_steps,
     train,
     trained_on_one_process,
-    whole_weights,
 )
 from tests.unit_tests.booster.test_booster_training import PLUGINS, new_plugin
 from tests.unit_tests.ranks import ranks
@@ -100,7 +100,7 @@ def test_torch_alone_reads_the_files_and_the_booster_reads_torchs(rank: int, wor
     plain.load_state_dict(torch.load(folder / "model", weights_only=True))
     plain_optimizer.load_state_dict(torch.load(folder / "optimizer", weights_only=True))
     assert [group["lr"] for group in plain_optimizer.param_groups] == [0.2, 0.45]
-    ours = whole_weights(model)
+    ours = full_weights(model)
     assert all(torch.equal(ours[name], param) for name, param in plain.named_parameters())
     if rank == 0:
         torch.save(plain.state_dict(), folder / "theirs")
@@ -124,7 +124,7 @@ def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(rank: int,
     for plugin in PLUGINS:
         booster = Booster(plugin=new_plugin(plugin))
         model, *_ = booster.boost(new_model(), None, mean_loss)
-        wanted = whole_weights(model)
+        wanted = full_weights(model)
         wanted = {name: weight.clone() for name, weight in wanted.items()}
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(sharded, "write", lambda *a, **k: (time.sleep(0.3), write(*a, **k)))
@@ -246,7 +246,7 @@ def test_of_two_kinds_of_files_safetensors_are_meant_unless_both_are_ours(tmp_pa
 def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     booster = Booster(device="cpu")
     model, optimizer, *_ = booster.boost(*(lambda m: (m, new_optimizer(m)))(new_model()))
-    before = {name: weight.clone() for name, weight in whole_weights(model).items()}
+    before = {name: weight.clone() for name, weight in full_weights(model).items()}
     torch.save({**model.unwrap().state_dict(), "extra": torch.ones(1)}, tmp_path / "more")
     torch.save({**other_start().state_dict(), "second.weight": torch.ones(3, 3)}, tmp_path / "shape")
     torch.save({"first.weight": torch.ones(7, 5)}, tmp_path / "less")
@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> 
                         ("less", "lacks 6 names.*'first.bias'")):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             booster.load_model(model, tmp_path / name)
-    assert all(torch.equal(before[name], now) for name, now in whole_weights(model).items())
+    assert all(torch.equal(before[name], now) for name, now in full_weights(model).items())
     booster.load_model(model, tmp_path / "less", strict=False)
     assert (model.unwrap().first.weight == 1).all()
     with pytest.raises(ValueError, match="is a directory"):
@@ -286,11 +286,11 @@ def test_strict_and_gather_dtensor_are_honoured(rank: int, world: int, tmp_path:
     dist.barrier()
     booster = Booster(plugin=new_plugin(plugin))
     model, *_ = booster.boost(new_model())
-    before = whole_weights(model)["first.weight"].clone()
+    before = full_weights(model)["first.weight"].clone()
     with pytest.raises(ValueError, match="lacks 6 names"):
         booster.load_model(model, folder / "less")
     booster.load_model(model, folder / "less", strict=False)
-    after = whole_weights(model)
+    after = full_weights(model)
     assert (after["second.weight"] == 1).all() and torch.equal(after["first.weight"], before)
     if plugin == "torch_fsdp":
         with pytest.raises(ValueError, match="gather_dtensor=False would write one rank's shards"):
@@ -464,10 +464,10 @@ def test_hugging_face_reads_the_directory(rank: int, world: int, tmp_path: Path,
         assert tied == (name == "bin"), "Hugging Face writes a tied weight once"
         if name == "safe":  # Hugging Face no longer reads torch's files
             theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / name)
-            ours = whole_weights(model)
+            ours = full_weights(model)
             assert all(torch.equal(ours[key], param) for key, param in theirs.named_parameters())
         fresh, *_ = booster.boost(transformers.GPT2LMHeadModel(config))
         booster.load_model(fresh, folder / name)
-        reloaded = whole_weights(fresh)
-        assert all(torch.equal(reloaded[key], weight) for key, weight in whole_weights(model).items())
+        reloaded = full_weights(fresh)
+        assert all(torch.equal(reloaded[key], weight) for key, weight in full_weights(model).items())
         assert fresh.unwrap().lm_head.weight is fresh.unwrap().transformer.wte.weight

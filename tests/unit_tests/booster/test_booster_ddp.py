@@ -9,7 +9,7 @@ from torch import nn
 from core.booster import Booster
 from core.booster.plugin import TorchDDPPlugin
 from core.booster.plugin import torch_ddp_plugin as plugin_file
-from tests.unit_tests.booster.booster_reference import new_model, train, trained_on_one_process, whole_weights
+from tests.unit_tests.booster.booster_reference import full_weights, new_model, train, trained_on_one_process
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import batch
 
@@ -130,7 +130,7 @@ def test_training_in_8_bit_gradients_stays_near_exact_training(rank: int, world:
     model, _, _ = train(Booster(plugin=TorchDDPPlugin(fp8_communication=True)), rank, 2, True)
     reference, _ = trained_on_one_process(world, 2, True)
     start = dict(new_model().named_parameters())
-    for (name, ours), want in zip(whole_weights(model).items(), reference.parameters(), strict=True):
+    for (name, ours), want in zip(full_weights(model).items(), reference.parameters(), strict=True):
         assert (ours - want).norm() < 0.2 * (want - start[name]).norm(), name
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.unit_tests.booster.booster_reference import whole_weights
+from tests.unit_tests.booster.booster_reference import full_weights
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import ROOT, run_page
 
@@ -48,7 +48,7 @@ def test_the_page_on_the_booster_does_what_it_says(rank: int, world: int) -> Non
     assert float(names["grad_norm"]) == pytest.approx(float(norm), rel=1e-4) and norm > 1.0
     start = dict(names["new_model"]().named_parameters())
     for model in (names["model"], names["model_again"]):
-        ours = whole_weights(model)
+        ours = full_weights(model)
         for name, want in reference.named_parameters():
             torch.testing.assert_close(ours[name], want, atol=1e-5, rtol=1e-5)
             assert (want - start[name]).abs().max() > 3e-4

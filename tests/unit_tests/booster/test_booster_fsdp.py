@@ -25,13 +25,13 @@ from tests.unit_tests.booster.booster_reference import (
     MAX_NORM,
     STEPS,
     assert_same_training,
+    full_weights,
     mean_loss,
     new_model,
     new_optimizer,
     run_steps,
     train,
     trained_on_one_process,
-    whole_weights,
 )
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import batch
@@ -245,14 +245,14 @@ def test_an_overflow_in_one_rank_s_shard_skips_the_step_of_all(rank: int, world:
     booster = Booster(mixed_precision="fp16", plugin=TorchFSDPPlugin())
     model = new_model()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    before = whole_weights(model)
+    before = full_weights(model)
     booster.backward(model(torch.ones(2, 5)).float().sum() * 1e-3, optimizer)
     if rank == 1:
         first = next(param for param in model.parameters() if param.grad.to_local().numel())
         first.grad.to_local().view(-1)[0] = torch.inf
     optimizer.step()
     assert optimizer.found_inf and optimizer.scaler.value == 2.0**15
-    assert all(torch.equal(before[name], now) for name, now in whole_weights(model).items())
+    assert all(torch.equal(before[name], now) for name, now in full_weights(model).items())
 
 
 @ranks(2)
@@ -297,7 +297,7 @@ def test_a_model_on_the_meta_device_is_given_values(rank: int, world: int, own: 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plugin = TorchFSDPPlugin(param_init_fn=init if own else None)
     model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
-    weights = whole_weights(model)
+    weights = full_weights(model)
     assert all(param.device.type == "cpu" for param in model.parameters())
     assert (weights["second.weight"] == 0.25).all() == own
     assert (weights["norm.weight"] == (0.25 if own else 1.0)).all()
@@ -330,7 +330,7 @@ def test_sync_module_states_begins_with_rank_0s_values(rank: int, world: int, sy
         else (contextlib.nullcontext())
     ):
         _, model, _ = boosted(model, sync_module_states=sync)
-    values = {value for weight in whole_weights(model).values() for value in weight.flatten().tolist()}
+    values = {value for weight in full_weights(model).values() for value in weight.flatten().tolist()}
     assert values == ({0.0} if sync else {0.0, 1.0})
     assert model.unwrap().table.tolist() == [0.0 if sync else float(rank)] * 3
 
@@ -349,7 +349,7 @@ def test_no_sync_of_fsdp_reduces_nothing(rank: int, world: int) -> None:
 @ranks(2, 3)
 def test_fp8_communication_rounds_parameters_and_gradients_within_bounds(rank: int, world: int) -> None:
     booster, model, optimizer = boosted(nn.Linear(40, 20, bias=False), fp8_communication=True)
-    exact = whole_weights(model)["weight"]
+    exact = full_weights(model)["weight"]
     inputs = torch.randn(6, 40, generator=torch.Generator().manual_seed(rank))
     seen = []
     model.unwrap().register_forward_pre_hook(lambda module, _: seen.append(module.weight.detach().clone()))

@@ -10,12 +10,12 @@ from tests.unit_tests.booster.booster_reference import (
     BOUNDS,
     MAX_NORM,
     assert_same_training,
+    full_weights,
     mean_loss,
     new_model,
     one_backward,
     train,
     trained_on_one_process,
-    whole_weights,
 )
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import batch
@@ -142,4 +142,4 @@ def test_nanogpts_switch_accumulates_under_every_plugin(rank: int, world: int, p
             (mean_loss(expected(inputs), targets) / world).backward()
     for name, param in expected.named_parameters():
         assert param.grad.norm() > 1e-3, name
-        torch.testing.assert_close(whole_weights(model)[name].float(), param.detach() - 0.1 * param.grad)
+        torch.testing.assert_close(full_weights(model)[name].float(), param.detach() - 0.1 * param.grad)

@@ -12,7 +12,7 @@ from core import parallel_state
 from core.booster import Booster
 from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
-from tests.unit_tests.booster.booster_reference import new_model, whole_weights
+from tests.unit_tests.booster.booster_reference import full_weights, new_model
 from tests.unit_tests.booster.test_low_level_zero import TINY_BUCKETS
 from tests.unit_tests.booster.test_low_level_zero_training import assert_equal_training, both_ways, grouped, net_loss
 from tests.unit_tests.ranks import ranks
@@ -105,7 +105,7 @@ def test_16_bit_weights_are_stepped_in_one_call_too(rank: int, world: int, name:
     for ours, theirs in zip(made[1].param_groups, made[0].param_groups, strict=True):
         assert theirs["squares"] > 2
         assert ours["squares"] == pytest.approx(theirs["squares"], rel=3e-2)
-    weights = whole_weights(model)
+    weights = full_weights(model)
     for key, want in reference.named_parameters():
         torch.testing.assert_close(weights[key].double(), want, atol=2e-2, rtol=2e-2)
 

@@ -18,7 +18,7 @@ from core.booster.plugin import GeminiPlugin
 from core.distributed import MemStats, Placement
 from core.distributed.sharded.eviction import Budget
 from core.distributed.sharded.param_unit import KeepUnsharded
-from tests.unit_tests.booster.booster_reference import whole_weights
+from tests.unit_tests.booster.booster_reference import full_weights
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.booster.test_gemini_placement import Files, boosted, layers, losses_of
 from tests.unit_tests.booster.test_low_level_zero_options import over_sockets
@@ -72,7 +72,7 @@ def auto(precision: str, folder: Path, budget: int, **options: Any) -> tuple[Boo
 def check_budgets(rank: int, folder: Path, precision: str) -> None:
     booster, model, optimizer = boosted(precision)
     wanted = steps(booster, model, optimizer, rank, range(4))
-    weights = whole_weights(model)
+    weights = full_weights(model)
     booster, model, optimizer = auto(precision, folder, 10**9)
     assert model.memstats is None
     grads, whole = sizes(model)
@@ -99,7 +99,7 @@ def check_budgets(rank: int, folder: Path, precision: str) -> None:
                 assert first * 3 > watch.count or percent == 30, "the first step keeps least"
             else:
                 assert (first, watch.count) == (counts[-1] // 3, counts[-1]), "no warm-up with an earlier run's numbers"
-            ours = whole_weights(model)
+            ours = full_weights(model)
             assert all(torch.equal(ours[name], weight) for name, weight in weights.items())
     said = f"budget of {grads + stats.non_model_bytes + whole} bytes: {grads} of gradients, {stats.non_model_bytes} of"
     assert said in model.module.describe() and f"{whole} for unsharded buckets" in model.module.describe()

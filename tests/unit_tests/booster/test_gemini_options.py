@@ -17,7 +17,7 @@ from core.booster.mixed_precision.fp8 import why_not
 from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from core.booster.plugin.chunk_search import search_chunk_size
 from core.distributed import MemStats
-from tests.unit_tests.booster.booster_reference import mean_loss, new_model, new_optimizer, one_backward, whole_weights
+from tests.unit_tests.booster.booster_reference import full_weights, mean_loss, new_model, new_optimizer, one_backward
 from tests.unit_tests.booster.test_gemini import SCALE, TINY_CHUNKS, check
 from tests.unit_tests.booster.test_low_level_zero_options import over_sockets
 from tests.unit_tests.ranks import ranks
@@ -145,7 +145,7 @@ def test_the_loss_scale_follows_all_of_its_options(rank: int, world: int) -> Non
         optimizer.step()
         assert optimizer.found_inf == overflow
         scales.append(optimizer.scaler.value)
-        weights.append(whole_weights(model)["weight"].item())
+        weights.append(full_weights(model)["weight"].item())
     assert scales == [64.0, 256.0, 256.0, 512.0, 512.0, 512.0, 128.0, 32.0, 8.0, 8.0]
     assert weights == [0.875, 0.75, 0.625, *[0.5] * 7]
     assert GeminiPlugin().scaler_options["initial_scale"] == 2**16
@@ -166,7 +166,7 @@ def test_the_norm_type_is_that_of_the_clipped_norm(rank: int, world: int) -> Non
         one_backward(booster, model, optimizer, rank)
         optimizer.step()
         assert optimizer.get_grad_norm() == pytest.approx(norm, rel=1e-6) and norm > 2 * limit
-        ours = whole_weights(model)
+        ours = full_weights(model)
         for name, theirs in reference.named_parameters():
             torch.testing.assert_close(ours[name].double(), theirs, atol=1e-6, rtol=1e-6)
 
@@ -192,7 +192,7 @@ def test_8_bit_products_give_the_bits_of_stage_2_or_are_refused_by_name(rank: in
                 x = torch.randn(32, 32, generator=torch.Generator().manual_seed(10 * step + rank))
                 booster.backward(model(x).float().square().mean(), optimizer)
                 optimizer.step()
-            found.append(whole_weights(model))
+            found.append(full_weights(model))
     fp8, stage2, bf16 = found
     assert len(fp8) == 4 and all(torch.equal(fp8[name], weight) for name, weight in stage2.items())
     moved = [(fp8[name] - value).norm() for name, value in start.state_dict().items()]
@@ -216,7 +216,7 @@ def test_without_master_weights_nothing_is_kept_in_fp32_and_small_updates_vanish
             booster.backward(-model(torch.ones(1, 4)).float().sum(), optimizer)
             optimizer.step()
         # 8 steps of 2**-10 are one of bf16's, 2**-7; each alone is rounded away.
-        assert whole_weights(model)["weight"].unique().tolist() == [1 + 2.0**-7 if masters else 1.0]
+        assert full_weights(model)["weight"].unique().tolist() == [1 + 2.0**-7 if masters else 1.0]
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from core.distributed.wire.shared_memory import HostMemory
 from core.groups.agree import SyncError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit_tests import ranks as pool
-from tests.unit_tests.booster.booster_reference import whole_weights
+from tests.unit_tests.booster.booster_reference import full_weights
 from tests.unit_tests.booster.test_booster_checkpoint import shared
 from tests.unit_tests.booster.test_gemini import TINY_CHUNKS
 from tests.unit_tests.ranks import LOOPBACK, ranks
@@ -108,7 +108,7 @@ def check_grid(rank: int, folder: Path, precision: str, fractions: tuple[float, 
         parallel_state.initialize_model_parallel()  # else each boost makes groups, with nine threads that wake
     booster, model, optimizer = boosted(precision)
     wanted = losses_of(booster, model, optimizer, rank)
-    weights = whole_weights(model)
+    weights = full_weights(model)
     total, of_states = sum(t.nbytes for t in shards(model)), sum(t.nbytes for t in states(optimizer))
     of_grads = sum(t.nbytes for t in grads(model))
     largest = max(t.nbytes for t in shards(model))
@@ -123,7 +123,7 @@ def check_grid(rank: int, folder: Path, precision: str, fractions: tuple[float, 
         )
         case = f"shard {shard}, optim {optim}, param {param}"
         assert losses_of(booster, model, optimizer, rank) == wanted, case
-        ours = whole_weights(model)
+        ours = full_weights(model)
         assert all(torch.equal(ours[name], weight) for name, weight in weights.items()), case
         files = Files(folder)
         params, moments = files.bytes_of(shards(model)), files.bytes_of(states(optimizer))
@@ -321,7 +321,7 @@ def fill_a_disk(rank: int, folder: str) -> None:
     for options in ({}, offload):
         booster, model, optimizer = wide(80_000, **options)
         losses = losses_of(booster, model, optimizer, rank, 1)
-        found.append((losses, whole_weights(model)))
+        found.append((losses, full_weights(model)))
     (wanted, weights), (losses, ours) = found
     assert losses == wanted and all(torch.equal(ours[name], weight) for name, weight in weights.items())
     with pytest.raises(SyncError, match=r"rank \d.*could not be reserved in .*No space left on device"):

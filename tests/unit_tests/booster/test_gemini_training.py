@@ -19,13 +19,13 @@ from core.pipeline_parallel import gpt_stages
 from tests.unit_tests.booster.booster_reference import (
     MAX_NORM,
     assert_same_training,
+    full_weights,
     mean_loss,
     new_model,
     new_optimizer,
     run_steps,
     train,
     trained_on_one_process,
-    whole_weights,
 )
 from tests.unit_tests.booster.test_booster_checkpoint import other_start, shared
 from tests.unit_tests.booster.test_gemini import new_booster
@@ -88,7 +88,7 @@ def test_adapters_alone_are_trained_and_the_base_is_sharded(rank: int, world: in
         booster.backward(net_loss(model, rank, step), optimizer)
         optimizer.step()
     assert_equal_training(model, reference, start)
-    changed = {name for name, weight in whole_weights(model).items()
+    changed = {name for name, weight in full_weights(model).items()
                if not torch.equal(weight, dict(start.named_parameters())[name])}  # fmt: skip
     assert len(changed) == 4 and all("lora_" in name for name in changed)
     units = model.module.engine.params.units
@@ -189,14 +189,14 @@ def test_a_model_on_the_meta_device_is_made_shard_by_shard(rank: int, world: int
         with torch.no_grad():
             plain.apply(fill)
         start = copy.deepcopy(plain)
-        weights = whole_weights(model)
+        weights = full_weights(model)
         assert all(torch.equal(weights[name], param) for name, param in plain.named_parameters())
         x = torch.ones(4, 64)
         booster.backward(model(x).float().square().mean(), optimizer)
         optimizer.step()
         (plain(x.to(dtype)).float().square().mean()).backward()
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
-        for name, weight in whole_weights(model).items():
+        for name, weight in full_weights(model).items():
             bound = 1e-6 if precision == "fp32" else 4e-3  # a bit of bf16
             torch.testing.assert_close(weight, dict(plain.named_parameters())[name], atol=bound, rtol=bound)
             assert not torch.equal(weight, dict(start.named_parameters())[name])
@@ -260,7 +260,7 @@ def load_bit_for_bit(rank: int, world: int, folder: Path) -> None:
         model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1.0))
         booster.load_model(model, folder / f"model{shard}")
         booster.load_optimizer(optimizer, folder / f"optimizer{shard}")
-        assert all(torch.equal(value, saved[name]) for name, value in whole_weights(model).items())
+        assert all(torch.equal(value, saved[name]) for name, value in full_weights(model).items())
         ours = optimizer.state_dict()["state"]
         assert ours.keys() == state.keys() == set(range(7))
         for number, values in state.items():
@@ -287,13 +287,13 @@ def test_hugging_face_reads_the_directory_and_tied_weights_stay_tied(rank: int, 
     booster.save_model(model, folder / "safe", shard=True, size_per_shard=0.01, use_safetensors=True)
     booster.save_model(model, folder / "whole.safetensors", use_safetensors=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "safe")
-    weights = whole_weights(model)
+    weights = full_weights(model)
     assert all(torch.equal(weights[key], param) for key, param in theirs.named_parameters())
     for path in ("safe", "whole.safetensors"):
         other = transformers.GPT2LMHeadModel(config)
         fresh, *_ = booster.boost(other, torch.optim.SGD(other.parameters(), lr=0.1))
         booster.load_model(fresh, folder / path)
-        loaded = whole_weights(fresh)
+        loaded = full_weights(fresh)
         assert all(torch.equal(loaded[key], value) for key, value in weights.items())
         assert fresh.unwrap().lm_head.weight is fresh.unwrap().transformer.wte.weight
 
@@ -312,7 +312,7 @@ def test_a_file_that_does_not_fit_on_one_rank_is_refused_on_all(rank: int, world
 def test_a_load_makes_no_rank_have_the_whole_model(rank: int, world: int, tmp_path: Path) -> None:
     booster = new_booster()
     model, optimizer, _ = train(booster, rank, steps=range(1))
-    wanted = {name: weight.clone() for name, weight in whole_weights(model).items()}
+    wanted = {name: weight.clone() for name, weight in full_weights(model).items()}
     folder = shared(tmp_path)
     booster.save_model(model, folder / "model", shard=True, size_per_shard=2e-4)
     run_steps(booster, model, optimizer, mean_loss, rank, steps=range(1, 2))
@@ -321,4 +321,4 @@ def test_a_load_makes_no_rank_have_the_whole_model(rank: int, world: int, tmp_pa
         booster.load_model(model, folder / "model")
         with pytest.raises(SyncError, match="cannot be written"), torch.no_grad():
             model.unwrap().first.weight.copy_(torch.ones(7, 5))
-    assert all(torch.equal(weight, wanted[name]) for name, weight in whole_weights(model).items())
+    assert all(torch.equal(weight, wanted[name]) for name, weight in full_weights(model).items())

@@ -21,7 +21,7 @@ from core.booster.plugin import (
     TorchFSDPPlugin,
 )
 from core.verify.in_double import InDouble
-from tests.unit_tests.booster.booster_reference import whole_weights
+from tests.unit_tests.booster.booster_reference import full_weights
 from tests.unit_tests.hugging_face.models import small, tokens
 from tests.unit_tests.ranks import ranks
 
@@ -165,7 +165,7 @@ def check(case: Case) -> None:
             assert total == pytest.approx(expected[step], abs=1e-8), f"{case}: step {step}"
         start = dict(built(case).named_parameters())
         of_torch = case.plugin in OF_TORCH
-        for name, value in whole_weights(model).items() if of_torch else booster.checkpoint_io.model_tensors(model):
+        for name, value in full_weights(model).items() if of_torch else booster.checkpoint_io.model_tensors(model):
             if name in start:
                 wanted = reference.get_parameter(name).detach()
                 torch.testing.assert_close(

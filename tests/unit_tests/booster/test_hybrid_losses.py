@@ -24,9 +24,9 @@ from core.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from core.booster.plugin.label_mean import loss_of_whole_batch
+from core.booster.plugin.label_mean import loss_of_full_batch
 from core.verify.in_double import InDouble
-from tests.unit_tests.booster.booster_reference import own_loss, sequence, whole_weights
+from tests.unit_tests.booster.booster_reference import full_weights, own_loss, sequence
 from tests.unit_tests.hugging_face.models import VOCABULARY, small, tokens
 from tests.unit_tests.ranks import ranks
 
@@ -148,7 +148,7 @@ def assert_trained(booster: Booster, model: Any, reference: Any, kind: str) -> N
     start = dict(built(kind).named_parameters())
     moved = []
     of_torch = isinstance(booster.plugin, (TorchDDPPlugin, TorchFSDPPlugin))
-    for name, value in whole_weights(model).items() if of_torch else booster.checkpoint_io.model_tensors(model):
+    for name, value in full_weights(model).items() if of_torch else booster.checkpoint_io.model_tensors(model):
         if name in start:
             wanted = reference.get_parameter(name).detach()
             torch.testing.assert_close(value.to(wanted), wanted, rtol=1e-7, atol=1e-9)
@@ -436,7 +436,7 @@ def test_a_compiled_loss_over_all_ranks_labels_has_the_same_value_and_no_warning
     """Users of torch.compile: the exchange of labels was traced up to its watch's clock, with a warning a graph."""
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        return loss_of_whole_batch((x * 2).sum(), torch.tensor(rank + 1.0).double(), None, [dist.group.WORLD])
+        return loss_of_full_batch((x * 2).sum(), torch.tensor(rank + 1.0).double(), None, [dist.group.WORLD])
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Dynamo")

@@ -13,12 +13,12 @@ from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from tests.unit_tests.booster.booster_reference import (
     BOUNDS,
     assert_same_training,
+    full_weights,
     mean_loss,
     new_optimizer,
     run_steps,
     train,
     trained_on_one_process,
-    whole_weights,
 )
 from tests.unit_tests.booster.test_booster_checkpoint import FORMS, other_start, save, shared
 from tests.unit_tests.booster.test_booster_training import new_plugin as new_other_plugin
@@ -48,7 +48,7 @@ def goes_on(name: str, rank: int, world: int, folder: Path, saved: dict[str, tor
     model, optimizer, criterion, _, _ = booster.boost(model, optimizer, mean_loss)
     booster.load_model(model, folder / "model")
     booster.load_optimizer(optimizer, folder / "optimizer")
-    loaded = whole_weights(model)
+    loaded = full_weights(model)
     assert all(torch.equal(loaded[key], value) for key, value in saved.items())
     run_steps(booster, model, optimizer, criterion, rank, steps=range(3, 5))
     assert_same_training(model, trained_on_one_process(world, 1, False)[0], BOUNDS["fp32"])
@@ -60,7 +60,7 @@ def check_pair(writer: str, reader: str, rank: int, world: int, folder: Path, fo
     for form in forms:
         save(booster, model, optimizer, folder / form, form)
     booster.checkpoint_io.synchronize()
-    saved = {name: weight.clone() for name, weight in whole_weights(model).items()}
+    saved = {name: weight.clone() for name, weight in full_weights(model).items()}
     for form in forms:
         goes_on(reader, rank, world, folder / form, saved)
 
@@ -90,7 +90,7 @@ def test_replicated_shards_are_written_once(rank: int, world: int, tmp_path: Pat
     booster = Booster(plugin=new_plugin("zero2", extra_dp_size=2))
     model, optimizer, _ = train(booster, rank, steps=range(3))
     save(booster, model, optimizer, folder, "shards")
-    saved = {name: weight.clone() for name, weight in whole_weights(model).items()}
+    saved = {name: weight.clone() for name, weight in full_weights(model).items()}
     goes_on("zero1", rank, world, folder, saved)
 
 
@@ -125,7 +125,7 @@ def test_16_bit_training_resumes_bit_for_bit(rank: int, world: int, tmp_path: Pa
         again.load_model(fresh, folder / f"{writer}-model")
         again.load_optimizer(fresh_optimizer, folder / f"{writer}-optimizer")
         run_steps(again, fresh, fresh_optimizer, mean_loss, rank, steps=range(3, 5))
-        ours, wanted = whole_weights(fresh), whole_weights(model)
+        ours, wanted = full_weights(fresh), full_weights(model)
         assert all(torch.equal(ours[name], weight) for name, weight in wanted.items())
         masters = [whole_masters(each) for each in (optimizer, fresh_optimizer)]
         assert len(masters[0]) == 7
@@ -152,14 +152,14 @@ def test_masters_of_another_moment_are_not_believed(rank: int, world: int, tmp_p
     model, optimizer, _ = train(booster, rank, steps=range(2))
     booster.save_optimizer(optimizer, folder / "optimizer")
     run_steps(booster, model, optimizer, mean_loss, rank, steps=range(2, 5))
-    before = whole_weights(model)
+    before = full_weights(model)
     before = {name: weight.clone() for name, weight in before.items()}
     booster.load_optimizer(optimizer, folder / "optimizer")
     optimizer.zero_grad()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     run_steps(booster, model, optimizer, mean_loss, rank, steps=range(1))
-    assert all(torch.equal(before[name], weight) for name, weight in whole_weights(model).items())
+    assert all(torch.equal(before[name], weight) for name, weight in full_weights(model).items())
 
 
 @ranks(2)
@@ -173,7 +173,7 @@ def test_torch_alone_reads_the_files_and_the_plugin_reads_torchs(rank: int, worl
     plain.load_state_dict(torch.load(folder / "model", weights_only=True))
     plain_optimizer.load_state_dict(torch.load(folder / "optimizer", weights_only=True))
     assert [group["lr"] for group in plain_optimizer.param_groups] == [0.2, 0.45]
-    assert all(torch.equal(whole_weights(model)[name], param) for name, param in plain.named_parameters())
+    assert all(torch.equal(full_weights(model)[name], param) for name, param in plain.named_parameters())
     for group, params in zip(plain_optimizer.param_groups, optimizer.engine.user_params, strict=True):
         for param, ours in zip(group["params"], params, strict=True):
             number = next(n for n, p in enumerate(optimizer.parameters) if p is ours)
@@ -267,10 +267,10 @@ def test_hugging_face_reads_the_directory_and_tied_weights_stay_tied(rank: int, 
     booster.save_model(model, folder / "safe", shard=True, size_per_shard=0.01, use_safetensors=True)
     booster.save_model(model, folder / "whole.safetensors", use_safetensors=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "safe")
-    assert all(torch.equal(whole_weights(model)[key], param) for key, param in theirs.named_parameters())
+    assert all(torch.equal(full_weights(model)[key], param) for key, param in theirs.named_parameters())
     for path in ("safe", "whole.safetensors"):
         other = transformers.GPT2LMHeadModel(config)
         fresh, *_ = booster.boost(other, torch.optim.SGD(other.parameters(), lr=0.1))
         booster.load_model(fresh, folder / path)
-        assert all(torch.equal(whole_weights(fresh)[key], value) for key, value in whole_weights(model).items())
+        assert all(torch.equal(full_weights(fresh)[key], value) for key, value in full_weights(model).items())
         assert fresh.unwrap().lm_head.weight is fresh.unwrap().transformer.wte.weight

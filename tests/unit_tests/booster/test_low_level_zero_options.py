@@ -17,7 +17,7 @@ from core.booster import Booster
 from core.booster.mixed_precision import fp8 as fp8_file
 from core.booster.plugin import LowLevelZeroPlugin
 from core.distributed.wire.shared_memory import HostMemory
-from tests.unit_tests.booster.booster_reference import mean_loss, new_model, new_optimizer, one_backward, whole_weights
+from tests.unit_tests.booster.booster_reference import full_weights, mean_loss, new_model, new_optimizer, one_backward
 from tests.unit_tests.booster.test_low_level_zero import SCALE, TINY_BUCKETS, booster_buckets, check
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import batch, mean_over_ranks
@@ -109,7 +109,7 @@ def test_the_loss_scale_follows_all_of_its_options(rank: int, world: int) -> Non
 @ranks(1)
 def test_the_default_scale_of_2_to_the_32_backs_off_until_steps_are_made(rank: int, world: int) -> None:
     booster, model, optimizer = boosted("fp16")
-    before = {name: weight.clone() for name, weight in whole_weights(model).items()}
+    before = {name: weight.clone() for name, weight in full_weights(model).items()}
     skipped = 0
     for _ in range(40):
         optimizer.zero_grad()
@@ -118,10 +118,10 @@ def test_the_default_scale_of_2_to_the_32_backs_off_until_steps_are_made(rank: i
         if not optimizer.found_inf:
             break
         skipped += 1
-        assert all(torch.equal(before[name], now) for name, now in whole_weights(model).items())
+        assert all(torch.equal(before[name], now) for name, now in full_weights(model).items())
     assert 5 < skipped < 30
     assert optimizer.scaler.value == 2.0 ** (32 - skipped + 1)  # hysteresis forgives one
-    assert any(not torch.equal(before[name], now) for name, now in whole_weights(model).items())
+    assert any(not torch.equal(before[name], now) for name, now in full_weights(model).items())
 
 
 @ranks(3)
@@ -226,7 +226,7 @@ def test_offloading_steps_on_the_cpu_with_the_same_bits(rank: int, world: int) -
                 one_backward(booster, model, optimizer, rank, step)
                 optimizer.step()
                 scheduler.step()
-            weights.append(whole_weights(model))
+            weights.append(full_weights(model))
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 

@@ -18,12 +18,12 @@ from core.gradient_handler import ZeROGradientHandler
 from tests.unit_tests.booster.booster_reference import (
     MAX_NORM,
     assert_same_training,
+    full_weights,
     mean_loss,
     new_model,
     new_optimizer,
     run_steps,
     trained_on_one_process,
-    whole_weights,
 )
 from tests.unit_tests.booster.test_low_level_zero import TINY_BUCKETS, check
 from tests.unit_tests.distributed.test_ddp_experts import Experts, expert_loss
@@ -69,7 +69,7 @@ def both_ways(
 
 
 def assert_equal_training(model: nn.Module, reference: nn.Module, start: nn.Module, bound: float = 1e-6) -> None:
-    ours, before = whole_weights(model), dict(start.named_parameters())
+    ours, before = full_weights(model), dict(start.named_parameters())
     most = 0.0
     for name, want in reference.named_parameters():
         torch.testing.assert_close(ours[name].double(), want, atol=bound, rtol=bound, msg=lambda m, n=name: f"{n}: {m}")
@@ -175,7 +175,7 @@ def test_state_of_before_is_taken_over(rank: int, world: int) -> None:
             both[2].zero_grad()
             both[0].backward(net_loss(both[1], rank, step), both[2])
             both[2].step()
-    ours = whole_weights(both[1])
+    ours = full_weights(both[1])
     for name, want in start.named_parameters():
         torch.testing.assert_close(ours[name], want, atol=2e-6, rtol=2e-6)
 
@@ -315,7 +315,7 @@ def test_adapters_alone_are_trained_whenever_the_optimizer_was_made(rank: int, w
             booster.backward(net_loss(model, rank, step), optimizer)
             optimizer.step()
         assert_equal_training(model, reference, start)
-        changed = {name for name, weight in whole_weights(model).items()
+        changed = {name for name, weight in full_weights(model).items()
                    if not torch.equal(weight, dict(start.named_parameters())[name])}  # fmt: skip
         assert len(changed) == 4 and all("lora_" in name for name in changed)
 

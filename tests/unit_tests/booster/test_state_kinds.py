@@ -17,7 +17,7 @@ from core.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.algorithms.layerwise import CAME
-from tests.unit_tests.booster.booster_reference import whole_weights
+from tests.unit_tests.booster.booster_reference import full_weights
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import wrap
 
@@ -116,7 +116,7 @@ def test_training_goes_on_from_a_file(rank: int, world: int, name: str, kind: st
         else:
             optimizer.load_state_dict(state)
         train(booster, model, optimizer, range(3, 5))
-        assert_equal_to(whole_weights(model), plain)
+        assert_equal_to(full_weights(model), plain)
 
 
 @ranks(2)

@@ -22,7 +22,7 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import PipelineLayout, build_gpt_stages, wrap_stages
 from core.transformer import TransformerConfig
 from tests.unit_tests.moe.moe_reference import my_slice
-from tests.unit_tests.pipeline_parallel.pipeline_reference import whole_name
+from tests.unit_tests.pipeline_parallel.pipeline_reference import full_name
 
 VOCAB = 13  # divides into no number of ranks
 
@@ -106,10 +106,10 @@ class Job:
         numbers = [list(spec.layer_numbers) for spec in self._specs()]
         for chunk, layers in zip(self.chunks, numbers, strict=True):
             for name, param in chunk.module.named_parameters():
-                found.append((whole_name(name, layers, tied=self.layout.tied), param))
+                found.append((full_name(name, layers, tied=self.layout.tied), param))
             for name, buffer in chunk.module.named_buffers():
                 if name.endswith("expert_bias"):
-                    found.append((whole_name(name, layers, tied=False), buffer))
+                    found.append((full_name(name, layers, tied=False), buffer))
         return found
 
     def by_optimizer_name(self) -> dict[str, tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from core.context_parallel import COMM_TYPES, blocks, context_parallel_attention, join_sequence, kernels, split_sequence
-from core.context_parallel.all_gather import whole_key_blocks
+from core.context_parallel.all_gather import full_key_blocks
 from core.context_parallel.blocks import Block, Sight
 from core.context_parallel.ring import Scores, ring_attention
 from tests.unit_tests.ranks import ranks
@@ -214,7 +214,7 @@ def test_on_a_gpu_blocks_in_16_bits_are_attended_by_its_kernel() -> None:
     generator = torch.Generator().manual_seed(3)
     shapes = (2, 4, 32, 16), (2, 2, 64, 16), (2, 2, 64, 16), (2, 4, 32, 16)
     *parts, weights = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
-    of_rank = whole_key_blocks(32, 2, 1)
+    of_rank = full_key_blocks(32, 2, 1)
     whole = [part.double().requires_grad_() for part in parts]
     expected = blocks.block_attention(*whole, of_rank, Sight())
     expected = (expected, *torch.autograd.grad((expected * weights).sum(), whole))

@@ -168,7 +168,7 @@ class Case:
     weight_edits: tuple[str | None, ...]
     reads: tuple[str, ...]
     zero: str
-    whole_gradients: bool  # finalize_model_grads(force_all_reduce=True)
+    full_gradients: bool  # finalize_model_grads(force_all_reduce=True)
     calls_module: bool  # the wrapped module is called, not the wrapper
     freezes: bool  # the first part, in the second step, until the last
     saves: bool  # the optimizer is saved, and another one loads it, after the second step
@@ -210,7 +210,7 @@ class Case:
     @property
     def keeps_whole_gradients(self) -> bool:
         """True if every rank holds the reduced gradients whole, in `.grad`."""
-        return self.sharding == "no_shard" or self.whole_gradients
+        return self.sharding == "no_shard" or self.full_gradients
 
     @property
     def shards_parameters(self) -> bool:
@@ -241,7 +241,7 @@ class Case:
             + (", saved and loaded after step 1" if self.saves else "")
             + (", another lr from step 2" if self.changes_lr else ""),
             f"backwards: {self.backwards}, {self.microbatches} microbatches",
-            f"zeroed by: {self.zero}" + ("; force_all_reduce" if self.whole_gradients else ""),
+            f"zeroed by: {self.zero}" + ("; force_all_reduce" if self.full_gradients else ""),
         ]
         if any(self.edits):
             lines.append(f"edits of gradients: {self.edits}")
@@ -324,7 +324,7 @@ def _candidate(rng: random.Random, seed: int, world: int) -> Case:
     backwards = _backwards(rng)
     names = TWICE_DIFFERENTIABLE if "a penalty on gradients" in backwards else list(PARTS)
     parts = tuple(rng.sample(names, rng.randint(1, 4)))
-    whole_gradients = strategy.startswith("optim, whole") or (
+    full_gradients = strategy.startswith("optim, whole") or (
         steps_by == "ours" and sharding != "no_shard" and rng.random() < 0.15
     )
     dtype = rng.choice([*[torch.float64] * 3, *[torch.float32] * 3, torch.bfloat16, torch.float16])
@@ -347,7 +347,7 @@ def _candidate(rng: random.Random, seed: int, world: int) -> Case:
         weight_edits=_some(rng, WEIGHT_EDITS, 0.2),
         reads=tuple(name for name in READS if rng.random() < 0.15),
         zero=rng.choice(ZEROS),
-        whole_gradients=whole_gradients,
+        full_gradients=full_gradients,
         calls_module=rng.random() < 0.15,
         freezes=rng.random() < 0.15,
         saves=steps_by != "booster" and rng.random() < 0.15,

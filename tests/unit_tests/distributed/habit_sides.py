@@ -246,7 +246,7 @@ class Ours(Side):
     def finalize(self) -> None:
         """Make the gradients of all ranks one. The Booster's optimizer does it in its step."""
         if self.booster is None:
-            finalize_model_grads([self.model], force_all_reduce=self.case.whole_gradients)
+            finalize_model_grads([self.model], force_all_reduce=self.case.full_gradients)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -328,9 +328,9 @@ REFUSALS = (
     Refusal(
         "whole gradients of the step before are there, and cannot be added to",
         lambda case: (
-            (case.zero in ZEROED_UNSEEN and (case.whole_gradients or (case.clip > 0 and case.dtype.itemsize == 2)))
+            (case.zero in ZEROED_UNSEEN and (case.full_gradients or (case.clip > 0 and case.dtype.itemsize == 2)))
             or (
-                case.whole_gradients
+                case.full_gradients
                 and not case.habits.isdisjoint(("finalize after every microbatch", "a loss that is not stepped"))
             )
         ),

@@ -224,10 +224,10 @@ def test_a_gibibyte_over_four_ranks_is_read_and_held_in_quarters(rank: int, worl
         import transformers
 
         config = transformers.LlamaConfig(num_attention_heads=16, num_key_value_heads=16, **values)
-        whole_model = transformers.LlamaForCausalLM(config)
-        assert sum(p.numel() * p.element_size() for p in whole_model.parameters()) > 0.99 * GIB
-        whole_model.save_pretrained(tmp_path)
-        del whole_model
+        full_model = transformers.LlamaForCausalLM(config)
+        assert sum(p.numel() * p.element_size() for p in full_model.parameters()) > 0.99 * GIB
+        full_model.save_pretrained(tmp_path)
+        del full_model
     torch.distributed.barrier()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     before, seen, done = own_bytes(), [0], threading.Event()

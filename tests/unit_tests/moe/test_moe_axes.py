@@ -22,7 +22,7 @@ from core.pipeline_parallel import (
     wrap_stages,
 )
 from tests.unit_tests.moe.moe_reference import add_noise, assert_close, assert_grads, make_config, my_slice
-from tests.unit_tests.pipeline_parallel.pipeline_reference import microbatch, whole_name
+from tests.unit_tests.pipeline_parallel.pipeline_reference import full_name, microbatch
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.reference import whole_grads, wrap
 
@@ -74,7 +74,7 @@ def check_pipeline(
     for chunk, number in zip(chunks, runner.stage_numbers, strict=True):
         grads, params = whole_grads(chunk), dict(chunk.module.named_parameters())
         for name, grad in grads.items():
-            full = whole_name(name, layout.stage(number).layer_numbers, tied=True)
+            full = full_name(name, layout.stage(number).layer_numbers, tied=True)
             assert_close(full, grad, my_slice(expected[full].grad, params[name], groups))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from core.booster import Booster
 from core.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from tests.unit_tests.booster.booster_reference import batch, mean_loss, new_model, new_optimizer, whole_weights
+from tests.unit_tests.booster.booster_reference import batch, full_weights, mean_loss, new_model, new_optimizer
 from tests.unit_tests.ranks import ranks
 
 PLUGINS: dict[str, Callable[[], Any]] = {
@@ -60,7 +60,7 @@ def test_an_optimizer_made_before_the_adapters_trains_them_in_the_groups_of_thei
         optimizer.zero_grad()
         booster.backward(mean_loss(model(inputs), targets), optimizer)
         optimizer.step()
-    found = whole_weights(model)
+    found = full_weights(model)
     for name, want in named.items():
         torch.testing.assert_close(found[name].double(), want.detach(), rtol=0, atol=1e-5)
         moved = (want.detach() - start[name]).abs().max()

@@ -52,7 +52,7 @@ def microbatch(data_rank: int, number: int, weight: float = 1.0) -> dict[str, Te
     return {"tokens": tokens, "labels": labels, "loss_mask": mask}
 
 
-def whole_name(name: str, layers: Sequence[int], *, tied: bool) -> str:
+def full_name(name: str, layers: Sequence[int], *, tied: bool) -> str:
     """The name in the whole model of a parameter of a stage that holds `layers`."""
     if name == "output_layer.weight" and tied:
         return "embedding.word_embeddings.weight"
@@ -68,7 +68,7 @@ def perturb(stage: GPTModel, layers: Sequence[int], groups: ProcessGroups) -> No
     for name, param in stage.named_parameters():
         if param.dim() == 1:
             split = getattr(param, "tensor_model_parallel", False)
-            full = whole_name(name, layers, tied=True)
+            full = full_name(name, layers, tied=True)
             noise = draw_master((param.numel() * (size if split else 1),), normal_init(0.2), full, seed=5)
             if split:
                 noise = tensor_parallel_slice(noise, 0, size, rank, param.partition_stride)
@@ -164,7 +164,7 @@ def assert_gradients(
     for chunk, number in zip(runner.chunks, runner.stage_numbers, strict=True):
         params = dict(chunk.module.named_parameters())
         for name, grad in whole_grads(chunk).items():
-            full = whole_name(name, runner.layout.stage(number).layer_numbers, tied=tied)
+            full = full_name(name, runner.layout.stage(number).layer_numbers, tied=tied)
             want = expected[full]
             if getattr(params[name], "tensor_model_parallel", False):
                 split = params[name].partition_dim, groups.size("tp"), groups.rank("tp"), params[name].partition_stride

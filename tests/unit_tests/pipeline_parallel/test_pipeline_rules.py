@@ -17,9 +17,9 @@ from core.optimizer import (
 from core.pipeline_parallel import PipelineLayout
 from tests.unit_tests.pipeline_parallel.pipeline_reference import (
     build_whole,
+    full_name,
     microbatch,
     start_pipeline,
-    whole_name,
     whole_step,
 )
 from tests.unit_tests.ranks import ranks
@@ -71,7 +71,7 @@ def test_a_rule_names_the_same_layers_however_the_model_is_cut(rank: int, world:
     compared = 0
     for chunk, number in zip(runner.chunks, runner.stage_numbers, strict=True):
         for local, param in chunk.module.named_parameters():
-            name = whole_name(local, layout.stage(number).layer_numbers, tied=True)
+            name = full_name(local, layout.stage(number).layer_numbers, tied=True)
             start = whole.get_parameter(name).detach()
             lr, decay = numbers_of(name, rules)
             want = start - lr * (grads[name] + decay * start)

@@ -11,7 +11,7 @@ import pytest
 from core import parallel_state
 from core.models import GPTModel
 from core.pipeline_parallel import plan_pipeline
-from tests.unit_tests.pipeline_parallel.pipeline_reference import build_whole, check_steps, start_pipeline, whole_name
+from tests.unit_tests.pipeline_parallel.pipeline_reference import build_whole, check_steps, full_name, start_pipeline
 from tests.unit_tests.ranks import ranks
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -99,7 +99,7 @@ def run(case: dict[str, Any]) -> None:
         for part, number in zip(parts, layout.stages_of(rank), strict=True):
             numbers = layout.stage(number).layer_numbers
             for name, param in part.named_parameters():
-                param.requires_grad_(whole_name(name, numbers, tied=case["tied"]) in trained)
+                param.requires_grad_(full_name(name, numbers, tied=case["tied"]) in trained)
 
     runner = start_pipeline(layout, schedule, tp=tp, config=config, ddp=ddp, prepare=freeze)
     check_steps(runner, whole, count, per_token=case["per_token"])

@@ -15,7 +15,7 @@ from core.models import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.pipeline_parallel import plan_pipeline
 from core.tensor_parallel import tensor_parallel_slice
-from tests.unit_tests.pipeline_parallel.pipeline_reference import build_whole, microbatch, start_pipeline, whole_name
+from tests.unit_tests.pipeline_parallel.pipeline_reference import build_whole, full_name, microbatch, start_pipeline
 from tests.unit_tests.ranks import ranks
 
 COUNT, CLIP = 4, 0.2
@@ -80,7 +80,7 @@ def test_every_step_is_that_of_one_process(
     trained = dict(whole.named_parameters())
     for chunk, number in zip(runner.chunks, runner.stage_numbers, strict=True):
         for name, param in chunk.module.named_parameters():
-            full = whole_name(name, runner.layout.stage(number).layer_numbers, tied=True)
+            full = full_name(name, runner.layout.stage(number).layer_numbers, tied=True)
             want = trained[full].detach()
             assert (want - start[full]).norm() > 1e-2, f"{full} has hardly moved"
             if getattr(param, "tensor_model_parallel", False):

@@ -23,7 +23,7 @@ from core.pipeline_parallel import PipelineRunner
 from core.tensor_parallel import mappings
 from core.verify import LoopCheck, WrongGradientError, loop, verify_with
 from core.verify.job import PipelineJob
-from core.verify.microbatches import Given, whole_batch
+from core.verify.microbatches import Given, full_batch
 from tests.layouts import gpt
 from tests.layouts.layouts import Layout
 from tests.unit_tests.ranks import ranks
@@ -371,7 +371,7 @@ def test_parts_of_a_sequence_are_put_together() -> None:
         part = {"tokens": tokens[:, chosen] if stage == 0 else None, "mask": mask[:, chosen], "scale": torch.tensor(3)}
         labels = None if stage == 0 else 100 + tokens[:, chosen]
         said[rank] = Given(0, cp, 0, stage, [], [((part,), {"labels": labels})], [], [], {})
-    ((whole, rest),) = whole_batch(said, None)[0]
+    ((whole, rest),) = full_batch(said, None)[0]
     assert torch.equal(whole[0]["tokens"], tokens) and torch.equal(whole[0]["mask"], mask)
     assert torch.equal(rest["labels"], 100 + tokens) and whole[0]["scale"] == 3
 

@@ -448,7 +448,7 @@ def test_no_rank_computes_with_values_that_another_one_writes(rank: int, world: 
     ddp.begin_param_update()
     late()
     write()  # a load
-    ddp.note_param_write()
+    ddp.record_param_write()
     loaded = evaluated_by(ddp)
     torch.distributed.barrier()
     assert loaded == evaluated_by(ddp) != stepped

@@ -55,7 +55,9 @@ def test_gradients_of_16_bits_are_multiplied_by_the_kernel_alone_each_by_its_own
             SimpleNamespace(param=param, group=0, norm_group=name) for param, name in zip(params, names, strict=True)
         ]
         segments = [Segment((s,), g.clone(), s.param, g.clone()) for s, g in zip(shards, grads, strict=True)]  # type: ignore[arg-type]
-        bucket: Any = SimpleNamespace(segments=segments, waves=[], tier=None, is_apart=False, note_written=lambda: None)
+        bucket: Any = SimpleNamespace(
+            segments=segments, waves=[], tier=None, is_apart=False, record_written=lambda: None
+        )
         InnerStep(optimizer).step_buckets([bucket], [factors], scratch=None)  # type: ignore[arg-type]
         for copy, grad, name in zip(copies, grads, names, strict=True):
             reference.zero_grad()
