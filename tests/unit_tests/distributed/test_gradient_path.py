@@ -36,7 +36,7 @@ def calls_of(action: Callable[[], Any]) -> tuple[Any, list[Call]]:
 
     def note(frame: Any, event: str, _argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(ROOT / "core")) and not code.co_name.startswith("<"):
+        if event == "call" and code.co_filename.startswith(f"{ROOT / 'core'}/") and not code.co_name.startswith("<"):
             calls.append((code.co_qualname, str(Path(code.co_filename).relative_to(ROOT))))
 
     hook = register_optimizer_step_pre_hook(lambda *_: calls.append(READ))
