@@ -104,7 +104,8 @@ def train(
             model.zero_grad_buffer() if ours else optimizer.zero_grad()
         for number, (x, y) in enumerate(data_of(10 * step + (rank if seed is None else seed))):
             is_last = number == MICROBATCHES - 1
-            loss = forward(x, y) / MICROBATCHES
+            with nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync():
+                loss = forward(x, y) / MICROBATCHES  # torch's DDP decides in the forward if it reduces
             if fault == "divided twice":
                 loss = loss / MICROBATCHES
             if fault == "divided by the world":
@@ -170,6 +171,8 @@ FAULTS = {
 @pytest.mark.parametrize("kind", ["no_shard", "DDP of torch", "fully_shard"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_mistake_of_the_loop_is_found_under_any_wrapper(rank: int, world: int, kind: str, fault: str) -> None:
+    if (kind, fault) == ("fully_shard", "forgotten on rank 1"):
+        pytest.skip("each backward of fully_shard is collective, so the program itself waits forever")
     parallel_state.initialize_model_parallel()
     try:
         report = report_of(lambda: train(wrapped_by(kind), fault=fault))
