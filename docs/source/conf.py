@@ -22,6 +22,7 @@ author = copyright = "the gradient-core authors"
 html_title = "gradient-core"
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["wide.css"]
