@@ -82,9 +82,9 @@ class MetaModel:
     def __init__(self, configuration: Any, dtype: torch.dtype, recompute: bool) -> None:
         self.configuration = copy.deepcopy(configuration)
         self.plans: dict[tuple[int, ...], Plan | str] = {}  # key: group sizes; the error text if there is no plan
-        # Split models with some of the layers, their heads, and the groups that count their traffic. Sources that share
-        # this model differ only in the options of the key.
-        self.split: dict[tuple[Any, ...], tuple[Any, ChunkedHead, PlannedGroups]] = {}
+        # Split models with some of the layers, these layers, their heads, and the groups that count their traffic.
+        # Sources that share this model differ only in the options of the key.
+        self.split: dict[tuple[Any, ...], tuple[Any, list[Any], ChunkedHead, PlannedGroups]] = {}
         auto = transformers_package().AutoModelForCausalLM
         name = getattr(configuration, "name_or_path", "") or configuration.model_type
         with as_config_error(f"{name}: transformers makes no model of it"), torch.device("meta"):
@@ -336,12 +336,14 @@ class HuggingFaceSource:
             sizes = tuple(groups.size(name) for name in ("tp", "cp", "ep", "expt_tp"))
             key = *sizes, *numbers, later, self.sequence_parallel, groups.ledger.over_gloo
             if key not in known:
-                model, _ = self._split(self._stage_of_last() if later else self._thin(numbers), groups, later)
+                bare = self._stage_of_last() if later else self._thin(numbers)
+                layers = [bare.get_submodule(f"{self.layers}.{number}") for number in numbers]
+                model, _ = self._split(bare, groups, later)
                 if self.use_fp8 and not use_fp8_linears(model):
                     raise PlanError(f"{family}: use_fp8 would change nothing: no nn.Linear's sizes are multiples of 16")
-                known[key] = model, ChunkedHead(model, self.logits_chunk, groups, self.vocabulary_multiple), groups
-            model, head, groups = known[key]
-            layers = [model.get_submodule(f"{self.layers}.{number}") for number in numbers]
+                head = ChunkedHead(model, self.logits_chunk, groups, self.vocabulary_multiple)
+                known[key] = model, layers, head, groups
+            model, layers, head, groups = known[key]
             with self._without_values(groups) as mode:
                 run = self._run(model, head, groups, later)
                 return watch_step(model, layers, run, groups.ledger, mode, ddp)

@@ -128,7 +128,7 @@ def _predicted(microbatch: Any) -> int:
 
 def _label_tensors(microbatch: Any) -> list[Tensor]:
     """Return the tensors of labels: those of that name, else integer tensors with ignored elements."""
-    _, kwargs = microbatch
+    kwargs = microbatch[1]
     if isinstance(kwargs.get("labels"), Tensor):
         return [kwargs["labels"]]
     integers = [tensor for tensor in tensors_in(list(microbatch)) if tensor.dtype == torch.int64]

@@ -212,7 +212,7 @@ def test_help_is_an_overview_and_each_option_of_a_group_has_a_text_and_a_default
             text = re.search(r"\n {7}([^(].*?)\(default:\s.*\)$", entry.rstrip(), re.DOTALL)
             assert entry.startswith(f" --{group}.") and text is not None and len(text[1]) > 5, entry
     assert "--dry-run --device h100" in overview
-    assert "  shard the optimizer's state over data parallelism" in help_of("ddp")
+    assert "  Shard the optimizer state over data parallelism" in help_of("ddp")
     assert main(["--help", "nothing"]) == 2
     assert "--help nothing: no such group; there are optimizer, run," in capsys.readouterr().err
 
