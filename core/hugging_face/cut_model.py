@@ -179,14 +179,6 @@ class Cutting:
             return None
         return read_plan(model, self.policy).with_vocabulary(self.vocabulary_multiple)
 
-    def splits_logits(self, model: Any) -> bool:
-        """True if the class of a causal model keeps logits split and computes its loss from the parts.
-
-        `cut_model` confirms it by a forward with labels.
-        """
-        loss = getattr(getattr(model, "loss_function", None), "__name__", "")
-        return self.parallel_output and self.tp_size * self.sp_size > 1 and loss == "ForCausalLMLoss"
-
 
 def cut_model(model: Any, cutting: Cutting, groups: ProcessGroups, device: torch.device) -> CutModel:
     """Cut a model into this rank's parts, in place, and prove that they compute the same output.
