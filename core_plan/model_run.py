@@ -50,7 +50,7 @@ class ModelRun:
         dtype: Dtype of the parameters.
         sequence_length: Tokens of a sequence.
         global_batch_size: Sequences of a step.
-        optimizer: Name of the optimizer.
+        optimizer: Options of the optimizer.
         zero: ZeRO stage, 0 to 3.
         sequence_parallel: A mode of `split_model`.
         micro_batch_size: Sequences of a microbatch; None for the job's default.
