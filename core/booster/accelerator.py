@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.groups.agree import backends_of
+
 
 class Accelerator:
     """Device by torch's name: 'cpu', 'cuda', 'cuda:1', 'mps', ...
@@ -53,7 +55,5 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
         group: Process group; None for the default group.
     """
     kind = devices_here()[-1]
-    backends = dist.get_backend_config(group)
-    if kind == "cpu" or f"{kind}:" not in backends or backends.split(f"{kind}:")[1].split(",")[0] == "gloo":
-        return torch.device("cpu")
-    return default_device()
+    served = kind != "cpu" and backends_of(group).get(kind, "gloo") != "gloo"
+    return default_device() if served else torch.device("cpu")

@@ -222,18 +222,22 @@ def first_difference(tables: Mapping[int, Sequence[str]]) -> str:
 
 def control_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device for small tensors sent over `group`: the CPU if a backend serves it, else the accelerator."""
-    return torch.device("cpu") if "cpu" in _backends_of(group) else device_of(group)
+    return torch.device("cpu") if "cpu" in backends_of(group) else device_of(group)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Return the device of a model's tensors on `group`: the accelerator if it has a backend that the CPU has not."""
-    backends = _backends_of(group)
+    backends = backends_of(group)
     kind = next((kind for kind, backend in backends.items() if backend != backends.get("cpu")), "cpu")
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend of each device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
+def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """Return the backend of each device type, such as {"cpu": "gloo", "cuda": "nccl"}.
+
+    Args:
+        group: Process group. Defaults to the default group.
+    """
     return dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from core.groups.agree import backends_of
 from core.groups.group_options import NO_OPTIONS, GroupOptions
 from core.groups.rank_grid import GRADIENT_KINDS, KINDS, MODEL_AXES, STAGE_CROSSING
 from core.watch.waiting import waiting
@@ -140,8 +141,7 @@ class ProcessGroups:
             options: Stream priority and communicator settings by kind, for NCCL only.
         """
         options = options or {}
-        # Backends of the default group, one per device type: gloo and nccl for 'cpu:gloo,cuda:nccl'.
-        backends = {entry.split(":")[-1].lower() for entry in dist.get_backend_config().split(",")}
+        backends = {name.lower() for name in backends_of().values()}  # of the default group
         shared: dict[tuple[Any, ...], ProcessGroup] = {}
         groups = cls()
         build = _next_build()

@@ -345,7 +345,7 @@ def test_options_are_given_to_nccl_only_and_split_sharing(rank: int, backend: st
     with pytest.MonkeyPatch.context() as patch:
         stand_in_for_nccl(patch)
         patch.setattr(dist, "new_group", record)
-        patch.setattr(dist, "get_backend_config", lambda: backend)
+        patch.setattr(dist, "get_backend_config", lambda group=None: backend)
         groups = build(RankGrid(2, pp=2), options=group_options(["pp"]))
     world = [row for row in given if len(row[0]) == 2]
     if "nccl" in backend:

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from core.groups.agree import backends_of
 from core.watch.waiting import waiting
 
 
@@ -15,8 +16,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
     A group may have several backends, and dist.get_backend returns none of them then.
     """
-    pairs = (entry.partition(":") for entry in dist.get_backend_config(group).split(","))
-    return {kind: name for kind, _, name in pairs}.get(device.type) or dist.get_backend(group)
+    return backends_of(group).get(device.type) or dist.get_backend(group)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
