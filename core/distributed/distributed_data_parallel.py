@@ -21,7 +21,7 @@ from core.distributed.distributed_data_parallel_config import DistributedDataPar
 from core.distributed.engine import Engine
 from core.distributed.guard.finite import Finding
 from core.distributed.guard.misuse import StepGuard, refuse_reshaped
-from core.distributed.guard.replicas import refuse_unequal
+from core.distributed.guard.replicas import refuse_unequal, unequal_weights
 from core.distributed.hooks import hook, owned_params
 from core.distributed.materialize import MARK, Init, broadcast_weights, make_all, make_and_shard
 from core.distributed.reduce.grad_reducer import StepReport
@@ -127,7 +127,7 @@ class DistributedDataParallel(nn.Module):
         elif self.ddp_config.initial_weights == "broadcast":
             broadcast_weights(engine.plan, self.groups, engine.params.collectives)
         elif self.ddp_config.initial_weights == "check":
-            refuse_unequal(engine.weights.unequal_within_stage(cut=False), self.groups, step=0)
+            refuse_unequal(unequal_weights(engine.weights.copies(cut=False), self.groups), self.groups, step=0)
         if init is None:
             engine.params.shard_params(engine.plan.named.values())
         if engine.buffer_sync is not None:
@@ -411,7 +411,7 @@ class DistributedDataParallel(nn.Module):
 
     def unequal_weights(self) -> Finding | None:
         """Return the first weight whose copies within this stage differ, or None. Collective over groups of copies."""
-        return self.engine.weights.unequal_within_stage()
+        return unequal_weights(self.engine.weights.copies(), self.groups)
 
     def reading(self) -> AbstractContextManager[None]:
         """Return a context in which parameters can be read without a forward.

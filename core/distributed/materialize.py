@@ -151,7 +151,7 @@ def make_and_shard(
             kept = 0
     agree.refuse(error, control_of_stage(groups), "the initial weights")
     if initial_weights == "check":
-        copies = {name: {key: [sums[key]] for key in params} for name, params in within_stage(plan, groups)}
+        copies = {name: {key: sums[key] for key in params} for name, params in within_stage(plan, groups)}
         refuse_unequal(unequal_weights(copies, groups), groups, step=0)
     params.shard_params(())
 

@@ -219,7 +219,7 @@ def _without_reduced(
         if wrapper is not None and code not in (MISSING, FROZEN):
             compared.append((place, gradient, wrapper))
     flat = [_flat(gradient, GRAD_DTYPES[codes[place] - 1]) for place, gradient, _ in compared]
-    named = [(f"the gradient of {g.name}", [values]) for (_, g, _), values in zip(compared, flat, strict=True)]
+    named = [(f"the gradient of {g.name}", values) for (_, g, _), values in zip(compared, flat, strict=True)]
     difference = first_unequal(named, group, "of a handler") if named else None
     if difference is None:
         done = {place for place, *_ in compared}

@@ -73,26 +73,16 @@ def agree_on_step(
 ) -> StepAnswer:
     """Agree with the other ranks on the end of the step. A parameter counts as used if any rank has used it.
 
-    Collective over the data groups.
+    Collective over the data groups. Raises SyncError on all ranks of a data group if one of them has a problem, or if
+    they are at different steps.
 
     Args:
-        control: The data groups and their buckets.
-        moment: This rank's next action.
         backwards: Number of backwards that this rank has begun in this step, if each is reduced.
         launches: Number of bucket launches since the wrap.
         may_join: True if a rank that ends its step can add zeros to another rank's further backward.
-        problems: Messages about problems on this rank.
-        has_gradients: True if this rank got gradients in this step.
         begun_by_forward: True if only a forward indicates that there is a step.
-        wants_whole: True if this rank wants full gradients.
         gathers: Descriptions of the parameter gathers over each data group, in order.
-        loads: Number of loads of weights since the last step.
-
-    Returns:
-        The answer, the same on all ranks.
-
-    Raises:
-        SyncError: On all ranks of a data group, if one has a problem, or if they are at different steps.
+        loads: Number of times that weights were loaded since the last step.
     """
     answer = StepAnswer()
     failure: SyncError | None = None  # raised at the end: ranks of the next group may wait for this one there
@@ -211,13 +201,7 @@ def _unequal_backwards(entry: ControlGroup, moment: Moment, backwards: int) -> S
 
 
 def unequal_gathers(name: str, group: dist.ProcessGroup, gathers: Sequence[str]) -> SyncError:
-    """Return the error for ranks that have gathered parameters in different orders. Collective.
-
-    Args:
-        name: Name of the data group.
-        group: Its control group.
-        gathers: Descriptions of this rank's gathers, in order.
-    """
+    """Return the error for ranks that have gathered parameters in different orders. Collective."""
     answers = agree.gather(list(gathers), group, "the order in which parameters were gathered")
     return SyncError(
         f"the ranks of data group {name!r} have gathered sharded parameters in different orders, so that they "
@@ -230,21 +214,12 @@ Member = tuple[Bucket, int]  # a parameter by its position: `bucket.params[index
 
 
 def members_of(buckets: Sequence[Bucket]) -> list[Member]:
-    """Return every parameter of these buckets.
-
-    Args:
-        buckets: Buckets in launch order.
-    """
+    """Return all parameters of these buckets, in launch order."""
     return [(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
 
 
 def share_used(members: Sequence[Member], group: dist.ProcessGroup) -> None:
-    """Mark a parameter as used on all ranks of a group if any of them has used it. Collective.
-
-    Args:
-        members: Parameters, in an order that all ranks share.
-        group: Control group of the ranks.
-    """
+    """Mark a parameter as used on all ranks of a group if any of them has used it. Collective."""
     _, used = agree.bounds([bucket.used[i] for bucket, i in members], group, "the parameters that are used")
     for (bucket, i), flag in zip(members, used, strict=True):
         bucket.used[i] = flag
@@ -255,11 +230,8 @@ def unequal_copies(
 ) -> SyncError:
     """Return the error for copies that only some ranks of a group train or have used. Collective.
 
-    Args:
-        members: The copies, in an order that all ranks share. A copy on another stage may have another name.
-        group: Control group of the ranks.
-        group_name: Description of the group, for the message.
-        alike: 1 for each member that must have been used on all ranks or on none.
+    A copy on another stage may have another name. `alike` has 1 for each member that must have been used on all ranks
+    or on none.
     """
     mine = [
         (bucket.contracts[i].name, bucket.params[i].requires_grad, not must or bucket.used[i] == 1)

@@ -54,9 +54,6 @@ class NonFiniteWatch:
     """Records the microbatch in which each parameter's gradient became non-finite.
 
     The hook of every parameter calls `look`, which queues one small operation on the device and does not wait for it.
-
-    Args:
-        buckets: Buckets in launch order.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -70,12 +67,7 @@ class NonFiniteWatch:
         self.reset()
 
     def look(self, bucket: Bucket, index: int) -> None:
-        """Record a gradient that has just arrived.
-
-        Args:
-            bucket: The parameter's bucket.
-            index: Index of the parameter in the bucket.
-        """
+        """Record a gradient that has just arrived."""
         n, grad = self.index[id(bucket), index], bucket.params[index].grad
         if isinstance(grad, GradPlaceholder):  # the bucket is in flight: this gradient came late
             grad = grad.added
@@ -115,15 +107,7 @@ class NonFiniteWatch:
 
 
 def check_finite(watches: Sequence[NonFiniteWatch], groups: ProcessGroups) -> None:
-    """Check that all gradients of the job are finite. Collective: every rank of the job must call it.
-
-    Args:
-        watches: Watches of this rank's chunks.
-        groups: Process groups of the model.
-
-    Raises:
-        NonFiniteGradientError: On all ranks, if a gradient is not finite on any of them.
-    """
+    """Raise NonFiniteGradientError on all ranks if a gradient is not finite on any of them. Collective over the job."""
     finding = agree.first(_find_bad(watches), world_groups(groups), "the guard against NaN")
     if finding is None:
         return
@@ -151,21 +135,13 @@ def _find_bad(watches: Sequence[NonFiniteWatch]) -> Finding | None:
 
 
 def are_finite(buckets: Sequence[Bucket]) -> bool:
-    """Return True if this rank's reduced gradients are finite. Waits for the device once.
-
-    Args:
-        buckets: Reduced buckets.
-    """
+    """Return True if this rank's reduced gradients are finite. Waits for the device once."""
     flags = [all_finite(bucket.valid_grad).to(bucket.device) for bucket in buckets]
     return not flags or bool(torch.stack(flags).all())
 
 
 def all_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return a 0-dim bool on the values' device, after one pass and without synchronization.
-
-    Args:
-        values: Any tensor of numbers.
-    """
+    """Return a 0-dim bool on the values' device, after one pass and without synchronization."""
     if values.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=values.device)
     return _are_finite(*torch.aminmax(values))  # on a CPU 20 times as fast as a norm with ord=inf
@@ -177,11 +153,7 @@ def _are_finite(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
 
 
 class LargeGradWatch:
-    """Warns of a bucket whose gradient norm is far above the usual one, as corrupted results are. Local to a rank.
-
-    Args:
-        buckets: All buckets of a chunk.
-    """
+    """Warns of a bucket whose gradient norm is far above the usual one, as corrupted results are. Local to a rank."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = list(buckets)
@@ -189,11 +161,7 @@ class LargeGradWatch:
         self.largest = 0.0
 
     def look(self, step: int) -> None:
-        """Sample the norms of the reduced gradients, or compare them with the sampled ones. Waits for the device once.
-
-        Args:
-            step: Number of the step, for the warning.
-        """
+        """Sample the norms of reduced gradients, or compare them with the sampled ones. Waits for the device once."""
         grads = [bucket.valid_grad for bucket in self.buckets]
         norms = [grad.norm(dtype=torch.promote_types(grad.dtype, torch.float32)).double() for grad in grads]
         for norm, bucket in zip(torch.stack(norms).tolist() if norms else (), self.buckets, strict=True):
@@ -209,16 +177,10 @@ class LargeGradWatch:
 
 
 def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
-    """Check that all copies of a parameter got equal gradients. Collective: every rank of the job must call it.
+    """Raise ReplicaDriftError on all ranks if copies of a parameter got different gradients. Collective over the job.
 
-    Data ranks are also compared if gradients are not sharded.
-
-    Args:
-        buckets: Buckets of all chunks of this rank, because copies may be in other chunks on other ranks.
-        groups: Process groups of the model.
-
-    Raises:
-        ReplicaDriftError: On all ranks, if copies in some group differ.
+    Pass the buckets of all chunks, because copies may be in other chunks on other ranks. Data ranks are also compared
+    if gradients are not sharded.
     """
     finding = unequal_gradients(buckets, groups, data=True)
     drift = agree.first(finding, world_groups(groups), "the guard of equal copies")
@@ -227,14 +189,9 @@ def check_replicas(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
 
 
 def refuse_unshared_edits(buckets: Sequence[Bucket], groups: ProcessGroups) -> None:
-    """Raise if reduced gradients were edited on some ranks of a data group only. Collective over the job.
+    """Raise SyncError on all ranks if reduced gradients were edited on some ranks of a data group only.
 
-    Args:
-        buckets: All buckets of this rank. Those that are sharded are skipped, because their edits are rejected.
-        groups: The groups that the model was wrapped with.
-
-    Raises:
-        SyncError: On all ranks, with the first parameter whose gradients differ.
+    Collective over the job. Sharded buckets are skipped, because edits of theirs are rejected.
     """
     texts = []
     for name in DATA_KINDS:
@@ -272,16 +229,12 @@ def unequal_gradients(
     Each parameter is reduced to four numbers, sent in one maximum for each group: the norm of its valid part, a random
     projection, marks of non-finite elements, and the tolerance. Copies are compared within a tolerance and not by bits,
     because each rank computes the gradient of its copy with kernels that may add in another order. A missing reduction
-    causes a far larger difference.
+    causes a far larger difference. Ranks of another group do not know of a finding, so the caller must let all ranks
+    agree.
 
     Args:
-        buckets: Reduced buckets of this rank.
-        groups: Process groups of the model.
         data: Also compare data ranks, if gradients are not sharded.
         coarse: True if the model computes in 16 bits although its parameters have more.
-
-    Returns:
-        A finding, or None. Ranks of another group may not know of it, so the caller must let all ranks agree.
     """
     by_group: dict[str, list[Member]] = {}
     for bucket, i in members_of(buckets):

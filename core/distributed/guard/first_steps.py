@@ -28,6 +28,7 @@ from core.distributed.guard.replicas import (
     checksum,
     is_readable,
     raise_or_warn,
+    unequal_weights,
 )
 from core.distributed.layout.model_plan import ModelPlan
 from core.groups import agree
@@ -39,16 +40,7 @@ ADVICE = "If it is right all the same, set first_steps='warn' in DistributedData
 
 
 class FirstSteps:
-    """Records a wrapped chunk's forwards until the gradients of a first step have been compared.
-
-    Args:
-        module: Model chunk.
-        plan: Layout and contracts of the chunk's parameters.
-        buckets: Gradient buckets of the chunk.
-        groups: The model's process groups.
-        ddp_config: Wrapper config.
-        config: Model config, or None.
-    """
+    """Records a wrapped chunk's forwards until the gradients of a first step have been compared."""
 
     def __init__(
         self,
@@ -79,10 +71,6 @@ class FirstSteps:
         """Record a training forward. Queues a few small operations on the device and does not wait for them.
 
         Only inputs of integers, such as tokens, are recorded: others may be activations, which differ by rounding.
-
-        Args:
-            args: The forward's positional arguments.
-            kwargs: The forward's keyword arguments.
         """
         lower = torch.get_float32_matmul_precision() != "highest"
         self.computes_in_16_bits |= torch.is_autocast_enabled(self.plan.device.type) or lower
@@ -116,11 +104,7 @@ class FirstSteps:
 
 @contextmanager
 def paused(watches: Sequence[FirstSteps]) -> Iterator[None]:
-    """Return a context whose steps are not compared and do not count, because the caller compares more.
-
-    Args:
-        watches: Comparisons to pause.
-    """
+    """Return a context whose steps are not compared and do not count, because the caller compares more."""
     counted = [watch for watch in watches if not watch.is_paused]
     for watch in counted:
         watch.is_paused = True
@@ -134,15 +118,8 @@ def paused(watches: Sequence[FirstSteps]) -> Iterator[None]:
 def compare_first_step(watches: Sequence[FirstSteps], weights: Sequence[WeightWatch], groups: ProcessGroups) -> None:
     """Compare the gradients of one model's first step, after the reduction and before the optimizer gets them.
 
-    Collective: every rank of the job must call it.
-
-    Args:
-        watches: First steps of the model's chunks on this rank.
-        weights: Weight comparisons of these chunks.
-        groups: Process groups of the model.
-
-    Raises:
-        ReplicaDriftError: On all ranks, if copies of a gradient differ or two stages hold one parameter.
+    Collective over the job. Raises ReplicaDriftError on all ranks if copies of a gradient differ, or if two stages hold
+    one parameter.
     """
     buckets = [bucket for watch in watches for bucket in watch.buckets]
     coarse = any(watch.computes_in_16_bits for watch in watches)
@@ -155,7 +132,7 @@ def compare_first_step(watches: Sequence[FirstSteps], weights: Sequence[WeightWa
         causes: list[str | None] = []
         if groups.size("tp") > 1 and not any(watch.splits_inputs() for watch in watches):
             causes += [watch.unequal_inputs() for watch in watches]
-        unequal = [watch.unequal_within_stage() for watch in weights]
+        unequal = [unequal_weights(watch.copies(), groups) for watch in weights]
         causes += [f"{found[2]}. {AFTER_THE_WRAP}" for found in unequal if found is not None]
         everyone = agree.gather((finding, [cause for cause in causes if cause]), chain, what).values()
         _, rank, text = min(found for found, _ in everyone if found is not None)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,42 +22,26 @@ from core.groups.agree import SyncError
 REMEDY = "Do it before wrapping, or delete the wrapper and wrap the model again"
 
 
-class Snapshot(NamedTuple):
-    """State of a wrapped model: identities and addresses only."""
-
-    thawed: list[bool]  # requires_grad of parameters without a place in a buffer
-    dtypes: list[torch.dtype]  # of all parameters
-    addresses: list[int]  # of their gradients, and of parameters in buffers
-    tables: int  # hash of the modules' contents
+# requires_grad of parameters without a place in a buffer; dtypes of all others; addresses of their gradients and of
+# parameters in buffers; hash of the modules' contents
+Snapshot = tuple[list[bool], list[torch.dtype], list[int], int]
 
 
 class ModelWatch:
     """Detector of changes of a wrapped model that its buffers cannot follow.
 
     It checks once a step, in one pass over modules and parameters, and searches for details only after a change.
-
-    Args:
-        module: The wrapped module.
-        plan: Layout and contracts of its parameters.
-        buckets: Its gradient buckets.
     """
 
     def __init__(self, module: nn.Module, plan: ModelPlan, buckets: Sequence[Bucket]) -> None:
         self.module = module
         self.plan = plan
-        members = [
-            (bucket, param, c.name)
-            for bucket in buckets
-            for param, c in zip(bucket.params, bucket.contracts, strict=True)
-        ]
-        self.names = [name for *_, name in members]
-        self.params = [param for _, param, _ in members]
-        in_buffers = [(param, name) for bucket, param, name in members if bucket.memory.param_data is not None]
-        self.views = [
-            *(view for bucket in buckets for view in bucket.memory.permanent),
-            *(param for param, _ in in_buffers),
-        ]
-        self.view_names = [*self.names, *(name for _, name in in_buffers)]
+        self.names = [contract.name for bucket in buckets for contract in bucket.contracts]
+        self.params = [param for bucket in buckets for param in bucket.params]
+        in_buffers = [bucket for bucket in buckets if bucket.memory.param_data is not None]
+        self.views = [view for bucket in buckets for view in bucket.memory.permanent]
+        self.views += [param for bucket in in_buffers for param in bucket.params]
+        self.view_names = [*self.names, *(contract.name for bucket in in_buffers for contract in bucket.contracts)]
         self.shapes = [param.shape for param in self.params]
         self.numels = list(map(torch.Tensor.numel, self.params))
         self.placed = set(map(id, self.params))
@@ -69,19 +53,16 @@ class ModelWatch:
         now = self._snapshot()
         if now == self.before:
             return []
-        found = [self._unplaced(), self._moved(now), self._removed() if now.tables != self.before.tables else ""]
+        found = [self._unplaced(), self._moved(now), self._removed() if now[-1] != self.before[-1] else ""]
         if not any(found):  # such as a submodule without parameters that was added
             self._watch_tables()
             self.before = self._snapshot()
         return list(filter(None, found))
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(
-            list(map(attrgetter("requires_grad"), self.unplaced)),
-            list(map(attrgetter("dtype"), self.params)),
-            list(map(torch.Tensor.data_ptr, self.views)),
-            hash(tuple(map(id, chain.from_iterable(self.tables)))),
-        )
+        trains, dtypes = map(attrgetter("requires_grad"), self.unplaced), map(attrgetter("dtype"), self.params)
+        addresses, contents = map(torch.Tensor.data_ptr, self.views), map(id, chain.from_iterable(self.tables))
+        return list(trains), list(dtypes), list(addresses), hash(tuple(contents))
 
     def _unplaced(self) -> str:
         """Describe the first trained parameter without a place in a buffer, whenever it was added."""
@@ -97,11 +78,13 @@ class ModelWatch:
         return ""
 
     def _moved(self, now: Snapshot) -> str:
-        for name, was, dtype in zip(self.names, self.before.dtypes, now.dtypes, strict=True):
+        _, old_dtypes, old_addresses, _ = self.before
+        _, dtypes, addresses, _ = now
+        for name, was, dtype in zip(self.names, old_dtypes, dtypes, strict=True):
             if was is not dtype:
                 return f"parameter {name!r} is {dtype} now and was {was} when the model was wrapped. {REMEDY}"
-        for name, address, moved_to in zip(self.view_names, self.before.addresses, now.addresses, strict=True):
-            if address != moved_to:
+        for name, old_address, address in zip(self.view_names, old_addresses, addresses, strict=True):
+            if old_address != address:
                 return f"parameter {name!r} or its gradient was moved out of the buffers since the wrap. {REMEDY}"
         return ""
 
@@ -135,13 +118,8 @@ class StepGuard:
     """Rejects an optimizer's step on unreduced gradients of one wrapped model chunk.
 
     Without `finalize_model_grads` every rank would train on its own data, without any error. torch calls a hook before
-    every `optimizer.step()`. The check costs one flag, and one pass over the parameters of a new optimizer.
-
-    Args:
-        owner: The hooks are removed when it is deleted.
-        reducer: Reducer of the chunk.
-        params: Ids of the reduced parameters.
-        weights: Weight check that runs after each step.
+    every `optimizer.step()`, until `owner` is deleted. The check costs one flag, and one pass over the parameters of a
+    new optimizer. `params` are the ids of the reduced parameters.
     """
 
     def __init__(self, owner: nn.Module, reducer: Reduction, params: Collection[int], weights: WeightWatch) -> None:
@@ -155,14 +133,7 @@ class StepGuard:
         weakref.finalize(owner, register_optimizer_step_post_hook(weakly(self.record_step)).remove)
 
     def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Reject a step of an optimizer that is about to use incomplete gradients.
-
-        Args:
-            optimizer: Any optimizer.
-
-        Raises:
-            SyncError: If it has parameters of this chunk whose gradients are incomplete.
-        """
+        """Raise SyncError if an optimizer is about to step on incomplete gradients of this chunk's parameters."""
         if optimizer not in self.concerned:
             params = (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"])
             self.concerned[optimizer] = any(id(param) in self.params for param in params)
@@ -194,11 +165,7 @@ class StepGuard:
         self.steps += 1
 
     def record_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Compute the checksums of the weights after an optimizer's step.
-
-        Args:
-            optimizer: Any optimizer.
-        """
+        """Compute the checksums of the weights after an optimizer's step."""
         if self.concerned.get(optimizer):
             self.weights.record(again=True)
 
@@ -215,16 +182,7 @@ class StepGuard:
 
 
 def refuse_reshaped(names: Sequence[str], params: Sequence[nn.Parameter], shapes: Sequence[torch.Size]) -> None:
-    """Check that parameters have their shapes from the wrap. Local.
-
-    Args:
-        names: Names of the parameters.
-        params: Parameters.
-        shapes: Shapes at the wrap.
-
-    Raises:
-        SyncError: If a parameter has another shape.
-    """
+    """Raise SyncError if a parameter no longer has its shape from the wrap. Local."""
     for name, param, was in zip(names, params, shapes, strict=True):
         if param.shape != was:
             raise SyncError(

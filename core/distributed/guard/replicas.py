@@ -56,13 +56,10 @@ CLIPS = (
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return three int64 sums [3] over the bits of a tensor: plain, weighted by column and by row of a table 61 wide.
+    """Return three int64 sums [3] over a dense tensor's bits: plain, weighted by column and by row of a 61-wide table.
 
     Equal for equal tensors. One changed element, or two exchanged ones, change at least one of the sums. They are on
     the tensor's device, and the host does not wait for them.
-
-    Args:
-        tensor: Any dense tensor.
     """
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
@@ -79,12 +76,14 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([columns.sum(), by_column.sum(), by_row.sum()])
 
 
-def is_readable(tensor: torch.Tensor) -> bool:
-    """Return True for a plain tensor with values, which can be read without changing the program.
+def checksums(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a checksum for each pack of tensors. Local; does not wait for the device."""
+    with torch.inference_mode():  # autograd does not track the views
+        return [checksum(flat_of(pack)) for pack in packs_of(tensors)]
 
-    Args:
-        tensor: Any tensor.
-    """
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Return True for a plain tensor with values, which can be read without changing the program."""
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
     if not plain or tensor.is_complex() or tensor.is_quantized or torch.compiler.is_compiling():
         return False
@@ -94,30 +93,18 @@ def is_readable(tensor: torch.Tensor) -> bool:
         return False
 
 
-def first_unequal(
-    named: Iterable[tuple[str, Sequence[torch.Tensor]]], group: dist.ProcessGroup, group_name: str
-) -> str | None:
-    """Describe the first parameter whose copies differ between ranks of a group. Collective over `group`.
+def first_unequal(named: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup, group_name: str) -> str | None:
+    """Describe the first parameter whose copies differ between ranks of a group, or return None. Collective.
 
-    Only a hash is sent. The checksums of single parameters are sent only if hashes differ.
-
-    Args:
-        named: (name, copies on this rank), in one order on all ranks. Names may differ between stages.
-        group: Control group of the ranks.
-        group_name: Name of the group, for the text.
-
-    Returns:
-        The text, or None if all copies are equal.
+    All ranks list their parameters in one order. Names may differ between stages. Only a hash is sent. The checksums of
+    single parameters are sent only if hashes differ.
     """
-    named, rank, what = list(named), dist.get_rank(), f"the weights of group {group_name}"
-    with torch.inference_mode():  # autograd does not track the views
-        sums = [checksum(flat_of(pack)).tolist() for pack in packs_of(copies[0] for _, copies in named)]
-    several = [_sums(copies, rank) for _, copies in named if len(copies) > 1]
-    if agree.equal((sums, several), group, what):
+    named, what = list(named), f"the weights of group {group_name}"
+    if agree.equal([sums.tolist() for sums in checksums(tensor for _, tensor in named)], group, what):
         return None
-    everyone = agree.gather([(name, _sums(copies, rank)) for name, copies in named], group, what)
+    everyone = agree.gather([(name, checksum(tensor).tolist()) for name, tensor in named], group, what)
     ranks = list(everyone)
-    for row in itertools.zip_longest(*everyone.values(), fillvalue=("nothing", ())):
+    for row in itertools.zip_longest(*everyone.values(), fillvalue=("nothing", [])):
         name, expected = row[0]
         unequal = {rank: other for rank, (other, theirs) in zip(ranks, row, strict=True) if theirs != expected}
         if unequal:
@@ -128,21 +115,8 @@ def first_unequal(
     return f"weights differ between the ranks {ranks} of group {group_name!r}, but no parameter's checksum does"
 
 
-def _sums(copies: Sequence[torch.Tensor], rank: int) -> tuple[object, ...]:
-    """Return the checksum of equal copies. If a rank's copies differ, its result differs from every other rank's."""
-    sums = {tuple(checksum(copy).tolist()) for copy in copies}
-    return sums.pop() if len(sums) == 1 else (rank, *sorted(sums))
-
-
 def within_stage(plan: ModelPlan, groups: ProcessGroups) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """Yield each group within the stage with the parameters that all its ranks hold copies of.
-
-    The order of groups is the same on all ranks.
-
-    Args:
-        plan: The model's plan.
-        groups: Process groups of the model.
-    """
+    """Yield groups within the stage and the parameters that their ranks hold copies of, in one order on all ranks."""
     others = (rule.group for rule in plan.rules if rule.group not in STAGE_CROSSING)
     for name in dict.fromkeys((*DATA_KINDS, *COPY_AXES, *others)):
         if groups.size(name) > 1:
@@ -155,14 +129,10 @@ def _copies_across_stages(plan: ModelPlan, groups: ProcessGroups) -> dict[str, d
     return {name: dict(plan.copies_over(name)) for name in names if groups.size(name) > 1}
 
 
-def unequal_weights(
-    copies: Mapping[str, Mapping[str, Sequence[torch.Tensor]]], groups: ProcessGroups
-) -> Finding | None:
-    """Find the first weight whose copies differ. Collective over all groups, of which another rank may find none.
+def unequal_weights(copies: Mapping[str, Mapping[str, torch.Tensor]], groups: ProcessGroups) -> Finding | None:
+    """Find the first weight, by group and name, whose copies differ. Collective over all groups with copies.
 
-    Args:
-        copies: By group and name, the copies on this rank; a weight may be replaced by its checksum.
-        groups: Process groups of the model.
+    Ranks of other groups may find none. A weight may be replaced by its checksum.
     """
     findings: list[Finding] = []
     for name, of_group in copies.items():
@@ -176,20 +146,11 @@ def unequal_weights(
 def refuse_unequal(
     finding: Finding | None, groups: ProcessGroups, *, step: int, warns: bool = False, describe: Describe = list
 ) -> None:
-    """Raise the finding of any rank on all ranks.
+    """Raise the finding of any rank on all ranks: LayoutMismatch if copies differed from the start, or else
+    ReplicaDriftError.
 
-    Collective: at the wrap over one stage, later over the job.
-
-    Args:
-        finding: This rank's finding, or None.
-        groups: Process groups of the model.
-        step: 0 at the wrap, then the step of the comparison.
-        warns: Warn instead of raising an error.
-        describe: Returns lines that explain the finding if ranks differ.
-
-    Raises:
-        LayoutMismatch: If copies differed from the start.
-        ReplicaDriftError: If copies have become different in training.
+    Collective: at the wrap (step 0) over one stage, later over the job. `describe` returns lines that explain the
+    finding if ranks differ.
     """
     chain = control_of_stage(groups) if step == 0 else world_groups(groups)
     finding = agree.first(finding, chain, "the guard of equal weights")
@@ -209,13 +170,7 @@ def refuse_unequal(
 
 
 def raise_or_warn(error: Exception, rank: int, *, warns: bool) -> None:
-    """Raise an error that all ranks have, or warn on one rank.
-
-    Args:
-        error: The error.
-        rank: Rank that warns.
-        warns: Warn instead of raising.
-    """
+    """Raise an error that all ranks have, or warn about it on one rank."""
     if not warns:
         raise error
     if dist.get_rank() == rank:
@@ -230,14 +185,7 @@ class Parameters(Protocol):
 
 
 class WeightWatch:
-    """Weights of one wrapped chunk, and the steps after which they are compared.
-
-    Args:
-        plan: The chunk's plan.
-        groups: Process groups of the model.
-        params: Parameters of the chunk.
-        ddp_config: Config of the wrapper.
-    """
+    """Weights of one wrapped chunk, and the steps after which they are compared."""
 
     def __init__(
         self, plan: ModelPlan, groups: ProcessGroups, params: Parameters, ddp_config: DistributedDataParallelConfig
@@ -251,31 +199,20 @@ class WeightWatch:
         self.sums: dict[str, list[torch.Tensor]] | None = None  # checksums by group, since the last optimizer's step
 
     def record(self, *, again: bool = False) -> None:
-        """Compute the checksums if they are due. Local; does not wait for the device.
-
-        Args:
-            again: Replace checksums that were already computed.
-        """
+        """Compute the checksums if they are due, and `again` if they were computed before. Local, without a wait."""
         if self.is_due and (again or self.sums is None):
             self.sums = self._sums()
 
     def _sums(self) -> dict[str, list[torch.Tensor]]:
         is_sharded = any(self.params.own_part_of(param) is not None for param in self.plan.named.values())
         across = {} if is_sharded else _copies_across_stages(self.plan, self.groups)
-        with torch.inference_mode():  # autograd does not track the views
-            return {
-                name: [checksum(flat_of(pack)) for pack in packs_of(of_group.values())]
-                for name, of_group in (*self.copies().items(), *across.items())
-            }
+        return {name: checksums(copies.values()) for name, copies in (self.copies() | across).items()}
 
     def copies(self, *, cut: bool = True) -> dict[str, dict[str, torch.Tensor]]:
         """Return the weights that ranks of this stage hold copies of, by group and name.
 
         Data ranks hold no copies of shards, but the ranks of other optimizer instances do. Frozen parameters that are
-        sharded are left out, because nothing writes them.
-
-        Args:
-            cut: False at the wrap, before any parameter is sharded.
+        sharded are left out, because nothing writes them. `cut` is False at the wrap, before parameters are sharded.
         """
         named = self.plan.named if cut else {}
         parts = ((name, self.params.own_part_of(param)) for name, param in named.items())
@@ -288,15 +225,6 @@ class WeightWatch:
             for name, params in by_group.items()
         }
 
-    def unequal_within_stage(self, *, cut: bool = True) -> Finding | None:
-        """Find the first weight whose copies within this stage differ. Collective over the groups of copies.
-
-        Args:
-            cut: False at the wrap, before any parameter is sharded.
-        """
-        by_group = self.copies(cut=cut).items()
-        return unequal_weights({name: {k: [w] for k, w in copies.items()} for name, copies in by_group}, self.groups)
-
     def take_difference(self) -> bool:
         """Drop the checksums, and return True if they differ between ranks. Collective over the groups of copies."""
         sums, self.sums = self.sums or self._sums(), None
@@ -305,12 +233,7 @@ class WeightWatch:
         return not all(equal)
 
     def end_step(self, step: int, *, counts: bool) -> None:
-        """Decide if weights are compared after this step.
-
-        Args:
-            step: Number of the step.
-            counts: False if the step is not one of the first steps.
-        """
+        """Decide if weights are compared after this step. `counts` is False if it is not one of the first steps."""
         self.is_due = (counts and self.left > 0) or (self.interval > 0 and (step + 1) % self.interval == 0)
         self.left -= counts and self.left > 0
 
@@ -321,29 +244,24 @@ def _unequal_across_stages(watches: Sequence[WeightWatch], groups: ProcessGroups
     Equal names in several chunks mean one weight. Sharded weights are read unsharded, because stages shard them
     differently.
     """
-    copies: dict[str, dict[str, list[torch.Tensor]]] = {}
+    copies: dict[str, dict[str, torch.Tensor]] = {}
+    here: Finding | None = None  # of two chunks of this rank
     with torch.no_grad(), ExitStack() as stack:  # nothing is saved for a backward, so chunks may be read together
         for watch in watches:
             stack.enter_context(watch.params.reading())
             for name, of_group in _copies_across_stages(watch.plan, groups).items():
-                of_chunks = copies.setdefault(name, {})
                 for key, tensor in of_group.items():
-                    of_chunks.setdefault(key, []).append(tensor)
-        return unequal_weights(copies, groups)
+                    other = copies.setdefault(name, {}).setdefault(key, tensor)
+                    if other is not tensor and not torch.equal(checksum(other), checksum(tensor)):
+                        text = f"parameter {key!r} has other values in two chunks of this rank"
+                        here = ACROSS_STAGES, dist.get_rank(), text
+        return unequal_weights(copies, groups) or here
 
 
 def compare_weights(watches: Sequence[WeightWatch], step: int, describe: Describe, *, at_once: bool = False) -> None:
     """Compare the copies of one model's weights, if that is due. Collective: every rank of the job must call it.
 
-    Args:
-        watches: Watches of the model's chunks on this rank.
-        step: Number of the step.
-        describe: Returns lines about this rank's optimizers.
-        at_once: Compare the current values, before an optimizer writes them.
-
-    Raises:
-        LayoutMismatch: On all ranks, if copies differed from the start.
-        ReplicaDriftError: On all ranks, if copies have become different in training.
+    With `at_once`, compare the current values, before an optimizer writes them. Raises as `refuse_unequal`.
     """
     first, groups = watches[0], watches[0].groups
     if not first.compares or not (first.is_due or step == 1):
@@ -354,7 +272,7 @@ def compare_weights(watches: Sequence[WeightWatch], step: int, describe: Describ
         differ = [watch.take_difference() for watch in watches]
         is_due = agree.any(any(differ), world_groups(groups), "the weights after the last step")
     if is_due:
-        findings += [watch.unequal_within_stage() for watch in watches]
+        findings += [unequal_weights(watch.copies(), groups) for watch in watches]
     if is_due or (step == 1 and not at_once):  # stages meet in the first step for the first time
         findings.append(_unequal_across_stages(watches, groups))
     for watch in watches:

@@ -434,7 +434,7 @@ class Unsharder(PlainParams):
         findings = []
         for data_group in self.control:
             units = [unit for unit in self.units if unit.data_group == data_group]
-            written = ((name, [view]) for unit in units for name, view in zip(unit.names, unit.views, strict=True))
+            written = (pair for unit in units for pair in zip(unit.names, unit.views, strict=True))
             findings.append(first_unequal(written, units[0].groups.data, data_group))
         found = next((finding for finding in findings if finding is not None), None)
         if found is not None:  # raised after all groups have compared: ranks of another group may not know of it
