@@ -7,6 +7,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 QUICK := $(addprefix tests/unit_tests/distributed/, contract buffer layout reduce sharded wire)
 QUICK += $(addprefix tests/unit_tests/, optimizer test_architecture.py test_parallel_state.py test_plain_words.py test_public_api.py)
 
+# Containers often set it. Then every process that the tests start compiles core again, and every worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test quick check docs nightly clean
 
 # Made anew when the metadata changes. torch first and alone, so that its build is chosen by constraints.txt only.
