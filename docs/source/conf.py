@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import options as option_tables  # docs/options.py
 from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
 
 COMMAND = re.compile(r"(\$ )?(python|torchrun|pip|make|hf|git|srun|sbatch|\. )")
 COLUMNS = re.compile(r"\S {3,}\S")  # a table that a program prints
@@ -34,6 +35,25 @@ add_module_names = False
 python_maximum_signature_line_length = 88
 myst_heading_anchors = 3
 exclude_patterns: list[str] = []
+
+
+class Picture(SphinxDirective):
+    """Show `name_light.svg` on light pages and `name_dark.svg` on dark ones; the directive's content describes both."""
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self):
+        path = Path(self.arguments[0])
+        return [
+            nodes.image(
+                uri=f"{path.parent}/{path.stem}_{theme}{path.suffix}",
+                alt=" ".join(self.content),
+                classes=[f"only-{theme}"],
+                width="100%",
+            )
+            for theme in ("light", "dark")
+        ]
 
 
 def rst_inline(text):
@@ -142,6 +162,7 @@ def options_stay_whole(app, page, template, context, doctree):
 
 
 def setup(app):
+    app.add_directive("picture", Picture)
     app.connect("doctree-read", commands_wrap)
     app.connect("html-page-context", options_stay_whole)
     app.connect("autodoc-skip-member", without_fields)

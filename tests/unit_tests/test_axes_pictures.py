@@ -38,12 +38,12 @@ LANES = [
 
 @pytest.mark.parametrize("picture", draw_axes.ALL, ids=lambda picture: picture.file)
 def test_the_committed_picture_is_the_one_that_the_rules_draw_today(picture: object) -> None:
+    assert f"{{picture}} axes/{picture.file}.svg\n" in PAGE.read_text()  # type: ignore[attr-defined]
     for palette in draw_axes.PALETTES:
         path = draw_axes.PICTURES / f"{picture.file}_{palette}.svg"  # type: ignore[attr-defined]
         assert path.read_text(encoding="utf-8") == draw_axes.draw(picture, palette=palette), (
             "run python docs/draw_axes.py"
         )
-        assert f"{{image}} axes/{path.name}\n" in PAGE.read_text()
 
 
 @pytest.mark.parametrize(("picture", "lane"), LANES)
