@@ -1,5 +1,6 @@
 """The page on the Booster runs and does what it says, and so does the example."""
 
+import copy
 import importlib.util
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from core.booster import Booster
+from core.booster.plugin import DPPluginBase
+from core.interface import ModelWrapper, OptimizerWrapper
 from tests.unit_tests.booster.booster_reference import full_weights
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import ROOT, run_page
@@ -55,10 +59,46 @@ def test_the_page_on_the_booster_does_what_it_says(rank: int, world: int) -> Non
     assert names["optimizer_again"].param_groups[0]["lr"] == 0.05
     assert names["optimizer16"].scaler.value == 2.0**12 and not names["optimizer16"].found_inf
     sharded_as_on_one_process(names, world)
-    mine = names["new_model"]()
+
+
+class AverageAfterBackward(OptimizerWrapper):
+    def step(self) -> Any:
+        for param in self.parameters:
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        return super().step()
+
+
+class OwnPlugin(DPPluginBase):
+    """The least that a plugin implements."""
+
+    def supported_precisions(self) -> list[str]:
+        return ["fp32"]
+
+    def control_precision(self) -> bool:
+        return False
+
+    def configure(
+        self, model: Any, optimizer: Any = None, criterion: Any = None, dataloader: Any = None, lr_scheduler: Any = None
+    ) -> Any:
+        model = ModelWrapper(model.to(self.device()))
+        return model, AverageAfterBackward(optimizer), criterion, dataloader, lr_scheduler
+
+
+@ranks(2)
+def test_a_plugin_of_the_user_averages_gradients(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    mine = nn.Linear(8, 1)
+    plain = copy.deepcopy(mine)
+    booster = Booster(plugin=OwnPlugin())
+    model, optimizer, *_ = booster.boost(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+    inputs, targets = batch(0, rank)
+    booster.backward(nn.functional.mse_loss(model(inputs), targets), optimizer)
+    optimizer.step()
     inputs, targets = (torch.cat(part) for part in zip(*[batch(0, r) for r in range(world)], strict=True))
     nn.functional.mse_loss(mine(inputs), targets).backward()
-    for ours_, want in zip(names["my_model"].parameters(), mine.parameters(), strict=True):
+    for ours_, want in zip(model.parameters(), mine.parameters(), strict=True):
         torch.testing.assert_close(ours_.grad, want.grad)
 
 

@@ -31,16 +31,16 @@ def megatrons_fields() -> dict[str, list[str]]:
 
 
 def table() -> str:
-    """A table for each configuration: what is obeyed, and in rows of one sentence what is refused or without effect."""
+    """A table for each configuration of the fields that are refused or without effect, with the reason."""
     lines: list[str] = []
     for kind in KINDS:
         fields = megatrons_fields()[kind.__name__]
-        obeyed = [name for name in fields if name not in kind.rules]
+        obeyed = sum(name not in kind.rules for name in fields)
         refused = [name for name in fields if name in kind.rules and kind.rules[name].refused]
         hints = [name for name in fields if name in kind.rules and not kind.rules[name].refused]
         lines += [f"## {kind.__name__}", ""]
-        lines += [f"{len(obeyed)} fields are obeyed, {len(refused)} refused, {len(hints)} change nothing.", ""]
-        lines += ["| | fields | why |", "|---|---|---|", f"| obeyed | {_words(obeyed)} | |"]
+        lines += [f"{len(refused)} fields are refused, {len(hints)} change nothing, and the {obeyed} others are obeyed.", ""]
+        lines += ["| | fields | why |", "|---|---|---|"]
         for what, names in (("refused", refused), ("no effect", hints)):
             for sentence in dict.fromkeys(kind.rules[name].sentence for name in names):
                 group = [name for name in names if kind.rules[name].sentence == sentence]

@@ -1,6 +1,6 @@
 """The bar: silent bugs of two papers, of loops and of our layers, and right programs: found, placed, at which step.
 
-The counts are those of docs/source/verify.md. The suite runs some of the programs, the nightly run all.
+The counts are those of benchmarks/notebook.md. The suite runs some of the programs, the nightly run all.
 """
 
 from __future__ import annotations
