@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 STAYS = {"reduced gradients", "master weights", "moments", "scalar state"}
-# What stays where it is from the second step to the fifth. The same table is in docs/source/gpu.md.
+# What stays where it is from the second step to the fifth.
 STAYS_IN = {
     "no_shard": STAYS | {"parameters in forward", "gradients in backward", "parameters"},
     "optim": STAYS | {"parameters in forward", "gradients in backward", "parameters"},
