@@ -39,7 +39,10 @@ def table() -> str:
         refused = [name for name in fields if name in kind.rules and kind.rules[name].refused]
         hints = [name for name in fields if name in kind.rules and not kind.rules[name].refused]
         lines += [f"## {kind.__name__}", ""]
-        lines += [f"{len(refused)} fields are refused, {len(hints)} change nothing, and the {obeyed} others are obeyed.", ""]
+        lines += [
+            f"{len(refused)} fields are refused, {len(hints)} change nothing, and the {obeyed} others are obeyed.",
+            "",
+        ]
         lines += ["| | fields | why |", "|---|---|---|"]
         for what, names in (("refused", refused), ("no effect", hints)):
             for sentence in dict.fromkeys(kind.rules[name].sentence for name in names):
