@@ -1,4 +1,4 @@
-"""`python -m core WORD`: the command, whose words are jobs of this package and of the packages next to it."""
+"""The ``python -m core WORD`` command. Each word runs a job of this package or of one of its companion packages."""
 
 from __future__ import annotations
 
@@ -35,14 +35,7 @@ USAGE = "\n".join(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of the first argument.
-
-    Args:
-        arguments: A word and the arguments of its command; None for those of the process.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command named by the first argument and return its exit status."""
     word, *others = (list(sys.argv[1:]) if arguments is None else list(arguments)) or ["--help"]
     if word in WORDS:
         module, first, _ = WORDS[word]

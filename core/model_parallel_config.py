@@ -1,4 +1,4 @@
-"""Fields of a model's configuration that layers and the gradient path read."""
+"""Configuration fields that the layers and the gradient path read from a model."""
 
 from __future__ import annotations
 
@@ -22,36 +22,38 @@ RANGES = {
 # Not frozen: users set the callbacks once optimizer and wrapper exist. Nothing in `core` writes to it.
 @dataclass
 class ModelParallelConfig:
-    """Configuration of a model's parallel layout, dtypes and schedule callbacks, with Megatron's field names.
+    """Configures a model's parallel layout, dtypes and schedule callbacks, using Megatron Core's field names.
 
-    The wrapper and the layers read it. A model's own config extends it. The callbacks may be set later, when wrapper
-    and optimizer exist.
+    Layers and :class:`DistributedDataParallel` read this configuration, and a model's own config usually extends it.
+    The callbacks may be assigned later, once the wrapper and the optimizer exist.
 
     Args:
-        tensor_model_parallel_size: Ranks that split each layer.
+        tensor_model_parallel_size: Number of ranks that split each layer.
         pipeline_model_parallel_size: Number of pipeline ranks.
-        virtual_pipeline_model_parallel_size: Model chunks per rank in an interleaved pipeline.
-        context_parallel_size: Ranks that split each sequence.
-        expert_model_parallel_size: Ranks that the experts of a layer are distributed over.
-        expert_tensor_parallel_size: Ranks that split each expert. Defaults to tensor_model_parallel_size.
-        sequence_parallel: Split activations between tensor-parallel layers along the sequence.
-        params_dtype: Dtype of the parameters.
-        fp16, bf16: Must agree with params_dtype if it is a 16-bit dtype. With fp32 they have no effect, and warn.
-        perform_initialization: Draw initial weights. False leaves memory uninitialized, for weights that are loaded.
+        virtual_pipeline_model_parallel_size: Number of model chunks per rank in an interleaved pipeline.
+        context_parallel_size: Number of ranks that split each sequence.
+        expert_model_parallel_size: Number of ranks that a layer's experts are distributed over.
+        expert_tensor_parallel_size: Number of ranks that split each expert. Defaults to tensor_model_parallel_size.
+        sequence_parallel: Split the activations between tensor-parallel layers along the sequence, which saves memory.
+        params_dtype: Parameter dtype.
+        fp16, bf16: Must agree with params_dtype if it is a 16-bit dtype. They have no effect, and warn, with fp32.
+        perform_initialization: Draw initial weights. With False, weights stay uninitialized because they will be
+            loaded.
         use_cpu_initialization, has_cond_embedder: No effect, because both always hold here; a warning if True.
         gradient_accumulation_fusion: Add weight gradients of tensor-parallel layers directly to the gradient buffer.
-        calculate_per_token_loss: Losses are sums over tokens, and gradients are divided by the tokens of all ranks.
-        deterministic_mode: Reduce in rank order, like deterministic_reduction of the wrapper's config.
+        calculate_per_token_loss: The loss is a sum over tokens, and gradients are divided by the global number of
+            tokens.
+        deterministic_mode: Reduce in rank order, like deterministic_reduction in the wrapper's config.
         qk_layernorm: Normalize queries and keys in each head.
         moe_router_enable_expert_bias: Balance experts by a bias on the router's scores instead of a loss.
         moe_router_bias_update_rate: Change of that bias per step.
-        timers: An object like Megatron's `Timers`, which finalize_model_grads starts and stops.
+        timers: An object like Megatron's ``Timers``, which finalize_model_grads starts and stops.
         barrier_with_L1_time: Synchronize all ranks before a timer starts.
-        no_sync_func: Context manager that disables reductions; a list has one per model chunk.
-        grad_sync_func, param_sync_func: Called by a schedule when the gradients of a chunk can be reduced, or its
-            parameters gathered.
+        no_sync_func: Context manager that disables gradient reduction, or a list with one per model chunk.
+        grad_sync_func, param_sync_func: Called by a schedule when a chunk's gradients can be reduced, or its parameters
+            gathered.
         finalize_model_grads_func: Called at the end of a schedule. Defaults to finalize_model_grads.
-        grad_scale_func: Maps each loss to the scaled loss to call backward on.
+        grad_scale_func: Maps each loss to the scaled loss on which backward is called.
 
     Raises:
         ValueError: If fields contradict each other. The message names both.

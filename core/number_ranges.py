@@ -1,7 +1,4 @@
-"""Ranges of the numbers in a configuration: said once, in a table, and rejected in one sentence.
-
-And the numbers next to one that does not divide.
-"""
+"""Valid ranges for numeric configuration fields, and suggestions for numbers that do not divide."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Range of a number. NaN and bools are in no range, and the float 2.0 is not an integer."""
+    """Range of a number. NaN and bools are never in range, and the float 2.0 does not count as an integer."""
 
     kind: type  # Integral or Real
     low: float
@@ -39,7 +36,7 @@ class Range:
 
 
 def whole(low: float = -math.inf, high: float = math.inf) -> Range:
-    """Whole numbers from `low` to `high`."""
+    """Return the range of integers from ``low`` to ``high``."""
     return Range(Integral, low, high)
 
 
@@ -51,14 +48,9 @@ BELOW_ONE = Range(Real, 0, 1, open_high=True)
 
 
 def check_ranges(config: Any, ranges: Mapping[str, Range], name: Callable[[str], str] = str) -> None:
-    """Check the fields of a dataclass against their ranges, and that fields of type bool are bools.
+    """Check a dataclass's fields against ``ranges``, and that fields annotated as bool are bools.
 
-    None is accepted if it is the field's default.
-
-    Args:
-        config: The dataclass instance.
-        ranges: Range by field name.
-        name: Returns the name of a field in the error text.
+    ``None`` is accepted if it is the field's default. ``name`` maps a field to its spelling in the error message.
 
     Raises:
         ValueError: For the first field outside its range.
@@ -77,24 +69,24 @@ def check_ranges(config: Any, ranges: Mapping[str, Range], name: Callable[[str],
 
 
 def nearest_multiples(size: int, of: int) -> list[int]:
-    """The positive multiples next to `size`, below and above."""
+    """Return the positive multiples of ``of`` closest to ``size``, below and above."""
     below = size // of * of
     return [below, below + of] if below > 0 else [of]
 
 
 def divisors(size: int) -> list[int]:
-    """All divisors of `size`, ascending."""
+    """Return all divisors of ``size`` in ascending order."""
     low = [divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0]
     return sorted({*low, *(size // divisor for divisor in low)})
 
 
 def nearest_divisors(size: int, near: int) -> list[int]:
-    """The divisors of `size` next to `near`, below and above."""
+    """Return the divisors of ``size`` closest to ``near``, below and above."""
     known = divisors(size)
     below = [divisor for divisor in known if divisor < near]
     return [*below[-1:], *[divisor for divisor in known if divisor > near][:1]]
 
 
 def either(numbers: Iterable[int]) -> str:
-    """'2 or 4'."""
+    """Join numbers for an error message, such as "2 or 4"."""
     return " or ".join(str(number) for number in numbers)

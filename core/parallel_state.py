@@ -1,6 +1,6 @@
-"""Module-level interface to the process groups: `initialize_model_parallel` and Megatron's accessors.
+"""Module-level access to process groups: ``initialize_model_parallel`` and Megatron's accessors.
 
-All state is in `_state`. Our code takes `pg_collection=` and reads the default from here. There are many public names.
+The only state is ``_state``. Code inside this package takes ``pg_collection=`` and uses this module for the default.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _ParallelState:
-    """State of `initialize_model_parallel`, and sizes and ranks overridden by tests."""
+    """State created by ``initialize_model_parallel``, plus sizes and ranks that tests override."""
 
     groups: ProcessGroups | None = None
     grid: RankGrid | None = None
@@ -75,31 +75,34 @@ def initialize_model_parallel(
     local_world_size: int | None = None,
     watch_ranks: bool = True,
 ) -> None:
-    """Split the ranks of the started default process group and create the groups of this rank.
+    """Create the process groups for tensor, pipeline, context, expert and data parallelism.
 
-    Collective: every rank of the world calls it with the same arguments. They are validated before the first group is
-    created. After a failed call nothing remains, so it can be repeated with other arguments.
+    Consecutive ranks form a tensor-parallel group, so that its frequent collectives stay within a node. The remaining
+    factor of the world size becomes the data-parallel size.
 
-        torch.distributed.init_process_group("gloo")
-        initialize_model_parallel(tensor_model_parallel_size=2)
+        initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)
+        dp_group = get_data_parallel_group()  # 4 of 16 ranks
+
+    Every rank of the world must call it with the same arguments, which are validated before the first group is created.
+    After an error no group remains, so the call can be repeated with other arguments.
 
     Args:
-        *_size: Ranks along an axis; data parallelism gets the remaining factor. Expert tensor size: as tensor size.
-        num_distributed_optimizer_instances: Slices of each data group: shard within a slice, replicate across slices.
+        *_size: Number of ranks along an axis. ``expert_tensor_parallel_size`` defaults to the tensor-parallel size.
+        num_distributed_optimizer_instances: Number of slices of each data group, across which state is replicated.
         distributed_timeout_minutes: Timeout of every group.
         order: Axes, smallest stride first.
-        get_*embedding_ranks: From the ranks of a pipeline group to those that share the (position) embedding.
-        create_gloo_process_groups: Also create control groups with the ranks of the data groups, for CPU tensors.
-        high_priority_stream_groups: Names such as 'tp', 'ep_dp'. Like the next one, checked always, used on NCCL only.
-        nccl_communicator_config_path: YAML, group name -> settings, listed at `core.groups.group_options`.
-        watch_ranks: Start a thread per process that names a rank that has ended or hangs within seconds.
+        get_*embedding_ranks: Maps a pipeline group's ranks to the ranks that share the word (or position) embedding.
+        create_gloo_process_groups: Also create gloo groups with the data-parallel ranks, for CPU tensors.
+        high_priority_stream_groups: Groups such as 'tp' or 'ep_dp'. Like the next argument, only used with NCCL.
+        nccl_communicator_config_path: YAML file with settings per group, described in ``core.groups.group_options``.
+        watch_ranks: Start a thread in each process that names a rank that has died or hangs.
         pipeline_model_parallel_comm_backend, use_sharp, sharp_enabled_group: Not supported; must keep the default.
         hierarchical_context_parallel_sizes, hybrid_context_parallel: Not supported; must keep the default.
         gtp_remat, expert_gtp_remat, rank_offset, local_world_size: Not supported; must keep the default.
 
     Raises:
-        RuntimeError: If sizes do not divide, torch.distributed is not started, or groups exist already.
-        ValueError: If arguments are malformed or unsupported; on all ranks if ranks pass different ones.
+        RuntimeError: If sizes do not divide the world size, torch.distributed is not initialized, or groups exist.
+        ValueError: If arguments are malformed or unsupported, or, on all ranks, if they differ between ranks.
     """
     _refuse_unsupported(
         pipeline_model_parallel_comm_backend=(pipeline_model_parallel_comm_backend, None),
@@ -161,7 +164,7 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Destroy every group that `initialize_model_parallel` created and remove all overrides. May be called twice."""
+    """Destroy the groups that ``initialize_model_parallel`` created and remove all overrides. May be called twice."""
     global _state
     groups, watch, _state = _state.groups, _state.watch, _ParallelState()
     use_watch(None)
@@ -172,23 +175,25 @@ def destroy_model_parallel() -> None:
 
 
 def initialize_from_device_mesh(mesh: DeviceMesh, **options: Any) -> None:
-    """Call `initialize_model_parallel` with a DeviceMesh's sizes and order, so that groups have the mesh's ranks.
+    """Create the process groups from the sizes and the order of a :class:`DeviceMesh`.
+
+    Use it if FSDP2 or DTensor code already describes the job with a mesh.
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
         initialize_from_device_mesh(mesh)
 
-    Collective: every rank of the world calls it. ValueError, before any group is created, for an unknown dimension, a
-    part of the ranks, or an option set by the mesh.
+    This is a collective over the world. An unknown dimension, missing ranks, or an option that the mesh already sets
+    raises ValueError before any group is created.
 
     Args:
         mesh: Over all ranks, largest stride first: 'pp', 'dp' (or 'dp_replicate', 'dp_shard' to shard in), 'cp', 'tp'.
-        options: Further arguments of initialize_model_parallel, for example for experts.
+        options: Further arguments of ``initialize_model_parallel``, such as expert sizes.
     """
     initialize_model_parallel(**arguments_of_mesh(mesh, options))
 
 
 def model_parallel_is_initialized() -> bool:
-    """True if `initialize_model_parallel` has succeeded and `destroy_model_parallel` was not called since."""
+    """Return ``True`` if ``initialize_model_parallel`` has succeeded and its groups were not destroyed since."""
     return _state.groups is not None
 
 
@@ -196,7 +201,7 @@ is_initialized = model_parallel_is_initialized  # the older name
 
 
 def get_process_groups() -> ProcessGroups:
-    """Return all groups of this rank, for `pg_collection=` arguments. RuntimeError before initialization."""
+    """Return this rank's process groups, to pass as ``pg_collection``. Raises RuntimeError before initialization."""
     if _state.groups is None:
         raise RuntimeError(
             "model parallel groups are not initialized; call core.parallel_state.initialize_model_parallel first or "
@@ -206,32 +211,32 @@ def get_process_groups() -> ProcessGroups:
 
 
 def get_rank_watch() -> RankWatch | None:
-    """Return the watch that names lost ranks; None with one rank, without groups, or with `watch_ranks=False`."""
+    """Return the watch that names lost ranks, or ``None`` if it is disabled or the job has only one rank."""
     return _state.watch
 
 
 def get_rank_grid() -> RankGrid:
-    """Return the grid that defines the groups. RuntimeError before initialization."""
+    """Return the grid that maps ranks to groups. Raises RuntimeError before initialization."""
     get_process_groups()
     assert _state.grid is not None, "groups are set only together with their grid"
     return _state.grid
 
 
 def get_device_mesh(*, expert: bool = False) -> DeviceMesh:
-    """Return a mesh of all ranks: 'pp', 'dp', 'cp', 'tp', or with `expert` 'pp', 'expt_dp', 'ep', 'expt_tp'.
+    """Return a :class:`DeviceMesh` over all ranks that reuses the existing groups.
 
-    The first dimension has the largest stride. Axes of size 1 are included. No communication, no new groups.
-    RuntimeError before initialization.
+    The dimensions are 'pp', 'dp', 'cp', 'tp', or with ``expert`` 'pp', 'expt_dp', 'ep', 'expt_tp', largest stride
+    first. No communication. Raises RuntimeError before initialization.
     """
     return device_mesh_of(get_rank_grid(), get_process_groups(), expert=expert)
 
 
 class ProcessGroupCollection(ProcessGroups):
-    """ProcessGroups under Megatron's name."""
+    """:class:`ProcessGroups` under Megatron's name."""
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroups:
-        """Return the groups of this module, all or only `required_pgs`. ValueError if a name is no group."""
+        """Return this module's groups, or only ``required_pgs``. Raises ValueError for an unknown name."""
         wanted = FIELDS if required_pgs is None else tuple(required_pgs)
         unknown = [name for name in wanted if name not in FIELDS]
         if unknown:
@@ -241,35 +246,35 @@ class ProcessGroupCollection(ProcessGroups):
 
 
 def get_all_ranks() -> str:
-    """Return this rank's indices as 'tp_dp_cp_pp_ep', such as '1_0_0_2_0', for names of per-rank files."""
+    """Return this rank's indices as 'tp_dp_cp_pp_ep', such as '1_0_0_2_0', for the names of per-rank files."""
     return "_".join(str(get_process_groups().rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """Return scratch memory shared by layers. RuntimeError before initialization and after destruction."""
+    """Return the scratch memory that layers share. Raises RuntimeError before initialization."""
     if _state.memory is None:
         raise RuntimeError("global memory buffer is not initialized; call initialize_model_parallel first.")
     return _state.memory
 
 
 def destroy_global_memory_buffer() -> None:
-    """Free the scratch memory; the next initialization creates a new one."""
+    """Free the scratch memory. The next initialization creates a new one."""
     _state.memory = None
 
 
 def update_pg_timeout(timeout: timedelta, pg_group: ProcessGroup | None = None) -> None:
-    """Change the timeout of groups on this rank, for example before a long first step.
+    """Change the timeout of this rank's groups, for example before a first step that compiles kernels.
 
     Args:
-        timeout: New timeout.
-        pg_group: Group to change. Defaults to every group that `initialize_model_parallel` created.
+        timeout (timedelta): New timeout.
+        pg_group (ProcessGroup): Group to change. Defaults to every group that ``initialize_model_parallel`` created.
     """
     for group in get_process_groups().created if pg_group is None else (pg_group,):
         distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def create_group(ranks: Sequence[int] | None = None, *arguments: Any, **options: Any) -> ProcessGroup | None:
-    """Create a group with the arguments of torch's new_group; `destroy_model_parallel` does not destroy it."""
+    """Create a group with the arguments of ``torch.distributed.new_group``. It survives ``destroy_model_parallel``."""
     with waiting("a group of the caller's own", dist.group.WORLD):
         return dist.new_group(None if ranks is None else list(ranks), *arguments, **options)
 
@@ -296,7 +301,7 @@ def _check_virtual_size(virtual: int | None, pipeline: int) -> None:
 
 
 def _group(name: str, check_initialized: bool = True) -> ProcessGroup | None:
-    """Return the group `name`. If there is none: an error with the name, or None if `check_initialized` is False."""
+    """Return group ``name``. Without it, raise an error, or return ``None`` if not ``check_initialized``."""
     if check_initialized:
         return get_process_groups().require(name)
     return None if _state.groups is None else getattr(_state.groups, name)
@@ -345,11 +350,11 @@ get_inter_distributed_optimizer_instance_group = _group_getter(
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False, with_gtp_remat: bool = True
 ) -> ProcessGroup | None:
-    """Return the ranks that hold a replica of this rank's dense parameters.
+    """Return the group of ranks that hold a replica of this rank's dense parameters.
 
     Args:
-        with_context_parallel: Include context-parallel ranks, which gradients are also reduced over.
-        partial_data_parallel: Only the ranks of this optimizer instance; needs `with_context_parallel`.
+        with_context_parallel: Include context-parallel ranks, over which gradients are reduced as well.
+        partial_data_parallel: Return only the ranks of this optimizer instance. Requires ``with_context_parallel``.
         with_gtp_remat: No effect.
     """
     return _group(_data_group(with_context_parallel, partial_data_parallel))
@@ -358,11 +363,10 @@ def get_data_parallel_group(
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Return the control group with the ranks of `get_data_parallel_group`, for CPU tensors.
+    """Return the gloo group with the ranks of ``get_data_parallel_group``, for CPU tensors.
 
     Args:
-        with_context_parallel: As for `get_data_parallel_group`.
-        partial_data_parallel: As for `get_data_parallel_group`.
+        with_context_parallel, partial_data_parallel: As for ``get_data_parallel_group``.
     """
     return _group(_data_group(with_context_parallel, partial_data_parallel) + "_gloo")
 
@@ -378,11 +382,11 @@ def _data_group(with_context_parallel: bool, partial_data_parallel: bool) -> str
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Return the ranks of this pipeline stage.
+    """Return the group of ranks that work on this rank's pipeline stage.
 
     Args:
-        check_initialized: Raise RuntimeError if there are no groups, instead of returning None.
-        with_context_parallel: Include the ranks that hold other parts of the sequence.
+        check_initialized (bool, optional): Raise RuntimeError if groups do not exist, instead of returning ``None``.
+        with_context_parallel (bool, optional): Include ranks that hold other parts of the sequence.
     """
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
@@ -390,11 +394,11 @@ def get_tensor_and_data_parallel_group(
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup | None:
-    """Return the ranks that share one quantization scale.
+    """Return the group of ranks that share an FP8 quantization scale.
 
     Args:
-        with_context_parallel: Include context-parallel ranks.
-        tp_only_amax_red: Leave out data-parallel ranks.
+        with_context_parallel (bool, optional): Include context-parallel ranks.
+        tp_only_amax_red (bool, optional): Exclude data-parallel ranks.
     """
     if tp_only_amax_red:
         return _group("tp_cp" if with_context_parallel else "tp")
@@ -404,17 +408,17 @@ def get_amax_reduction_group(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Return the ranks that hold a replica of this rank's experts.
+    """Return the group of ranks that hold a replica of this rank's experts.
 
     Args:
-        check_initialized: Raise RuntimeError if there are no groups, instead of returning None.
-        partial_expert_data_parallel: Only the ranks of this optimizer instance.
+        check_initialized (bool, optional): Raise RuntimeError if groups do not exist, instead of returning ``None``.
+        partial_expert_data_parallel (bool, optional): Return only the ranks of this optimizer instance.
     """
     return _group("intra_expt_dp" if partial_expert_data_parallel else "expt_dp", check_initialized)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup | None:
-    """Return the control group with the ranks of `get_expert_data_parallel_group`, for CPU tensors."""
+    """Return the gloo group with the ranks of ``get_expert_data_parallel_group``, for CPU tensors."""
     return _group("intra_expt_dp_gloo" if partial_expert_data_parallel else "expt_dp_gloo")
 
 
@@ -480,21 +484,19 @@ get_expert_tensor_and_model_parallel_world_size, get_expert_tensor_and_model_par
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Return the size of `get_data_parallel_group`.
+    """Return the size of ``get_data_parallel_group``.
 
     Args:
-        with_context_parallel: As for `get_data_parallel_group`.
-        partial_data_parallel: As for `get_data_parallel_group`.
+        with_context_parallel, partial_data_parallel: As for ``get_data_parallel_group``.
     """
     return _size(_data_group(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Return this rank's index in `get_data_parallel_group`.
+    """Return this rank's index in ``get_data_parallel_group``.
 
     Args:
-        with_context_parallel: As for `get_data_parallel_group`.
-        partial_data_parallel: As for `get_data_parallel_group`.
+        with_context_parallel, partial_data_parallel: As for ``get_data_parallel_group``.
     """
     if "rank dp" in _state.overrides:
         return _state.overrides["rank dp"]
@@ -534,12 +536,12 @@ _, set_data_parallel_rank = _setters("dp")  # with and without context paralleli
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Set the result of `get_virtual_pipeline_model_parallel_world_size`."""
+    """Set the result of ``get_virtual_pipeline_model_parallel_world_size``."""
     _state.virtual_size = world_size
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Set the model chunk that this rank works on; new code passes `vp_stage` instead."""
+    """Set the model chunk that this rank works on. New code should pass ``vp_stage`` instead."""
     _state.virtual_rank = rank
 
 
@@ -547,21 +549,21 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Return the number of model chunks per stage; None without an interleaved schedule."""
+    """Return the number of model chunks per stage, or ``None`` without an interleaved schedule."""
     return _state.virtual_size
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Return the model chunk that this rank works on; None without an interleaved schedule."""
+    """Return the model chunk that this rank works on, or ``None`` without an interleaved schedule."""
     return _state.virtual_rank
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Check if this rank is the first pipeline stage.
+    """Return ``True`` if this rank is the first pipeline stage.
 
     Args:
-        ignore_virtual: False to check also that the chunk is the stage's first one, in an interleaved schedule.
-        vp_stage: Model chunk. Defaults to `get_virtual_pipeline_model_parallel_rank()`.
+        ignore_virtual (bool): If ``False``, the chunk must also be the stage's first one in an interleaved schedule.
+        vp_stage (int): Model chunk. Defaults to ``get_virtual_pipeline_model_parallel_rank()``.
     """
     if not ignore_virtual and _state.virtual_size is not None and _chunk(vp_stage) != 0:
         return False
@@ -569,11 +571,10 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Check if this rank is the last pipeline stage.
+    """Return ``True`` if this rank is the last pipeline stage.
 
     Args:
-        ignore_virtual: False to check also that the chunk is the stage's last one, in an interleaved schedule.
-        vp_stage: Model chunk. Defaults to `get_virtual_pipeline_model_parallel_rank()`.
+        ignore_virtual, vp_stage: As for ``is_pipeline_first_stage``, with the stage's last chunk.
     """
     if not ignore_virtual and _state.virtual_size is not None and _chunk(vp_stage) != _state.virtual_size - 1:
         return False
@@ -581,12 +582,12 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Check if this rank has the word embedding.
+    """Return ``True`` if this rank holds the word embedding, whose gradient is reduced over the embedding group.
 
     Args:
-        ignore_virtual: False to check the chunk too: the first stage has the embedding in its first chunk, the last
-            stage in its last chunk, and any other stage in every chunk.
-        vp_stage: Model chunk. Defaults to `get_virtual_pipeline_model_parallel_rank()`.
+        ignore_virtual (bool, optional): If ``False``, check the chunk as well: the first stage has the embedding in its
+            first chunk, the last stage in its last chunk, and any other stage in every chunk.
+        vp_stage (int, optional): Model chunk. Defaults to ``get_virtual_pipeline_model_parallel_rank()``.
     """
     if get_process_groups().embd is None:
         return False
@@ -601,7 +602,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """True if this rank has the position embedding."""
+    """Return ``True`` if this rank holds the position embedding."""
     return get_process_groups().pos_embd is not None
 
 
@@ -625,17 +626,17 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Return the global rank of the next stage; after the last stage comes the first."""
+    """Return the global rank of the next pipeline stage. The first stage follows the last one."""
     return _pipeline_neighbour(1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Return the global rank of the previous stage; before the first stage comes the last."""
+    """Return the global rank of the previous pipeline stage. The last stage precedes the first one."""
     return _pipeline_neighbour(-1)
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Return the global rank of the first member of this rank's data group."""
+    """Return the global rank of the first member of this rank's data-parallel group."""
     return get_process_groups().ranks("dp_cp" if with_context_parallel else "dp")[0]
 
 

@@ -1,4 +1,4 @@
-"""Booster: one training loop for every way of training on several ranks, chosen by a plugin. Names are ColossalAI's."""
+"""Booster: one training loop for every form of parallelism, selected by a plugin. The names are ColossalAI's."""
 
 from core.booster.accelerator import Accelerator
 from core.booster.booster import Booster

@@ -1,4 +1,4 @@
-"""Devices by name, and the device that this process trains on."""
+"""Devices by name, and the default device of this process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from core.groups.agree import backends_of
 
 
 class Accelerator:
-    """Device by torch's name: 'cpu', 'cuda', 'cuda:1', 'mps', ...
+    """Device by torch's name, such as 'cpu', 'cuda', 'cuda:1' or 'mps'.
 
     Args:
-        device: Name of the device, or a torch.device.
+        device (str | torch.device): Name of the device, or a torch.device.
 
     Raises:
         ValueError: If this machine does not have the device.
@@ -26,11 +26,7 @@ class Accelerator:
             raise ValueError(f"device {str(device)!r} is not on this machine, which has {here}; pass one of these")
 
     def configure_model(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device.
-
-        Returns:
-            The model.
-        """
+        """Move a model to the device and return it."""
         return model.to(self.device)
 
 
@@ -50,9 +46,6 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device of a group's collectives: the accelerator if the group has a backend for it, else the CPU.
 
     A gloo group therefore trains on the CPU of a machine with GPUs, and an NCCL group on its current GPU.
-
-    Args:
-        group: Process group; None for the default group.
     """
     kind = devices_here()[-1]
     served = kind != "cpu" and backends_of(group).get(kind, "gloo") != "gloo"

@@ -1,4 +1,4 @@
-"""Booster: plain model, optimizer and loss in, wrapped for the chosen plugin and precision out."""
+"""Booster: takes a plain model, optimizer and loss, and wraps them for the chosen plugin and precision."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ StrPath = str | os.PathLike[str]
 
 
 class Booster:
-    """One training loop for every plugin.
+    """Wraps the objects of a training loop for a plugin and a precision.
 
-    A loop written once runs on one process, under data parallelism, ZeRO or a pipeline. Only the plugin changes.
+    A loop that is written once then runs in a single process, under data parallelism, under ZeRO or over pipeline
+    stages, and switching between them only changes the plugin.
 
         booster = Booster(plugin=TorchDDPPlugin(), mixed_precision="bf16")
         model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(
@@ -39,19 +40,18 @@ class Booster:
             optimizer.clip_grad_by_norm(1.0)
             optimizer.step()
 
-    Every rank creates its own Booster, with the same arguments.
+    Every rank creates a Booster with the same arguments.
 
     Args:
-        device: Device of the model; None for the accelerator, or the CPU if there is none. Ignored with a warning if
-            the plugin decides the device.
-        mixed_precision: 'fp32', 'fp16', 'bf16', 'fp8' or a MixedPrecision. Ignored with a warning if the
-            plugin decides the precision.
-        plugin: The way of training; None for training on this process alone.
+        device (str | torch.device, optional): Device of the model. Defaults to the accelerator, or to the CPU if there
+            is none. Ignored with a warning if the plugin controls the device.
+        mixed_precision (MixedPrecision | str, optional): 'fp32', 'fp16', 'bf16', 'fp8' or a MixedPrecision. Ignored
+            with a warning if the plugin controls the precision.
+        plugin (Plugin, optional): Form of parallelism. Defaults to training in this process only.
 
     Raises:
-        TypeError: If `plugin` or `mixed_precision` has a wrong type.
-        ValueError: If this machine does not have the device, or the plugin does not support the device or the
-            precision.
+        TypeError: If ``plugin`` or ``mixed_precision`` has a wrong type.
+        ValueError: If this machine lacks the device, or the plugin does not support the device or the precision.
     """
 
     def __init__(
@@ -105,22 +105,22 @@ class Booster:
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Wrap the objects of a training loop for the plugin and the precision.
 
-        Collective: every rank must call it.
+        Every rank must call it. Use the returned objects instead of the originals.
 
         Args:
-            model: The plain model.
-            optimizer: A torch optimizer, created with the model's parameters before this call.
-            criterion: The loss function.
-            dataloader: The loop's dataloader.
-            lr_scheduler: A scheduler of `optimizer`. A scheduler created before this call follows the wrapped
-                optimizer.
+            model (Module): The plain model.
+            optimizer (Optimizer, optional): A torch optimizer, created with the model's parameters before this call.
+            criterion (Callable[..., Any], optional): The loss function.
+            dataloader (DataLoader[Any], optional): The loop's dataloader.
+            lr_scheduler (LRScheduler, optional): A scheduler of ``optimizer``. If it was created before this call, it
+                follows the wrapped optimizer.
 
         Returns:
-            (model, optimizer, criterion, dataloader, lr_scheduler), wrapped; None stays None.
+            The wrapped (model, optimizer, criterion, dataloader, lr_scheduler). ``None`` stays ``None``.
 
         Raises:
             TypeError: If arguments are in another order.
-            RuntimeError: If the model or the optimizer is boosted already.
+            RuntimeError: If the model or the optimizer is already boosted.
         """
         error: Exception | None = None
         try:
@@ -147,9 +147,11 @@ class Booster:
     def backward(self, loss: torch.Tensor, optimizer: OptimizerWrapper) -> None:
         """Accumulate the gradient of a loss, with the loss scale or reduction that the optimizer needs.
 
+        Use it instead of ``loss.backward()``, so that one loop works with and without loss scaling.
+
         Args:
-            loss: The loss, a scalar.
-            optimizer: The boosted optimizer.
+            loss (Tensor): Scalar loss.
+            optimizer (OptimizerWrapper): The boosted optimizer.
         """
         if self.plugin is None:
             optimizer.backward(loss)
@@ -165,20 +167,21 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Run forward and backward of one batch through a pipeline.
+        """Run forward and backward of one batch through a pipeline. Every rank must call it.
 
-        Collective: every rank must call it.
+            outputs = booster.execute_pipeline(iter(dataloader), model, criterion, optimizer)
+            optimizer.step()
 
         Args:
-            data_iter: Iterator over batches.
-            model: The boosted model.
-            criterion: Function of (outputs, batch) that returns a microbatch's loss.
-            optimizer: The boosted optimizer; None for a forward pass alone.
-            return_loss: True to return the loss.
-            return_outputs: True to return the outputs.
+            data_iter (Iterable[Any]): Iterator over batches.
+            model (Module): The boosted model.
+            criterion (Callable[[Any, Any], Any]): Function of (outputs, batch) that returns a microbatch's loss.
+            optimizer (OptimizerWrapper, optional): The boosted optimizer, or ``None`` to run only the forward.
+            return_loss (bool, optional): Return the loss.
+            return_outputs (bool, optional): Return the outputs.
 
         Returns:
-            {'loss': ..., 'outputs': ...}
+            A dict with keys 'loss' and 'outputs'.
 
         Raises:
             RuntimeError: If the plugin has no pipeline.
@@ -193,13 +196,13 @@ class Booster:
     def no_sync(
         self, model: nn.Module | None = None, optimizer: OptimizerWrapper | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context in which backward adds to gradients without reducing them.
+        """Context manager in which backward accumulates gradients without reducing them.
 
-        The first backward outside of it reduces the sum.
+        The first backward outside of it reduces the accumulated gradients.
 
         Args:
-            model: The boosted model.
-            optimizer: The boosted optimizer.
+            model (Module, optional): The boosted model.
+            optimizer (OptimizerWrapper, optional): The boosted optimizer.
 
         Raises:
             RuntimeError: If the plugin does not support it.
@@ -219,23 +222,23 @@ class Booster:
         bnb_quantization_config: Any = None,
         quantize: bool = False,
     ) -> nn.Module:
-        """Add LoRA adapters with peft. Call it before `boost`.
+        """Add LoRA adapters with peft. Call it before ``boost``.
 
-        An optimizer of the model may already exist: `boost` adds the adapters to it.
+        The optimizer may already exist, because ``boost`` adds the adapters to it.
 
         Args:
-            model: The plain model.
-            pretrained_dir: Directory of saved adapters; None for new ones.
-            lora_config: A peft.LoraConfig; required without `pretrained_dir`.
-            bnb_quantization_config: Not supported; must be None.
-            quantize: Not supported; must be False.
+            model (Module): The plain model.
+            pretrained_dir (str, optional): Directory of saved adapters. Defaults to new adapters.
+            lora_config (peft.LoraConfig): Required without ``pretrained_dir``.
+            bnb_quantization_config (Any, optional): Not supported; must be ``None``.
+            quantize (bool, optional): Not supported; must be ``False``.
 
         Returns:
             The model with adapters.
 
         Raises:
             NotImplementedError: If quantized base weights are requested.
-            RuntimeError: If the plugin does not support LoRA, or the model is boosted.
+            RuntimeError: If the plugin does not support LoRA, or the model is already boosted.
         """
         refuse_quantized(quantize or bnb_quantization_config is not None)
         if self.plugin is None or not self.plugin.support_lora():
@@ -256,19 +259,19 @@ class Booster:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Load a model's weights from a file or a directory.
+        """Load a model's weights from a file or a directory. Every rank must call it.
 
-        Collective: every rank must call it.
+        Checkpoints are independent of the plugin that wrote them, and files of Hugging Face models load as well.
 
         Args:
-            model: The boosted model.
-            checkpoint: Path of a file, or of a directory with shards; torch's format or safetensors.
-            strict: True if the checkpoint and the model must have the same names.
-            low_cpu_mem_mode: True to read one file at a time.
-            num_threads: Threads that read files if `low_cpu_mem_mode` is False.
+            model (Module): The boosted model.
+            checkpoint (StrPath): Path of a file, or of a directory with shards, in torch's format or safetensors.
+            strict (bool, optional): Require the same names in the checkpoint and in the model.
+            low_cpu_mem_mode (bool, optional): Read one file at a time.
+            num_threads (int, optional): Number of threads that read files if ``low_cpu_mem_mode`` is ``False``.
 
         Raises:
-            ValueError: On every rank, if names or shapes do not fit.
+            ValueError: On every rank, if names or shapes do not match.
         """
         self.checkpoint_io.load_model(model, checkpoint, strict, low_cpu_mem_mode, num_threads)
 
@@ -283,21 +286,19 @@ class Booster:
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        """Save a model's weights under the plain module's names.
-
-        Collective: every rank must call it.
+        """Save a model's weights under the plain module's names. Every rank must call it.
 
         Args:
-            model: The boosted model.
-            checkpoint: Path of a file, or of a directory if `shard` is True.
-            shard: True to write a directory with several files, an index, and the config of a Hugging Face model. For a
-                model with adapters, the directory gets the adapters alone, as peft's `save_pretrained` writes them.
-            gather_dtensor: True to write full tensors. Plugins that shard parameters reject False.
-            prefix: Text before the names of the directory's files.
-            size_per_shard: Size of a file, in MiB.
-            use_safetensors: True for safetensors, False for torch.save.
-            use_async: True to return after the weights are copied, and to write files in the background. They are
-                complete after `checkpoint_io.synchronize`, the next save or the next load.
+            model (Module): The boosted model.
+            checkpoint (StrPath): Path of a file, or of a directory if ``shard`` is ``True``.
+            shard (bool): Write a directory with several files, an index, and the config of a Hugging Face model. For a
+                model with adapters, the directory only gets the adapters, as peft's ``save_pretrained`` writes them.
+            gather_dtensor (bool): Write full tensors. Plugins that shard parameters reject ``False``.
+            prefix (str): Prefix of the file names in the directory.
+            size_per_shard (float): File size in MiB.
+            use_safetensors (bool): Write safetensors instead of using torch.save.
+            use_async (bool): Return once the weights are copied, and write files in the background. They are complete
+                after ``checkpoint_io.synchronize``, the next save or the next load.
         """
         self.checkpoint_io.save_model(
             model,
@@ -313,18 +314,17 @@ class Booster:
     def load_optimizer(
         self, optimizer: Any, checkpoint: StrPath, low_cpu_mem_mode: bool = True, num_threads: int = 1
     ) -> None:
-        """Load an optimizer's state from a file or a directory.
-
-        Collective: every rank must call it.
+        """Load an optimizer's state from a file or a directory. Every rank must call it.
 
         Args:
-            optimizer: The boosted optimizer.
-            checkpoint: Path of a file, or of a directory with shards. Also the state_dict of a torch optimizer.
-            low_cpu_mem_mode: True to read one file at a time.
-            num_threads: Threads that read files if `low_cpu_mem_mode` is False.
+            optimizer (OptimizerWrapper): The boosted optimizer.
+            checkpoint (StrPath): Path of a file, or of a directory with shards. Accepts a saved state dict of a torch
+                optimizer too.
+            low_cpu_mem_mode (bool, optional): Read one file at a time.
+            num_threads (int, optional): Number of threads that read files if ``low_cpu_mem_mode`` is ``False``.
 
         Raises:
-            ValueError: On every rank, if parameters or groups do not fit.
+            ValueError: On every rank, if parameters or groups do not match.
         """
         self.checkpoint_io.load_optimizer(
             optimizer, checkpoint, low_cpu_mem_mode=low_cpu_mem_mode, num_threads=num_threads
@@ -340,18 +340,16 @@ class Booster:
         size_per_shard: float = 1024,
         use_async: bool = False,
     ) -> None:
-        """Save an optimizer's state, parameter groups and loss scale.
-
-        Collective: every rank must call it.
+        """Save an optimizer's state, parameter groups and loss scale. Every rank must call it.
 
         Args:
-            optimizer: The boosted optimizer.
-            checkpoint: Path of a file, or of a directory if `shard` is True.
-            shard: True to write a directory with several files and an index.
-            gather_dtensor: True to write full tensors. Plugins that shard parameters reject False.
-            prefix: Text before the names of the directory's files.
-            size_per_shard: Size of a file, in MiB.
-            use_async: True to return after the state is copied, and to write files in the background.
+            optimizer (OptimizerWrapper): The boosted optimizer.
+            checkpoint (StrPath): Path of a file, or of a directory if ``shard`` is ``True``.
+            shard (bool, optional): Write a directory with several files and an index.
+            gather_dtensor (bool, optional): Write full tensors. Plugins that shard parameters reject ``False``.
+            prefix (str, optional): Prefix of the file names in the directory.
+            size_per_shard (float, optional): File size in MiB.
+            use_async (bool, optional): Return once the state is copied, and write files in the background.
         """
         self.checkpoint_io.save_optimizer(
             optimizer,
@@ -364,30 +362,30 @@ class Booster:
         )
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
-        """Save a scheduler's state to a file. Collective: every rank must call it.
+        """Save a scheduler's state to a file. Every rank must call it.
 
         Args:
-            lr_scheduler: The scheduler.
-            checkpoint: Path of the file.
+            lr_scheduler (LRScheduler): The scheduler.
+            checkpoint (StrPath): Path of the file.
         """
         self.checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
-        """Load a scheduler's state from a file. Collective: every rank must call it.
+        """Load a scheduler's state from a file. Every rank must call it.
 
         Args:
-            lr_scheduler: The scheduler.
-            checkpoint: Path of the file.
+            lr_scheduler (LRScheduler): The scheduler.
+            checkpoint (StrPath): Path of the file.
         """
         self.checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
-        """Save the adapters of a model to a directory that peft can load. Collective: every rank must call it.
+        """Save a model's adapters to a directory that peft can load. Every rank must call it.
 
         Args:
-            model: A boosted model with adapters of `enable_lora`.
-            checkpoint: Path of the directory.
-            use_safetensors: True for safetensors, False for torch.save.
+            model (Module): A boosted model with adapters from ``enable_lora``.
+            checkpoint (StrPath): Path of the directory.
+            use_safetensors (bool, optional): Write safetensors instead of using torch.save.
         """
         self.checkpoint_io.save_lora_as_pretrained(model, checkpoint, use_safetensors)
 

@@ -17,10 +17,14 @@ Group: TypeAlias = "dist.ProcessGroup | None"
 
 
 class DistCoordinator:
-    """Position of this process among the ranks. A group of None is the world.
+    """Coordinates printing and execution order across ranks. A group of ``None`` is the world.
+
+        coordinator = DistCoordinator()
+        with coordinator.priority_execution():
+            dataset = download()  # rank 0 first, then the others from its cache
 
     Raises:
-        RuntimeError: If torch.distributed is not started.
+        RuntimeError: If torch.distributed is not initialized.
     """
 
     def __init__(self) -> None:
@@ -34,11 +38,7 @@ class DistCoordinator:
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
 
     def is_master(self, process_group: Group = None) -> bool:
-        """Return True on the first rank of a group.
-
-        Args:
-            process_group: The group.
-        """
+        """Return ``True`` on the first rank of ``process_group``."""
         return dist.get_rank(process_group) == 0
 
     def is_node_master(self) -> bool:
@@ -46,29 +46,21 @@ class DistCoordinator:
         return self.local_rank == 0
 
     def is_last_process(self, process_group: Group = None) -> bool:
-        """Return True on the last rank of a group.
-
-        Args:
-            process_group: The group.
-        """
+        """Return ``True`` on the last rank of ``process_group``."""
         return dist.get_rank(process_group) == dist.get_world_size(process_group) - 1
 
     def print_on_master(self, msg: str, process_group: Group = None) -> None:
         """Print a message on the first rank of a group.
 
         Args:
-            msg: The message.
-            process_group: The group.
+            msg (str): Message to print.
+            process_group (Group, optional): Process group. Defaults to the world.
         """
         if self.is_master(process_group):
             print(msg, flush=True)
 
     def print_on_node_master(self, msg: str) -> None:
-        """Print a message on the first rank of each machine.
-
-        Args:
-            msg: The message.
-        """
+        """Print a message on the first rank of each machine."""
         if self.is_node_master():
             print(msg, flush=True)
 
@@ -79,8 +71,8 @@ class DistCoordinator:
         An error of the first rank is raised on every rank; in ColossalAI the others would wait forever.
 
         Args:
-            executor_rank: Rank within the group that runs the body first.
-            process_group: The group.
+            executor_rank (int, optional): Rank within the group that runs the body first.
+            process_group (Group, optional): Process group. Defaults to the world.
         """
         what = f"priority_execution of rank {executor_rank}"
         if dist.get_rank(process_group) != executor_rank:
@@ -91,28 +83,16 @@ class DistCoordinator:
             yield
 
     def destroy(self, process_group: Group = None) -> None:
-        """Destroy a group.
-
-        Args:
-            process_group: The group; None for all groups.
-        """
+        """Destroy ``process_group``, or all groups if it is ``None``."""
         dist.destroy_process_group(process_group)
 
     def block_all(self, process_group: Group = None) -> None:
-        """Wait until every rank of a group has called this. Collective over the group.
-
-        Args:
-            process_group: The group.
-        """
+        """Wait until every rank of ``process_group`` has made this call. Collective over the group."""
         with waiting("block_all", process_group or dist.group.WORLD):
             dist.barrier(process_group)
 
     def on_master_only(self, process_group: Group = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Return a decorator for functions that run only on a group's first rank and return None on the others.
-
-        Args:
-            process_group: The group.
-        """
+        """Return a decorator for functions that run only on a group's first rank and return ``None`` on the others."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)

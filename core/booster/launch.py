@@ -1,4 +1,4 @@
-"""launch and its variants: start torch.distributed under torchrun, SLURM's srun or Open MPI."""
+"""launch and its variants: initialize torch.distributed under torchrun, SLURM's srun or Open MPI."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def launch(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """Start the default process group, choose this rank's device, and seed all random number generators.
+    """Initialize the default process group, select this rank's device, and seed all random number generators.
 
-    A group that is already started is kept. Collective: every rank of the job must call it.
+    Every rank of the job must call it. A group that is already initialized is kept.
 
     Args:
-        rank: This process's rank.
+        rank: Rank of this process.
         world_size: Number of ranks.
         host: Host of rank 0.
         port: A free port of that host.
         backend: 'gloo' to train on the CPU. Otherwise the device's own backend is used ('nccl' on GPUs, 'gloo' on
             CPUs), with a warning if another one is named.
-        local_rank: Index of this rank's device on this machine; None for `rank` modulo the number of devices.
+        local_rank: Index of this rank's device on this machine. Defaults to ``rank`` modulo the number of devices.
         seed: Seed of Python, NumPy and torch, the same on every rank.
-        verbose: True to log how the group was started.
+        verbose: Log how the group was initialized.
 
     Raises:
-        RuntimeError: If a group is started already, with this process at another rank or of another size.
+        RuntimeError: If a group already exists with another size, or with this process at another rank.
         PeerLost: If ranks cannot be reached.
     """
     logger = DistributedLogger()
@@ -80,7 +80,7 @@ def launch(
 
 
 def _store(host: str, port: int, rank: int, world_size: int) -> dist.Store:
-    """Return the job's store: torchrun's, or one on rank 0. It does not wait for ranks, so that `starting` can name
+    """Return torchrun's store, or create one on rank 0 without waiting for ranks, so that ``starting`` can name
     them.
     """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -95,12 +95,12 @@ def _store(host: str, port: int, rank: int, world_size: int) -> dist.Store:
 
 
 def launch_from_torch(backend: str | None = None, seed: int = 1024, verbose: bool = True) -> None:
-    """Call `launch` with the rank, size and address that torchrun set for this process. Collective.
+    """Call ``launch`` with the rank, size and address that torchrun set for this process. Collective.
 
     Args:
-        backend: As in `launch`.
-        seed: Seed of Python, NumPy and torch.
-        verbose: True to log how the group was started.
+        backend (str, optional): As in ``launch``.
+        seed (int, optional): Seed of Python, NumPy and torch.
+        verbose (bool, optional): Log how the group was initialized.
 
     Raises:
         RuntimeError: If torchrun's variables are not set.
@@ -114,14 +114,14 @@ def launch_from_torch(backend: str | None = None, seed: int = 1024, verbose: boo
 
 
 def launch_from_slurm(host: str, port: int, backend: str | None = None, seed: int = 1024, verbose: bool = True) -> None:
-    """Call `launch` with the rank and size that SLURM's srun set for this process. Collective.
+    """Call ``launch`` with the rank and size that SLURM's srun set for this process. Collective.
 
     Args:
-        host: Host of rank 0.
-        port: A free port of that host.
-        backend: As in `launch`.
-        seed: Seed of Python, NumPy and torch.
-        verbose: True to log how the group was started.
+        host (str): Host of rank 0.
+        port (int): A free port of that host.
+        backend (str, optional): As in ``launch``.
+        seed (int, optional): Seed of Python, NumPy and torch.
+        verbose (bool, optional): Log how the group was initialized.
 
     Raises:
         RuntimeError: If srun's variables are not set.
@@ -132,14 +132,14 @@ def launch_from_slurm(host: str, port: int, backend: str | None = None, seed: in
 def launch_from_openmpi(
     host: str, port: int, backend: str | None = None, seed: int = 1024, verbose: bool = True
 ) -> None:
-    """Call `launch` with the rank and size that Open MPI's mpirun set for this process. Collective.
+    """Call ``launch`` with the rank and size that Open MPI's mpirun set for this process. Collective.
 
     Args:
-        host: Host of rank 0.
-        port: A free port of that host.
-        backend: As in `launch`.
-        seed: Seed of Python, NumPy and torch.
-        verbose: True to log how the group was started.
+        host (str): Host of rank 0.
+        port (int): A free port of that host.
+        backend (str, optional): As in ``launch``.
+        seed (int, optional): Seed of Python, NumPy and torch.
+        verbose (bool, optional): Log how the group was initialized.
 
     Raises:
         RuntimeError: If mpirun's variables are not set.
@@ -148,11 +148,7 @@ def launch_from_openmpi(
 
 
 def set_seed(seed: int) -> None:
-    """Seed the random number generators of Python, NumPy and torch.
-
-    Args:
-        seed: The seed.
-    """
+    """Seed the random number generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

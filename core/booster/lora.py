@@ -12,20 +12,9 @@ from core.hugging_face.read.transformers_plans import peft_by_old_names
 def add_lora(
     model: nn.Module, pretrained_dir: str | None, lora_config: Any, bnb_quantization_config: Any = None
 ) -> nn.Module:
-    """Add trainable LoRA adapters to a model, new ones or those of a directory.
+    """Add trainable LoRA adapters to a model, either new ones or ones saved in ``pretrained_dir``.
 
-    Args:
-        model: The base model.
-        pretrained_dir: Directory of saved adapters; None for new ones.
-        lora_config: A peft.LoraConfig; required without `pretrained_dir`.
-        bnb_quantization_config: Not supported; must be None.
-
-    Returns:
-        The peft model.
-
-    Raises:
-        NotImplementedError: If a quantization config is given.
-        TypeError: If `lora_config` is not a peft.LoraConfig.
+    Raises NotImplementedError for a quantization config, and TypeError if ``lora_config`` is not a peft.LoraConfig.
     """
     refuse_quantized(bnb_quantization_config is not None)
     peft = peft_package()
@@ -37,7 +26,7 @@ def add_lora(
 
 
 def check_config(lora_config: Any) -> Any:
-    """Return `lora_config`, or raise TypeError if it is not a peft.LoraConfig."""
+    """Return ``lora_config``, or raise TypeError if it is not a peft.LoraConfig."""
     if not isinstance(lora_config, peft_package().LoraConfig):
         raise TypeError(f"lora_config must be a peft.LoraConfig, and is {lora_config!r}")
     return lora_config

@@ -16,17 +16,11 @@ Coordinate = tuple[int, ...]
 
 
 class ProcessGroupMesh:
-    """Grid of all ranks: `ProcessGroupMesh(2, 2)` arranges four ranks, with rank r at (r // 2, r % 2).
+    """Grid of all ranks. ``ProcessGroupMesh(2, 2)`` arranges four ranks, with rank r at (r // 2, r % 2).
 
     The groups along an axis are created by the first call for that axis, which is collective over the world, and are
-    cached.
-
-    Args:
-        *size: Length of each axis.
-        groups: This rank's existing groups by axis. The mesh returns them and never destroys them.
-
-    Raises:
-        ValueError: If the product of the sizes is not the world's size.
+    cached. Existing ``groups`` by axis are returned and never destroyed. Raises ValueError if the product of the sizes
+    is not the world size.
     """
 
     def __init__(self, *size: int, groups: Mapping[int, Any] | None = None) -> None:
@@ -40,11 +34,7 @@ class ProcessGroupMesh:
         return self.shape if dim is None else self.shape[dim]
 
     def coordinate(self, dim: int | None = None) -> int | Coordinate:
-        """Return this rank's coordinate along an axis, or along all axes.
-
-        Args:
-            dim: The axis; None for all.
-        """
+        """Return this rank's coordinate along axis ``dim``, or along all axes if it is ``None``."""
         here = self.unravel(self.rank, self.shape)
         return here if dim is None else here[dim]
 
@@ -56,10 +46,7 @@ class ProcessGroupMesh:
     def ravel(coord: Coordinate, shape: Coordinate, mode: str = "raise") -> int:
         """Return the rank at a coordinate.
 
-        Args:
-            coord: The coordinate.
-            shape: Lengths of the axes.
-            mode: 'raise', 'wrap' or 'clip' for coordinates outside, as in NumPy's ravel_multi_index.
+        ``mode`` is 'raise', 'wrap' or 'clip' for coordinates outside, as in NumPy's ravel_multi_index.
         """
         return int(np.ravel_multi_index(coord, shape, mode=mode))
 
@@ -67,28 +54,16 @@ class ProcessGroupMesh:
 
     @staticmethod
     def get_coords_along_axis(base_coord: Coordinate, axis: Any, indices_at_axis: Any) -> list[Coordinate]:
-        """Return the coordinates that differ from a base coordinate only along given axes.
-
-        Args:
-            base_coord: The base coordinate.
-            axis: One axis, or several.
-            indices_at_axis: Indices along the axis, or along each of several axes.
-        """
+        """Return the coordinates that differ from a base coordinate only along the given axis or axes."""
         places = dict(_rows(axis, indices_at_axis, base_coord))
         return list(itertools.product(*(places.get(dim, (here,)) for dim, here in enumerate(base_coord))))
 
     def create_group_along_axis(
         self, axis: int | Sequence[int], indices_at_axis: Any = None, backend: str | None = None
     ) -> Any:
-        """Create the groups of ranks that differ only along given axes. Collective over the world.
+        """Create the groups of ranks that differ only along the given axes. Collective over the world.
 
-        Args:
-            axis: One axis, or several.
-            indices_at_axis: Indices along the axis (each axis) that belong to the groups; None for all.
-            backend: Backend of the groups.
-
-        Returns:
-            This rank's group; None if its index is not among `indices_at_axis`.
+        Return this rank's group, or ``None`` if its index is not among ``indices_at_axis`` (all indices by default).
         """
         rows = _rows(axis, indices_at_axis, self.shape)
         axes, places = [dim for dim, _ in rows], [list(row) for _, row in rows]
@@ -104,13 +79,7 @@ class ProcessGroupMesh:
     def get_group_along_axis(
         self, axis: int | Sequence[int], indices_at_axis: Any = None, backend: str | None = None
     ) -> Any:
-        """Return this rank's group along given axes. The first call creates it, collectively over the world.
-
-        Args:
-            axis: One axis, or several.
-            indices_at_axis: Indices along the axis (each axis) that belong to the groups; None for all.
-            backend: Backend of the groups.
-        """
+        """Return this rank's group along the given axes. The first call creates it, collectively over the world."""
         made = self._groups.get(_rows(axis, indices_at_axis, self.shape), self)  # a rank that is in no group has None
         return self.create_group_along_axis(axis, indices_at_axis, backend) if made is self else made
 

@@ -1,4 +1,4 @@
-"""DistributedLogger: Python's logging on chosen ranks."""
+"""DistributedLogger: Python's logging on selected ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ OWN = ("core", "colossalai")
 
 
 class DistributedLogger:
-    """Logger that can log on some ranks only: `info`, `warning`, `debug` and `error` take (message, ranks=None).
+    """Logger whose ``info``, ``warning``, ``debug`` and ``error`` take (message, ranks=None) to log on some ranks only.
 
     Args:
-        name: Name of the Python logger. Its level is INFO if it has no handlers yet.
+        name (str, optional): Name of the Python logger. Its level is INFO if it has no handlers yet.
     """
 
     def __init__(self, name: str = "core") -> None:
@@ -32,34 +32,26 @@ class DistributedLogger:
 
     @classmethod
     def get_instance(cls, name: str) -> DistributedLogger:
-        """Return the logger of a name. All objects of one name share one Python logger.
-
-        Args:
-            name: Name of the Python logger.
-        """
+        """Return the logger with this name. All objects of one name share one Python logger."""
         return cls(name)
 
     @property
     def rank(self) -> int:
-        """This process's rank; 0 before torch.distributed is started."""
+        """Rank of this process, or 0 before torch.distributed is initialized."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     def set_level(self, level: str) -> None:
-        """Set the lowest level that is logged.
-
-        Args:
-            level: 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.
-        """
+        """Set the lowest level that is logged: 'DEBUG', 'INFO', 'WARNING' or 'ERROR'."""
         self._logger.setLevel(level)
 
     def log_to_file(self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
         """Also write messages to rank_<rank>.log, or rank_<rank>_<suffix>.log.
 
         Args:
-            path: Directory of the file, created if needed.
-            mode: Mode of `open`.
-            level: Lowest level that is written.
-            suffix: Text at the end of the file's name.
+            path (str | Path): Directory of the file, created if needed.
+            mode (str, optional): Mode of ``open``.
+            level (str, optional): Lowest level that is written.
+            suffix (str, optional): Text at the end of the file name.
         """
         directory = Path(path)
         directory.mkdir(parents=True, exist_ok=True)
@@ -71,7 +63,7 @@ class DistributedLogger:
     @staticmethod
     def _at(level: int) -> Any:
         def log(self: DistributedLogger, message: str, ranks: Sequence[int] | None = None) -> None:
-            """Log on the ranks that are named; None for all."""
+            """Log on the given ranks, or on all."""
             if ranks is None or self.rank in ranks:
                 self._logger.log(level, "%s", message, stacklevel=2)
 
@@ -84,8 +76,8 @@ def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequ
     """Limit existing loggers to warnings and errors.
 
     Args:
-        include: Names of the loggers; None for all.
-        exclude: Names of loggers to leave unchanged.
+        include (Sequence[str], optional): Names of the loggers. Defaults to all.
+        exclude (Sequence[str], optional): Names of loggers to leave unchanged.
     """
     for name in list(logging.root.manager.loggerDict) if include is None else include:
         if name not in exclude:

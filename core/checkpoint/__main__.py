@@ -1,6 +1,6 @@
-"""`python -m core inspect|verify|convert`: look at checkpoints, check every byte, make other files of them.
+"""``python -m core inspect|verify|convert``: inspect checkpoints, verify every byte, or convert them to other files.
 
-No ranks are started and no model is built. A damaged checkpoint is shown as far as it can be believed.
+No ranks are started and no model is built. A damaged checkpoint is shown as far as it can be trusted.
 """
 
 from __future__ import annotations

@@ -23,13 +23,8 @@ T = TypeVar("T")
 class Ranks:
     """The ranks of a process group, or a single process if torch.distributed is not initialized.
 
-    Every method is collective: all ranks of the group must call it, in the same order.
-
-    Args:
-        group: Process group that saves and loads checkpoints; None is the default group.
-
-    Raises:
-        CheckpointError: If this process does not belong to `group`.
+    Every method is collective: all ranks of the group must call it, in the same order. Raises CheckpointError if this
+    process does not belong to ``group``.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -45,19 +40,17 @@ class Ranks:
         return list(agree.gather(value, self.group, "a checkpoint").values())
 
     def any(self, flag: bool) -> bool:
-        """Return True if the flag is True on any rank. Costs one small max all-reduce."""
+        """Return ``True`` if the flag is True on any rank. Needs one small max all-reduce."""
         return agree.any(flag, self.group, "a checkpoint")
 
     def write(self, planner: SavePlanner, writer: StorageWriter) -> None:
-        """Run `dcp.save` with every rank's planner and writer."""
+        """Run ``dcp.save`` with every rank's planner and writer."""
         with self._planning("a save"):
             dcp.save({}, storage_writer=writer, planner=planner, process_group=self.group, no_dist=not self.started)
 
     def read(self, planner: LoadPlanner, reader: StorageReader) -> None:
-        """Run `dcp.load` with every rank's planner and reader.
-
-        Raises:
-            CheckpointException: If any rank cannot read its part.
+        """Run ``dcp.load`` with every rank's planner and reader. Raises CheckpointException if any rank cannot read its
+        part.
         """
         with self._planning("a load"):
             dcp.load({}, storage_reader=reader, planner=planner, process_group=self.group, no_dist=not self.started)
@@ -78,17 +71,9 @@ class Ranks:
         return dist.get_global_rank(self.group, rank) if self.started and self.group is not None else rank
 
     def on_first(self, act: Callable[[], T], where: Path | None = None) -> T:
-        """Run a function on rank 0 and return its result, or raise its error, on every rank.
+        """Run a function on rank 0. Return its picklable result, or raise its error as CheckpointError, on every rank.
 
-        Args:
-            act: Function to call on rank 0. Its result must be picklable.
-            where: Directory that `act` works in. Used in the error text for a full or unwritable disk.
-
-        Returns:
-            The result of `act`, on every rank.
-
-        Raises:
-            CheckpointError: On every rank, if `act` raised on rank 0.
+        ``where`` is the directory in which ``act`` works, for the message about a full or unwritable disk.
         """
         answer: T | None = None
         error: str | None = None
@@ -115,15 +100,11 @@ class Ranks:
     def agree_on_arguments(
         self, wrong: str | None, alike: Mapping[str, Any], kind: type[Exception] = ValueError
     ) -> None:
-        """Raise the same error on all ranks if arguments are invalid on any rank or differ between ranks.
+        """Raise the same error of class ``kind`` on all ranks if arguments are invalid on any rank or differ between
+        ranks.
 
-        Args:
-            wrong: Error text if this rank's arguments are invalid, else None.
-            alike: Arguments that must be the same on every rank, by name.
-            kind: Exception class to raise.
-
-        Raises:
-            ValueError: With the same text on every rank; `kind` if that is given.
+        ``wrong`` is the error text if this rank's arguments are invalid, and ``alike`` has the arguments that must be
+        the same on every rank, by name.
         """
         everybody = self.gather((wrong, dict(alike) if wrong is None else {}))
         if any(text is not None for text, _ in everybody):

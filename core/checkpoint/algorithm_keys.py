@@ -21,7 +21,7 @@ class AlgorithmKeys:
     Attributes:
         kept: All keys.
         scalars: Keys with a single number per parameter.
-        numbers: The subset of `scalars` stored as Python numbers instead of tensors.
+        numbers: The subset of ``scalars`` stored as Python numbers instead of tensors.
     """
 
     kept: frozenset[str]
@@ -30,24 +30,17 @@ class AlgorithmKeys:
 
 
 def keys_by_group(inner: torch.optim.Optimizer) -> list[AlgorithmKeys | None]:
-    """Return the state keys of each param group's algorithm, or None if unknown. `inner` is not changed."""
+    """Return the state keys of each param group's algorithm, or ``None`` if unknown. ``inner`` is not changed."""
     members: list[torch.optim.Optimizer] = getattr(inner, "members", [inner])
     home = {id(group): member for member in members for group in member.param_groups}
     return [algorithm_keys(home.get(id(group), inner), group) for group in inner.param_groups]
 
 
 def algorithm_keys(member: torch.optim.Optimizer, group: dict[str, Any]) -> AlgorithmKeys | None:
-    """Return the state keys that a torch optimizer stores for parameters of one group.
+    """Return the state keys that a torch optimizer stores for parameters of one group. It is not changed.
 
-    A class whose constructor needs more than param groups and defaults declares its keys instead:
-    `state_keys = ("momentum_buffer",)`.
-
-    Args:
-        member: Optimizer to inspect. Not changed.
-        group: One of its param groups.
-
-    Returns:
-        The keys, or None if another instance cannot be created and stepped.
+    The result is ``None`` if another instance cannot be created and stepped. A class whose constructor needs more than
+    param groups and defaults declares its keys instead: ``state_keys = ("momentum_buffer",)``.
     """
     declared = getattr(member, "state_keys", None)
     if declared is not None:

@@ -20,8 +20,7 @@ LONGEST_JSON = 128 << 20  # bytes; ten times the manifest of a thousand ranks
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
-    Raises:
-        OSError: If the path is not a regular file. Opening a FIFO would block, and a device never ends.
+    Any other path raises OSError, because opening a FIFO would block and a device never ends.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -31,11 +30,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, limit: int = LONGEST_JSON) -> bytes:
-    """Read a small file completely.
-
-    Raises:
-        OSError: If the path is not a regular file, or the file is larger than `limit` bytes.
-    """
+    """Read a small file completely. Raises OSError if it is not a regular file, or larger than ``limit`` bytes."""
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > limit:
@@ -44,11 +39,7 @@ def read_bytes(path: Path, limit: int = LONGEST_JSON) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: If the data is not JSON, is nested too deeply, or has numbers out of range.
-    """
+    """Parse JSON. Raises ValueError if the data is not JSON, is nested too deeply, or has numbers out of range."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -58,8 +49,7 @@ def parse_json(data: bytes) -> Any:
 def file_name(name: Any) -> str:
     """Validate a file name that an index or manifest lists for its own directory.
 
-    Raises:
-        ValueError: If the name is empty or points outside the directory.
+    Raises ValueError if the name is empty or points outside the directory.
     """
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"{name!r} is no name of a file in this directory")
@@ -67,23 +57,14 @@ def file_name(name: Any) -> str:
 
 
 class BadArchive(ValueError):
-    """Error for a zip file that torch.save did not write; the text says how it differs."""
+    """Error for a zip file that torch.save did not write. The text says how it differs."""
 
 
 def entries_of(stream: BinaryIO, start: int, length: int) -> dict[str, int]:
-    """Return the entry sizes of an uncompressed zip file, as torch.save writes it, embedded in a larger file.
+    """Return the sizes of entries in an uncompressed zip file from torch.save, embedded at ``start`` in a larger file.
 
-    Args:
-        stream: Open file.
-        start: Byte offset of the zip file in `stream`.
-        length: Bytes of the zip file.
-
-    Returns:
-        Bytes of each entry by name. The first path component, which torch takes from the file name, is removed.
-
-    Raises:
-        BadArchive: If the zip file is truncated or compressed, would inflate to more bytes than it has, or has
-            two entries with the same name.
+    The first path component of the names, which torch takes from the file name, is removed. Raises BadArchive if the
+    zip file is truncated or compressed, would inflate to more bytes than it has, or has two entries with the same name.
     """
 
     def read(at: int, count: int) -> bytes:
@@ -106,7 +87,7 @@ def entries_of(stream: BinaryIO, start: int, length: int) -> dict[str, int]:
 
 
 def inflates(stream: BinaryIO, start: int, length: int) -> bool:
-    """Return True if the zip file at these bytes is truncated or compressed; torch.save never compresses."""
+    """Return ``True`` if the zip file at these bytes is truncated or compressed. torch.save never compresses."""
     try:
         return _bytes_at(stream, start, 2) == b"PK" and not entries_of(stream, start, length)
     except BadArchive:
@@ -114,11 +95,9 @@ def inflates(stream: BinaryIO, start: int, length: int) -> bool:
 
 
 class Part(io.RawIOBase):
-    """A file object over a byte range, without the copy that io.BytesIO would make.
+    """File object over a byte range, without the copy that io.BytesIO would make.
 
-    Args:
-        read: Function of (offset, count) that returns that many bytes.
-        length: Bytes in the range.
+    ``read`` maps (offset, count) to that many bytes.
     """
 
     def __init__(self, read: Callable[[int, int], bytes | memoryview], length: int) -> None:
@@ -155,7 +134,7 @@ def _bytes_at(stream: BinaryIO, at: int, count: int) -> bytes:
 
 
 def crc32_of(stream: BinaryIO, start: int = 0, length: int | None = None, crc32: int = 0) -> int:
-    """Compute the CRC-32 of a file or a byte range of it, continuing from the checksum `crc32`."""
+    """Compute the CRC-32 of a file or a byte range of it, continuing from the checksum ``crc32``."""
     stream.seek(start)
     remaining = os.fstat(stream.fileno()).st_size if length is None else length
     while remaining and (data := stream.read(min(CHUNK_BYTES, remaining))):

@@ -1,7 +1,8 @@
 """Boxes: the parts of a global tensor stored in a local tensor. Pure arithmetic, without torch or processes.
 
-A box is a rectangle with an offset in the global tensor and an offset in the local tensor. A tensor split along
-some dimensions is a few boxes. So is a range of its flattened elements, the unit that a data-parallel shard owns.
+A box is a rectangle with an offset in the global tensor and an offset in the local tensor. A tensor split along some
+dimensions consists of a few boxes, and so does a range of its flattened elements, the unit that a data-parallel shard
+owns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangle of `size` elements at `local_offset` in the local and `global_offset` in the global tensor."""
+    """Rectangle of ``size`` elements at ``local_offset`` in the local and ``global_offset`` in the global tensor."""
 
     global_offset: Index
     local_offset: Index
@@ -24,21 +25,18 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for a 0-dim tensor."""
+        """Number of elements. It is 1 for a 0-dim tensor."""
         return math.prod(self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One dimension split into equal parts over ranks; this rank stores one part.
+    """One dimension split into equal parts over ranks, of which this rank stores one.
 
     Attributes:
-        dim: Dimension that is split.
-        ranks: Number of parts.
-        rank: Index of this rank's part.
         stride: Number of sections of the dimension that are split separately (2 for SwiGLU's gate and value). A rank
             stores its part of every section.
-        length: Length of the global dimension without the padding at the end of each section; None if not padded.
+        length: Length of the global dimension without the padding at the end of each section. None if not padded.
     """
 
     dim: int
@@ -49,17 +47,10 @@ class Split:
 
 
 def split_boxes(local_shape: Sequence[int], splits: Sequence[Split]) -> tuple[Index, tuple[Box, ...]]:
-    """Compute the global shape and the boxes of a local tensor.
+    """Return the shape of the global tensor, and the boxes of a local tensor in local order.
 
-    Args:
-        local_shape: Shape of the tensor on this rank.
-        splits: Split of each dimension that is not stored completely.
-
-    Returns:
-        Shape of the global tensor, and the boxes in local order. Padding and empty boxes are left out.
-
-    Raises:
-        ValueError: If the splits contradict the shape.
+    ``splits`` has each dimension that is not stored completely. Padding and empty boxes are left out. Raises ValueError
+    if the splits contradict the shape.
     """
     shape = _full_shape(local_shape, splits)
     by_dim = {split.dim: split for split in splits}
@@ -99,28 +90,17 @@ def _full_shape(local_shape: Sequence[int], splits: Iterable[Split]) -> Index:
 
 
 def _intervals(local: int, whole: int, split: Split) -> list[tuple[int, int, int]]:
-    """Return (global offset, local offset, length) of each section that a rank stores of one dimension."""
+    """Return (global offset, local offset, length) of each section of a dimension that this rank stores."""
     mine, section = local // split.stride, whole // split.stride
     start, stop = min(split.rank * mine, section), min((split.rank + 1) * mine, section)
     return [(i * section + start, i * mine, stop - start) for i in range(split.stride) if stop > start]
 
 
 def range_boxes(shape: Sequence[int], start: int, end: int) -> list[tuple[Index, Index]]:
-    """Cover the elements [start, end) of a flattened tensor with boxes.
+    """Cover the elements [start, end) of a flattened tensor with boxes, and return their (offset, size) in flat order.
 
     There are at most 2 * dimensions - 1 boxes: part of the first row, complete rows, and part of the last row,
-    recursively.
-
-    Args:
-        shape: Shape of the tensor.
-        start: First element of the range.
-        end: One past the last element.
-
-    Returns:
-        (offset, size) of each box, in flat order.
-
-    Raises:
-        ValueError: If the range is not within the tensor.
+    recursively. Raises ValueError if the range is not within the tensor.
     """
     numel = math.prod(shape)
     if not 0 <= start <= end <= numel:
@@ -148,7 +128,7 @@ def range_boxes(shape: Sequence[int], start: int, end: int) -> list[tuple[Index,
 
 
 def meet(box: Box, offset: Index, size: Index) -> Box | None:
-    """Return the intersection of a box with a rectangle of the local tensor, or None if they do not overlap."""
+    """Return the intersection of a box with a rectangle of the local tensor, or ``None`` if they do not overlap."""
     start = tuple(max(mine, theirs) for mine, theirs in zip(box.local_offset, offset, strict=True))
     stop = tuple(
         min(mine + length, theirs + width)

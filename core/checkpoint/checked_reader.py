@@ -1,7 +1,7 @@
 """Storage reader for torch.distributed.checkpoint that verifies every item while it is loaded.
 
-`find_intact` has already read all files. Checking again costs one CRC of bytes that are in memory anyway. It also
-catches a disk, cache or network that returns different bytes to this rank than to the rank that checked.
+``find_intact`` has already read all files. Checking again costs one CRC of bytes that are in memory anyway, and catches
+a disk, cache or network that returns different bytes to this rank than to the rank that checked.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CheckedReader(StorageReader):
         self._places: dict[Any, Any] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Reject a different directory from `dcp.load`: this reader is bound to one."""
+        """Reject a different directory from ``dcp.load``, because this reader is bound to one."""
         if checkpoint_id is not None:
             raise CheckpointError(f"dcp.load was given checkpoint_id={checkpoint_id!r}; this reader reads {self.path}.")
 
@@ -87,7 +87,7 @@ class CheckedReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: only CheckpointDirectory creates these readers."""
+        """Return ``False``, because only CheckpointDirectory creates these readers."""
         return False
 
     def _segment(self, record: FileRecord, offset: int, item: ReadItem) -> ItemBytes:

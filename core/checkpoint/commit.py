@@ -34,18 +34,9 @@ def write_part(saving: Path, rank: int, records: Sequence[FileRecord]) -> None:
 
 
 def wait_for_parts(saving: Path, world: int, give_up: Callable[[], str | None]) -> list[Part]:
-    """Poll until the parts of all ranks are in the directory.
+    """Poll until the parts of all ranks are in the directory, and return them ordered by rank.
 
-    Args:
-        saving: Directory of the save.
-        world: Number of ranks.
-        give_up: Called at each poll; returns a reason to stop waiting, or None.
-
-    Returns:
-        The part of every rank, ordered by rank.
-
-    Raises:
-        CheckpointError: If `give_up` returned a reason before all parts were there.
+    ``give_up`` is called at each poll. If it returns a reason to stop waiting, that is raised as CheckpointError.
     """
     parts: dict[int, Part] = {}
     pause_s = 0.002
@@ -76,7 +67,7 @@ class KnownIntact:
         self._seen[directory] = _sizes_and_times(directory)
 
     def is_intact(self, directory: Path) -> bool:
-        """Return True if every byte is as saved."""
+        """Return ``True`` if every byte is as saved."""
         now = _sizes_and_times(directory)
         if self._seen.get(directory) != now and check_directory(directory):
             return False
@@ -101,11 +92,7 @@ def places(parts: Sequence[Part], results: Sequence[Sequence[WriteResult]]) -> d
 
 
 def check_size(saving: Path, record: FileRecord) -> None:
-    """Check that rank 0 sees a file with the size that another rank wrote.
-
-    Raises:
-        CheckpointError: If the file is missing or has a different size.
-    """
+    """Raise CheckpointError unless rank 0 sees a file with the size that another rank wrote."""
     try:
         size = os.stat(saving / record.name).st_size
     except FileNotFoundError:

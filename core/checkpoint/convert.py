@@ -1,4 +1,4 @@
-"""`python -m core.checkpoint convert`: checkpoints from and to files that other programs read. One process, no ranks.
+"""``python -m core.checkpoint convert``: conversion to and from files of other programs. One process, no ranks.
 
 convert runs/checkpoints weights.pt                     the newest step as a plain state_dict
 convert runs/checkpoints hf --to safetensors            safetensors with an index, 5 GB a file
@@ -46,7 +46,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class IndexedFiles:
-    """Files with an index of torch.distributed.checkpoint; `records` has the tensors by their stored names."""
+    """Files with an index of torch.distributed.checkpoint. ``records`` has the tensors by their stored names."""
 
     def __init__(self, reader: StorageReader) -> None:
         self.reader = reader
@@ -55,14 +55,10 @@ class IndexedFiles:
         self.records = tensor_records(self.metadata)
 
     def tensors(self, parts: Mapping[str, Sequence[tuple[str, int | None]]]) -> WholeTensors:
-        """Define tensors as concatenations of stored tensors or of single layers of them.
+        """Define lazy tensors as concatenations of stored tensors or of single layers of them.
 
-        Args:
-            parts: For each tensor name, the parts to concatenate along dimension 0: (stored name, layer index), or
-                (stored name, None) for the complete stored tensor.
-
-        Returns:
-            Lazy tensors by name.
+        ``parts`` maps each tensor name to the parts to concatenate along dimension 0: (stored name, layer index), or
+        (stored name, None) for the complete stored tensor.
         """
         return WholeTensors(
             (k, Lazy(partial(self._nbytes, found), partial(self._read, found))) for k, found in parts.items()
@@ -75,7 +71,7 @@ class IndexedFiles:
         )
 
     def _read(self, parts: Sequence[tuple[str, int | None]]) -> Tensor:
-        """Assemble one full tensor from its parts: for example one layer of stacked layers, or a gate and its value."""
+        """Assemble a full tensor from its parts, such as one layer of stacked layers, or a gate and its value."""
         whole = []
         for stored, layer in parts:
             record = self.records[stored]
@@ -90,12 +86,9 @@ class IndexedFiles:
 
 
 def open_checkpoint(root: Path, step: int | None = None, *, masters: bool = False) -> WholeTensors:
-    """Open the tensors of a checkpoint.
+    """Open the tensors of a checkpoint at ``step``, by default the newest intact one.
 
-    Args:
-        root: Root directory of the checkpoints.
-        step: Step to open; None is the newest intact one.
-        masters: Return master weights instead of parameters if the checkpoint has them.
+    ``masters`` selects master weights instead of parameters if the checkpoint has them.
     """
     directory = find_intact(root, step)
     files = IndexedFiles(directory.reader())
@@ -123,7 +116,7 @@ def open_foreign(path: Path) -> WholeTensors:
 
 
 def open_megatrons(path: Path) -> WholeTensors:
-    """Open the weights of a directory written by Megatron, under our names. No code of its pickles runs."""
+    """Open the weights of a directory written by Megatron, under this package's names. Its pickles run no code."""
     files = IndexedFiles(MegatronReader(str(path)))
     return files.tensors(weights_in(files.records))
 
@@ -144,7 +137,7 @@ def in_dtype(source: WholeTensors, dtype: torch.dtype) -> WholeTensors:
 
 
 def write_checkpoint(root: Path, source: WholeTensors, *, step: int, origin: str) -> Path:
-    """Commit a checkpoint of full tensors that any layout can load. Holds all tensors in memory at once."""
+    """Commit a checkpoint of full tensors that any layout can load. Needs memory for all tensors."""
     pieces = [Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key, lazy in source.items() for t in [lazy.read()]]
     meta = {"content_format": CONTENT_FORMAT, "step": step, "layout": {}, "converted_from": origin} | versions()
     with CheckpointSaver(root) as saver:  # rejects a step that already exists
@@ -154,10 +147,8 @@ def write_checkpoint(root: Path, source: WholeTensors, *, step: int, origin: str
 
 
 def parse_size(text: str) -> int:
-    """Parse a size in bytes: '5GB' (decimal), '5GiB' or '5000000'.
-
-    Raises:
-        ValueError: If the text is not a size, or is less than one byte.
+    """Parse a size in bytes: '5GB' (decimal), '5GiB' or '5000000'. Raises ValueError for anything else or less than one
+    byte.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     size = (
@@ -169,10 +160,9 @@ def parse_size(text: str) -> int:
 
 
 def kind_of(path: Path) -> str | None:
-    """Detect the format of a path from its contents or its name.
+    """Detect the format of a path from its contents or its name, or return ``None`` if it is unknown.
 
-    Returns:
-        'checkpoint', 'state_dict', 'safetensors', 'megatron' or 'foreign' (torch's dcp); None if unknown.
+    The formats are 'checkpoint', 'state_dict', 'safetensors', 'megatron' and 'foreign' (torch's dcp).
     """
     if path.suffix in PLAIN_SUFFIXES:
         return "state_dict"
@@ -190,14 +180,9 @@ def open_source(
 ) -> WholeTensors:
     """Open the tensors at a path, in any supported format.
 
-    Args:
-        path: File or directory.
-        step: Step of a checkpoint root; None is the newest intact one.
-        masters: Return a checkpoint's master weights instead of its parameters.
-        trust_foreign_files: Also read formats that can execute code while they are read.
-
-    Raises:
-        CheckpointError: If the path has nothing readable, or an option does not apply to its format.
+    ``step`` and ``masters`` are for checkpoints, as in ``open_checkpoint``. ``trust_foreign_files`` allows formats that
+    can execute code while they are read. Raises CheckpointError if the path has nothing readable, or an option does not
+    apply to its format.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
@@ -247,7 +232,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the conversion. Returns 0, or 1 after printing one line to stderr."""
+    """Run the conversion. Return 0, or 1 after printing one line to stderr."""
     try:
         print(convert(options))
     except (CheckpointError, ValueError, OSError) as error:
@@ -257,10 +242,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> str:
-    """Convert as the options say.
-
-    Returns:
-        One sentence that describes the written files.
+    """Convert according to the options, and return one sentence that describes the written files.
 
     Raises:
         CheckpointError: If the source cannot be read. This error and the next two are raised before the target exists.

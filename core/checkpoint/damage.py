@@ -1,4 +1,4 @@
-"""Checks that a step's directory holds the saved bytes, and reports which files and tensors are damaged."""
+"""Checks that a step's directory has the saved bytes, and reports of damaged files and tensors."""
 
 from __future__ import annotations
 
@@ -48,11 +48,7 @@ class Damage:
 
 
 def open_manifest(directory: Path) -> tuple[CommitRecord, Manifest] | Damage:
-    """Read and check the commit record and the manifest.
-
-    Returns:
-        Both, or the damage found in them.
-    """
+    """Read and check the commit record and the manifest. Return both, or the damage found in them."""
     name = COMMIT_NAME
     try:
         commit = CommitRecord.from_json(read_bytes(directory / COMMIT_NAME))
@@ -72,18 +68,10 @@ def open_manifest(directory: Path) -> tuple[CommitRecord, Manifest] | Damage:
 
 
 def damage_of(directory: Path, record: FileRecord, manifest: Manifest) -> Damage | None:
-    """Read one file from front to back and compare it with the manifest.
+    """Read one file from front to back and compare it with the manifest. Return ``None`` if every bit is as saved.
 
     Items that the manifest lists as tensors must have the listed shape and dtype, since a matching checksum can be
     forged.
-
-    Args:
-        directory: A step's directory.
-        record: File to check.
-        manifest: The checked manifest of the directory.
-
-    Returns:
-        The damage, or None if every bit is as saved.
     """
     path = directory / record.name
     try:
@@ -104,7 +92,7 @@ def damage_of(directory: Path, record: FileRecord, manifest: Manifest) -> Damage
 
 
 def shares(files: Sequence[FileRecord], world: int) -> list[list[FileRecord]]:
-    """Divide files among `world` ranks for a check, balanced by bytes. The result is the same on every rank."""
+    """Divide files among ``world`` ranks for a check, balanced by bytes. The result is the same on every rank."""
     parts: list[list[FileRecord]] = [[] for _ in range(world)]
     load = [0] * world
     for record in sorted(files, key=lambda file: (-file.size, file.name)):

@@ -39,7 +39,7 @@ class CheckpointDirectory:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """The `meta` passed to the save."""
+        """The ``meta`` passed to the save."""
         return self.manifest.meta
 
     @property
@@ -53,7 +53,7 @@ class CheckpointDirectory:
         return self.manifest.tensors
 
     def reader(self) -> StorageReader:
-        """Return a storage reader for `dcp.load`, which verifies each item again."""
+        """Return a storage reader for ``dcp.load`` that verifies each item again."""
         from core.checkpoint.checked_reader import CheckedReader
 
         return CheckedReader(self.path, self.manifest, self.rank)
@@ -65,7 +65,7 @@ def list_steps(root: Root) -> list[int]:
 
 
 def latest_step(root: Root) -> int | None:
-    """Return the step that was committed last, or None if there is no checkpoint. Nothing is verified."""
+    """Return the step that was committed last, or ``None`` if there is no checkpoint. Nothing is verified."""
     committed = list_committed(Path(root))
     return committed[-1].step if committed else None
 
@@ -75,21 +75,24 @@ def find_intact(
 ) -> CheckpointDirectory:
     """Find the checkpoint to load and verify every byte of it.
 
-    Collective: all ranks of `group` must call this, and get the same directory. Each rank reads a share of the files,
-    so all ranks together read the checkpoint once.
+    All ranks of ``group`` must call it, and they get the same directory. Each rank reads a share of the files, so the
+    checkpoint is read only once.
+
+        directory = find_intact("checkpoints")
+        dcp.load(state, storage_reader=directory.reader())
 
     Args:
-        root: Root directory of the checkpoints.
-        step: Step to load; None is the newest commit. If the newest is damaged, a warning describes the damage and
-            the newest intact one is returned. A step given as a number is never replaced by another.
-        group: Process group that loads; None is the default group.
-        strict: Raise if the newest commit is damaged, instead of returning an older one.
+        root (Root): Root directory of the checkpoints.
+        step (int, optional): Step to load. By default the newest commit is loaded. If that one is damaged, a warning
+            describes the damage and the newest intact one is returned. A step passed here is never replaced by another.
+        group (ProcessGroup, optional): Process group that loads. Defaults to the default group.
+        strict (bool, optional): Raise if the newest commit is damaged, instead of returning an older one.
 
     Returns:
         The verified directory.
 
     Raises:
-        CheckpointError: If `root` or `step` is invalid, or `step` differs between ranks.
+        CheckpointError: If ``root`` or ``step`` is invalid, or ``step`` differs between ranks.
         CheckpointNotFound: If there is no such checkpoint. The text is the same on every rank.
         CheckpointDamaged: If the checkpoint is damaged. The text is the same on every rank.
     """
@@ -114,7 +117,7 @@ def find_intact(
 
 
 def _newest_intact(path: Path, step: int | None, ranks: Ranks, strict: bool) -> CheckpointDirectory | None:
-    """Return the directory for `find_intact`; None if the job that saves here has just deleted everything."""
+    """Return the directory for ``find_intact``, or ``None`` if the job that saves here has just deleted everything."""
     candidates = ranks.on_first(lambda: list_committed(path)[::-1])
     if not candidates:
         if ranks.on_first(lambda: read_latest(path)) is not None:
@@ -147,7 +150,7 @@ def _newest_intact(path: Path, step: int | None, ranks: Ranks, strict: bool) -> 
 
 
 def check_directory(path: Path) -> list[Damage]:
-    """List all damage of a step's directory, found by this process alone. The list is empty if it is intact."""
+    """List all damage of a step's directory, using only this process. The list is empty if it is intact."""
     opened = open_manifest(path)
     if isinstance(opened, Damage):
         return [opened]

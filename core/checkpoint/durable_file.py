@@ -16,18 +16,15 @@ BUFFER_BYTES = 1 << 20
 
 
 class DurableFile:
-    """A new file, written once from front to back, with a checksum computed from the bytes before they are written.
+    """New file, written once from front to back, with a checksum computed from the bytes before they are written.
 
-    A checksum of bytes read back would accept a torn write. torch.save needs `write` and `flush`.
+    A checksum of bytes read back would accept a torn write. torch.save needs ``write`` and ``flush``.
     """
 
     def __init__(self, path: Path, rank: int, expected_bytes: int = 0) -> None:
-        """Create the file.
+        """Create the file at a path that does not exist.
 
-        Args:
-            path: Path of the file. Must not exist.
-            rank: Rank that writes, for the record and test hooks.
-            expected_bytes: Expected size, used only to place the save point 'half a file'.
+        ``expected_bytes`` is only used to place the save point 'half a file'.
         """
         self.path = path
         self.rank = rank
@@ -58,11 +55,11 @@ class DurableFile:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: torch.save flushes after every tensor, but only the fsync at the end matters."""
+        """Do nothing. torch.save flushes after every tensor, but only the fsync at the end matters."""
 
     @contextlib.contextmanager
     def segment(self, name: str, box: Box | None = None) -> Iterator[None]:
-        """Record the bytes written inside this context as the item `name`, or as a box of it."""
+        """Record the bytes written inside this context as the item ``name``, or as a box of it."""
         start, self._segment_crc32 = self.size, 0
         yield
         self._segments.append(ItemBytes(name, start, self.size - start, self._segment_crc32, box))
@@ -88,7 +85,7 @@ class DurableFile:
 
 
 def write_durably(path: Path, data: bytes, rank: int, half_point: str | None = None) -> FileRecord:
-    """Replace a file atomically: readers see the old file, no file, or the complete new file."""
+    """Replace a file atomically, so that readers see the old file, no file, or the complete new file."""
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "wb") as stream:
         half = len(data) // 2
@@ -105,7 +102,7 @@ def write_durably(path: Path, data: bytes, rank: int, half_point: str | None = N
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory's entries to disk: a file whose directory entry is lost is lost."""
+    """Sync a directory's entries to disk, because a file whose directory entry is lost is lost."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

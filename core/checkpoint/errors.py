@@ -1,4 +1,4 @@
-"""Errors of checkpoints. The text names the file, the bytes and the next step."""
+"""Checkpoint errors. The text names the file, the bytes and the next step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the bytes that this user may still write at `path` or its nearest existing parent; None if unknown."""
+    """Return the bytes that this user may still write at ``path`` or its nearest parent, or ``None``."""
     for place in (path, *path.parents):
         try:
             return shutil.disk_usage(place).free
@@ -60,6 +60,6 @@ def amount(count: int) -> str:
 
 
 def code_in(error: Exception) -> str:
-    """Describe in one line what the safe unpickler rejected: the name of a function or class, or its first words."""
+    """Describe in one line what the safe unpickler rejected: a function or class name, or its first words."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return str(error).strip().partition("\n")[0] if found is None else found[1]

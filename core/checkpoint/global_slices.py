@@ -1,7 +1,7 @@
 """Global slices: the position of this rank's parameters in the full model, in any layout.
 
-A parameter's global name, shape and boxes do not depend on tensor, pipeline, data or expert parallel sizes. Layers
-and experts are numbered over the full model, and a vocabulary is not padded. Checkpoints and `verify` use them.
+A parameter's global name, shape and boxes do not depend on tensor, pipeline, data or expert parallel sizes. Layers and
+experts are numbered over the full model, and a vocabulary is not padded. Checkpoints and ``verify`` use them.
 
 A layer declares three facts that its tensors do not show:
 
@@ -28,7 +28,7 @@ from core.groups.rank_grid import COPY_AXES, MODEL_AXES, axes_of
 
 
 class AxisRanks(Protocol):
-    """This rank's index on each parallel axis; implemented by ProcessGroups."""
+    """This rank's index on each parallel axis. Implemented by ProcessGroups."""
 
     def size(self, name: str) -> int:
         """Return the number of ranks of an axis."""
@@ -39,14 +39,13 @@ class AxisRanks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GlobalSlice:
-    """The position of one local tensor in the full model.
+    """Position of one local tensor in the full model.
 
     Attributes:
         local_name: Name in the model chunk.
         name: Name in the full model.
         shape: Shape of the global tensor, without padding.
-        local_shape: Shape of the local tensor.
-        boxes: Boxes of the global tensor stored here; empty if the local tensor is all padding.
+        boxes: Boxes of the global tensor stored here, empty if the local tensor is all padding.
         replica_axes: Groups over which ranks store the same boxes.
         replicas: Number of ranks that store the same boxes.
         replica: Index of this rank among the replicas.
@@ -65,17 +64,10 @@ class GlobalSlice:
 
 
 def global_slices(module: nn.Module, places: AxisRanks) -> dict[str, GlobalSlice]:
-    """Return the global slice of every parameter of a model chunk, including frozen ones. Local.
+    """Return the global slice of every parameter of an unwrapped model chunk, including frozen ones.
 
-    Args:
-        module: Model chunk without its wrapper.
-        places: ProcessGroups that the chunk was built with.
-
-    Returns:
-        Slices by the parameter's name in the chunk, in registration order.
-
-    Raises:
-        ValueError: If a parameter's tags contradict its shape. The text names the parameter.
+    Slices are keyed by the parameter's name in the chunk, in registration order. The call does not communicate. Raises
+    ValueError, naming the parameter, if its tags contradict its shape.
     """
     embeddings = embeddings_of(module.modules())
     found = {}

@@ -1,4 +1,4 @@
-"""Inspect checkpoints without a job: steps, layouts, tensors, files, and whether all is as saved."""
+"""Inspection of checkpoints without a job: steps, layouts, tensors, files, and damage."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ LONGEST_VALUE = 100  # characters of one value of `meta`
 def directories(place: str | os.PathLike[str], step: int | None) -> list[Path]:
     """Return the steps of a root, oldest commit first, or the given step's directory.
 
-    Raises:
-        CheckpointNotFound: If there are no such steps.
+    Raises CheckpointNotFound if there are no such steps.
     """
     path = Path(os.path.realpath(place))
     if not path.is_dir():
@@ -43,16 +42,9 @@ def directories(place: str | os.PathLike[str], step: int | None) -> list[Path]:
 
 
 def inspect(place: str | os.PathLike[str], step: int | None, print_line: Print, *, with_files: bool = False) -> int:
-    """Print an overview of a root and the content of one step.
+    """Print an overview of a root, or one step's directory, and the content of one step, by default the newest.
 
-    Args:
-        place: Root of checkpoints, or one step's directory.
-        step: Step to print; None is the newest.
-        print_line: Called with each line.
-        with_files: Also print each file with its items.
-
-    Returns:
-        0, or 1 if the step is unreadable.
+    Return 0, or 1 if the step is unreadable. ``with_files`` also prints each file with its items.
     """
     found = directories(place, step)
     root = found[-1].parent
@@ -69,11 +61,7 @@ def inspect(place: str | os.PathLike[str], step: int | None, print_line: Print, 
 
 
 def verify(place: str | os.PathLike[str], step: int | None, print_line: Print) -> int:
-    """Read every byte of the selected steps and print each damaged file.
-
-    Returns:
-        0 if all bytes are as saved, else 1.
-    """
+    """Read every byte of the selected steps and print each damaged file. Return 0 if all bytes are as saved, else 1."""
     found = directories(place, step)
     bad = 0
     for directory in found:

@@ -1,4 +1,4 @@
-"""Read the shape and dtype of a saved tensor without loading it.
+"""Shape and dtype of a saved tensor, read without loading it.
 
 torch.save writes a zip file: a small pickle that describes the tensor, and its bytes. The pickle is read by torch's
 safe unpickler, which runs no code, onto the device 'meta', where a tensor has no memory.
@@ -18,7 +18,7 @@ LONGEST_PICKLE = 16 << 10  # bytes; a tensor's pickle has a few hundred
 
 
 def wrong_content(stream: BinaryIO, start: int, length: int, shape: Sequence[int], dtype: str) -> str | None:
-    """Describe how an item differs from the tensor in the manifest; None if it matches."""
+    """Describe how an item differs from the tensor in the manifest, or return ``None`` if it matches."""
     try:
         sizes = entries_of(stream, start, length)
         if sizes.get("data.pkl", 0) > LONGEST_PICKLE:

@@ -1,7 +1,7 @@
-"""load_checkpoint: every rank reads the boxes it needs now, from whichever boxes were written.
+"""load_checkpoint: every rank reads the boxes it needs now, regardless of the boxes that were written.
 
-Loading has three phases, so that a failed load leaves the run unchanged: find missing or mismatched state on all
-ranks; read into separate memory; and copy it into place only after every rank has read everything.
+Loading has three phases, so that a failed load leaves the run unchanged: find missing or mismatched state on all ranks;
+read into separate memory; and copy it into place only after every rank has read everything.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class LoadReport:
         step: Step that was loaded.
         path: Directory that was read.
         layout: Layout at which the checkpoint was saved.
-        extra: The `extra` passed to the save.
-        configuration: The `configuration` passed to the save.
+        extra: The ``extra`` passed to the save.
+        configuration: The ``configuration`` passed to the save.
         random_restored: True if random states were restored.
         notes: Sentences about state that was not loaded, or is not in the file.
         skipped: One sentence for each newer checkpoint that was damaged.
@@ -84,23 +84,27 @@ def load_checkpoint(
     load_hyperparameters: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
-    """Load a checkpoint that was saved at this layout or another.
+    """Load a checkpoint that was saved at this parallel layout or a different one.
 
-    Collective: all ranks of the job must call this. If it raises, nothing has been changed.
+    All ranks of the job must call it. A load either succeeds on every rank, or raises and leaves model, optimizer and
+    scheduler unchanged.
+
+        report = load_checkpoint("checkpoints", chunks, optimizer, scheduler)
+        first_step = report.step + 1
 
     Args:
-        root: Root directory of the checkpoints.
-        model_chunks: Wrapped model chunks of this rank.
-        optimizer: The optimizer of these chunks, or None to load weights only.
-        scheduler: LR scheduler whose state is loaded, or None.
-        step: Step to load; None is the newest intact one.
-        strict: Reject a checkpoint whose tensors are not exactly the model's. If False, tensors that both have are
-            loaded, and the report's notes name the others.
-        load_random_state: Restore random states if every parallel size equals the saved one. Otherwise random states
-            stay unchanged.
-        load_hyperparameters: Also load learning rates, weight decay and other settings of param groups. If False, they
-            stay as the optimizer was built.
-        group: Process group of all ranks of the job; None is the default group.
+        root (str | os.PathLike[str]): Root directory of the checkpoints.
+        model_chunks (Sequence[Module]): Wrapped model chunks of this rank.
+        optimizer (MegatronOptimizer, optional): The optimizer of these chunks. ``None`` loads only weights.
+        scheduler (OptimizerParamScheduler, optional): LR scheduler whose state is loaded.
+        step (int, optional): Step to load. Defaults to the newest intact one.
+        strict (bool, optional): Reject a checkpoint whose tensors are not exactly the model's. If ``False``, common
+            tensors are loaded, and the report's notes name the others.
+        load_random_state (bool, optional): Restore random states if every parallel size equals the saved one. Otherwise
+            random states stay unchanged.
+        load_hyperparameters (bool, optional): Also load learning rates, weight decay and other settings of param
+            groups. If ``False``, they stay as the optimizer was built.
+        group (ProcessGroup, optional): Process group of all ranks of the job. Defaults to the default group.
 
     Returns:
         A report of the loaded step and of everything that was not loaded.
@@ -223,7 +227,9 @@ def _refuse_together(
 
 
 def _random_name(directory: CheckpointDirectory, chunks: list[Any], metadata: Metadata) -> str | None:
-    """Return the name of this rank's random state in the file; None unless every parallel size equals the saved one."""
+    """Return the name of this rank's random state in the file, or ``None`` unless every parallel size equals the saved
+    one.
+    """
     saved, now = directory.meta.get("layout", {}), layout_of(chunks)
     name = random_key(groups_of(chunks[0]))
     same = all(saved.get(axis) == now[axis] for axis in LAYOUT_AXES)
@@ -255,7 +261,7 @@ def put_in_place(chunks: list[Any], optimizer: Any, plan: LoadPlan) -> None:
 
 
 class _Taken(dict[str, Any]):
-    """A dict whose values are removed when read, so that their memory is freed."""
+    """Dict whose values are removed when read, so that their memory is freed."""
 
     __getitem__ = dict.pop
 
@@ -273,11 +279,7 @@ def _taken_from(plan: LoadPlan, leaf: Any) -> _Taken:
 
 
 def _saved_groups(optimizer: Any, meta: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """Return the saved hyperparameters by optimizer and param group.
-
-    Raises:
-        ValueError: If they belong to different optimizers.
-    """
+    """Return the saved hyperparameters by optimizer and param group. Raises ValueError for other optimizers."""
     saved = meta.get("optimizer", [])
     mine = leaves(optimizer)
     if len(saved) != len(mine):
@@ -324,8 +326,7 @@ def _set_learning_rates(scheduler: Any) -> None:
 def _load_numbers(directory: CheckpointDirectory, optimizer: Any, scheduler: Any, scaler: Any) -> str | None:
     """Restore values that a schedule wrote into param groups, then the states of scheduler and loss scaler.
 
-    Returns:
-        The error text if one of them rejects its state; then all are left unchanged. Otherwise None.
+    If one of them rejects its state, return the error text and leave all of them unchanged.
     """
     from core.optimizer.optimizer_param_scheduler import OptimizerParamScheduler
 

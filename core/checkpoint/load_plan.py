@@ -1,4 +1,4 @@
-"""LoadPlan: the reads of one rank from a checkpoint into staging memory. Local: nothing is read or changed."""
+"""LoadPlan: the reads of one rank from a checkpoint into staging memory. Nothing is read or changed yet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LACKS = "the checkpoint lacks "  # first words of problems that strict=False all
 
 @dataclass(frozen=True)
 class Keeps:
-    """Facts about the algorithm that updates a parameter. `keys` is None if unknown."""
+    """Facts about the algorithm that updates a parameter. ``keys`` is ``None`` if unknown."""
 
     algorithm: str
     keys: AlgorithmKeys | None
@@ -42,7 +42,7 @@ class LoadPlan:
 
 
 def plan_load(chunks: list[Any], optimizer: Any, metadata: Metadata, meta: Mapping[str, Any]) -> LoadPlan:
-    """Compare chunks and their optimizer with the index of a checkpoint. Mismatches are listed in `problems`."""
+    """Compare chunks and their optimizer with the index of a checkpoint. Mismatches are listed in ``problems``."""
     records = tensor_records(metadata)
     tensors = local_tensors(chunks)
     plan = LoadPlan()

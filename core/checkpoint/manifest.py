@@ -1,14 +1,14 @@
 """Contents of a step's directory: its files with sizes and checksums, the tensors in them, and the commit record.
 
-There are two JSON files. `manifest.json` lists every file, and in every file every segment: the bytes written for
-one item (a tensor's slice, or an object). `commit.json` is small, carries its own checksum, and stores the
-manifest's size and checksum. A reader that trusts 32 bits of one line can therefore detect a change of any other bit
-of the directory, and the tensor that it belongs to.
+There are two JSON files. ``manifest.json`` lists every file, and in every file every segment: the bytes written for one
+item (a tensor's slice, or an object). ``commit.json`` is small, carries its own checksum, and stores the manifest's
+size and checksum. A reader that trusts 32 bits of one line can therefore detect a change of any other bit of the
+directory, and the tensor that it belongs to.
 
-Each file and each segment has a CRC-32. It is in the standard library, releases the interpreter lock, and ran at
-3.9 GiB/s on one core, compared with 0.9 for hashlib's BLAKE2b and 1.7 for SHA-256. It detects every burst of up to
-32 bits and misses other damage once in 2^32; a file's damage must be missed twice. It does not protect against
-deliberate forgery, and neither does any other hash that is stored with the data.
+Each file and each segment has a CRC-32. It is in the standard library, releases the interpreter lock, and ran at 3.9
+GiB/s on one core, compared with 0.9 for hashlib's BLAKE2b and 1.7 for SHA-256. It detects every burst of up to 32 bits
+and misses other damage once in 2^32; a file's damage must be missed twice. It does not protect against deliberate
+forgery, and neither does any other hash that is stored with the data.
 
 This module is pure: it converts bytes to values and back.
 """
@@ -56,7 +56,7 @@ class ItemBytes:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a step's directory, as written."""
+    """File of a step's directory, as written."""
 
     name: str
     rank: int  # rank that wrote the file
@@ -72,7 +72,7 @@ class FileRecord:
         return tuple(found)
 
     def segment_at(self, offset: int) -> ItemBytes | None:
-        """Return the segment that begins at `offset`, or None."""
+        """Return the segment that begins at ``offset``, or ``None``."""
         at = bisect_left(self.segments, offset, key=lambda part: part.offset)
         found = at < len(self.segments) and self.segments[at].offset == offset
         return self.segments[at] if found else None
@@ -80,7 +80,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Shape and dtype of one global tensor of the checkpoint, independent of its number of slices."""
+    """Shape and dtype of a global tensor in the checkpoint, independent of its number of slices."""
 
     shape: tuple[int, ...]
     dtype: str  # torch's name without the 'torch.'
@@ -125,11 +125,7 @@ class Manifest:
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
-        """Parse manifest.json.
-
-        Raises:
-            ManifestError: If the data is not in the format of `to_json`.
-        """
+        """Parse manifest.json. Raises ManifestError if the data is not in the format of ``to_json``."""
         tree = _object(data)
         try:
             manifest = Manifest(
@@ -153,11 +149,7 @@ def part_to_json(files: Iterable[FileRecord]) -> bytes:
 
 
 def part_from_json(data: bytes) -> tuple[FileRecord, ...]:
-    """Parse the output of `part_to_json`.
-
-    Raises:
-        ManifestError: If the data has a different format.
-    """
+    """Parse the output of ``part_to_json``. Raises ManifestError if the data has a different format."""
     try:
         return tuple(_file_from(file) for file in _object(data)["files"])
     except (KeyError, TypeError, ValueError) as error:
@@ -181,11 +173,7 @@ class CommitRecord:
 
     @staticmethod
     def from_json(data: bytes) -> CommitRecord:
-        """Parse commit.json.
-
-        Raises:
-            ManifestError: If a bit has changed.
-        """
+        """Parse commit.json. Raises ManifestError if a bit has changed."""
         fields = _object(data)
         try:
             if fields.pop("crc32", None) != _crc_of(fields):
@@ -197,11 +185,7 @@ class CommitRecord:
 
 
 def read_manifest(commit: CommitRecord, data: bytes) -> Manifest:
-    """Parse a manifest and check it against its commit record.
-
-    Raises:
-        ManifestError: If `data` is not the manifest of `commit`.
-    """
+    """Parse a manifest and check it against its commit record. Raises ManifestError if they do not match."""
     if len(data) != commit.manifest_size:
         raise ManifestError(f"has {len(data)} bytes, {COMMIT_NAME} vouches for {commit.manifest_size}")
     if zlib.crc32(data) != commit.manifest_crc32:
@@ -218,7 +202,7 @@ def _crc_of(fields: Mapping[str, Any]) -> int:
 
 
 def _object(data: bytes) -> dict[str, Any]:
-    """Parse a JSON object in our format."""
+    """Parse a JSON object in the format of this module."""
     try:
         tree = parse_json(data)
     except ValueError as error:
@@ -252,11 +236,7 @@ def _file_from(tree: dict[str, Any]) -> FileRecord:
 
 
 def _check_boxes(manifest: Manifest) -> None:
-    """Check that boxes cover their tensors and fit into the bytes of their items.
-
-    Raises:
-        ValueError: If they do not.
-    """
+    """Raise ValueError unless boxes cover their tensors and fit into the bytes of their items."""
     missing = {name: tensor.numel for name, tensor in manifest.tensors.items()}
     for part in (part for file in manifest.files for part in file.segments):
         if part.box is None:

@@ -1,9 +1,9 @@
-"""Megatron's checkpoints (torch_dist) of a GPT: the mapping between our tensors and the tensors in their files.
+"""Megatron's checkpoints (torch_dist) of a GPT, mapped to the tensor names of this package.
 
-Layers are stacked in these files, or numbered if they were saved with singleton_local_shards. A layer norm may be
-named after the linear layer behind it. Optimizer states are named with a prefix and the weight's name. They have the
-weight's shape (fully_reshardable) or store each rank's slice flat (fully_sharded_model_space). While a pickle is
-read, unknown classes are replaced by inert ones, so none of its code runs.
+Layers are stacked in these files, or numbered if they were saved with singleton_local_shards. A layer norm may be named
+after the linear layer that follows it. Optimizer states are named with a prefix and the weight's name. They have the
+weight's shape (fully_reshardable) or store each rank's slice flat (fully_sharded_model_space). While a pickle is read,
+unknown classes are replaced by inert ones, so none of its code runs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Inert:
 
 
 class Unpickler(pickle.Unpickler):
-    """Unpickler for plain values, tensors and an index of torch.distributed.checkpoint; all other objects are inert."""
+    """Unpickler for plain values, tensors and an index of torch.distributed.checkpoint. All other objects are inert."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed class, or an inert one that runs no code chosen by the file."""
@@ -93,7 +93,7 @@ class Unpickler(pickle.Unpickler):
 
 
 def _member_of(kind: Any, name: str) -> Any:
-    """Replace `getattr`, by which some versions of Python 3.11 pickle a member of an Enum."""
+    """Replace ``getattr``, by which some versions of Python 3.11 pickle a member of an Enum."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
     return _Inert()
@@ -122,7 +122,7 @@ class MegatronReader(FileSystemReader):
 
 
 class _PickleModule:
-    """Pickle module in the form that torch.load expects; `load` is for files older than the zip format."""
+    """Pickle module in the form that torch.load expects. ``load`` is for files older than the zip format."""
 
     Unpickler = Unpickler
 
@@ -142,11 +142,7 @@ def _without_inert(value: Any) -> Any:
 
 
 def pieces_in(piece: Piece, records: Records) -> list[Piece]:
-    """Find the values of a box of a global tensor in the file.
-
-    Returns:
-        Pieces of the file's tensors; [] if the file does not have them.
-    """
+    """Return the pieces of the file's tensors that have the values of a global box, or [] if the file lacks them."""
     for name in dict.fromkeys((piece.key, _renamed(piece.key, RENAMED))):
         layer = re.fullmatch(r"(.*\.layers)\.(\d+)(\..*)", name)
         stacked = "" if layer is None else f"{layer[1]}{layer[3]}"
@@ -162,7 +158,7 @@ def pieces_in(piece: Piece, records: Records) -> list[Piece]:
 
 
 def _cut(piece: Piece, records: Records) -> list[Piece]:
-    """Split a box into contiguous runs if the file stores each rank's slice flat; else return it unchanged.
+    """Split a box into contiguous runs if the file stores each rank's slice flat, else return it unchanged.
 
     Flat tensors have shape [slices along each axis, elements].
     """
@@ -195,11 +191,7 @@ def _renamed(key: str, rows: Iterable[tuple[str, str]]) -> str:
 
 
 def weights_in(records: Records) -> dict[str, list[tuple[str, int | None]]]:
-    """Map our weight names to the stored tensors that form them.
-
-    Returns:
-        For each of our names, with 'model.' before it, the parts to concatenate: (stored name, layer index or None).
-    """
+    """Map each weight name, after 'model.', to the stored parts to concatenate: (stored name, layer index or None)."""
     found: dict[str, list[tuple[str, int | None]]] = {}
     # A gate ('_w') comes before its value ('_v').
     for key in sorted((key for key in records if STATE.match(key) is None), reverse=True):
@@ -228,7 +220,7 @@ def layers_of(pieces: Iterable[Piece]) -> set[tuple[str, int]]:
 
 
 def layers_lacking(asked: set[tuple[str, int]], records: Records) -> str | None:
-    """Return an error text if the file has more layers than all ranks of the model together, else None."""
+    """Return an error text if the file has more layers than all ranks of the model together, else ``None``."""
     for key in sorted({key for key, _ in asked}):
         here, there = sum(key == other for other, _ in asked), records[key].size[0]
         if here < there:
@@ -250,19 +242,10 @@ def _half(piece: Piece, number: int, key: str) -> list[Piece]:
 
 
 def plan_states(optimizer: Any, records: Records, blobs: Iterable[str], common: Any) -> LoadPlan:
-    """Plan the reads of an optimizer and its model chunks: master weights, moments and steps. Local.
+    """Plan this rank's reads of an optimizer and its model chunks: master weights, moments and steps.
 
-    Args:
-        optimizer: Optimizer with its `model_chunks`.
-        records: Tensors of the file by name.
-        blobs: Names of the file's other objects.
-        common: Plain values of the file's common.pt.
-
-    Returns:
-        The load plan of this rank.
-
-    Raises:
-        CheckpointError: If there are no optimizer states, or only the layout that wrote them can read them.
+    ``blobs`` are the names of the file's non-tensor objects, and ``common`` the plain values of its common.pt. Raises
+    CheckpointError if there are no optimizer states, or only the layout that wrote them can read them.
     """
     kinds = {(match[1], match[2]) for match in map(STATE.match, records) if match is not None}
     steps = _steps_in(common.get("optimizer", {}))

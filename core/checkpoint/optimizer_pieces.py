@@ -25,14 +25,11 @@ INSTANCES = {"dp_cp": "inter_dp_cp", "expt_dp": "inter_expt_dp"}  # axes of rank
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One range of one local parameter in one optimizer, with its state.
+    """Range of one local parameter in one optimizer, with its state.
 
     Attributes:
-        optimizer: Optimizer that owns the range.
         name: The optimizer's name of the parameter.
-        local: The local parameter.
         offset: First element of the range in the flattened local parameter.
-        numel: Number of elements.
         state: Values by key: flat tensors [numel], and numbers.
         elements: Keys of the flat tensors.
     """
@@ -70,10 +67,9 @@ def leaves(optimizer: Any) -> list[Any]:
 
 
 def entries_of(optimizer: Any, chunks: Sequence[Any], tensors: Sequence[LocalTensor]) -> list[Entry]:
-    """Return every range that this rank's optimizers own, with its live state. Local.
+    """Return every range that this rank's optimizers own, with its live state.
 
-    Raises:
-        ValueError: If an optimizer's state has no names, or belongs to a parameter outside `chunks`.
+    Raises ValueError if an optimizer's state has no names, or belongs to a parameter outside ``chunks``.
     """
     from core.optimizer.optimizer_state import PLACE, elements_of
 
@@ -108,9 +104,9 @@ def _params(chunks: Sequence[Any], tensors: Sequence[LocalTensor]) -> Iterator[t
 def written_entries(entries: Sequence[Entry], chunks: Sequence[Any], tensors: Sequence[LocalTensor]) -> list[Entry]:
     """Select the entries that this rank writes, so that each range is written once.
 
-    Local: all ranks apply the same rule. Replicated state is assigned like the parameters. A shard is on one data rank
-    already. Other ranks may store it too (tensor-parallel ranks of a replicated parameter, other optimizer instances);
-    a hash of its name selects one of them.
+    All ranks apply the same rule without communication. Replicated state is assigned like the parameters. A shard is on
+    one data rank already. Other ranks may store it too (tensor-parallel ranks of a replicated parameter, other
+    optimizer instances); a hash of its name selects one of them.
     """
     replicated = written_here(local.slice for local in tensors if local.is_param)
     return [entry for entry in entries if _writes(entry, chunks[entry.local.chunk], replicated)]
@@ -130,13 +126,9 @@ def _writes(entry: Entry, chunk: Any, replicated: set[str]) -> bool:
 
 
 def entry_pieces(entry: Entry, state_key: str, flat: Tensor, key: str | None = None) -> list[Piece]:
-    """Return the boxes of a flat tensor that covers an entry's range.
+    """Return the boxes of a flat tensor, [numel], that covers an entry's range.
 
-    Args:
-        entry: Range of a local parameter.
-        state_key: Key of the state value.
-        flat: Values of the range, [numel].
-        key: Name in the file; None is the entry's own name for `state_key`.
+    ``key`` is the name in the file, by default the entry's own name for ``state_key``.
     """
     piece = entry.local.slice
     strides = row_strides(piece.local_shape)
@@ -167,8 +159,7 @@ def sharded_weights(tensors: Sequence[LocalTensor]) -> list[Entry]:
 def optimizer_pieces(entries: Sequence[Entry]) -> list[Piece]:
     """Return the pieces of these entries: tensors along the parameters, and numbers once per parameter.
 
-    Raises:
-        ValueError: If a state value is neither. The text names the parameter and the key.
+    Raises ValueError, naming the parameter and the key, if a state value is neither.
     """
     pieces = []
     for entry in entries:
@@ -197,5 +188,5 @@ def as_scalar(value: Any) -> Tensor:
 
 
 def is_number(value: Any) -> bool:
-    """True if a state value is one number for the whole parameter, such as a step count."""
+    """Return ``True`` if a state value is one number for the whole parameter, such as a step count."""
     return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)

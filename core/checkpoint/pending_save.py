@@ -1,7 +1,7 @@
 """One save on one rank, from its directory to its commit, run by a background thread or by the caller.
 
-Nothing here is collective. A rank writes its data files and then its part of the manifest, which reports that they
-are durable. Rank 0 commits when the parts of all ranks are in the directory. A save that all ranks have written is
+Nothing here is collective. A rank writes its data files and then its part of the manifest, which reports that they are
+durable. Rank 0 commits when the parts of all ranks are in the directory. A save that all ranks have written is
 therefore committed even if training hangs or has crashed.
 """
 
@@ -42,7 +42,7 @@ class SaveState:
 
 @dataclass
 class PendingSave:
-    """A save that has begun. Call `write` and, on rank 0, `commit`; `run` does both."""
+    """Save that has begun. Call ``write`` and, on rank 0, ``commit``; ``run`` does both."""
 
     step: int
     rank: int
@@ -96,7 +96,7 @@ class PendingSave:
             self.error = str(error) or repr(error)
 
     def start(self) -> None:
-        """Call `run` in a new thread. The interpreter waits for it at exit."""
+        """Call ``run`` in a new thread, for which the interpreter waits at exit."""
         self.thread = threading.Thread(target=self.run, name=f"save of step {self.step}")
         self.thread.start()
 
@@ -116,13 +116,9 @@ class PendingSave:
         self.root.unlock()
 
     def cancel(self, limit_s: float) -> bool:
-        """Stop writing as soon as possible and release the directory.
+        """Stop writing as soon as possible and release the directory, waiting up to ``limit_s`` seconds for the thread.
 
-        Args:
-            limit_s: Seconds to wait for the thread.
-
-        Returns:
-            False if the thread is stuck in a write; its directory then stays locked.
+        Return ``False`` if the thread is stuck in a write. Its directory then stays locked.
         """
         self.writer.cancelled.set()
         if self.thread is not None:
@@ -135,7 +131,7 @@ class PendingSave:
     def _commit(self, parts: list[Part]) -> Committed:
         """Write the index, the manifest and the commit record, each durable before the next, then rename the directory.
 
-        The steps after the rename (moving `latest`, deleting surplus checkpoints) may fail without harm to this
+        The steps after the rename (moving ``latest``, deleting surplus checkpoints) may fail without harm to this
         checkpoint; a warning reports it.
         """
         metadata, results, saving = self.writer.metadata, self.writer.results, self.saving

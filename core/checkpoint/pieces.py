@@ -30,7 +30,7 @@ RANDOM = "rng"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """One box of a tensor in the file, with the memory that it is written from or read into.
+    """Box of a tensor in the file, with the memory that it is written from or read into.
 
     Attributes:
         key: Name of the tensor in the file.
@@ -47,15 +47,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalTensor:
-    """A parameter or buffer of one chunk, with its position in the full model.
+    """Parameter or buffer of one chunk, with its position in the full model.
 
     Attributes:
         chunk: Index of the model chunk.
-        slice: Position in the full model.
-        tensor: The local tensor; it has no values if `shard` is set.
+        tensor: The local tensor. It has no values if ``shard`` is set.
         is_param: True for a parameter, False for a buffer.
-        shard: For sharded parameters, the index of the first element stored by this rank, and the stored elements,
-            flat.
+        shard: For sharded parameters, the index of the first element stored by this rank, and the flat stored elements.
     """
 
     chunk: int
@@ -86,10 +84,9 @@ def module_of(chunk: Any) -> nn.Module:
 
 
 def local_tensors(chunks: Sequence[Any]) -> list[LocalTensor]:
-    """Return all parameters and persistent buffers of this rank's chunks. Local.
+    """Return all parameters and persistent buffers of this rank's chunks.
 
-    Raises:
-        ValueError: If two of them have the same name in the full model.
+    Raises ValueError if two of them have the same name in the full model.
     """
     found: list[LocalTensor] = []
     for number, chunk in enumerate(chunks):
@@ -119,7 +116,7 @@ def local_tensors(chunks: Sequence[Any]) -> list[LocalTensor]:
 
 
 def tied_names(chunks: Sequence[Any]) -> dict[str, str]:
-    """Map the other names of shared parameters to their name in the file. All names are those of the full model."""
+    """Map the other names of shared parameters to their name in the file, all as in the full model."""
     found: dict[str, str] = {}
     for chunk in chunks:
         module = module_of(chunk)

@@ -1,6 +1,6 @@
 """Full tensors by name in files that other programs read: a state_dict of torch.save, and safetensors with an index.
 
-Tensors are read one at a time, so reading or writing safetensors never holds the full model in memory.
+Tensors are read one at a time, so reading or writing safetensors never loads the full model into memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLAIN_SUFFIXES = (".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class Lazy:
-    """A tensor of a file that is read on demand.
+    """Tensor of a file that is read on demand.
 
     Attributes:
         nbytes: Returns its size in bytes, without reading it.
@@ -43,7 +43,7 @@ class Lazy:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Lazy:
-        """Wrap a tensor that is in memory or in a mapped file; reading copies it."""
+        """Wrap a tensor that is in memory or in a mapped file. Reading copies it."""
         clone = partial(tensor.detach().clone, memory_format=torch.contiguous_format)
         return cls(lambda: tensor.nbytes, clone)
 
@@ -51,8 +51,7 @@ class Lazy:
 class WholeTensors(dict[str, Lazy]):
     """Tensors by their names in a checkpoint: 'model.<name>', 'optimizer.<key>.<name>'.
 
-    Attributes:
-        tied: Other names of shared parameters, which a module's own state_dict also lists.
+    ``tied`` has other names of shared parameters, which a module's own state_dict also lists.
     """
 
     tied: Mapping[str, str] | None = None
@@ -61,12 +60,8 @@ class WholeTensors(dict[str, Lazy]):
 def open_state_dict(path: Path, *, trust: bool = False) -> WholeTensors:
     """Open a file of torch.save: a state_dict, or {'model': state_dict, 'optimizer': {name: {key: tensor}}}.
 
-    Args:
-        path: File to open.
-        trust: Also read a file with objects other than tensors, which can execute code while it is read.
-
-    Raises:
-        CheckpointError: If the file is not such a file, or is not trusted.
+    ``trust`` allows a file with objects other than tensors, which can execute code while it is read. Raises
+    CheckpointError for other files.
     """
     try:
         check(path)
@@ -99,7 +94,7 @@ def _flattened(path: Path, found: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def open_safetensors_files(path: Path) -> WholeTensors:
-    """Open a safetensors file, or a directory of them with an index, as transformers' `save_pretrained` writes it."""
+    """Open a safetensors file, or a directory of them with an index, as transformers' ``save_pretrained`` writes it."""
     if path.is_dir():
         path = next((path / name for name in (INDEX_NAME, SINGLE_NAME) if (path / name).exists()), path)
     if not path.is_file():
@@ -122,12 +117,9 @@ def open_safetensors_files(path: Path) -> WholeTensors:
 
 
 def write_state_dict(path: Path, source: WholeTensors, *, optimizer: bool = False) -> None:
-    """Write a state_dict with torch.save. The file appears complete or not at all. Holds all tensors in memory.
+    """Write a state_dict with torch.save. The file appears complete or not at all. Needs memory for all tensors.
 
-    Args:
-        path: File to write.
-        source: Tensors to write.
-        optimizer: Write {'model': state_dict, 'optimizer': {name: {key: tensor}}} instead.
+    ``optimizer`` writes {'model': state_dict, 'optimizer': {name: {key: tensor}}} instead.
     """
     weights = {key.partition(".")[2]: lazy.read() for key, lazy in source.items() if key.startswith(f"{MODEL}.")}
     weights |= {name: weights[kept] for name, kept in (source.tied or {}).items() if kept in weights}
@@ -143,17 +135,10 @@ def write_state_dict(path: Path, source: WholeTensors, *, optimizer: bool = Fals
 
 
 def write_safetensors(directory: Path, source: WholeTensors, *, max_shard_bytes: int) -> list[str]:
-    """Write safetensors files, with an index if there are several.
+    """Write the model's tensors to safetensors files, with an index if there are several, and return the file names.
 
-    The directory appears complete or not at all. Holds one file's tensors in memory at a time.
-
-    Args:
-        directory: Target directory; absent or empty.
-        source: Tensors; only the model's are written.
-        max_shard_bytes: Largest size of a file, except for a file with a single larger tensor.
-
-    Returns:
-        Names of the files.
+    The directory, absent or empty before, appears complete or not at all. Only one file's tensors are in memory at a
+    time. A file exceeds ``max_shard_bytes`` only for a single larger tensor.
     """
     keys = [key for key in source if key.startswith(f"{MODEL}.")]
     sizes = {key: source[key].nbytes() for key in keys}

@@ -1,4 +1,4 @@
-"""Planners for torch.distributed.checkpoint: each rank writes and reads its own pieces; only plans are gathered."""
+"""Planners for torch.distributed.checkpoint. Each rank writes and reads its own pieces, and only plans are gathered."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PieceSavePlanner(SavePlanner):
         self.blobs = dict(blobs)
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Do nothing: the constructor received the pieces."""
+        """Do nothing, because the constructor received the pieces."""
 
     def create_local_plan(self) -> SavePlan:
         """Create one item per piece and per blob."""
@@ -57,16 +57,12 @@ class PieceSavePlanner(SavePlanner):
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check on the first rank that all plans fit together.
-
-        Raises:
-            ValueError: If they do not. The text names the tensor and the ranks.
-        """
+        """Check on the first rank that all plans fit together, or raise ValueError with the tensor and the ranks."""
         check_coverage([plan.items for plan in all_plans])
         return create_default_global_save_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan: other ranks' plans do not change it."""
+        """Return the plan, which other ranks' plans do not change."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -91,8 +87,7 @@ def _write_item(piece: Piece) -> WriteItem:
 def check_coverage(plans: Sequence[Sequence[WriteItem]]) -> None:
     """Check that every tensor in the items of all ranks has one shape and dtype, and is covered exactly once.
 
-    Raises:
-        ValueError: If it is not. The text names the tensor and the ranks.
+    Raises ValueError, naming the tensor and the ranks.
     """
     by_key: dict[str, list[tuple[int, WriteItem]]] = defaultdict(list)
     for rank, items in enumerate(plans):
@@ -149,7 +144,7 @@ def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
 
 
 class PieceLoadPlanner(LoadPlanner):
-    """Load planner that reads the given pieces, from whichever chunks they were saved in, and blobs."""
+    """Load planner that reads the given pieces, from any chunks they were saved in, and blobs."""
 
     def __init__(self, pieces: Sequence[Piece], blob_keys: Iterable[str]) -> None:
         self.pieces = list(pieces)
@@ -172,11 +167,11 @@ class PieceLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged: every rank reads its own items."""
+        """Return the plans unchanged, because every rank reads its own items."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan: other ranks' plans do not change it."""
+        """Return the plan, which other ranks' plans do not change."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -193,14 +188,12 @@ class PieceLoadPlanner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: the tensor was read directly into the piece's memory."""
+        """Do nothing, because the tensor was read directly into the piece's memory."""
 
 
 def read_items(piece: Piece, number: int, metadata: Metadata) -> list[ReadItem]:
-    """Return the overlaps of one piece with the file's chunks.
-
-    Raises:
-        ValueError: If the chunks do not cover the piece.
+    """Return the overlaps of one piece with the file's chunks. Raises ValueError if the chunks do not cover the
+    piece.
     """
     if not piece.data.numel():
         return []

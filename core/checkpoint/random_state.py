@@ -52,7 +52,7 @@ def read_random_state(blob: bytes) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore every random generator of this process. Generators that are not in `state` stay unchanged."""
+    """Restore every random generator of this process. Generators that are not in ``state`` stay unchanged."""
     random.setstate(state["python"])
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))

@@ -1,4 +1,4 @@
-"""The root directory of a run's checkpoints: one writer, one directory per step, `latest`, and leftovers of crashes.
+"""The root directory of a run's checkpoints: one writer, one directory per step, ``latest``, and leftovers of crashes.
 
     root/latest                     the name of the newest committed directory, for people and scripts
     root/.lock                      locked by the job that saves here
@@ -44,7 +44,7 @@ LONGEST_NAME = 4096  # bytes read from `latest` and from a lock
 
 @dataclass(frozen=True, slots=True, order=True)
 class Committed:
-    """One committed directory, parsed from its name and sorted by commit order."""
+    """Committed directory, parsed from its name and sorted by commit order."""
 
     sequence: int
     step: int
@@ -52,7 +52,7 @@ class Committed:
 
     @staticmethod
     def from_path(path: Path) -> Committed | None:
-        """Parse a path; None if the name does not belong to a commit."""
+        """Parse a path. Return ``None`` if the name does not belong to a commit."""
         match = COMMITTED.fullmatch(path.name)
         return Committed(int(match[2]), int(match[1]), path) if match else None
 
@@ -65,8 +65,7 @@ def committed_name(step: int, sequence: int) -> str:
 def list_committed(root: Path) -> list[Committed]:
     """List the committed directories, oldest commit first. The list is empty if the root does not exist.
 
-    Raises:
-        CheckpointError: If the root cannot be read.
+    Raises CheckpointError if the root cannot be read.
     """
     try:
         names = [root / name for name in os.listdir(root)]
@@ -79,7 +78,7 @@ def list_committed(root: Path) -> list[Committed]:
 
 
 class SharedHold:
-    """A shared lock on a file, which shows other processes that its directory is in use and must not be deleted."""
+    """Shared lock on a file, which shows other processes that its directory is in use and must not be deleted."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -115,16 +114,10 @@ class RootDirectory:
             raise self._unwritable(error) from error
 
     def lock(self, timeout_s: float) -> None:
-        """Acquire the exclusive lock of the job that saves here.
+        """Acquire the exclusive lock of the job that saves here, waiting up to ``timeout_s`` seconds.
 
-        The kernel releases the lock when this process and its forked children have exited, for any reason.
-
-        Args:
-            timeout_s: Seconds to wait for another job to release it.
-
-        Raises:
-            CheckpointError: If another job still has the lock; the text names it. Also if the file system cannot lock
-                files.
+        The kernel releases the lock when this process and its forked children have exited, for any reason. Raises
+        CheckpointError if another job still has the lock, naming it, or if the file system cannot lock files.
         """
         path = self.path / LOCK
         until = time.monotonic() + timeout_s
@@ -164,7 +157,7 @@ class RootDirectory:
         return name, text
 
     def sees_token(self, name: str, text: str, timeout_s: float) -> bool:
-        """Return True if this rank sees the file of `put_token`. Network file systems may show it late."""
+        """Return ``True`` if this rank sees the file of ``put_token``. Network file systems may show it late."""
         until = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(OSError):
@@ -181,7 +174,7 @@ class RootDirectory:
             self._lock = None
 
     def begin(self, step: int) -> Path:
-        """Create a directory for a save of `step`, with a token file that its ranks lock while they write."""
+        """Create a directory for a save of ``step``, with a token file that its ranks lock while they write."""
         self.clean_leftovers()
         path = self.path / f"{SAVING}{committed_name(step, self._next_sequence())}-{secrets.token_hex(4)}"
         path.mkdir()
@@ -190,7 +183,7 @@ class RootDirectory:
         return path
 
     def next_commit(self, step: int) -> Committed:
-        """Return the directory name and sequence number for a commit of `step`."""
+        """Return the directory name and sequence number for a commit of ``step``."""
         sequence = self._next_sequence()
         return Committed(sequence, step, self.path / committed_name(step, sequence))
 
@@ -202,18 +195,14 @@ class RootDirectory:
         sync_directory(self.path)
 
     def move_latest(self, target: Committed) -> None:
-        """Point `latest` to a commit."""
+        """Point ``latest`` to a commit."""
         reach("before latest", 0)
         self._write_latest(target.path.name, "half a latest")
 
     def prune(self, keep_last: int, is_intact: Callable[[Path], bool]) -> None:
-        """Delete checkpoints older than the newest `keep_last` intact ones, oldest first.
+        """Delete checkpoints older than the newest ``keep_last`` intact ones, oldest first.
 
         A step that is a symlink is not part of this root: it is neither counted nor deleted.
-
-        Args:
-            keep_last: Number of intact checkpoints to keep.
-            is_intact: Returns True for a directory with every byte as saved.
         """
         reach("before deletion", 0)
         kept = 0
@@ -268,15 +257,15 @@ class RootDirectory:
         )
 
     def _mend_latest(self) -> None:
-        """Repair `latest` after a crash between a commit and its update."""
+        """Repair ``latest`` after a crash between a commit and its update."""
         newest = list_committed(self.path)[-1:]
         if newest and read_latest(self.path) != newest[0].path.name:
             self._write_latest(newest[0].path.name)
 
     def _write_latest(self, name: str, half_point: str | None = None) -> None:
-        """Write the name of a commit to `latest`.
+        """Write the name of a commit to ``latest``.
 
-        If `latest` is a directory, warn and leave it: loads use step names.
+        If ``latest`` is a directory, warn and leave it, because loads use step names.
         """
         latest = self.path / LATEST
         if latest.is_dir() and not latest.is_symlink():
@@ -290,7 +279,7 @@ class RootDirectory:
 
 
 def read_latest(root: Path) -> str | None:
-    """Return the content of `latest`, or None if it cannot be read."""
+    """Return the content of ``latest``, or None if it cannot be read."""
     try:
         return read_bytes(root / LATEST, LONGEST_NAME).decode().strip()
     except (OSError, UnicodeDecodeError):
@@ -328,7 +317,7 @@ def _delete(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a path if it exists; for a symlink, only the link."""
+    """Delete a path if it exists. For a symlink, only delete the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -336,7 +325,7 @@ def _remove(path: Path) -> None:
 
 
 def _forget_locks_in_child() -> None:
-    """Release locks in a forked child, for example a data loader: it shares them and may outlive its parent."""
+    """Release locks in a forked child, such as a data loader, which shares them and may outlive its parent."""
     for root in _open_roots:
         root.unlock()
 

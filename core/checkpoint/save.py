@@ -53,24 +53,28 @@ def save_checkpoint(
     saver: CheckpointSaver | None = None,
     keep_last: int | None = None,
 ) -> SaveReport:
-    """Save a training run's state as step `step` under `root`, so that it loads at any layout.
+    """Save the state of a training run as step ``step`` under ``root``, so that it loads at any parallel layout.
 
-    Collective: all ranks of `group` must call this, between steps.
+    Each rank writes its own shards, and the checkpoint becomes visible only once the files of all ranks are on disk. A
+    killed save leaves the older checkpoints intact. All ranks of ``group`` must call it between steps.
+
+        save_checkpoint("checkpoints", step, chunks, optimizer, scheduler, keep_last=3)
 
     Args:
         root: Root directory of the checkpoints.
         step: Step number.
-        model_chunks: List of this rank's wrapped model chunks, also if there is only one.
-        optimizer: Optimizer of these chunks, or None to save weights only.
-        scheduler: Any object with a `state_dict()` that JSON can represent, or None.
-        extra: Values for JSON, such as the data position; the same on every rank. Returned as `LoadReport.extra`.
-        configuration: Values for JSON; the same on every rank. Returned as `LoadReport.configuration`.
-        group: All ranks of the job, able to communicate CPU objects; None is the default group.
-        saver: A long-lived CheckpointSaver for this root, for asynchronous saves. None creates one for this save.
-        keep_last: Committed checkpoints to keep if no saver is passed; None keeps all.
+        model_chunks (Sequence[Module]): List of this rank's wrapped model chunks, even if there is only one.
+        optimizer (MegatronOptimizer, optional): Optimizer of these chunks. ``None`` saves only weights.
+        scheduler (OptimizerParamScheduler, optional): Any object with a ``state_dict()`` that JSON can represent.
+        extra: Values for JSON, such as the data position, the same on every rank. Returned as ``LoadReport.extra``.
+        configuration: Values for JSON, the same on every rank. Returned as ``LoadReport.configuration``.
+        group: All ranks of the job, able to communicate CPU objects. Defaults to the default group.
+        saver: A long-lived CheckpointSaver for this root, for asynchronous saves. By default one is created for this
+            save.
+        keep_last: Number of committed checkpoints to keep if no saver is passed. Defaults to all.
 
     Returns:
-        A report of the save as this rank saw it.
+        A report of the save from this rank's point of view.
 
     Raises:
         CheckpointError: The same on every rank. Invalid arguments and state that cannot be saved are rejected before
@@ -104,11 +108,7 @@ def save_checkpoint(
 
 
 def _check_saver(saver: CheckpointSaver | None, root: str | os.PathLike[str], keep_last: int | None) -> None:
-    """Check the saver's arguments.
-
-    Raises:
-        ValueError: If a saver cannot be created from them, or the given saver contradicts them.
-    """
+    """Raise ValueError if a saver cannot be created from these arguments, or the given saver contradicts them."""
     if not isinstance(root, (str, os.PathLike)):
         raise ValueError(f"root is {root!r}; it is the path of a directory")
     if (text := wrong_keep_last(keep_last)) is not None:
@@ -126,7 +126,7 @@ def _check_saver(saver: CheckpointSaver | None, root: str | os.PathLike[str], ke
 
 
 def given_by_some(everybody: Sequence[Mapping[str, bool]]) -> str | None:
-    """Return an error text if only some ranks passed an optimizer or a similar argument: state would be missing."""
+    """Return an error text if only some ranks passed an optimizer or the like, since state would be missing."""
     for what in everybody[0]:
         without = [rank for rank, given in enumerate(everybody) if not given[what]]
         if 0 < len(without) < len(everybody):
@@ -136,11 +136,7 @@ def given_by_some(everybody: Sequence[Mapping[str, bool]]) -> str | None:
 
 
 def checked_chunks(model_chunks: Sequence[Any]) -> list[Any]:
-    """Return the chunks as a list.
-
-    Raises:
-        ValueError: If a model is passed instead of a list, or the list is empty.
-    """
+    """Return the chunks as a list. Raises ValueError if a model is passed instead of a list, or the list is empty."""
     if isinstance(model_chunks, torch.nn.Module) and not isinstance(model_chunks, torch.nn.ModuleList):
         raise ValueError(
             "model_chunks is a model, expected a list of this rank's chunks; pass [model] for a single chunk"
@@ -152,7 +148,7 @@ def checked_chunks(model_chunks: Sequence[Any]) -> list[Any]:
 
 
 def _wrapper_in(chunk: Any) -> Any:
-    """Return the wrapper inside other modules, like finalize_model_grads; a bare module is returned unchanged."""
+    """Return the wrapper inside other modules, like finalize_model_grads. A bare module is returned unchanged."""
     part = chunk
     while part is not None:
         if isinstance(getattr(part, "groups", None), ProcessGroups):
@@ -162,7 +158,7 @@ def _wrapper_in(chunk: Any) -> Any:
 
 
 def words_of(failure: Exception) -> str:
-    """Return the text of an error, with its type unless it is one of our errors."""
+    """Return the text of an error, with its type unless this package defines it."""
     return (
         str(failure) if isinstance(failure, (ValueError, CheckpointError)) else f"{type(failure).__name__}: {failure}"
     )
@@ -191,7 +187,7 @@ def _pieces(chunks: Sequence[Any], optimizer: Any) -> list[Piece]:
 
 
 def _warn_of_extra_state(chunks: Sequence[Any]) -> None:
-    """Warn that values of get_extra_state are not saved: they have no global name and no slice."""
+    """Warn that values of get_extra_state are not saved, because they have no global name and no slice."""
     for chunk in chunks:
         for name, value in module_of(chunk).state_dict(keep_vars=True).items():
             if name.endswith("_extra_state") and value is not None:
@@ -200,10 +196,7 @@ def _warn_of_extra_state(chunks: Sequence[Any]) -> None:
 
 
 def layout_of(chunks: Sequence[Any]) -> dict[str, int | str]:
-    """Return the sizes of the parallel axes and the sharding strategy.
-
-    Recorded in the file, which loads at any layout.
-    """
+    """Return the sizes of the parallel axes and the sharding strategy, to record them in the file."""
     groups = groups_of(chunks[0])
     layout: dict[str, int | str] = {axis: groups.size(field) for axis, field in LAYOUT_AXES.items()}
     if groups.dp is None:
@@ -266,7 +259,7 @@ def versions() -> dict[str, Any]:
 
 
 def loss_scaler_of(optimizer: Any) -> Any:
-    """Return the loss scaler of a run, or None."""
+    """Return the loss scaler of a run, or ``None``."""
     for holder in (optimizer, *leaves(optimizer)):
         scaler = getattr(holder, "grad_scaler", None)
         if scaler is not None:

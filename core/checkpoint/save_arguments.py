@@ -1,4 +1,4 @@
-"""Checks of a save's arguments on one rank; the error can then be reported on all ranks."""
+"""Checks of a save's arguments on one rank, whose error can then be reported on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE_BYTES = 4 << 30  # a rank starts a new data file after this many bytes
 
 
 def wrong_option(given: Mapping[str, Any]) -> str | None:
-    """Describe the first invalid argument of a CheckpointSaver and its allowed values; None if all are valid."""
+    """Describe the first invalid argument of a CheckpointSaver and its allowed values, or return ``None``."""
     if not isinstance(given["root"], (str, os.PathLike)):
         return f"root={given['root']!r}; it is the path of a directory."
     if (text := wrong_keep_last(given["keep_last"])) is not None:
@@ -32,7 +32,7 @@ def wrong_option(given: Mapping[str, Any]) -> str | None:
 
 
 def wrong_keep_last(keep_last: Any) -> str | None:
-    """Return an error text if `keep_last` is invalid, else None."""
+    """Return an error text if ``keep_last`` is invalid, else ``None``."""
     if keep_last is None:
         return None
     number = whole_number(keep_last)
@@ -42,11 +42,7 @@ def wrong_keep_last(keep_last: Any) -> str | None:
 
 
 def checked_step(step: Any) -> int:
-    """Convert a step to int; numpy integers are accepted.
-
-    Raises:
-        ValueError: If it is not a non-negative integer.
-    """
+    """Convert a step to int, accepting numpy integers. Raises ValueError if it is not a non-negative integer."""
     number = whole_number(step)
     if number is None or number < 0:
         raise ValueError(f"step={step!r}; expected an integer of at least 0.")
@@ -54,7 +50,7 @@ def checked_step(step: Any) -> int:
 
 
 def whole_number(value: Any) -> int | None:
-    """Convert any integer type to int; None for other values, including bool."""
+    """Convert any integer type to int. Return ``None`` for other values, including bool."""
     if isinstance(value, bool):
         return None
     try:
@@ -64,11 +60,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def checked_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an independent copy of `meta`.
-
-    Raises:
-        ValueError: If JSON cannot represent it.
-    """
+    """Return an independent copy of ``meta``. Raises ValueError if JSON cannot represent it."""
     if not isinstance(meta, Mapping):
         raise ValueError(f"meta is a {type(meta).__name__}; it is a dictionary that JSON can hold.")
     for key, value in meta.items():

@@ -1,7 +1,4 @@
-"""The named points of a save.
-
-A test can set a hook that is called at each; without a hook a point costs one comparison.
-"""
+"""Named points of a save, at which a test can have a hook called. Without a hook a point costs one comparison."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _hook: Hook | None = None
 
 
 def reach(point: str, rank: int) -> None:
-    """Call the hook, if a test has set one, when this rank's save reaches `point`."""
+    """Call the hook, if a test has set one, when this rank's save reaches ``point``."""
     if _hook is not None:
         if point not in POINTS:
             raise ValueError(f"{point!r} is no point of a save; there are {', '.join(POINTS)}")
@@ -39,6 +36,6 @@ def reach(point: str, rank: int) -> None:
 
 
 def set_hook(hook: Hook | None) -> None:
-    """Call `hook(point, rank)` at every point of every save of this process, on the thread that reaches it."""
+    """Call ``hook(point, rank)`` at every point of every save of this process, on the thread that reaches it."""
     global _hook
     _hook = hook

@@ -40,7 +40,7 @@ class SaveReport:
         directory: Directory of the checkpoint. None until it is committed.
         asynchronous: True if this rank writes in the background.
         bytes: Bytes that this rank writes, rounded up.
-        waited_s: Seconds that `save` waited for the previous save to end.
+        waited_s: Seconds that ``save`` waited for the previous save to end.
         snapshot_s: Seconds of planning and copying, or of planning and writing if not asynchronous.
         write_s: Seconds of the background thread.
         error: Reason of a failed save.
@@ -58,30 +58,32 @@ class SaveReport:
 
 
 class CheckpointSaver:
-    """Saver of a job's checkpoints into `root`. Every rank of `group` creates one and calls its methods together.
+    """Saves a job's checkpoints into ``root``, optionally in the background.
+
+    An asynchronous saver copies the state and writes it while training continues. Every rank of ``group`` creates one
+    and calls its methods together.
 
         with CheckpointSaver("checkpoints", keep_last=3, asynchronous=True) as saver:
             for step in range(1, steps + 1):
                 train_step()
                 saver.step_edge()  # a failed background save is raised here, on all ranks
                 if step % 100 == 0:
-                    # fill(writer) calls dcp.save(..., storage_writer=writer)
-                    saver.save(step, fill, meta={...})
+                    save_checkpoint("checkpoints", step, chunks, optimizer, saver=saver)
 
     There is one directory per step. It becomes a checkpoint in one rename, after every file and directory is on disk,
     and no older checkpoint is deleted before that.
 
     Args:
-        root: Root directory. All ranks must see the same file system; this is checked here.
-        group: Process group of all ranks that save; None is the default group.
-        keep_last: Committed checkpoints to keep; None keeps all.
-        asynchronous: Copy tensors in `save` and write them in a background thread.
-        on_error: 'raise' raises the error of a failed save. 'warn' warns, returns a report with `error`, and training
-            continues.
-        timeout_s: Longest duration of a save in seconds.
-        snapshot_limit_bytes: A rank whose copy would be larger writes before `save` returns, even if other ranks do
-            not.
-        file_bytes: Size at which a rank starts a new data file.
+        root (str | os.PathLike[str]): Root directory. All ranks must see the same file system, which is checked here.
+        group (ProcessGroup, optional): Process group of all ranks that save. Defaults to the default group.
+        keep_last (int, optional): Number of committed checkpoints to keep. Defaults to all.
+        asynchronous (bool, optional): Copy tensors in ``save`` and write them in a background thread.
+        on_error (Literal['raise', 'warn'], optional): 'raise' raises the error of a failed save. 'warn' warns, returns
+            a report with ``error``, and training continues.
+        timeout_s (float, optional): Longest duration of a save in seconds.
+        snapshot_limit_bytes (int, optional): A rank whose copy would be larger writes before ``save`` returns, even if
+            other ranks do not.
+        file_bytes (int, optional): Size at which a rank starts a new data file.
 
     Raises:
         ValueError: If an argument is invalid on any rank, or differs between ranks.
@@ -128,20 +130,20 @@ class CheckpointSaver:
         """Save one checkpoint. Collective.
 
         An asynchronous save has copied everything when this returns, so tensors may change. It is committed later, and
-        `step_edge` reports it. A save still in flight is awaited first.
+        ``step_edge`` reports it. A save still in flight is awaited first.
 
         Args:
             step: Step number, the same on every rank.
-            fill: Called as fill(writer); must call `dcp.save(state, storage_writer=writer, process_group=group)`
+            fill: Called as fill(writer). It must call ``dcp.save(state, storage_writer=writer, process_group=group)``
                 exactly once.
-            meta: Values for JSON. Rank 0's are stored, and returned as `CheckpointDirectory.meta`.
+            meta: Values for JSON. Rank 0's are stored, and returned as ``CheckpointDirectory.meta``.
 
         Returns:
-            A report of the save as this rank saw it.
+            A report of the save from this rank's point of view.
 
         Raises:
-            ValueError: If `step` or `meta` is invalid on any rank, or `fill` did not call `dcp.save`.
-            CheckpointError: If the save failed and `on_error` is 'raise'.
+            ValueError: If ``step`` or ``meta`` is invalid on any rank, or ``fill`` did not call ``dcp.save``.
+            CheckpointError: If the save failed and ``on_error`` is 'raise'.
         """
         wrong: str | None = None
         kept_meta: dict[str, Any] = {}
@@ -174,14 +176,14 @@ class CheckpointSaver:
     def step_edge(self) -> SaveReport | None:
         """Report the save in flight once it has ended.
 
-        Call it once per step on every rank: it is collective while a save is in flight, and free otherwise. A failure
+        Call it once per step on every rank. It is collective while a save is in flight, and free otherwise. A failure
         on any rank is raised, or warned about, on all ranks here.
 
         Returns:
-            The report of a save that has ended, else None.
+            The report of a save that has ended, else ``None``.
 
         Raises:
-            CheckpointError: If the save failed on any rank and `on_error` is 'raise'.
+            CheckpointError: If the save failed on any rank and ``on_error`` is 'raise'.
         """
         save = self._in_flight
         if save is None:
@@ -236,11 +238,7 @@ class CheckpointSaver:
         self.root.lock(LOCK_LIMIT_S)
 
     def _require_shared_root(self) -> None:
-        """Check that all ranks see the files that rank 0 writes.
-
-        Raises:
-            CheckpointError: On all ranks, naming the ranks that do not.
-        """
+        """Raise CheckpointError on all ranks, naming the ranks that do not see the files rank 0 writes."""
         name, text = self.ranks.on_first(self.root.put_token, self.root.path)
         sees = self.ranks.gather(self.root.sees_token(name, text, SHARED_LIMIT_S))
         if self.ranks.rank == 0:
@@ -380,7 +378,7 @@ class CheckpointSaver:
 
 
 def _storage_error(error: CheckpointException, ranks: Ranks) -> str:
-    """Return the storage errors by rank; raise any other error of dcp.save unchanged."""
+    """Return the storage errors by rank. Any other error of dcp.save is raised unchanged."""
     texts: list[str | None] = [None] * ranks.world
     for rank, (failure, _) in error.failures.items():
         if isinstance(failure, OSError):

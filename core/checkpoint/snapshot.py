@@ -12,10 +12,10 @@ ALIGNMENT = 64  # bytes; every dtype may begin there, and a cache line does
 
 
 class SnapshotMemory:
-    """One block of CPU memory, page-locked if tensors come from an accelerator. It grows to the largest snapshot.
+    """Block of CPU memory, page-locked if tensors come from an accelerator. It grows to the largest snapshot.
 
     Fresh pages cost several times the copy itself, so the block is never freed. There is one snapshot at a time: the
-    next `take` overwrites it.
+    next ``take`` overwrites it.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,11 @@ class SnapshotMemory:
 
     @staticmethod
     def bytes_for(tensors: Sequence[torch.Tensor]) -> int:
-        """Bytes that a snapshot of `tensors` needs."""
+        """Return the bytes that a snapshot of ``tensors`` needs."""
         return sum(_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy `tensors`. The originals may change once this has returned."""
+        """Copy ``tensors``. The originals may change once this has returned."""
         needed = self.bytes_for(tensors)
         devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
         if self.bytes < needed or (devices and not self._block.is_pinned()):
@@ -57,7 +57,9 @@ class SnapshotMemory:
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements on the CPU in a storage without other elements: torch.save writes complete storages."""
+    """Return the elements on the CPU in a storage without other elements, because torch.save writes complete
+    storages.
+    """
     tensor = tensor.detach().cpu()
     size = tensor.numel() * tensor.element_size()
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():

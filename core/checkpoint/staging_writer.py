@@ -1,10 +1,10 @@
 """Storage writer for torch.distributed.checkpoint: one rank's data files in the directory of a save.
 
-`dcp.save` plans with collectives and calls `write_data` on every rank, all in the caller's thread. A synchronous save
-writes its files in that call, directly from the tensors. An asynchronous save copies the tensors in that call and
-writes later, in a thread that does not communicate with other ranks. Therefore the location of an item is in the
-rank's part of the manifest, and not in the results that `dcp.save` collects; rank 0 combines the two when all parts
-are there.
+``dcp.save`` plans with collectives and calls ``write_data`` on every rank, all in the caller's thread. A synchronous
+save writes its files in that call, directly from the tensors. An asynchronous save copies the tensors in that call and
+writes later, in a thread that does not communicate with other ranks. Therefore the location of an item is in the rank's
+part of the manifest, and not in the results that ``dcp.save`` collects; rank 0 combines the two when all parts have
+arrived.
 
 The files have the format of torch's own FileSystemWriter (items by torch.save, an index named .metadata), so its
 FileSystemReader can read a committed directory.
@@ -36,7 +36,7 @@ Item = tuple[tuple[str, Box | None], torch.Tensor | io.BytesIO]  # name and box,
 
 
 class StagingWriter(StorageWriter):
-    """Storage writer of this rank's items into `saving`; pass it to exactly one `dcp.save`."""
+    """Storage writer of this rank's items into ``saving``. Pass it to exactly one ``dcp.save``."""
 
     def __init__(
         self,
@@ -51,12 +51,10 @@ class StagingWriter(StorageWriter):
         """Create a writer for one save.
 
         Args:
-            saving: Directory of the save.
-            rank: This rank in the saver's group.
             file_bytes: Size at which a new data file starts.
-            check_space: Called on rank 0 with the bytes of all ranks before any is written; raises if they do not fit.
-            snapshot: Memory for copies of an asynchronous save; None writes synchronously.
-            snapshot_limit_bytes: Larger snapshots are written synchronously; None is no limit.
+            check_space: Called on rank 0 with the bytes of all ranks before any is written. Raises if they do not fit.
+            snapshot: Memory for copies of an asynchronous save. None writes synchronously.
+            snapshot_limit_bytes: Larger snapshots are written synchronously.
         """
         self.saving = saving
         self.rank = rank
@@ -76,7 +74,7 @@ class StagingWriter(StorageWriter):
     # --- called by dcp.save ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Reject a different directory from `dcp.save`: the save already has one."""
+        """Reject a different directory from ``dcp.save``, because the save already has one."""
         if checkpoint_id is not None:
             raise CheckpointError(f"dcp.save was given checkpoint_id={checkpoint_id!r}; the saver names directories.")
 
@@ -124,11 +122,11 @@ class StagingWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: only the saver creates these writers."""
+        """Return ``False``, because only the saver creates these writers."""
         return False
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return None: the directory's name changes when it is committed."""
+        """Return ``None``, because the directory's name changes when it is committed."""
         return None
 
     # --- called by the saver ---
@@ -140,7 +138,7 @@ class StagingWriter(StorageWriter):
             self._write(pending)
 
     def _write(self, items: Sequence[Item]) -> None:
-        """Write data files of about `file_bytes` each. They are durable when this returns."""
+        """Write data files of about ``file_bytes`` each. They are durable when this returns."""
         reach("before data", self.rank)
         remaining = sum(_size(data) for _, data in items)
         file: DurableFile | None = None
@@ -169,7 +167,7 @@ class StagingWriter(StorageWriter):
 
 
 def planned_bytes(items: Sequence[WriteItem]) -> int:
-    """Return the file bytes needed for `items`, rounded up."""
+    """Return the file bytes needed for ``items``, rounded up."""
     return sum(_planned_size(item) + ITEM_OVERHEAD_BYTES for item in items)
 
 

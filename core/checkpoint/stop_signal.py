@@ -18,6 +18,10 @@ from core.watch.interrupts import SAME_PRESS_S
 class StopSignal:
     """Context manager that records stop signals, so that ranks can agree on them between steps.
 
+    A scheduler that ends a job sends SIGTERM to some or all processes, at different times, and kills the remaining ones
+    after a grace period (torchrun: 30 s). A rank that saved or exited on its own would leave the others waiting in
+    their next collective.
+
         with StopSignal() as stop:
             for step in range(first, steps + 1):
                 train_step()
@@ -25,13 +29,11 @@ class StopSignal:
                     save_checkpoint(root, step, chunks, optimizer)
                     break                           # and the process ends with status 0
 
-    A scheduler that ends a job sends SIGTERM to some or all processes, at different times, and kills the remaining ones
-    after a grace period (torchrun: 30 s). A rank that saved or exited alone would leave the others waiting in their
-    next collective. A second Ctrl-C interrupts at once. SIGHUP comes from a closed terminal; under nohup it is ignored.
+    A second Ctrl-C interrupts at once. SIGHUP comes from a closed terminal; under nohup it is ignored.
 
     Args:
-        group: Process group of all ranks; None is the default group.
-        signals: Signals to record.
+        group (ProcessGroup, optional): Process group of all ranks. Defaults to the default group.
+        signals (Sequence[signal.Signals], optional): Signals to record.
     """
 
     def __init__(
@@ -52,9 +54,9 @@ class StopSignal:
             self.requested, self._at_s = number, time.monotonic()
 
     def agreed(self) -> bool:
-        """Return True if any rank was requested to stop.
+        """Return ``True`` if any rank was requested to stop.
 
-        Collective: one small all-reduce, until it has been True once.
+        This is a collective with one small all-reduce, until it has returned ``True`` once.
         """
         if self.reason is None and self.ranks.any(self.requested is not None):
             asked = self.ranks.gather(None if self.requested is None else self.requested.name)

@@ -1,4 +1,4 @@
-"""Names of tied tensors in a checkpoint's files: compared before a model loads several of them as one tensor."""
+"""Names of tied tensors in a checkpoint's files, compared before a model loads several of them as one tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPARED_ELEMENTS = 4 * 1024 * 1024  # compared at a time
 
 
 class ShardedTensors(Mapping[str, Any]):
-    """Tensors by name, each read from the file listed in an index. One file is kept open at a time."""
+    """Tensors by name, each read from the file listed in an index. Only one file is open at a time."""
 
     def __init__(self, weight_map: Mapping[str, Path], read: Callable[[Path], Mapping[str, Any]]) -> None:
         self.weight_map, self.read = weight_map, read
@@ -46,14 +46,10 @@ def tied_names(model: nn.Module) -> dict[tuple[str, ...], torch.dtype]:
 
 
 def names_apart(tied: Mapping[tuple[str, ...], torch.dtype], found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Find names of one tied tensor for which the files have different values. Local.
+    """Return pairs of names of one tied tensor for which the files have different values.
 
-    Args:
-        tied: Names of a tensor in the files, mapped to a dtype. Values that round to the same number in it are equal.
-        found: Tensors by name, or slices of a safetensors file, which are read in parts.
-
-    Returns:
-        Pairs of names with different values.
+    ``tied`` maps the names of a tensor to a dtype, and values that round to the same number in it are equal. ``found``
+    may have slices of a safetensors file, which are read in parts.
     """
     pairs = []
     for names, dtype in tied.items():
@@ -63,11 +59,7 @@ def names_apart(tied: Mapping[tuple[str, ...], torch.dtype], found: Mapping[str,
 
 
 def refuse_apart(pairs: Sequence[tuple[str, str]], where: object) -> None:
-    """Reject files that have different values for one parameter of the model.
-
-    Raises:
-        ValueError: If `pairs` is not empty.
-    """
+    """Raise ValueError for files that have different values for one parameter of the model."""
     if pairs:
         first, other = pairs[0]
         raise ValueError(

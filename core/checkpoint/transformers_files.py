@@ -35,7 +35,7 @@ FREE = {"params_dtype", "bf16", "fp16", "init_method_std", "hidden_dropout", "at
 
 
 def is_of_transformers(place: Path) -> bool:
-    """Return True for a directory whose config.json has a model_type."""
+    """Return ``True`` for a directory whose config.json has a model_type."""
     if not (place / CONFIG).is_file():
         return False
     content = parse_json(read_bytes(place / CONFIG))
@@ -50,20 +50,10 @@ def write_transformers(
     more: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> tuple[int, int]:
-    """Write a complete GPT's state_dict.
+    """Write a complete GPT's state_dict, and return the numbers of tensors and files.
 
-    Args:
-        target: Directory to write.
-        config: Configuration of the GPT.
-        state: Its state_dict.
-        more: Additional entries of config.json.
-        shard_bytes: Largest size of a file.
-
-    Returns:
-        Numbers of tensors and of files.
-
-    Raises:
-        ValueError: If no model type of transformers can represent the configuration.
+    ``more`` has additional entries of config.json. Raises ValueError if no model type of transformers can represent the
+    configuration.
     """
     entries = config_for_transformers(config) | dict(more or {})
     theirs = to_transformers(config, state)
@@ -74,10 +64,9 @@ def write_transformers(
 
 
 def read_transformers(source: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """Read the configuration and the state_dict of our GPT.
+    """Read the configuration and the state_dict of a GPTModel.
 
-    Raises:
-        ValueError: If the files have something without a counterpart in our GPT; the text names it.
+    Raises ValueError, naming the part, if the files have something without a counterpart in GPTModel.
     """
     config = config_from_transformers(json.loads((source / CONFIG).read_text()))
     given = {key.removeprefix(f"{MODEL}."): lazy.read() for key, lazy in open_safetensors_files(source).items()}
@@ -99,11 +88,7 @@ def read_transformers(source: Path) -> tuple[TransformerConfig, dict[str, Tensor
 
 
 def check_same_model(ours: TransformerConfig, theirs: TransformerConfig) -> None:
-    """Check that two configurations compute the same model.
-
-    Raises:
-        ValueError: If a field differs; the text names it.
-    """
+    """Raise ValueError, naming the field, unless two configurations compute the same model."""
     ours = config_from_transformers(config_for_transformers(ours))
     for field in dataclasses.fields(TransformerConfig):
         here, there = getattr(ours, field.name), getattr(theirs, field.name)
@@ -114,8 +99,7 @@ def check_same_model(ours: TransformerConfig, theirs: TransformerConfig) -> None
 def save_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
     """Write a GPTModel for Hugging Face's transformers, as llama, gpt2 or arcee. One process with the complete model.
 
-    Raises:
-        ValueError: If the model is only a part, or no model type of transformers can represent it.
+    Raises ValueError if the model is only a part, or no model type of transformers can represent it.
     """
     write_transformers(Path(directory), _config_of_whole(model, "save_pretrained"), model.state_dict())
 
@@ -123,8 +107,7 @@ def save_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
 def load_pretrained(model: Any, directory: str | os.PathLike[str]) -> None:
     """Load a directory written by transformers into a GPTModel. One process with the complete model.
 
-    Raises:
-        ValueError: If the model is only a part, or config.json describes a different model.
+    Raises ValueError if the model is only a part, or config.json describes a different model.
     """
     ours = _config_of_whole(model, "load_pretrained")
     config, state = read_transformers(Path(directory))

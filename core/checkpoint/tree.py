@@ -1,4 +1,4 @@
-"""Leaves of a tree for `save_tree`: parts of tensors, objects and factories, with functions that change trees.
+"""Leaves of a tree for ``save_tree``: parts of tensors, objects and factories, with functions that change trees.
 
 The names are those of Megatron's dist_checkpointing.
 """
@@ -20,18 +20,18 @@ ReplicaId = Any  # a number or a tuple of numbers; the main replica has only zer
 
 @dataclass
 class ShardedTensor:
-    """A part of a tensor of the full model: `data` is at `global_offset` of [global_shape], under the name `key`.
+    """Part of a tensor of the full model: ``data`` is at ``global_offset`` of [global_shape], under the name ``key``.
 
     Attributes:
         key: Name of the full tensor.
         data: This rank's part.
         dtype: Dtype of the tensor.
-        local_shape: Shape of `data`.
+        local_shape: Shape of ``data``.
         global_shape: Shape of the full tensor.
-        global_offset: First index of `data` in the full tensor, per dimension.
-        axis_fragmentations: Number of parts per dimension, as Megatron records it; not read here.
-        replica_id: Only zeros on the rank that writes it.
-        prepend_axis_num: Number of leading axes of global_shape that `data` lacks.
+        global_offset: First index of ``data`` in the full tensor, per dimension.
+        axis_fragmentations: Number of parts per dimension, as Megatron records it. Not read here.
+        replica_id: Zero (or all zeros) on the rank that writes it.
+        prepend_axis_num: Number of leading axes of global_shape that ``data`` lacks.
         allow_shape_mismatch, flattened_range: Not supported; must keep the default.
     """
 
@@ -66,12 +66,14 @@ class ShardedTensor:
     ) -> ShardedTensor:
         """Create one of several equal parts of a tensor.
 
+            ShardedTensor.from_rank_offsets("weight", part, (0, tp_rank, tp_size))
+
         Args:
-            key: Name of the global tensor.
-            data: The part.
+            key (str): Name of the global tensor.
+            data (Tensor): The part.
             rank_offsets: (axis, index of this part, number of parts) for each split axis.
-            replica_id: Only zeros on the rank that writes it.
-            prepend_axis_num: Number of leading axes of the global shape that `data` lacks.
+            replica_id (ReplicaId, optional): Zero (or all zeros) on the rank that writes it.
+            prepend_axis_num (int, optional): Number of leading axes of the global shape that ``data`` lacks.
             init_kwargs: Further fields.
         """
         shape = [1] * prepend_axis_num + list(data.shape)
@@ -84,21 +86,21 @@ class ShardedTensor:
         return cls(key, data, data.dtype, local, tuple(whole), tuple(offset), tuple(fragments), **more)
 
     def piece(self, data: Tensor) -> Piece:
-        """Return the box of the file that `data` is written to or read from."""
+        """Return the box of the file that ``data`` is written to or read from."""
         shape = [1] * self.prepend_axis_num + list(data.shape)
         return Piece(self.key, tuple(self.global_shape), tuple(self.global_offset), data.view(shape))
 
 
 @dataclass
 class ShardedObject:
-    """A value that is no tensor, in an array of values that ranks save under one name.
+    """Value that is not a tensor, in an array of values that ranks save under one name.
 
     Attributes:
         key: Name of the array.
         data: The value. torch.load(weights_only=True) must be able to read it.
         global_shape: Shape of the array.
         global_offset: Index of the value in the array.
-        replica_id: Only zeros on the rank that writes it.
+        replica_id: Zero (or all zeros) on the rank that writes it.
     """
 
     key: str
@@ -121,10 +123,10 @@ class ShardedTensorFactory:
     Attributes:
         key: Name of the value.
         data: The value.
-        build_fn: Called with key, data, replica_id and flattened_range; returns a tree of sharded tensors.
+        build_fn: Called with key, data, replica_id and flattened_range. Returns a tree of sharded tensors.
         merge_fn: Maps the loaded tree to the value.
-        replica_id: Only zeros on the rank that writes it.
-        flattened_range: Passed to `build_fn`.
+        replica_id: Zero (or all zeros) on the rank that writes it.
+        flattened_range: Passed to ``build_fn``.
     """
 
     key: str
@@ -140,7 +142,7 @@ class ShardedTensorFactory:
 
 
 class LocalNonpersistentObject:
-    """A value that is neither saved nor loaded: a load returns it unchanged."""
+    """Value that is neither saved nor loaded. A load returns it unchanged."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
@@ -152,9 +154,7 @@ class LocalNonpersistentObject:
 
 @dataclass(eq=False)
 class OptimizerState:
-    """Placeholder for an optimizer's state in a tree.
-
-    core.checkpoint writes the state next to the tree, with the model's weights.
+    """Placeholder for an optimizer's state in a tree, which is written next to the tree with the model's weights.
 
     Attributes:
         optimizer: The optimizer.
@@ -165,11 +165,7 @@ class OptimizerState:
     loaded: bool = False
 
     def check_loaded(self, optimizer: Any) -> None:
-        """Check that this is a loaded state of `optimizer`.
-
-        Raises:
-            ValueError: If it is not.
-        """
+        """Raise ValueError unless this is a loaded state of ``optimizer``."""
         if not self.loaded or self.optimizer is not optimizer:
             raise ValueError(
                 "this optimizer state was not loaded; put optimizer.sharded_state_dict(...), or "
@@ -188,7 +184,7 @@ SHARDED = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersisten
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply `function` to every leaf of a tree of dictionaries and lists. Leaves that become DROPPED are removed."""
+    """Apply ``function`` to every leaf of a tree of dictionaries and lists. Leaves that become DROPPED are removed."""
     if isinstance(tree, Mapping):
         made = {key: map_leaves(value, function) for key, value in tree.items()}
         return {key: value for key, value in made.items() if value is not DROPPED}
@@ -219,13 +215,7 @@ def apply_factories(sharded_state_dict: StateDict) -> None:
 def apply_prefix_mapping(sharded_state_dict: StateDict, prefix_map: Mapping[str, str], strict: bool = False) -> None:
     """Replace the prefixes of the leaves' keys in place, by the first entry that matches.
 
-    Args:
-        sharded_state_dict: Tree to change.
-        prefix_map: Old prefix to new prefix.
-        strict: Reject a key that no entry matches.
-
-    Raises:
-        ValueError: If `strict` and a key has none of the prefixes.
+    ``prefix_map`` maps old to new prefixes. With ``strict``, a key that no entry matches raises ValueError.
     """
     for leaf in leaves_of(sharded_state_dict):
         if isinstance(leaf, (ShardedTensor, ShardedObject, ShardedTensorFactory)):
@@ -237,16 +227,14 @@ def apply_prefix_mapping(sharded_state_dict: StateDict, prefix_map: Mapping[str,
 
 
 def replace_prefix_for_sharding(sharded_state_dict: StateDict, old_prefix: str, new_prefix: str) -> None:
-    """Replace the prefix of every leaf's key in place.
-
-    Raises:
-        ValueError: If a key does not begin with `old_prefix`.
+    """Replace the prefix of every leaf's key in place. Raises ValueError if a key does not begin with
+    ``old_prefix``.
     """
     apply_prefix_mapping(sharded_state_dict, {old_prefix: new_prefix}, strict=True)
 
 
 def add_prefix_for_sharding(sharded_state_dict: StateDict, prefix: str) -> None:
-    """Add `prefix` to every leaf's key, in place."""
+    """Add ``prefix`` to every leaf's key, in place."""
     replace_prefix_for_sharding(sharded_state_dict, "", prefix)
 
 

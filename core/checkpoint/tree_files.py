@@ -66,13 +66,13 @@ COMMON, OBJECT, OPTIMIZER = "common", "object", "optimizer"  # the blob of plain
 
 
 def module_tree(chunk: Any, prefix: str = "") -> StateDict:
-    """Map a module's parameter and buffer names to their parts of the full model's tensors. Local.
+    """Map a module's parameter and buffer names to their parts of the full model's tensors. Does not communicate.
 
-    Keys in the file are `prefix` followed by the name in the full model, which a module declares by `global_names`.
+    Keys in the file are ``prefix`` followed by the name in the full model, which a module declares by ``global_names``.
 
     Args:
-        chunk: Model chunk, wrapped or not.
-        prefix: Prefix of all names.
+        chunk (Module): Model chunk, wrapped or not.
+        prefix (str, optional): Prefix of all names.
 
     Raises:
         ValueError: If parameters are sharded over data ranks.
@@ -124,13 +124,15 @@ def save_tree(
 ) -> None:
     """Save a tree: sharded tensors from ranks with their main replica, plain values from rank 0.
 
-    Collective: every rank of `group` must call this.
+    Every rank of ``group`` must call it.
+
+        save_tree({"model": module_tree(model), "step": 100}, "checkpoints/step_100")
 
     Args:
-        tree: Dictionaries and lists with sharded leaves and plain values.
-        directory: An existing directory without a checkpoint.
-        content_metadata: Values for JSON, returned by `tree_metadata`.
-        group: Process group that saves; None is the default group.
+        tree (StateDict): Dictionaries and lists with sharded leaves and plain values.
+        directory (str | os.PathLike[str]): An existing directory without a checkpoint.
+        content_metadata (Any, optional): Values for JSON, returned by ``tree_metadata``.
+        group (ProcessGroup, optional): Process group that saves. Defaults to the default group.
 
     Raises:
         CheckpointError: On all ranks, before anything is written, if a tensor is not covered exactly once.
@@ -189,7 +191,7 @@ def _value(data: bytes, what: str) -> Any:
 
 
 def is_tree(directory: str | os.PathLike[str]) -> bool:
-    """Return True if the directory has a checkpoint written by `save_tree` or Megatron. Nothing is verified."""
+    """Return ``True`` if the directory has a checkpoint written by ``save_tree`` or Megatron. Nothing is verified."""
     return bool(list_committed(Path(directory))) or is_megatrons(Path(directory))
 
 
@@ -227,12 +229,12 @@ def _open(root: Path, group: dist.ProcessGroup | None = None) -> _Files:
 
 @dataclass(frozen=True)
 class LoadedTree:
-    """Result of `load_tree`.
+    """Result of ``load_tree``.
 
     Attributes:
         tree: The tree with loaded values instead of leaves.
         unasked: Keys of the file that no rank requested.
-        lacking: Keys that this rank requested and the file does not have; their leaves are left out.
+        lacking: Keys that this rank requested and the file does not have. Their leaves are left out.
     """
 
     tree: Any
@@ -248,24 +250,24 @@ def load_tree(
     refuse_unasked: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedTree:
-    """Load a checkpoint into a tree: leaves are replaced by their values, plain values by the saved ones. Collective.
+    """Load a checkpoint into a tree, replacing leaves by their values and plain values by the saved ones. Collective.
 
     Loaded tensors are new: the model does not change until it loads them. Only an optimizer's state is restored
     directly.
 
     Args:
-        tree: Dictionaries and lists with sharded leaves and plain values.
-        directory: Directory written by `save_tree` or Megatron.
-        refuse_lacking: Raise if the file lacks a tensor or object of the tree.
-        refuse_unasked: Raise if the file has a tensor or object that no rank requests.
-        group: Process group that loads; None is the default group.
+        tree (StateDict): Dictionaries and lists with sharded leaves and plain values.
+        directory (str | os.PathLike[str]): Directory written by ``save_tree`` or Megatron.
+        refuse_lacking (bool, optional): Raise if the file lacks a tensor or object of the tree.
+        refuse_unasked (bool, optional): Raise if the file has a tensor or object that no rank requests.
+        group (ProcessGroup, optional): Process group that loads. Defaults to the default group.
 
     Returns:
         The loaded tree, and the keys that only one side has.
 
     Raises:
         CheckpointError: On all ranks, before anything is changed, if the file is damaged, has different shapes, or is
-            rejected by `refuse_lacking` or `refuse_unasked`.
+            rejected by ``refuse_lacking`` or ``refuse_unasked``.
     """
     ranks, root = Ranks(group), Path(directory)
     files = _open(root, group)
@@ -320,10 +322,8 @@ def load_tree(
 
 
 def _plans(optimizers: list[Any], files: _Files, ranks: Ranks, place: Any) -> list[LoadPlan]:
-    """Create load plans for optimizers from Megatron's files.
-
-    Raises:
-        CheckpointError: On all ranks, if one of them cannot load.
+    """Create load plans for optimizers from Megatron's files. Raises CheckpointError on all ranks if one cannot
+    load.
     """
     plans: list[LoadPlan] = []
     problem = None
@@ -368,6 +368,6 @@ def tree_tensors(directory: str | os.PathLike[str]) -> StateDict:
 
 
 def tree_metadata(directory: str | os.PathLike[str]) -> Any:
-    """Return the content_metadata passed to `save_tree`. Collective over the default group."""
+    """Return the content_metadata passed to ``save_tree``. Collective over the default group."""
     files = _open(Path(directory))
     return files.meta.get("content_metadata") if files.objects else files.common({}).get("content_metadata")

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the public wrapper. Translates Megatron's names into calls of the engine."""
+"""DistributedDataParallel, the public wrapper. It maps Megatron's names to calls of the engine."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from core.watch.collector_pause import collector_paused
 
 
 class DistributedDataParallel(nn.Module):
-    """Keep a model chunk's gradients in contiguous buffers, and reduce them over the data-parallel ranks.
+    """Wrap a model chunk so that its gradients are reduced in buckets across data-parallel ranks.
 
-    Reducing each gradient alone takes one small collective per parameter. A buffer is reduced in buckets instead, each
-    as soon as backward has produced its gradients (`overlap_grad_reduce`). It can also be sharded, with the optimizer
-    state and the parameters, so that a rank stores only its part.
+    Reducing each gradient separately would launch one small collective per parameter. The wrapper instead stores
+    gradients in contiguous buffers, whose buckets are reduced as soon as backward has filled them
+    (``overlap_grad_reduce``). Buffers can also be sharded, with the optimizer state and the parameters (ZeRO-1 to
+    ZeRO-3).
 
         config = DistributedDataParallelConfig(overlap_grad_reduce=True)
         model = DistributedDataParallel(None, config, model)
@@ -47,21 +48,21 @@ class DistributedDataParallel(nn.Module):
             finalize_model_grads([model])
             optimizer.step()
 
-    After `finalize_model_grads`, `param.main_grad` is the mean over the data-parallel ranks of each rank's accumulated
-    gradients (with `num_tokens`, the mean per token). `param.grad` is the same tensor, and None if no rank used the
-    parameter. If gradients are sharded, only this rank's shard of `main_grad` is valid, and `param.grad` is a
-    GradPlaceholder, which raises SyncError when it is used.
+    After ``finalize_model_grads``, ``param.main_grad`` holds the gradient averaged over data-parallel ranks (or per
+    token, with ``num_tokens``). ``param.grad`` is the same tensor, or ``None`` if no rank used the parameter. If
+    gradients are sharded, only this rank's shard of ``main_grad`` is valid and ``param.grad`` is a ``GradPlaceholder``,
+    which raises :class:`SyncError` when it is used.
 
     Constructing the wrapper is collective over all ranks that hold this chunk. If several wrapped models share process
-    groups, ranks may use them in different orders, so their gradients are reduced in `finalize_model_grads` instead of
-    in backward. Wrap them as one module to overlap the reduction.
+    groups, ranks may run them in different orders, so their gradients are reduced in ``finalize_model_grads`` instead
+    of during backward. Wrap them as one module to overlap the reduction.
 
     Args:
-        config: A ModelParallelConfig, or None for a model without tensor, sequence or expert parallelism. Not modified.
-        ddp_config: How gradients are reduced and sharded. None for the defaults. Not modified.
-        module: Any nn.Module with all parameters on one device.
-        disable_bucketing: Use one bucket for each buffer, for chunks whose gradients are not on the critical path.
-        pg_collection: Process groups of the model. Default: the groups of parallel_state.
+        config (ModelParallelConfig, optional): ``None`` for a model without tensor, sequence or expert parallelism.
+        ddp_config: How gradients are reduced and sharded. Not modified.
+        module: Any module whose parameters are all on one device.
+        disable_bucketing: Use a single bucket per buffer, for chunks whose gradients are not on the critical path.
+        pg_collection: Process groups of the model. Defaults to the groups of ``parallel_state``.
 
     Raises:
         LayoutMismatch: On all ranks, if ranks hold different models or different copies of a weight.
@@ -153,9 +154,10 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which backward accumulates gradients without reducing them. May be nested.
+        """Context manager in which backward accumulates gradients without reducing them. May be nested.
 
-        Use it for every microbatch of a step but the last, so that a step has one reduction.
+        For gradient accumulation, use it for every microbatch except the last, so that each step needs only one
+        reduction.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -165,39 +167,37 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False while backward accumulates without reducing. Loops such as nanoGPT's set this switch of torch's DDP.
+        """False while backward accumulates without reducing, as inside ``no_sync``.
 
-        Its value matters when backward runs. `no_sync` sets it to False inside a `with` block.
+        Loops such as nanoGPT's set this attribute of torch's DDP. Its value is read when backward runs.
         """
         return self.reducer.no_sync_depth == 0
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, syncs: bool) -> None:
-        """False while backward accumulates without reducing, as inside `no_sync`.
-
-        Loops such as nanoGPT's set this attribute of torch's DDP. Its value matters when backward runs.
-        """
+        """Enable or disable reduction in backward."""
         self.reducer.no_sync_depth = 0 if syncs else 1
 
     def start_grad_sync(self, *unused: Any, force_all_reduce: bool = False) -> None:
-        """Launch every bucket that backward has not launched yet. Collective over the data group, asynchronous.
+        """Launch every bucket that backward has not launched yet, asynchronously. Collective over the data group.
 
-        If several models share the group, finalize_model_grads launches their buckets, in an order that it checks.
+        If several models share the group, ``finalize_model_grads`` launches their buckets instead, in an order that it
+        checks.
 
         Args:
-            unused: Ignored; for Megatron's callers.
-            force_all_reduce: Give every rank full gradients even if they are sharded.
+            unused: Accepted for Megatron's callers and ignored.
+            force_all_reduce (bool, optional): Give every rank full gradients even if they are sharded.
         """
         self.reducer.start(force_all_reduce=force_all_reduce, early=True)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Complete the data-parallel reduction, and launch remaining buckets. Collective over the data group.
-        Idempotent.
+        """Launch the remaining buckets and wait for the data-parallel reduction. Idempotent.
 
-        Sync rules (sequence parallelism, tied embeddings) are left to `finalize_model_grads`.
+        Collective over the data group. ``finalize_model_grads`` runs the sync rules (sequence parallelism, tied
+        embeddings).
 
         Args:
-            force_all_reduce: Give every rank full gradients even if they are sharded.
+            force_all_reduce (bool, optional): Give every rank full gradients even if they are sharded.
         """
         self.reducer.agree_on_order()
         self.reducer.finish(force_all_reduce=force_all_reduce)
@@ -205,8 +205,8 @@ class DistributedDataParallel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Zero all gradients and begin a new step.
 
-        Gradients that were not finalized are dropped. With overlap their reduction has already begun, so dropping them
-        is collective: after a backward, drop the step on every rank or on none.
+        Gradients that were not finalized are dropped. With overlap their reduction has already begun, so after a
+        backward either every rank or no rank may drop the step.
         """
         with attributes_alone():
             self.reducer.discard()
@@ -214,70 +214,63 @@ class DistributedDataParallel(nn.Module):
                 buffer.zero()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Call zero_grad_buffer. `set_to_none` is ignored, because gradients stay allocated in the buffer."""
+        """Call ``zero_grad_buffer``. ``set_to_none`` is ignored, because gradients stay allocated in the buffer."""
         self.zero_grad_buffer()
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiply every gradient by a factor. Local.
-
-        Args:
-            scaling_factor: A number or a 0-dim tensor.
-
-        Raises:
-            SyncError: If a bucket is in flight.
-        """
+        """Multiply every gradient by a number or 0-dim tensor. Raises SyncError if a bucket is in flight."""
         for bucket in self.engine.buckets:
             bucket.scale_gradients(scaling_factor)
 
     def param_shard(self, param: nn.Parameter) -> tuple[int, torch.Tensor] | None:
-        """Return this rank's part of a sharded parameter. Local.
+        """Return this rank's shard of a sharded parameter, or ``None`` if it is not sharded. Does not communicate.
 
-        An optimizer writes it between `begin_param_update` and `record_param_write`, which every rank of the shard
-        group calls.
-
-        Args:
-            param: A parameter of the wrapped module.
+        An optimizer writes the shard between ``begin_param_update`` and ``record_param_write``, which every rank of the
+        shard group must call.
 
         Returns:
-            (index of the first element in the flattened parameter, elements from there on). None if it is not sharded.
+            (offset in the flattened parameter, 1-D tensor of elements).
         """
         engine = vars(self).get("engine")  # a copy has none
         return None if engine is None else engine.params.own_part_of(param)
 
     def begin_param_update(self) -> None:
-        """Wait until no rank reads old parameters, before an optimizer writes shards. Collective over the shard groups.
+        """Wait until no rank reads the old parameters, before an optimizer writes shards. Collective over the shard
+        groups.
 
         Raises:
-            SyncError: Inside `gathered`, because the write would be lost.
+            SyncError: Inside ``gathered``, because the write would be lost.
         """
         self.engine.params.begin_update()
 
     def record_param_write(self) -> None:
-        """Finish an update: every rank has written its shards. Collective over the shard groups."""
+        """Finish an update after this rank has written its shards. Collective over the shard groups."""
         self.engine.params.invalidate()
         self.engine.params.barrier()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gather the parameters whose shards the optimizer has written, and wait. Collective over the shard groups.
+        """All-gather the parameters whose shards the optimizer has written, and wait. Collective over the shard groups.
 
         Args:
-            unused: Ignored; for Megatron's callers.
-            force_sync, force_dispatch: Ignored, because the gather always completes (Megatron's arguments).
+            unused: Accepted for Megatron's callers and ignored.
+            force_sync, force_dispatch: Megatron's arguments, ignored because the gather always completes.
         """
         self.param_sync.finish_update()
 
     def finish_param_sync(self) -> None:
-        """Wait for gathers that an optimizer started bucket by bucket. No-op after the optimizer's `step`."""
+        """Wait for parameter gathers that the optimizer started bucket by bucket. No-op after the optimizer's
+        ``step``.
+        """
         self.param_sync.finish()
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Return a context in which all parameters are unsharded: to evaluate, export, generate or write them.
+        """Context manager in which all parameters are unsharded, to evaluate, export, generate or modify them.
 
             with model.gathered():
                 torch.save(model.state_dict(), "weights.pt")
 
-        Collective: every rank of the data group enters and leaves the context. Writes are kept, and all ranks must
-        write the same values. If parameters are not sharded, nothing is communicated.
+        Every rank of the data-parallel group must enter and leave the context. Writes are kept, and all ranks must
+        write the same values. Nothing is communicated if parameters are not sharded.
 
         Raises:
             SyncError: Inside a forward or backward.
@@ -286,19 +279,18 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Overwrite all copies of a weight within a stage with the copy on each group's first rank.
-
-        Collective over the data groups and the tensor-parallel groups that hold copies.
+        """Broadcast each weight from the first rank of its group of copies: data-parallel, and tensor-parallel if
+        replicated.
         """
         with self.gathered():
             broadcast_weights(self.plan, self.groups, self.param_sync.collectives)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """Return a copy that computes the same outputs, for weight averages and evaluation. Local.
+        """Return a copy that computes the same outputs, for weight averages and evaluation. Does not communicate.
 
-        The copy has a plain module and no buffers. Its forward raises SyncError in training mode if gradients would be
-        recorded, and so does every call that reduces. Wrap `copy.module` to train it. Copy sharded parameters inside
-        `gathered`.
+        The copy has a plain module and no buffers. Its forward raises :class:`SyncError` in training mode if gradients
+        would be recorded, and so does every call that reduces. Wrap ``copy.module`` to train it. Copy sharded
+        parameters inside ``gathered``.
         """
         if "param_sync" in vars(self):
             self.param_sync.finish()
@@ -316,7 +308,7 @@ class DistributedDataParallel(nn.Module):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle and torch.save: a copy, as from copy.deepcopy."""
+        """Return the state for pickle and ``torch.save``: a copy, as from ``copy.deepcopy``."""
         return copy.deepcopy(self).__dict__
 
     def __getattr__(self, name: str) -> Any:
@@ -334,65 +326,57 @@ class DistributedDataParallel(nn.Module):
     # -- looking in -------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Return a table of buffers, buckets, bytes, groups and divisors, and each parameter's reductions in order."""
+        """Return a table of buffers, buckets, bytes, groups and divisors, with each parameter's reductions in order."""
         chosen = "every" if self.ddp_config.reduces_every_microbatch else "last"
         table = describe_model(self.plan, self.all_buffers, self.groups, chosen, self.engine.params.units)
         return f"{table}{self.engine.params.eviction.describe()}"
 
     @property
     def memstats(self) -> MemStats | None:
-        """Statistics of the first step under `Placement(memory_budget_bytes=...)`, to pass to the next run.
+        """Return memory statistics of the first step under ``Placement(memory_budget_bytes=...)``, to pass to the next
+        run.
 
-        None without a budget, before the end of that step, or if ranks have used different modules.
+        The result is ``None`` without a budget, before that step has ended, or if ranks have used different modules.
         """
         return self.engine.params.eviction.memstats
 
     def where(self, name: str) -> str:
-        """Explain in one sentence where the gradient of a parameter is now, and why `.grad` has its value. Local.
+        """Explain in one sentence where a parameter's gradient is stored now and why ``.grad`` has its value.
 
-        Args:
-            name: Name as in `module.named_parameters()`.
-
-        Raises:
-            ValueError: If no parameter has this name.
+        ``name`` is as in ``module.named_parameters()``. Raises ValueError if no parameter has this name.
         """
         return where(name, self.all_buffers, self.plan.frozen)
 
     def step_report(self) -> StepReport:
-        """Return the cost of the last finished step's reductions on this rank."""
+        """Return the communication cost of the last finished step's reductions on this rank."""
         report = self.reducer.step_report()
         resolve(report.events)
         return report
 
     def overlap_report(self) -> OverlapReport:
-        """Return when each collective of the last finished step was launched, done and waited for, on this rank.
+        """Return when each collective of the last finished step was launched, completed and waited for on this rank.
 
-        Read from it how much communication was exposed: `print(report.table())`. It includes the parameter gathers that
-        were last waited for.
+        ``print(report.table())`` shows how much communication was exposed, including the last parameter gathers.
         """
         report = OverlapReport(tuple(self.reducer.step_report().events), tuple(self.param_sync.events()))
         resolve((*report.reductions, *report.gathers))
         return report
 
     def reduced_so_far(self) -> dict[str, torch.Tensor]:
-        """Return copies of this rank's shards of microbatches that are already reduced, to save an unfinished step.
+        """Return copies of this rank's shards for microbatches that are already reduced, to save an unfinished step.
 
-        Empty unless reduce_microbatches is 'every'. Then the gradients that backward left in `.grad` are reduced first:
-        copy `.grad` after this call. All other gradients of the open step are in `.grad`. Each rank saves its own
-        result. Collective: every rank calls it after the same microbatch.
+        The result is empty unless ``reduce_microbatches`` is 'every'. In that mode this call first reduces the
+        gradients that backward left in ``.grad``, so copy ``.grad`` after it. All other gradients of the open step are
+        in ``.grad``. Each rank saves its own result. Every rank must make this call after the same microbatch.
         """
         self.reducer.complete_microbatch()
         found = {name: bucket.reduced_so_far() for name, bucket in self._sharded_buckets().items()}
         return {name: shard for name, shard in found.items() if shard is not None}
 
     def restore_reduced(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Continue a step from the saved result of `reduced_so_far`. Call it after zero_grad_buffer().
+        """Continue a step from a saved result of ``reduced_so_far``. Call it after ``zero_grad_buffer()``.
 
-        Args:
-            saved: Result of `reduced_so_far` on this rank.
-
-        Raises:
-            ValueError: If the buckets differ. Nothing was changed then.
+        Raises ValueError, before anything is changed, if the buckets differ.
         """
         buckets = self._sharded_buckets()
         for name, shard in saved.items():
@@ -410,11 +394,13 @@ class DistributedDataParallel(nn.Module):
             buckets[name].restore(shard)
 
     def unequal_weights(self) -> Finding | None:
-        """Return the first weight whose copies within this stage differ, or None. Collective over groups of copies."""
+        """Return the first weight whose copies differ within this stage, or ``None``. Collective over the groups of
+        copies.
+        """
         return unequal_weights(self.engine.weights.copies(), self.groups)
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a context in which parameters can be read without a forward.
+        """Context manager in which parameters can be read without running a forward.
 
         If parameters are sharded, each unit is unsharded while it is used, and all ranks must read in the same order.
         """
@@ -431,31 +417,31 @@ class DistributedDataParallel(nn.Module):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the module's state dict, without a wrapper prefix. Collective if parameters are sharded."""
+        """Return the module's state dict without a wrapper prefix. Collective if parameters are sharded."""
         with self.engine.params.gathered("state_dict()"):
             state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Return `state_dict`, under the name that Megatron's checkpoint code calls.
+        """Return ``state_dict``, under the name that Megatron's checkpoint code calls.
 
         Args:
-            prefix, keep_vars: As for `state_dict`.
+            prefix, keep_vars: As for ``state_dict``.
         """
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the wrapped module and return missing and unexpected names, as torch does.
 
-        Collective over the data group if parameters are sharded.
+        Collective over the data-parallel group if parameters are sharded.
 
         Args:
             state_dict: State dict of the module, or of torch's DDP, whose names begin with 'module.'.
-            strict: As in torch: names must match exactly.
-            assign: Must be False, because it would replace parameters whose memory is in the buffer.
+            strict: As in torch, names must match exactly.
+            assign: Must be ``False``, because it would replace parameters whose memory is in the buffer.
 
         Raises:
-            ValueError: If `assign` is True.
+            ValueError: If ``assign`` is ``True``.
         """
         if assign:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""DistributedDataParallelConfig: options for keeping and reducing gradients. Frozen; the wrapper never writes to it."""
+"""DistributedDataParallelConfig: options for reducing and sharding gradients. The wrapper never modifies it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.watch.warn_user import warn_user
 
 
 class Spread(NamedTuple):
-    """Number of ranks over which the memory of each kind is spread."""
+    """Number of ranks that share the memory for each kind of state."""
 
     params: int
     grads: int
@@ -23,14 +23,14 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Model state that a rank keeps under a sharding strategy.
+    """Model state that stays on a rank under a sharding strategy.
 
     Args:
-        sharded: True if each rank's optimizer updates its own shard, so that gradients are reduce-scattered.
-        keeps_whole: True if full gradients have permanent memory. Otherwise only the shard has, and full gradients
-            borrow memory from a BucketPool while they fill and are reduced.
-        keeps_params: True if full parameters have permanent memory. Otherwise only the shard has, and a bucket is
-            gathered around its use.
+        sharded: Each rank's optimizer updates its own shard, so gradients are reduce-scattered.
+        keeps_whole: Full gradients have permanent memory. Otherwise only the shard has, and full gradients borrow
+            memory from a BucketPool while they fill and are reduced.
+        keeps_params: Full parameters have permanent memory. Otherwise only the shard has, and a bucket is gathered
+            around its use.
     """
 
     sharded: bool
@@ -38,7 +38,7 @@ class Residency:
     keeps_params: bool = True
 
     def spread(self, shards: int) -> Spread:
-        """Return the number of ranks that share the memory of each kind, in a shard group of `shards` ranks."""
+        """Return the number of ranks that share each kind of memory in a shard group of ``shards`` ranks."""
         return Spread(
             1 if self.keeps_params else shards,
             1 if self.keeps_whole else shards,
@@ -71,76 +71,81 @@ RANGES = {
 
 @dataclass(frozen=True)
 class DistributedDataParallelConfig:
-    """Options for reducing and sharding gradients. Names are Megatron Core's; from initial_weights on they are ours.
+    """Configures how gradients are reduced and sharded.
+
+    Fields before initial_weights have Megatron Core's names. Start with ``overlap_grad_reduce=True``, and choose a
+    ``data_parallel_sharding_strategy`` if the model does not fit.
 
     Args:
         grad_reduce_in_fp32: Accumulate and reduce gradients in fp32, regardless of the parameter's dtype.
-        overlap_grad_reduce: Launch a bucket's collective in backward, as soon as all its gradients have arrived.
+        overlap_grad_reduce: Launch a bucket's collective during backward, as soon as all its gradients are ready.
         overlap_param_gather: Gather a bucket's parameters while the optimizer's step updates the next bucket (needs a
-            sharded strategy). All gathers end before `step()` returns; none runs during the next forward.
-        align_param_gather: No effect, because no gather runs during the forward; a warning where True.
-        use_distributed_optimizer: Shard the optimizer state over data parallelism; the same as strategy 'optim'.
-        num_distributed_optimizer_instances: Shard within groups of data ranks / instances ranks, replicate across them.
-        check_for_nan_in_grad: Find NaN and Inf before gradients are reduced; all ranks raise together and name the
-            first.
+            sharded strategy). All gathers complete before ``step()`` returns; none runs during the next forward.
+        align_param_gather: No effect, because no gather runs during the forward; a warning if True.
+        use_distributed_optimizer: Shard the optimizer state over data parallelism, like the strategy 'optim'.
+        num_distributed_optimizer_instances: Number of replicas of the sharded state. State is sharded within groups of
+            data ranks / instances ranks.
+        check_for_nan_in_grad: Check for NaN and Inf before gradients are reduced. All ranks raise the same error, which
+            names the first such parameter.
         record_nan_in_grad: Record in which parameter and microbatch a gradient first became NaN or Inf without raising,
             for an optimizer that skips such steps and reports the cause.
-        check_for_large_grads: Warn of a bucket whose gradient norm, on this rank, is more than 10 times the largest of
-            the first 100 norms. Waits for the device once in each step.
-        bucket_size: Elements after which a bucket is closed; None for max(40 000 000, 1 000 000 x data ranks). Used
-            only with overlap, and with 'optim_grads', for which it is an upper limit, except for a single larger
-            parameter. None is then a sixteenth of the buffer, but at least 1 000 000 and at most the number above,
-            because two such buckets are in memory.
+        check_for_large_grads: Warn about a bucket whose local gradient norm is more than 10 times the largest of the
+            first 100 norms. Synchronizes with the device once per step.
+        bucket_size: Number of elements after which a bucket is closed. Defaults to max(40 000 000, 1 000 000 x data
+            ranks). Only used with overlap and with 'optim_grads'. For 'optim_grads' it is an upper limit that a single
+            larger parameter may exceed, and defaults to a sixteenth of the buffer, between 1 000 000 and the number
+            above, because two such buckets are in memory.
         num_buckets: Number of buckets, instead of their size; more with 'optim_grads', if some would be larger.
         pad_buckets_for_high_nccl_busbw: Pad bucket ends to multiples of 2**16 elements.
-        reduce_scatter_with_fp32_accumulation: Send 16-bit gradients and add them in fp32. Needs memory for a second
-            copy of the buckets in flight, as deterministic_reduction does.
-        average_in_collective: Let the collective divide.
-        data_parallel_sharding_strategy: 'no_shard'; 'optim' (shards the optimizer state); 'optim_grads' (also
+        reduce_scatter_with_fp32_accumulation: Send 16-bit gradients and add them in fp32. Like deterministic_reduction,
+            it needs a second copy of the buckets in flight.
+        average_in_collective: Average in the collective itself instead of scaling gradients separately.
+        data_parallel_sharding_strategy: 'no_shard'; 'optim' (shards the optimizer state); 'optim_grads' (also shards
             gradients: full ones exist only while a bucket fills and is reduced, so backward reduces with or without
-            overlap); or 'optim_grads_params' (also parameters: see docs/source/sharded_parameters.md).
+            overlap); or 'optim_grads_params' (also shards parameters: see docs/source/sharded_parameters.md).
         reduce_microbatches: With sharded gradients and accumulation, keep full gradients until the 'last' microbatch
-            (one reduction in each step), or reduce 'every' microbatch into the shard, also inside no_sync (less memory,
-            more traffic; reduced gradients can no longer be cleared through `.grad`). With 'every', a rank that has
+            (one reduction per step), or reduce 'every' microbatch into the shard, also inside no_sync (less memory,
+            more traffic; reduced gradients can no longer be cleared through ``.grad``). With 'every', a rank that runs
             fewer backwards in a step adds zeros to the other ranks' gradients. If backward gathers parameters over all
-            ranks, or experts have other data ranks, all ranks raise SyncError instead. `describe()` prints the bytes of
-            both choices. None: 'every' if parameters are sharded too, else 'last'.
+            ranks, or experts have other data ranks, all ranks raise SyncError instead. ``describe()`` prints the bytes
+            of both choices. Defaults to 'every' if parameters are sharded too, else to 'last'.
         initial_weights: 'check' that all copies of a weight start equal (on data ranks, on tensor-parallel ranks if the
-            weight is not split, on stages), 'broadcast' the first rank's copy, or 'ignore'. Copies on several stages
-            are checked in the first finalize_model_grads and are not broadcast.
-        check_weights_interval: Compare all of these copies once in so many finalize_model_grads, by checksums of their
-            memory, and raise an error that names a difference; 0 for never, and never with initial_weights='ignore'.
+            weight is not split, and on stages), 'broadcast' the first rank's copy, or 'ignore'. Copies on several
+            stages are checked in the first finalize_model_grads and are not broadcast.
+        check_weights_interval: Compare checksums of these copies every this many calls of finalize_model_grads, and
+            raise an error that names the first difference. 0 disables the check, as does initial_weights='ignore'.
             Megatron's check_weight_hash_across_dp_replicas_interval, for all copies.
-        check_replicas: Debug mode: after the last reduction of every step compare the gradients of copies, and raise an
-            error that names a difference. It does not detect weights that drift apart, because data ranks have just got
-            equal gradients from the reduction.
-        deterministic_reduction: Add in rank order, so that bucket size, overlap and strategy do not change a bit.
-        scale_in_optimizer: Leave the division by data ranks and tokens to the optimizer of `core.optimizer`, which
-            applies it together with its own factors in one pass. Until then `main_grad` contains sums: the gradient is
-            `main_grad` times its bucket's `step.pending_scale`. Other optimizers are rejected.
+        check_replicas: Debug mode that compares the copies' gradients after the last reduction of every step, and
+            raises an error that names the first difference. It does not detect weights that drift apart, because the
+            reduction has just made the gradients on data ranks equal.
+        deterministic_reduction: Add in rank order, so that results are bitwise independent of bucket size, overlap and
+            strategy.
+        scale_in_optimizer: Leave the division by data ranks and tokens to ``core.optimizer``, which applies it together
+            with its own factors in one pass. Until then ``main_grad`` contains sums: the gradient is ``main_grad``
+            times the bucket's ``step.pending_scale``. Other optimizers are rejected.
         keep_params_whole: With sharded gradients, place every matrix in one rank's shard, for optimizers that need
             unsharded matrices (Muon); 'all' does so for every parameter. Embedding and output may still be split. Costs
-            padding if a bucket has few parameters for its number of ranks.
-        grad_communication_dtype: Cast buckets to this dtype for their reduction, and back: fp32, bf16, fp16, or
-            float8_e4m3fn (in blocks with scales, see wire/fp8_communication.py, and without overlap). None: the dtype
-            of the buffer.
-        share_host_memory: On CPU with gloo, keep buffers in memory that the ranks of one host map from each other, and
-            reduce there instead of through sockets. Groups that span hosts use sockets. A forked process shares this
-            memory too: it gets no snapshot, and its parent sees its writes.
-        sync_rules: Additional reductions. Rules within a stage run before rules across stages, and user rules after the
-            built-in ones of their kind.
-        reshard_after_forward: With 'optim_grads_params', True frees a bucket of parameters when two others have been
-            used, and backward gathers it again. False keeps all buckets that a forward has gathered until the end of
-            the next backward: fewer gathers, but memory for the full model.
-        placement: Choose buckets that stay unsharded, and buckets that are offloaded. None: everything is sharded
-            according to the strategy, and is stored on the device.
+            padding if a bucket has few parameters relative to the number of ranks.
+        grad_communication_dtype: Cast buckets to this dtype for communication and back: fp32, bf16, fp16, or
+            float8_e4m3fn (in blocks with scales, see wire/fp8_communication.py, and without overlap). Defaults to the
+            buffer's dtype.
+        share_host_memory: On CPU with gloo, allocate buffers in memory that the ranks of a host share, and reduce there
+            instead of through sockets. Groups that span hosts use sockets. A forked process shares this memory too: it
+            gets no snapshot, and its parent sees its writes.
+        sync_rules: Additional reductions. Rules within a stage run before rules across stages, and user rules run after
+            the built-in ones of their kind.
+        reshard_after_forward: With 'optim_grads_params', True frees a bucket of parameters once two others have been
+            used, and gathers it again in backward. False keeps the gathered buckets until the end of the next backward,
+            which needs fewer gathers but memory for the full model.
+        placement: Buckets that stay unsharded or are offloaded. By default everything is sharded according to the
+            strategy, and stays on the device.
         first_steps: 'check' that copies of gradients and weights are equal in the first two steps (see
             core/distributed/guard/first_steps.py), 'warn' instead of raising an error, or 'ignore'.
-        broadcast_buffers: Torch DDP's option. True: begin a forward with the first data rank's module buffers, such as
-            BatchNorm statistics, if the forward before it recorded gradients outside no_sync. They need one broadcast,
-            and none without buffers. With sharded gradients, once in each step. All ranks must then run equally many
-            forwards of the wrapper. False: each rank keeps its own. None: False, with a warning if there are
-            BatchNorms, but True in core.integrations, as with torch's DDP.
+        broadcast_buffers: Torch DDP's option. True: begin a forward by broadcasting the first data rank's module
+            buffers, such as BatchNorm statistics, if the forward before it recorded gradients outside no_sync. With
+            sharded gradients this happens once per step. All ranks must then run equally many forwards of the wrapper.
+            False: each rank keeps its own. None: False, with a warning if there are BatchNorms, but True in
+            core.integrations, as with torch's DDP.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -242,37 +247,37 @@ class DistributedDataParallelConfig:
 
     @property
     def strategy(self) -> Strategy:
-        """Sharding strategy, whichever option selected it."""
+        """Sharding strategy, regardless of which option selected it."""
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             return "optim"
         return self.data_parallel_sharding_strategy
 
     @property
     def residency(self) -> Residency:
-        """Model state that a rank keeps under the strategy."""
+        """Model state that stays on a rank under this strategy."""
         return RESIDENCIES[self.strategy]
 
     @property
     def sharded(self) -> bool:
-        """True if the optimizer's state is sharded over data parallelism."""
+        """``True`` if the optimizer state is sharded over data parallelism."""
         return self.residency.sharded
 
     def grad_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a parameter are accumulated and reduced."""
+        """Return the dtype in which a parameter's gradients are accumulated and reduced."""
         return torch.promote_types(dtype, torch.float32) if self.grad_reduce_in_fp32 else dtype
 
     @property
     def shards_gradients(self) -> bool:
-        """True if a rank keeps only its shard of a reduced gradient."""
+        """``True`` if a rank keeps only its shard of a reduced gradient."""
         return not self.residency.keeps_whole
 
     @property
     def shards_parameters(self) -> bool:
-        """True if a rank keeps only its shard of a parameter."""
+        """``True`` if a rank keeps only its shard of a parameter."""
         return not self.residency.keeps_params
 
     @property
     def reduces_every_microbatch(self) -> bool:
-        """True if each backward reduces, also inside no_sync."""
+        """``True`` if each backward reduces gradients, also inside ``no_sync``."""
         every = self.reduce_microbatches == "every" or (self.reduce_microbatches is None and self.shards_parameters)
         return self.shards_gradients and every

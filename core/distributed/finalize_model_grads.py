@@ -38,27 +38,33 @@ def finalize_model_grads(
 ) -> None:
     """Complete the gradients of all model chunks, between the last backward and the optimizer's step.
 
-    Backward leaves each rank with its own gradients, or with a reduction that is still running, and an optimizer that
-    used them would train every rank on its own data. This call reduces every chunk over data parallelism, launching the
-    buckets that backward has not; runs the sync rules on each reduced bucket (see GradSyncRule); updates the routers'
-    biases and counts; divides by the global number of tokens; and runs the guards, in this order.
+    Backward leaves each rank with local gradients or with a reduction that is still running. An optimizer that used
+    them would train every rank on different data. This function reduces every chunk over data parallelism, launching
+    buckets that backward has not, runs the sync rules on each reduced bucket (see :class:`GradSyncRule`), updates the
+    routers' biases and counts, divides by the global number of tokens, and runs the guards, in this order.
 
-    Collective over all groups of the model: every rank must call it, once in each step.
+        for microbatch in microbatches:
+            loss_of(model, microbatch).backward()
+        finalize_model_grads([model])
+        optimizer.step()
+
+    This is a collective over all groups of the model. Every rank must call it exactly once per step.
 
     Args:
-        model: This rank's chunks (DistributedDataParallel, or modules around one), or its only chunk.
-        num_tokens: With `calculate_per_token_loss`, the number of tokens that this rank's losses were summed over: a
-            number, or a 0-dim or [1] tensor. Only the last pipeline stage's value is used. It may differ between ranks
-            and be zero on some.
-        pg_collection: Process groups, to check that the model was wrapped with the same ones.
-        force_all_reduce: Leave full gradients on every rank even if they are sharded. It is enough if one rank of a
-            data group passes True.
+        model (Module or Sequence[Module]): This rank's chunks, or its only chunk. Each is a
+            :class:`DistributedDataParallel` or a module that contains one.
+        num_tokens (Tensor or float, optional): Number of tokens that this rank's loss was summed over, required with
+            ``calculate_per_token_loss``: a number, or a tensor of shape [] or [1]. Only the last pipeline stage's value
+            is used. It may differ between ranks and be zero on some.
+        pg_collection (ProcessGroups, optional): If given, check that the model was wrapped with these groups.
+        force_all_reduce (bool, optional): Leave full gradients on every rank even if they are sharded. It is enough if
+            one rank of a data-parallel group passes ``True``.
 
     Raises:
         ValueError: If the arguments contradict the config.
         SyncError: If there are no new gradients since the last call.
         LayoutMismatch: In the first call, if stages do not hold copies of the same weights.
-        NonFiniteGradientError: On all ranks, if a gradient is NaN or infinite and check_for_nan_in_grad is set.
+        NonFiniteGradientError: On all ranks, if a gradient is NaN or Inf and ``check_for_nan_in_grad`` is set.
         ReplicaDriftError: On all ranks, if copies of a gradient or weight differ.
     """
     chunks = wrapped_chunks(model, "finalize_model_grads([model])")
@@ -125,8 +131,8 @@ def _reduce_and_guard(
 def wrapped_chunks(model: nn.Module | Sequence[nn.Module], call: str) -> list[DistributedDataParallel]:
     """Return the wrappers of a rank's chunks, found inside the modules that the user put around them.
 
-    `call` is the user's call, spelled correctly, for messages. Raises TypeError if `model` is neither a module nor a
-    sequence of modules, and ValueError if it is empty, or a chunk is not wrapped or occurs twice.
+    ``call`` is the user's call, spelled correctly, for messages. Raises TypeError if ``model`` is neither a module nor
+    a sequence of modules, and ValueError if it is empty, or a chunk is not wrapped or occurs twice.
     """
     containers = (nn.ModuleList, nn.Sequential)
     chunks = [model] if isinstance(model, nn.Module) and not isinstance(model, containers) else model
@@ -206,7 +212,7 @@ def _check_same_groups(wrapped: ProcessGroups, given: ProcessGroups) -> None:
 
 @contextmanager
 def timed(config: Any, name: str) -> Iterator[None]:
-    """Time a block with the user's timer of this name, if the config has Megatron's `timers`."""
+    """Time a block with the user's timer of this name, if the config has Megatron's ``timers``."""
     timers = getattr(config, "timers", None)
     if timers is None:
         yield
@@ -220,10 +226,9 @@ def timed(config: Any, name: str) -> Iterator[None]:
 
 
 def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel) -> torch.Tensor:
-    """Return the number of tokens in the global batch, 0-dim fp64; 1 if there are no tokens.
+    """Return the number of tokens in the global batch as a 0-dim fp64 tensor, or 1 if there are no tokens.
 
-    The last stage knows the number for its data rank, and the data group adds these. The result stays on the device,
-    and the host does not wait for it.
+    The data-parallel group adds the last stages' numbers. The result stays on the device to avoid a host sync.
     """
     groups = chunk.groups
     # One dtype on all ranks; exact up to 2**53 tokens. Weights of a loss mask may be fractions.
@@ -235,17 +240,17 @@ def _global_num_tokens(num_tokens: torch.Tensor, chunk: DistributedDataParallel)
 
 
 def divisor_of_tokens(total: torch.Tensor) -> torch.Tensor:
-    """Return a number of tokens, with 1 in place of 0, as the divisor of gradients. A loss mask may make it less than
-    1.
+    """Replace a token count of 0 by 1, because gradients are divided by it. A weighted loss mask may give a
+    fraction.
     """
     return total.masked_fill(total <= 0, 1)
 
 
 def compare_before_update(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Compare the copies of the weights that an optimizer is about to write, if a comparison is due.
+    """Compare the copies of weights that an optimizer is about to update, if a comparison is due.
 
-    Collective: every rank of the job must call it with all of its wrapped chunks. Raises on all ranks: LayoutMismatch
-    if copies differed from the start, ReplicaDriftError if they have become different.
+    Every rank of the job must call it with all of its wrapped chunks. Raises :class:`LayoutMismatch` on all ranks if
+    copies differed from the start, and :class:`ReplicaDriftError` if they have become different.
     """
     for parts in _by_model(chunks):
         weights = [part.engine.weights for part in parts]
@@ -284,12 +289,12 @@ def _guard(chunks: Sequence[DistributedDataParallel], models: Models, groups: Pr
 
 
 def models_of(chunks: Sequence[Any]) -> list[int]:
-    """Return the number of the model that each chunk belongs to: [0, 0, 1, 1] for two models of two chunks.
+    """Return the model index of each chunk, such as [0, 0, 1, 1] for two models with two chunks each.
 
-    A virtual pipeline splits one model into several chunks, which must be adjacent. Two chunks of one model that have a
-    parameter of the same name hold copies of a tied weight: their gradients are added, and the sum counts once in a
-    norm. In two models the same name means two weights. All ranks have equally many chunks. Raises ValueError on all of
-    them if there are several models and some of a model's chunks are missing.
+    A virtual pipeline splits one model into several adjacent chunks. Two chunks of one model that have a parameter of
+    the same name hold copies of a tied weight: their gradients are added, and the sum counts once in a norm. In two
+    models the same name means two weights. All ranks must have equally many chunks. Raises ValueError on all ranks if
+    there are several models and some of a model's chunks are missing.
     """
     given = (getattr(getattr(chunk, "config", None), "virtual_pipeline_model_parallel_size", None) for chunk in chunks)
     size = next(

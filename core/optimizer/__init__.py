@@ -68,40 +68,43 @@ def get_megatron_optimizer(
 ) -> MegatronOptimizer:
     """Create the optimizer of wrapped model chunks, sharded if the chunks were wrapped with a sharded strategy.
 
-    A plain torch optimizer would step on one rank's view of the gradients. This one measures one norm over all ranks,
-    clips and skips on all of them alike, and keeps fp32 master weights for 16-bit parameters.
-
-    Collective: every rank of the job must call it together.
+    A plain torch optimizer only sees one rank's gradients. With model parallelism or sharding, each rank would clip by
+    a different norm, and one rank could skip a step that others make. This optimizer computes one gradient norm over
+    all ranks, clips and skips on all of them consistently, and keeps fp32 master weights for 16-bit parameters.
 
         model = DistributedDataParallel(config, ddp_config, model)
         optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-4, clip_grad=1.0), [model])
-        loss.backward(); finalize_model_grads([model])
+        loss.backward()
+        finalize_model_grads([model])
         updated, grad_norm, num_zeros = optimizer.step()
 
+    Every rank of the job must call it.
+
     Args:
-        config: Algorithm, hyperparameters, precision and limits.
-        model_chunks: This rank's chunks (DistributedDataParallel, or modules around one), or a single chunk.
-        no_weight_decay_cond: Function of (parameter name, parameter) that returns True for parameters without weight
-            decay. By default biases and one-dimensional parameters do not decay. Names are those of the full model: a
-            pipeline's stages count layers over all stages. As in newer Megatron versions, `config_overrides` may be
-            passed in this position.
-        scale_lr_cond: Function of (parameter name, parameter) that returns True for parameters whose learning rate is
-            multiplied by `lr_mult`.
-        lr_mult: Learning rate multiplier of the parameters that `scale_lr_cond` selects.
-        config_overrides: Map from a ParamKey to values that replace the configured ones for matching parameters. As in
-            Megatron it replaces the standard overrides: `{**get_standard_config_overrides(config), ParamKey(...):
-            {...}}`.
-        pg_collection: Process groups of the job. The gradient norm is taken over all ranks that the model was wrapped
-            with.
+        config (OptimizerConfig): Algorithm, hyperparameters, precision and limits.
+        model_chunks (Module or Sequence[Module]): This rank's chunks, or a single chunk. Each is a
+            :class:`DistributedDataParallel` or a module that contains one.
+        no_weight_decay_cond (Condition | Overrides, optional): Function of (parameter name, parameter) that returns
+            ``True`` for parameters without weight decay. By default biases and one-dimensional parameters do not decay.
+            Names are those of the full model: a pipeline's stages count layers over all stages. As in newer Megatron
+            versions, ``config_overrides`` may be passed in this position.
+        scale_lr_cond (Condition, optional): Function of (parameter name, parameter) that returns ``True`` for
+            parameters whose learning rate is multiplied by ``lr_mult``.
+        lr_mult (float, optional): Learning rate multiplier of the parameters that ``scale_lr_cond`` selects.
+        config_overrides (Overrides, optional): Maps a :class:`ParamKey` to values that replace the configured ones for
+            matching parameters. As in Megatron it replaces the standard overrides:
+            ``{**get_standard_config_overrides(config), ParamKey(...): {...}}``.
+        pg_collection (ProcessGroups, optional): Process groups of the job. The gradient norm is taken over all ranks
+            that the model was wrapped with.
 
     Returns:
-        A DistributedOptimizer for sharded chunks, and a ReplicatedOptimizer otherwise.
+        A :class:`DistributedOptimizer` for sharded chunks, and a :class:`ReplicatedOptimizer` otherwise.
 
     Raises:
-        TypeError: If `config` is not an OptimizerConfig.
-        ValueError: If `config` contradicts the model, if overrides and conditions are both given, if overrides
+        TypeError: If ``config`` is not an OptimizerConfig.
+        ValueError: If ``config`` contradicts the model, if overrides and conditions are both given, if overrides
             contradict each other or match no parameter, if shards or a parallel axis may split a parameter that its
-            algorithm needs unsplit, or if a group of `pg_collection` (named in the message) does not reach the ranks
+            algorithm needs unsplit, or if a group of ``pg_collection`` (named in the message) does not reach the ranks
             that the model was wrapped with.
     """
     call = "get_megatron_optimizer(OptimizerConfig(...), [model])"

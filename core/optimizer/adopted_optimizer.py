@@ -1,7 +1,7 @@
 """AdoptedOptimizer: a user's torch optimizer that steps this rank's shard of a wrapped model.
 
-The user's optimizer object keeps stepping, with its own param group dictionaries. A learning rate scheduler that holds
-those dictionaries therefore keeps working. Only the listed tensors change: master weights replace the parameters.
+The user's optimizer object keeps stepping with its own param group dictionaries, so learning rate schedulers that
+reference them keep working. Only the listed tensors change: master weights replace the parameters.
 """
 
 from __future__ import annotations
@@ -54,18 +54,12 @@ class AdoptedGroups(ParamGroups):
 class AdoptedOptimizer(DistributedOptimizer):
     """Sharded optimizer that steps a wrapped model with a user's torch optimizer.
 
-    State that the user's optimizer already has is cut into shards and kept. Every trainable parameter of the model must
-    be in `user`.
-
-    Collective: every rank of the job must create it, and call `prepare_grads` and `apply`, together.
-
-    Args:
-        config: Precision, clipping and loss-scale options. The user's param groups set the hyperparameters.
-        model: The wrapped model, or its wrapped chunks.
-        user: A torch optimizer over parameters of `model`. Its groups are emptied and filled with master weights.
+    State that the user's optimizer already has is sharded and kept. Every trainable parameter of the model must be in
+    ``user``, whose groups are emptied and filled with master weights; they also set the hyperparameters. Every rank of
+    the job must create it, and call ``prepare_grads`` and ``apply``, together.
 
     Raises:
-        ValueError: If `user` needs unsplit parameters, or does not declare whether it does, and shards or a parallel
+        ValueError: If ``user`` needs unsplit parameters, or does not declare whether it does, and shards or a parallel
             axis may split one.
     """
 
@@ -119,19 +113,15 @@ class AdoptedOptimizer(DistributedOptimizer):
 
     @property
     def measured_norm(self) -> float:
-        """Global norm of the full gradient, without the loss scale and before clipping."""
+        """Return the global norm of the full gradient, without the loss scale and before clipping."""
         return self._measured().norm
 
     def clamp(self, limit: float, max_norm: float = 0.0) -> None:
-        """Clamp each element of the measured gradient to [-limit, limit], in place.
+        """Clamp each element of the measured gradient to [-limit, limit] in place. Collective over the job.
 
-        Collective: every rank of the job must call it together.
-
-        Args:
-            limit: Largest magnitude of an element.
-            max_norm: Norm that the gradient was clipped to before. Since `apply` multiplies by the clip factor later,
-                the bound in memory is raised by the same factor. 0 if no norm was clipped: then the clamped gradient is
-                measured again.
+        ``max_norm`` is the norm that the gradient was clipped to before, or 0. Since ``apply`` multiplies by the clip
+        factor later, the bound in memory is raised by the same factor. Without norm clipping, the clamped gradient is
+        measured again.
         """
         stats = self._measured()
         for masters, factor in zip(self.masters, stats.factors, strict=True):
@@ -143,15 +133,10 @@ class AdoptedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def apply(self, max_norm: float) -> bool:
-        """Update the parameters from measured gradients.
+        """Update the parameters from measured gradients, after ``prepare_grads``. Collective over the job.
 
-        Collective: every rank of the job must call it, after `prepare_grads`.
-
-        Args:
-            max_norm: Largest global gradient norm; 0 for no clipping.
-
-        Returns:
-            True if the step was made, False if it was skipped because a gradient was not finite.
+        ``max_norm`` is the largest global gradient norm, or 0 for no clipping. Return ``False`` if the step was skipped
+        because a gradient was not finite.
         """
         stats = self._measured()
         # torch's schedulers check this flag; a rank that owns nothing, or skips, does not call the user's step.
@@ -167,19 +152,10 @@ class AdoptedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def full_gradient(self, param: nn.Parameter, max_norm: float = 0.0) -> torch.Tensor:
-        """Return a parameter's reduced, unscaled, full gradient. Call it after `prepare_grads`.
+        """Return a parameter's reduced, unscaled, unsharded gradient in fp32. Call it after ``prepare_grads``.
 
-        Collective: every rank of the parameter's shard group must call it.
-
-        Args:
-            param: A parameter of the wrapped model.
-            max_norm: Norm that `apply` will clip to; 0 for no limit.
-
-        Returns:
-            The gradient in fp32, in the parameter's shape.
-
-        Raises:
-            ValueError: If this optimizer does not train `param`.
+        Every rank of the parameter's shard group must call it. ``max_norm`` is the norm that ``apply`` will clip to, or
+        0. Raises ValueError if this optimizer does not train ``param``.
         """
         for masters, factor in zip(self.masters, self._measured().factors, strict=True):
             if not any(own is param for own in masters.bucket.params):
@@ -198,12 +174,8 @@ class AdoptedOptimizer(DistributedOptimizer):
 def twin_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return an optimizer like a user's over other groups, without state.
 
-    The arguments that created the user's optimizer are unknown, so its attributes are copied instead. The `step` that a
-    scheduler has patched, and the user's hooks, stay with the original.
-
-    Args:
-        optimizer: The user's optimizer.
-        groups: Param groups of the copy.
+    The arguments that created the user's optimizer are unknown, so its attributes are copied instead. The ``step`` that
+    a scheduler has patched, and the user's hooks, stay with the original.
     """
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})

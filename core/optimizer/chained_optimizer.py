@@ -27,16 +27,16 @@ COMMON = (
 
 
 class ChainedOptimizer(MegatronOptimizer):
-    """Several optimizers over different model chunks that share one norm, one decision to step, and one loss scale.
+    """Combines optimizers over different model chunks so that they share one norm, one decision to step, and one loss
+    scale.
 
-    `get_megatron_optimizer` needs no chain: its optimizer covers dense and expert parameters of all chunks. A chain
-    joins models with different configurations, such as an encoder that learns slowly and a decoder:
+    ``get_megatron_optimizer`` already covers dense and expert parameters of all chunks. A chain is for models with
+    different configurations, such as an encoder that learns slowly and a decoder:
 
         first = get_megatron_optimizer(slow, [encoder])
         optimizer = ChainedOptimizer([first, get_megatron_optimizer(fast, [decoder])])
 
-    The loss scale is the first optimizer's. Collective: every rank of the job must create the chain, and step it,
-    together.
+    The loss scale is the first optimizer's. Every rank of the job must create and step the chain together.
 
     Args:
         chained_optimizers: Optimizers with equal clipping, skipping and loss-scale options, over different chunks.
@@ -95,7 +95,7 @@ class ChainedOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step every optimizer with the shared factors. Returns True."""
+        """Step every optimizer with the shared factors. Always returns ``True``."""
         stats = self._spent = self._measured()
         self._spent_of, self._stats = self._reductions(), None
         begin = 0
@@ -127,19 +127,13 @@ class ChainedOptimizer(MegatronOptimizer):
 
     @property
     def state(self) -> Any:
-        """Inner optimizers' state by master weight, merged into a new dictionary. Writing to that dictionary has no
-        effect.
-        """
+        """Inner optimizers' state by master weight, merged into a new dictionary. Writing to it has no effect."""
         return {master: state for optimizer in self.chained_optimizers for master, state in optimizer.state.items()}
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state_by_parameter(self) -> dict[str, list[Entry]]:
-        """Return the entries of all optimizers by parameter name.
-
-        Raises:
-            ValueError: If two optimizers have parameters of the same name.
-        """
+        """Return all optimizers' entries by parameter name. Raises ValueError if two of them share a name."""
         entries: dict[str, list[Entry]] = {}
         for optimizer in self.chained_optimizers:
             for name, found in optimizer.state_by_parameter().items():
@@ -153,10 +147,7 @@ class ChainedOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def load_state_by_parameter(self, entries: Mapping[str, Any]) -> None:
-        """Load into each optimizer the entries of its own parameters.
-
-        Args:
-            entries: Entries of all optimizers by parameter name, as `state_by_parameter` returns them.
+        """Load each optimizer's own parameters from entries as ``state_by_parameter`` returns them.
 
         Raises:
             ValueError: If two optimizers have parameters of the same name, or an optimizer lacks entries.
@@ -172,10 +163,10 @@ class ChainedOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the state that `state_dict` of an equal chain returned.
+        """Load the state that ``state_dict`` of an equal chain returned.
 
         Args:
-            state_dict: A list with one state dict per optimizer, or one state dict for a chain of one.
+            state_dict (Any): A list with one state dict per optimizer, or one state dict for a chain of one.
 
         Raises:
             ValueError: If the number of optimizers differs.

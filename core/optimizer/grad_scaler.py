@@ -10,7 +10,7 @@ from core.optimizer.optimizer import MegatronOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler that checks the gradients of all ranks for overflow.
+    """A ``torch.amp.GradScaler`` that checks the gradients of all ranks for overflow.
 
     A rank that holds a shard of the gradients cannot see an overflow in another rank's shard. torch's own class would
     therefore step on some ranks and skip on others, so optimizers of this package reject it.
@@ -23,8 +23,8 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)  # skipped on all ranks if a gradient on any rank is not finite
         scaler.update()
 
-    Arguments and state dict are those of torch.amp.GradScaler. Every rank must call `unscale_`, `step` and `update`. An
-    optimizer from elsewhere is stepped as torch does.
+    Arguments and state dict are those of ``torch.amp.GradScaler``. Every rank must call ``unscale_``, ``step`` and
+    ``update``. Optimizers of other packages are stepped as torch does.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -35,11 +35,11 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide an optimizer's reduced gradients by the scale, in memory.
 
-        Call it before clipping, and at most once between two updates. Collective for a MegatronOptimizer: every rank of
-        the job must call it.
+        Call it before clipping, and at most once between two updates. For a MegatronOptimizer, every rank of the job
+        must call it.
 
         Args:
-            optimizer: The optimizer whose gradients are divided.
+            optimizer (torch.optim.Optimizer): Optimizer whose gradients are divided.
 
         Raises:
             SyncError: If the gradients are not reduced.
@@ -63,12 +63,12 @@ class GradScaler(torch.amp.GradScaler):
         Call it once between two updates, on every rank.
 
         Args:
-            optimizer: The optimizer to step.
-            *args: Passed to `optimizer.step`.
-            **kwargs: Passed to `optimizer.step`.
+            optimizer (torch.optim.Optimizer): Optimizer to step.
+            *args: Passed to ``optimizer.step``.
+            **kwargs: Passed to ``optimizer.step``.
 
         Returns:
-            The result of `optimizer.step()`, or None if the step was skipped.
+            The result of ``optimizer.step()``, or ``None`` if the step was skipped.
         """
         if not self.is_enabled() or not isinstance(optimizer, MegatronOptimizer):
             return super().step(optimizer, *args, **kwargs)
@@ -82,16 +82,16 @@ class GradScaler(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale: reduce it after an overflow, and raise it after `growth_interval` steps without one.
+        """Reduce the scale after an overflow, and raise it after ``growth_interval`` steps without one.
 
         Args:
-            new_scale: A scale that replaces the updated one, as in torch.
+            new_scale (float | Tensor, optional): A scale that replaces the updated one, as in torch.
         """
         super().update(new_scale)
         self._overflowed.clear()
 
     def _stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return an optimizer over one number whose gradient reports an overflow of `optimizer` to torch's class."""
+        """Return an optimizer over one number whose gradient reports an overflow of ``optimizer`` to torch's class."""
         if id(optimizer) not in self._stand_ins:
             device = optimizer.meter.device if isinstance(optimizer, MegatronOptimizer) else "cpu"
             number = torch.zeros(1, device=device, requires_grad=True)

@@ -1,15 +1,15 @@
-"""Loss scaling: a factor on the loss that keeps small gradients representable in fp16. Pure Python numbers.
+"""Loss scaling: a factor on the loss that keeps small gradients representable in fp16.
 
 All ranks apply the same rule to one shared decision, so their scales stay equal. The dynamic scale follows Megatron
 Core's rule:
 
-    a step overflowed   the count of good steps is reset and one of `hysteresis` lives is lost; with no life left the
-                        scale is multiplied by `backoff_factor`, but not below `min_scale`
-    a step was good     after `growth_interval` good steps in a row the scale is multiplied by `growth_factor`, but
-                        not above `max_scale`, and all lives are restored
+    a step overflowed   the count of good steps is reset and one of ``hysteresis`` lives is lost; with no life left the
+                        scale is multiplied by ``backoff_factor``, but not below ``min_scale``
+    a step was good     after ``growth_interval`` good steps in a row the scale is multiplied by ``growth_factor``, but
+                        not above ``max_scale``, and all lives are restored
 
-Only a growth restores lives. Overflows need not be consecutive to use them up, and with no life left every further
-overflow reduces the scale.
+Lives are restored only when the scale grows. Overflows need not be consecutive to use them up, and with no life left
+every further overflow reduces the scale.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ FP32_MAX = float(torch.finfo(torch.float32).max)
 
 
 class LossScaler:
-    """Loss scale with a fixed factor, and the interface of all loss scales.
+    """Constant loss scale, and the interface of all loss scales. The factor must be positive and finite.
 
     A step that overflows is skipped, whether or not the factor changes.
-
-    Args:
-        scale: The factor; above 0 and finite.
     """
 
     def __init__(self, scale: float) -> None:
@@ -50,27 +47,19 @@ class LossScaler:
 
     @property
     def is_by_hand(self) -> bool:
-        """True if user code may multiply losses by the factor, or pass scaled gradients on, without `scale_loss`."""
+        """True if user code may multiply losses by the factor, or pass scaled gradients on, without ``scale_loss``."""
         return self._is_read or self.is_passed_on
 
     def update(self, found_inf: bool) -> None:
-        """Record the end of a step.
-
-        Args:
-            found_inf: True if a gradient on any rank overflowed.
-        """
+        """Record the end of a step. ``found_inf`` means that a gradient on any rank overflowed."""
         self._has_stepped, self.has_scaled, self.is_passed_on = True, False, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the numbers that `load_state_dict` restores."""
+        """Return the numbers that ``load_state_dict`` restores."""
         return {"scale": self.value}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore saved numbers. A fixed factor ignores them.
-
-        Args:
-            state_dict: The result of `state_dict`.
-        """
+        """Restore saved numbers. A fixed factor ignores them."""
 
 
 class ConstantLossScaler(LossScaler):
@@ -78,19 +67,10 @@ class ConstantLossScaler(LossScaler):
 
 
 class DynamicLossScaler(LossScaler):
-    """Loss scale that shrinks after overflows and grows while there are none. See the module docstring for the rule.
+    """Loss scale that shrinks after overflows and grows in their absence. See the module docstring for the rule.
 
-    Args:
-        initial_scale: First factor.
-        min_scale: Lower limit of the factor.
-        growth_factor: Multiplier of a growth; above 1.
-        backoff_factor: Multiplier of a reduction; between 0 and 1.
-        growth_interval: Good steps in a row before a growth.
-        hysteresis: Number of overflows since the last growth at which the scale is first reduced.
-        max_scale: Upper limit of the factor; None for the largest fp32 number.
-
-    Raises:
-        ValueError: If a number is out of its range.
+    ``growth_interval`` counts good steps in a row, and ``hysteresis`` the overflows since the last growth at which the
+    scale is first reduced. Raises ValueError if a number is out of its range.
     """
 
     def __init__(
@@ -148,13 +128,10 @@ class DynamicLossScaler(LossScaler):
         return {"scale": self.value, "growth_tracker": self.good_steps, "hysteresis_tracker": self.lives}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the scale and the two counters. The limits are configured and never loaded.
+        """Restore the scale and the two counters, which may also be one-element tensors. Limits are configured, never
+        loaded.
 
-        Args:
-            state_dict: The result of `state_dict`; values may also be tensors of one element.
-
-        Raises:
-            ValueError: If the saved scale is not above 0 and finite.
+        Raises ValueError if the saved scale is not positive and finite.
         """
         scale = float(state_dict["scale"])
         _expect_scale("the saved scale", scale)
@@ -164,13 +141,9 @@ class DynamicLossScaler(LossScaler):
 
 
 def loss_scaler_of(config: OptimizerConfig) -> LossScaler | None:
-    """Return the loss scale that a config selects.
+    """Return the loss scale that a config selects, or ``None``.
 
-    Args:
-        config: `loss_scale` selects a constant scale; otherwise `fp16` selects a dynamic one.
-
-    Returns:
-        The loss scale; None if neither option is set.
+    ``loss_scale`` selects a constant scale; otherwise ``fp16`` selects a dynamic one.
     """
     if config.loss_scale is not None:
         return ConstantLossScaler(config.loss_scale)

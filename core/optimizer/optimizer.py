@@ -50,13 +50,13 @@ from core.watch.waiting import calling
 
 
 class MegatronOptimizer(torch.optim.Optimizer):
-    """Optimizer of wrapped model chunks, created by `get_megatron_optimizer`.
+    """Optimizer of wrapped model chunks, created by ``get_megatron_optimizer``.
 
-    Every rank of the job must create it and call `step`, because both are collective. torch's schedulers and trainers
-    can use it as a torch optimizer: groups, state and defaults are the inner optimizer's objects.
+    Creating it and calling ``step`` are collective over all ranks of the job. Schedulers and trainers can use it like
+    any torch optimizer: groups, state and defaults are the inner optimizer's objects.
 
     Args:
-        config: Configuration.
+        config: Optimizer configuration.
         model_chunks: Wrapped model chunks of this rank.
         param_groups: Assignment of parameters to groups.
         world_groups: Groups that together reach every rank of the job once, for the norm and for agreements.
@@ -126,7 +126,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         self._limits: list[float] = []  # limits of this step's norm; the lowest one counts
 
     def _scope_of(self, torch_group: dict[str, Any]) -> Scope:
-        """Return which gradients one element's update depends on in a group."""
+        """Return the scope of gradients that an element's update depends on in a group."""
         return update_scope(torch_group["optimizer"])
 
     def _listed(self, segments: list[Segment]) -> list[Segment]:
@@ -134,23 +134,22 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return segments
 
     def _inner_optimizer(self, torch_groups: list[dict[str, Any]], segments: list[Segment]) -> torch.optim.Optimizer:
-        """Create the torch optimizer of these groups, which list the masters of `segments`."""
+        """Create the torch optimizer of these groups, which list the masters of ``segments``."""
         return inner_optimizer(self.config, torch_groups, segments=segments, groups=self.model_chunks[0].groups)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: None = None) -> tuple[bool, float | None, int | None]:
-        """Update the parameters from reduced gradients. Collective: every rank of the job must call it.
+        """Update the parameters from reduced gradients. Every rank of the job must call it.
 
         Returns:
-            (True, global gradient norm before clipping, zeros if counted). (False, None, None) if a gradient of any
-            rank is NaN or Inf, or the norm is above the threshold: all ranks skip the step, with a warning that names
-            the reason.
+            (True, global gradient norm before clipping, zeros if counted), or (False, None, None) if all ranks skipped
+            the step, with a warning, because a gradient on any rank is NaN or Inf, or the norm is above the threshold.
 
         Raises:
             SyncError: If gradients are not reduced, or, on every rank, if ranks differ in learning rates or limits.
-            TypeError: If `closure` is not None, or torch's own GradScaler called this method.
+            TypeError: If ``closure`` is not ``None``, or if torch's own GradScaler called this method.
         """
         if closure is not None:
             raise TypeError("step() takes no closure: its backward would come after the gradients were reduced")
@@ -170,7 +169,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Measure gradients and update the loss scale. Returns True if any is not finite. Collective over the job."""
+        """Measure gradients and update the loss scale. Return ``True`` if any is not finite. Collective."""
         watches = filter(None, (chunk.reducer.scale_watch for chunk in self.model_chunks))
         problem = self._take_gradients() or next(filter(None, (watch.problem for watch in watches)), None)
         again = self._measured_of == self._reductions()
@@ -192,7 +191,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def unscale_grads(self, scale: float) -> bool:
-        """Divide reduced gradients by the loss scale `scale` in memory, and call `prepare_grads`. For `GradScaler`."""
+        """Divide reduced gradients by ``scale`` in memory, and call ``prepare_grads``. Used by :class:`GradScaler`."""
         self._take_gradients()  # raises if they are not reduced
         for chunk in self.model_chunks:
             chunk.scale_gradients(1.0 / scale)
@@ -208,17 +207,17 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return settings_of(self.param_groups, {**others, "loss_scale": self._scale})
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Limit this step's gradient norm to `clip_grad` (0 for no limit). Returns the norm before clipping.
+        """Limit this step's gradient norm to ``clip_grad`` (0 for no limit), and return the norm before clipping.
 
         Gradients of a norm group are scaled by that group's norm. Memory is not changed: the step applies the factor
-        when it reads the gradients. The lowest of several limits, including OptimizerConfig.clip_grad, is used.
+        when it reads the gradients. The lowest of several limits, including ``OptimizerConfig.clip_grad``, is used.
         """
         self._limits.append(clip_grad)
         return self._measured().norm
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Update masters and parameters from measured gradients. Call it after `prepare_grads`. Returns True."""
+        """Update masters and parameters from measured gradients, after ``prepare_grads``. Always returns ``True``."""
         self._spent, self._spent_of, self._stats = self._measured(), self._reductions(), None
         problem = self._take_gradients()
         if problem is not None:
@@ -283,17 +282,17 @@ class MegatronOptimizer(torch.optim.Optimizer):
             self.skip_log.skipped(reason, self.grad_scaler, self._scale)
 
     def record_step(self, *, skipped: bool) -> None:
-        """Record the outcome of the last step where schedulers read it: here and on the inner torch optimizer."""
+        """Record the outcome of the last step for schedulers, here and on the inner torch optimizer."""
         inner: Any = self.optimizer
         self.step_was_skipped = inner.step_was_skipped = skipped
 
     def model_of_buckets(self) -> list[Hashable]:
-        """Return the model number of each bucket. The chunks of a virtual pipeline count as one model."""
+        """Return the model index of each bucket. The chunks of a virtual pipeline count as one model."""
         models = zip(models_of(self.model_chunks), self.model_chunks, strict=True)
         return [model for model, chunk in models for _ in buckets_of([chunk])]
 
     def _qualified_names(self) -> dict[int, str]:
-        """Return parameter names by id(parameter), prefixed with the chunk's number if there are several chunks."""
+        """Return parameter names by id(parameter), prefixed with the chunk's index if there are several chunks."""
         several = len(self.model_chunks) > 1
         return {
             id(param): f"model{number}.{contract.name}" if several else contract.name
@@ -306,7 +305,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return steps + [masters.bucket.reductions for masters in self.masters]
 
     def _take_gradients(self) -> str | None:
-        """Apply user edits of `.grad`; return the error text of an invalid one. SyncError if a reduction is missing."""
+        """Apply user edits of ``.grad``. Return an error text for an invalid one, and raise SyncError if unreduced."""
         for masters in self.masters:
             bucket, step = masters.bucket, masters.bucket.step
             if step.owed is not None:
@@ -343,7 +342,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return defaults
 
     def add_param_group(self, param_group: Any) -> None:
-        """Raise RuntimeError: the buffers are laid out, so parameters cannot be added."""
+        """Raise RuntimeError, because the buffers are already laid out and parameters cannot be added."""
         raise RuntimeError(
             "parameters cannot be added to an optimizer whose buffers are laid out; make the model with all of its "
             "parameters, wrap it, and call get_megatron_optimizer again"
@@ -362,7 +361,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """State of the inner optimizer by master weight, without the state that is kept in another dtype.
+        """State of the inner optimizer by master weight, without state that is stored in another dtype.
 
         Raises TypeError if torch.distributed.checkpoint reads it, before learning rates and gradients are changed.
         """
@@ -376,7 +375,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scaler(self) -> LossScaler | None:
-        """Megatron's name for `grad_scaler`: one object for the job, None without loss scaling."""
+        """Loss scaler of the job under Megatron's name, or ``None`` without loss scaling."""
         return self.grad_scaler
 
     @property
@@ -394,17 +393,17 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """Return the global norm of reduced gradients, or of the last step's after a step. Collective: every rank."""
+        """Return the global norm of reduced gradients, or of the last step's after a step. Collective over the job."""
         return self._stats_or_measure().norm
 
     @torch.no_grad()
     def get_grad_norms(self) -> dict[str | None, float]:
-        """Return the norm per norm group, under None for ungrouped gradients. Collective over the job."""
+        """Return the norm per norm group, under ``None`` for ungrouped gradients. Collective over the job."""
         return dict(self._stats_or_measure().norms)
 
     @torch.no_grad()
     def count_zeros(self) -> int:
-        """Count the zeros in the gradients of the full model. Collective: every rank of the job must call it."""
+        """Count the zeros in the full model's gradients. Collective over the job."""
         return self._stats_or_measure(count_zeros=True).num_zeros or 0
 
     def _stats_or_measure(self, *, count_zeros: bool = False) -> GradStats:
@@ -418,23 +417,23 @@ class MegatronOptimizer(torch.optim.Optimizer):
         return self.meter.measure(count_zeros=count_zeros, loss_scale=scale, problem=problem)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero all gradients and begin a new step. Gradients stay views of the buffer for any `set_to_none`."""
+        """Zero all gradients and begin a new step. ``set_to_none`` is ignored: gradients are views of the buffer."""
         self._stats = None
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward on. For schedules: `config.grad_scale_func = optimizer.scale_loss`."""
+        """Return the scaled loss, to call backward on. Schedules use it as ``config.grad_scale_func``."""
         return loss if self.grad_scaler is None else scale_loss(loss, self.grad_scaler)
 
     def get_loss_scale(self) -> torch.Tensor:
-        """Return the loss scale as a tensor of shape [1] in fp32; 1 without loss scaling."""
+        """Return the loss scale as an fp32 tensor of shape [1]. It is 1 without loss scaling."""
         scale = torch.ones(1, device="cpu") if self.grad_scaler is None else self.grad_scaler.scale
         return scale.to(self.meter.device)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Copy the model's parameters to the master weights. `step` does so for parameters that were changed."""
+        """Copy the model's parameters to the master weights. ``step`` does so for parameters that were changed."""
         for masters in self.masters:
             masters.load_parameters()
 
@@ -455,9 +454,8 @@ class MegatronOptimizer(torch.optim.Optimizer):
         """Load masters, moments and counts from entries that cover at least the elements that this rank updates.
 
         Load the model's weights too, before or after: they replace masters that an entry lacks, or that do not round to
-        the weight. Collective if parameters are sharded. Raises ValueError, before anything is changed, if a parameter
-        or elements that this rank needs are missing; if parameters are sharded, the other ranks then raise
-        RuntimeError.
+        the weight. Collective if parameters are sharded. Missing parameters or elements raise ValueError before
+        anything is changed, and RuntimeError on the other ranks if parameters are sharded.
         """
         parts, failure = {}, None
         try:
@@ -472,7 +470,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
             chunk.record_param_write()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the param groups, this rank's state by parameter name, and the loss scaler's numbers."""
+        """Return the param groups, this rank's state by parameter name, and the loss scaler's state."""
         state: dict[str, Any] = {"param_groups": save_groups(self.param_groups), "state": self.state_by_parameter()}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
@@ -480,7 +478,7 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a saved state; see `load_state_by_parameter`."""
+        """Restore a saved state; see ``load_state_by_parameter``."""
         matching_groups(self.param_groups, state_dict["param_groups"])  # raises before anything is changed
         self.load_state_by_parameter(state_dict["state"])
         load_groups(self.param_groups, state_dict["param_groups"])
@@ -489,11 +487,11 @@ class MegatronOptimizer(torch.optim.Optimizer):
 
 
 class ReplicatedOptimizer(MegatronOptimizer):
-    """Optimizer in which every rank of a data group updates every parameter, from equal gradients."""
+    """Optimizer in which every data-parallel rank updates every parameter, from equal gradients."""
 
 
 class DistributedOptimizer(MegatronOptimizer):
-    """Sharded optimizer (ZeRO-1): each rank keeps and updates the state of 1 / data ranks of the parameters.
+    """Sharded optimizer (ZeRO-1), in which each data-parallel rank keeps and updates 1 / dp of the optimizer state.
 
-    Updated shards are gathered before `step` returns, or during it with `overlap_param_gather` of the wrapper's config.
+    Updated shards are gathered before ``step`` returns, or during it with the wrapper's ``overlap_param_gather``.
     """

@@ -38,64 +38,65 @@ KEPT_DTYPES = {  # fp16 holds gradients, and parameters that are their own maste
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Algorithm that updates the parameters, and its options, with the names and defaults of Megatron Core.
+    """Configures the optimizer, with the names and defaults of Megatron Core.
 
-    docs/source/optimizer.md lists the options that each algorithm reads.
+    The options that each algorithm reads are listed in docs/source/optimizer.md.
+
+        OptimizerConfig(lr=3e-4, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0, bf16=True)
 
     Args:
-        optimizer: 'adam', 'sgd', 'lion', 'muon' (with `muon_scalar_optimizer` for parameters that are no matrix), or a
-            torch.optim class or the name of one.
+        optimizer: 'adam', 'sgd', 'lion', 'muon' (with ``muon_scalar_optimizer`` for parameters that are not matrices),
+            or a torch.optim class or its name.
         optimizer_kwargs: Arguments of a torch.optim class.
         optimizer_backend: Kernels of Adam and SGD: 'fused', 'foreach', 'single', or 'auto' for the first of them that
-            torch has.
-        lr: Learning rate that groups start with. It must be set.
+            torch supports.
+        lr: Initial learning rate of each group. Required.
         min_lr: Learning rate at which a scheduler ends.
         decoupled_lr, decoupled_min_lr: The same for parameters that are tagged is_embedding_or_output_parameter.
         weight_decay: Weight decay. Biases and one-dimensional parameters do not decay by default.
-        apply_wd_to_qk_layernorm: True to let the norms of queries and keys decay, although they are vectors.
-        decoupled_weight_decay: True for AdamW's decay of the weights themselves; False to add the decay to the
+        apply_wd_to_qk_layernorm: Let query and key norms decay, although they are vectors.
+        decoupled_weight_decay: True for AdamW's decay of the weights themselves, False to add the decay to the
             gradient, as Adam does. SGD always adds it to the gradient.
-        adam_beta1, adam_beta2: Coefficients of the averages of gradients and of their squares.
+        adam_beta1, adam_beta2: Coefficients of the running averages of gradients and squared gradients.
         adam_eps: Number added to the root of the squares.
         sgd_momentum: Fraction of the last update in the next one.
         lion_beta1, lion_beta2: Weights of the momentum in the update, and in the next momentum.
-        muon_momentum: Coefficient of the average of gradients.
-        muon_nesterov: True to add the gradient once more to the update.
-        muon_split_qkv: True to orthogonalize queries, keys and values of a fused weight separately.
-        muon_scale_mode: Factor of an update, computed from the matrix's shape: 'spectral', 'shape_scaling',
-            'unit_rms_norm', or 'none'.
+        muon_momentum: Coefficient of the running average of gradients.
+        muon_nesterov: Add the gradient once more to the update.
+        muon_split_qkv: Orthogonalize queries, keys and values of a fused weight separately.
+        muon_scale_mode: Update factor computed from the matrix shape: 'spectral', 'shape_scaling', 'unit_rms_norm', or
+            'none'.
         muon_extra_scale_factor: A further factor of the update.
         muon_coefficient_type, muon_num_ns_steps: Coefficients and number of the Newton-Schulz steps.
-        muon_fp32_matmul_prec: torch's precision of fp32 products within the step.
-        muon_tp_mode: 'duplicated' to gather matrices that are split over tensor parallelism; 'blockwise' to
-            orthogonalize the parts.
-        muon_scalar_optimizer: 'adam' or 'lion', for parameters that are no matrix.
+        muon_fp32_matmul_prec: torch's precision for fp32 matmuls within the step.
+        muon_tp_mode: 'duplicated' gathers matrices that are split over tensor parallelism; 'blockwise' orthogonalizes
+            each rank's part.
+        muon_scalar_optimizer: 'adam' or 'lion', for parameters that are not matrices.
         fp16, bf16, params_dtype: Dtype of the model's parameters, which is checked. 16-bit parameters get fp32 master
             weights.
-        overlap_param_gather_with_optimizer_step: True to step bucket by bucket, and gather a bucket's updated
-            parameters while the next bucket is stepped, for sharded optimizers. `overlap_param_gather` of the wrapper
-            does the same.
-        optimizer_cpu_offload: True to keep and step a part of the state on the CPU, in complete buckets. It changes
-            nothing for a model on the CPU.
-        optimizer_offload_fraction: Fraction of the state that `optimizer_cpu_offload` moves.
-        overlap_cpu_optimizer_d2h_h2d: True to copy gradients from the device while other buckets are stepped.
-        pin_cpu_grads, pin_cpu_params: True to keep offloaded gradients and masters in pinned memory, which a device
-            reads faster.
-        loss_scale: A constant factor of the loss; None for a dynamic one with `fp16`, and for no scale otherwise.
+        overlap_param_gather_with_optimizer_step: For sharded optimizers, step bucket by bucket and gather a bucket's
+            updated parameters while the next bucket is stepped. ``overlap_param_gather`` of the wrapper does the same.
+        optimizer_cpu_offload: Store and step part of the state on the CPU, in complete buckets. No effect for a model
+            on the CPU.
+        optimizer_offload_fraction: Fraction of the state that ``optimizer_cpu_offload`` moves.
+        overlap_cpu_optimizer_d2h_h2d: Copy gradients from the device while other buckets are stepped.
+        pin_cpu_grads, pin_cpu_params: Store offloaded gradients and masters in pinned memory, which a device reads
+            faster.
+        loss_scale: A constant loss scale. None selects a dynamic one with ``fp16``, and no scale otherwise.
         initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis: Options of DynamicLossScaler.
-        clip_grad: Largest global norm of the gradients; 0 and math.inf for no clipping.
-        grad_norm_type: Order p of the norm that is reported, clipped and compared with the threshold; math.inf for the
+        clip_grad: Largest global gradient norm. 0 and math.inf disable clipping.
+        grad_norm_type: Order p of the norm that is reported, clipped and compared with the threshold. math.inf uses the
             largest magnitude.
-        grad_norm_skip_threshold: A step whose global norm is above this is skipped.
-        log_num_zeros_in_grad: True to count the zeros among all gradients.
-        use_distributed_optimizer: None to follow the wrapped model; a value must agree with it.
-        use_precision_aware_optimizer: True to keep masters and moments in the dtypes below. Arithmetic stays in fp32.
+        grad_norm_skip_threshold: Skip a step whose global norm is above this value.
+        log_num_zeros_in_grad: Count the zeros among all gradients.
+        use_distributed_optimizer: None follows the wrapped model; a value must agree with it.
+        use_precision_aware_optimizer: Store masters and moments in the dtypes below. Arithmetic stays in fp32.
         main_grads_dtype: Dtype of the wrapped model's gradients, which is checked. Only used with
-            `use_precision_aware_optimizer`.
+            ``use_precision_aware_optimizer``.
         main_params_dtype: Dtype of the masters of 16-bit parameters: fp32, or the parameters' dtype for no masters.
-        exp_avg_dtype, exp_avg_sq_dtype: Dtype of first moments (momentum), and of second moments: fp32 or bf16.
-        store_param_remainders: True to store 16 more bits of a bf16 parameter, which give its fp32 master, instead of a
-            full copy.
+        exp_avg_dtype, exp_avg_sq_dtype: Dtype of first moments (momentum) and second moments: fp32 or bf16.
+        store_param_remainders: Store 16 more bits of a bf16 parameter, which restore its fp32 master, instead of a full
+            copy.
 
     Raises:
         ValueError: If a number is out of its range, or options contradict each other.

@@ -1,7 +1,7 @@
 """OptimizerParamScheduler: learning rate and weight decay as functions of the number of samples seen.
 
 The number of samples is the only state: each group's values are computed from it and the configuration. Loading a state
-twice, or into groups that hold an older run's rates, therefore changes nothing.
+twice, or into groups that have an older run's rates, therefore changes nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GROUP_FIELDS = ("max_lr", "min_lr", "start_wd", "end_wd")  # a param group may o
 
 
 class HasParamGroups(Protocol):
-    """Interface of an optimizer with param groups: ours, or torch's."""
+    """Interface of an optimizer with param groups, such as torch's."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ class HasParamGroups(Protocol):
 
 @dataclass(eq=False, repr=False)
 class OptimizerParamScheduler:
-    """Scheduler that sets 'lr' and 'weight_decay' of every param group from the samples seen, as Megatron's does.
+    """Sets 'lr' and 'weight_decay' of every param group from the number of samples seen, as Megatron's scheduler does.
 
         scheduler = OptimizerParamScheduler(
             optimizer, init_lr=0.0, max_lr=3e-4, min_lr=3e-5, lr_warmup_steps=1000,
@@ -57,26 +57,26 @@ class OptimizerParamScheduler:
         if optimizer.step()[0]:
             scheduler.step(increment=global_batch_size)
 
-    Steps are counted in the unit of `step`: samples, if `step` is called with the global batch size. A param group's
-    own max_lr, min_lr, start_wd and end_wd override the scheduler's, and its lr_mult and wd_mult multiply the result.
-    They are read when the scheduler is created.
+    Steps are counted in the unit of ``step``: samples, if ``step`` is called with the global batch size. A param
+    group's own max_lr, min_lr, start_wd and end_wd override the scheduler's, and its lr_mult and wd_mult multiply the
+    result. They are read when the scheduler is created.
 
     Args:
         optimizer: Optimizer whose param groups are set.
         init_lr: Learning rate at step 0.
         max_lr: Learning rate at the end of the warm-up.
-        min_lr: Learning rate from `lr_decay_steps` on.
+        min_lr: Learning rate from ``lr_decay_steps`` on.
         lr_warmup_steps: Steps of the linear warm-up.
         lr_decay_steps: Step at which the decay ends.
         lr_decay_style: 'constant' (stays at max_lr), 'linear', 'cosine', 'inverse-square-root', or 'WSD' (stays at
-            max_lr until `wsd_decay_steps` before the end, then decays in `lr_wsd_decay_style`).
+            max_lr until ``wsd_decay_steps`` before the end, then decays in ``lr_wsd_decay_style``).
         start_wd: Weight decay at step 0.
-        end_wd: Weight decay from `wd_incr_steps` on.
-        wd_incr_steps: Steps from `start_wd` to `end_wd`.
+        end_wd: Weight decay from ``wd_incr_steps`` on.
+        wd_incr_steps: Steps from ``start_wd`` to ``end_wd``.
         wd_incr_style: 'constant', 'linear' or 'cosine'.
-        use_checkpoint_opt_param_scheduler: True to replace the configured numbers by those of a loaded state.
-        override_opt_param_scheduler: True to keep the configured numbers when a state is loaded. With neither option,
-            the saved and the configured numbers must be equal.
+        use_checkpoint_opt_param_scheduler: Replace the configured numbers by those of a loaded state.
+        override_opt_param_scheduler: Keep the configured numbers when a state is loaded. With neither option, the saved
+            and the configured numbers must be equal.
         wsd_decay_steps: Steps of the final decay of 'WSD'.
         lr_wsd_decay_style: 'linear', 'cosine', 'exponential' or 'minus_sqrt', for 'WSD'.
 
@@ -118,7 +118,7 @@ class OptimizerParamScheduler:
         self.step(0)
 
     def _own_fields(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group's own settings. A value equal to the scheduler's is left out, so that it follows the
+        """Return a group's own settings, without values equal to the scheduler's, so that those follow the
         scheduler.
         """
         if group.get("default_config") and group.get("max_lr", self.max_lr) != self.max_lr:
@@ -143,10 +143,9 @@ class OptimizerParamScheduler:
     # -- the functions ----------------------------------------------------------------------------------------------
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """Return the current learning rate of a group, without its lr_mult.
+        """Return a group's current learning rate without its lr_mult.
 
-        Args:
-            param_group: Group whose own max_lr and min_lr, if present, override the scheduler's.
+        ``param_group`` may override max_lr and min_lr.
         """
         max_lr = param_group.get("max_lr", self.max_lr)
         min_lr = param_group.get("min_lr", self.min_lr)
@@ -169,11 +168,9 @@ class OptimizerParamScheduler:
         return float(min_lr + rest * (max_lr - min_lr))
 
     def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
-        """Return the current weight decay of a group, without its wd_mult.
+        """Return a group's current weight decay without its wd_mult.
 
-        Args:
-            param_group: Group whose own start_wd and end_wd, if present, override the scheduler's; None for no
-                overrides.
+        ``param_group`` may override start_wd and end_wd.
         """
         group = param_group or {}
         start, end = group.get("start_wd", self.start_wd), group.get("end_wd", self.end_wd)
@@ -187,10 +184,10 @@ class OptimizerParamScheduler:
         """Advance the count and set every group's 'lr' and 'weight_decay', including empty groups.
 
         Args:
-            increment: Samples since the last call; not negative.
+            increment (int): Number of samples since the last call.
 
         Raises:
-            ValueError: If `increment` is negative, or a group was added after the scheduler was created.
+            ValueError: If ``increment`` is negative, or a group was added after the scheduler was created.
         """
         if increment < 0:
             raise ValueError(f"step({increment}) would go back; load_state_dict sets an earlier count")
@@ -212,22 +209,22 @@ class OptimizerParamScheduler:
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the samples seen and every number of the schedule."""
+        """Return the number of samples seen and every number of the schedule."""
         state: dict[str, Any] = plain_numbers({field: getattr(self, field) for field in ("num_steps", *SAVED)})
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the sample count from a saved state, and the schedule's numbers if configured so.
+        """Restore the sample count, and the schedule's numbers if configured so.
 
         The count is replaced, never added to. A state of Megatron's scheduler, which lacks the numbers of WSD and
         init_lr, loads too; the configured values are used for them.
 
         Args:
-            state_dict: The result of `state_dict`, or the state of Megatron's scheduler.
+            state_dict (Mapping[str, Any]): The result of ``state_dict``, or the state of Megatron's scheduler.
 
         Raises:
             ValueError: If saved and configured numbers differ and neither use_checkpoint_opt_param_scheduler nor
-                override_opt_param_scheduler is set, or if the count is missing. Nothing is changed then.
+                override_opt_param_scheduler is set, or if the count is missing. Nothing is changed in this case.
         """
         if "num_steps" not in state_dict:
             raise ValueError(f"the saved scheduler state has no 'num_steps'; it has {sorted(state_dict)}")
@@ -256,14 +253,7 @@ class OptimizerParamScheduler:
 
 
 def check_schedule(numbers: Mapping[str, Any]) -> None:
-    """Check that the numbers of a schedule do not contradict each other.
-
-    Args:
-        numbers: Values of the scheduler's fields by name.
-
-    Raises:
-        ValueError: If they do; the message names the fields.
-    """
+    """Raise ValueError, naming the fields, if the numbers of a schedule contradict each other."""
     max_lr, min_lr, init_lr = numbers["max_lr"], numbers["min_lr"], numbers["init_lr"]
     warmup, end, style = numbers["lr_warmup_steps"], numbers["lr_decay_steps"], numbers["lr_decay_style"]
     if not 0.0 <= min_lr <= max_lr:
@@ -299,12 +289,5 @@ def check_schedule(numbers: Mapping[str, Any]) -> None:
 
 
 def get_canonical_lr_for_logging(param_groups: list[dict[str, Any]]) -> float | None:
-    """Return the learning rate of the groups that follow the configured one.
-
-    Args:
-        param_groups: The optimizer's param groups.
-
-    Returns:
-        The learning rate; None if no group follows the configured one.
-    """
+    """Return the learning rate of the groups that follow the configured one, or ``None`` if no group does."""
     return next((group["lr"] for group in param_groups if group.get("default_config")), None)

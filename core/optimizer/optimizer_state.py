@@ -1,13 +1,13 @@
 """Optimizer state by parameter name and element range, independent of buckets, segments, strategy and storage dtypes.
 
-An entry covers a range of elements of the flattened parameter. A parameter has one or several entries over disjoint
-ranges. A state that covers more than a rank needs (one saved by the replicated optimizer) loads into a shard.
+An entry covers a range of a flattened parameter's elements. A parameter has one or several entries over disjoint
+ranges. State that covers more than a rank needs, such as state saved by the replicated optimizer, loads into a shard.
 
     {"param_groups": [{"lr": ..., ...}],
      "state": {"layer.weight": [{"offset": 0, "numel": 6, "step": ..., "exp_avg": ..., "master": ...}], ...}}
 
-Per-element values are 1-dim tensors of `numel` elements: views of the live state if it is kept in fp32 or bf16, and
-fp32 copies for remainders. Loading converts them to the storage format of this optimizer.
+Per-element values are tensors of shape [numel]: views of the live state if it is stored in fp32 or bf16, and fp32
+copies for remainders. Loading converts them to the storage format of this optimizer.
 """
 
 from __future__ import annotations
@@ -34,15 +34,7 @@ Entry = dict[str, Any]
 
 
 def segment_entries(segment: Segment, state: Mapping[str, Any]) -> Iterator[tuple[ParamShard, Entry]]:
-    """Yield each shard of a segment with its entry.
-
-    Args:
-        segment: A segment of this rank.
-        state: The inner optimizer's state of the segment's master.
-
-    Yields:
-        (shard, entry).
-    """
+    """Yield each shard of a segment with its entry, from the inner optimizer's state for the segment's master."""
     for shard in segment.shards:
         low, high = shard.start - segment.start, shard.end - segment.start
         elements: Entry = {}
@@ -61,16 +53,9 @@ def segment_entries(segment: Segment, state: Mapping[str, Any]) -> Iterator[tupl
 
 
 def cut_entry(state: Mapping[str, Any], param: torch.Tensor, offset: int, numel: int) -> Entry:
-    """Return the entry for a range of a parameter's elements, from state in torch's format.
+    """Return the entry for elements [offset, offset + numel) of a flattened parameter, from state in torch's format.
 
-    Args:
-        state: torch's state of the parameter.
-        param: The parameter, whose shape identifies per-element values.
-        offset: First element of the flattened parameter.
-        numel: Number of elements.
-
-    Returns:
-        An entry whose per-element tensors are views of `state`.
+    The entry's per-element tensors are views of ``state``.
     """
     elements, numbers = {}, {}
     for key, value in state.items():
@@ -84,8 +69,8 @@ def cut_entry(state: Mapping[str, Any], param: torch.Tensor, offset: int, numel:
 def _entry(offset: int, numel: int, elements: Entry, numbers: Entry) -> Entry:
     """Build an entry from flat per-element values, [numel], and other values in the optimizer's own shape.
 
-    OTHERS is recorded because sizes alone do not separate the two: a factor over a row of shape [1, n] has n numbers,
-    as many as the row itself.
+    OTHERS is recorded because sizes cannot separate the two: a factor over a row of shape [1, n] has n numbers, as many
+    as the row itself.
     """
     entry: Entry = {"offset": offset, "numel": numel, **elements, **numbers}
     others = sorted(elements_of(entry) - elements.keys())
@@ -93,25 +78,16 @@ def _entry(offset: int, numel: int, elements: Entry, numbers: Entry) -> Entry:
 
 
 def elements_of(entry: Entry) -> set[str]:
-    """Return the keys of an entry whose values have one number for each of its elements."""
+    """Return the keys of an entry's per-element values."""
     tensors = {key: value for key, value in entry.items() if isinstance(value, torch.Tensor) and key != "step"}
     sized = {key for key, value in tensors.items() if value.shape == (entry["numel"],)}
     return sized.difference(entry.get(OTHERS, ()))
 
 
 def needed_part(name: str, shard: ParamShard, saved: Entry | Sequence[Entry]) -> Entry:
-    """Return the part of saved entries that a shard needs.
+    """Return the state that a shard needs, cut from saved entries, with per-element keys under ELEMENTS.
 
-    Args:
-        name: The parameter's name, for the error text.
-        shard: A shard of this rank.
-        saved: One entry, or several over disjoint ranges.
-
-    Returns:
-        State of the shard's elements, with the per-element keys under ELEMENTS.
-
-    Raises:
-        ValueError: If the entries do not cover the shard.
+    Raises ValueError, naming the parameter, if the entries do not cover the shard.
     """
     entries = sorted([saved] if isinstance(saved, Mapping) else saved, key=lambda entry: entry["offset"])
     first, last = shard.offset, shard.offset + shard.numel
@@ -152,18 +128,9 @@ def _joined(parts: list[Entry]) -> Entry:
 def needed_parts(
     entries: Mapping[str, Any], all_masters: Sequence[BucketMasters], names: Mapping[int, str]
 ) -> dict[int, Entry]:
-    """Return the saved state that each shard of this rank needs.
+    """Return the saved state that each shard of this rank needs, by id(shard).
 
-    Args:
-        entries: Saved entries by parameter name.
-        all_masters: This rank's buckets.
-        names: Parameter names by id(parameter).
-
-    Returns:
-        Parts by id(shard).
-
-    Raises:
-        ValueError: If a parameter, or elements of a shard, are missing.
+    ``names`` maps id(parameter) to its name in ``entries``. Raises ValueError if a parameter or elements are missing.
     """
     parts: dict[int, Entry] = {}
     for shard in (shard for masters in all_masters for segment in masters.segments for shard in segment.shards):
@@ -180,14 +147,7 @@ def needed_parts(
 def load_parts(
     parts: Mapping[int, Entry], all_masters: Sequence[BucketMasters], inner: torch.optim.Optimizer, scratch: Scratch
 ) -> None:
-    """Load each shard's part into the masters and the inner optimizer's state.
-
-    Args:
-        parts: Parts by id(shard), as `needed_parts` returns them.
-        all_masters: This rank's buckets.
-        inner: The torch optimizer over the segments.
-        scratch: Scratch memory of the optimizer.
-    """
+    """Load each shard's part, as ``needed_parts`` returns them, into the masters and the inner optimizer's state."""
     # Views of the masters' own memory, as in `load_state_dict(state_dict())`, would be overwritten.
     live = {masters.kept.untyped_storage().data_ptr() for masters in all_masters}
     for part in parts.values():
@@ -212,7 +172,7 @@ def load_parts(
 
 
 def _step_counts(part: Entry) -> dict[str, float | None]:
-    """Return the state that neighbours in a segment must share: keys, and numbers that are not per element."""
+    """Return the state that neighbors in a segment must share: keys, and numbers that are not per element."""
     return {
         key: float(value) if isinstance(value, torch.Tensor) and value.dim() == 0 else None
         for key, value in part.items()
@@ -221,13 +181,9 @@ def _step_counts(part: Entry) -> dict[str, float | None]:
 
 
 def load_moments(segment: Segment, parts: list[Entry], inner: torch.optim.Optimizer, scratch: Scratch) -> None:
-    """Build a segment's state from its shards' parts and hand it to the inner optimizer.
+    """Build a segment's state from its shards' parts and assign it to the inner optimizer.
 
-    Args:
-        segment: The segment.
-        parts: Parts of the segment's shards, in their order. Emptied here to save memory.
-        inner: The torch optimizer over the segments.
-        scratch: Scratch memory of the optimizer.
+    ``parts`` is in shard order and is emptied here to save memory.
     """
     fused = bool(inner.param_groups[segment.group].get("fused"))
     device = segment.master.device
@@ -262,10 +218,8 @@ def save_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plain_numbers(state: Any) -> Any:
-    """Replace numpy numbers and arrays by Python numbers and lists, because torch.load rejects them.
-
-    Args:
-        state: Nested dicts, lists and tuples. Tensors are kept.
+    """Replace numpy numbers and arrays by Python numbers and lists, because torch.load rejects them. Tensors are
+    kept.
     """
     if isinstance(state, (np.generic, np.ndarray)):
         return state.tolist()
@@ -275,15 +229,7 @@ def plain_numbers(state: Any) -> Any:
 
 
 def matching_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each group the saved group of the same name.
-
-    Args:
-        groups: This optimizer's param groups.
-        saved: Saved param groups.
-
-    Raises:
-        ValueError: If no saved group has the name.
-    """
+    """Return for each group the saved group with the same name. Raises ValueError if there is none."""
     by_name = {group[GROUP_NAME]: group for group in saved}
     for group in groups:
         if group[GROUP_NAME] not in by_name:
@@ -295,14 +241,9 @@ def matching_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -
 
 
 def load_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Copy learning rates, decay and other options from the saved group of the same name.
+    """Copy learning rates, decay and other options into ``groups`` from the saved group with the same name.
 
-    Args:
-        groups: This optimizer's param groups, updated in place.
-        saved: Saved param groups.
-
-    Raises:
-        ValueError: If no saved group has the name of a group.
+    Raises ValueError if a group's name is missing.
     """
     for group, other in zip(groups, matching_groups(groups, saved), strict=True):
         group.update({key: value for key, value in other.items() if key not in ("params", "fused", "foreach")})

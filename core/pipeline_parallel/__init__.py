@@ -1,6 +1,6 @@
-"""Pipeline parallelism: a layout splits the layers into stages, and a runner executes steps under torch's schedules.
+"""Pipeline parallelism: a layout assigns layers to stages, and a runner executes steps under torch's schedules.
 
-Names are imported lazily: importing torch's schedules takes a second, and code that plans a layout does not need them.
+Names are imported lazily, because torch's schedules take a second to import and planning a layout does not need them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradient reduction of one model chunk, started after the chunk's last backward of a step."""
+"""Gradient reduction of one model chunk, started after its last backward of a step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,8 @@ from core.distributed import DistributedDataParallel
 def func_of_chunk(funcs: Any, name: str, chunk: int, chunks: int) -> Callable[..., Any] | None:
     """Return a ModelParallelConfig callback for one chunk.
 
-    Args:
-        funcs: One function, a list with one function per chunk (as in Megatron), or None.
-        name: Name of the config field, for the error message.
-        chunk: Index of the chunk.
-        chunks: Number of chunks on this rank.
-
-    Raises:
-        ValueError: If the list has another length.
+    ``funcs`` is one function, a list with one function per chunk (as in Megatron), or ``None``. A list of another
+    length raises ValueError.
     """
     if funcs is None:
         return None
@@ -36,14 +30,13 @@ def func_of_chunk(funcs: Any, name: str, chunk: int, chunks: int) -> Callable[..
 
 
 class ChunkSync:
-    """State of one chunk in a step: accumulating until its last weight gradient is due, then reducing, then complete.
+    """State of a chunk during a step: accumulating until its last weight gradient is due, then reducing, then complete.
 
     Args:
-        chunk: Model chunk.
         no_sync: Context that prevents the chunk from reducing. Defaults to the wrapper's.
         grad_sync: Called with the parameters when all gradients are complete, instead of launching from hooks.
         from_hooks: True if the last backward produces every gradient, so that hooks may launch buckets during it. False
-            if weight gradients are computed separately or another chunk contributes to a shared parameter; `complete`
+            if weight gradients are computed separately or another chunk contributes to a shared parameter. ``complete``
             then announces all gradients at once.
     """
 
@@ -76,7 +69,7 @@ class ChunkSync:
     def complete(self) -> None:
         """Finish the chunk, because every gradient of this step has been accumulated.
 
-        Calls `grad_sync`, or announces all gradients to the wrapper if its hooks have not launched the buckets.
+        Calls ``grad_sync``, or announces all gradients to the wrapper if its hooks have not launched the buckets.
         """
         self.leave()
         if self.grad_sync is not None:
@@ -88,7 +81,7 @@ class ChunkSync:
                     reducer.arrive(bucket, index)
 
     def leave(self) -> None:
-        """Leave the no_sync context, if it is active. Also called after a failed step."""
+        """Leave the no_sync context if it is active. Also called after a failed step."""
         context, self.context = self.context, None
         if context is not None:
             context.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Megatron's pipeline interface: get_forward_backward_func and forward_step_func(data_iterator, model)."""
+"""Megatron's pipeline interface: ``get_forward_backward_func`` and forward_step_func(data_iterator, model)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNNER = "pipeline_runner"  # attribute of the first chunk that caches the runne
 
 
 def get_forward_backward_func(schedule: str | None = None) -> Callable[..., list[Any]]:
-    """Return the function that runs a step's microbatches.
+    """Return the function that runs forward and backward over a step's microbatches.
 
         losses = get_forward_backward_func()(
             forward_step_func=forward_step, data_iterator=iterator, model=chunks,
@@ -29,7 +29,7 @@ def get_forward_backward_func(schedule: str | None = None) -> Callable[..., list
         )
 
     Args:
-        schedule: A name from SCHEDULES. Defaults to 1F1B, or to Interleaved1F1B for a model of several chunks.
+        schedule (str): A name from SCHEDULES. Defaults to 1F1B, or to Interleaved1F1B if the model has several chunks.
     """
 
     def forward_backward(
@@ -45,27 +45,27 @@ def get_forward_backward_func(schedule: str | None = None) -> Callable[..., list
         pg_collection: ProcessGroups | None = None,
         force_all_reduce: bool = False,
     ) -> list[Any]:
-        """Run forward and backward of all microbatches.
+        """Run forward and backward of all microbatches. Collective over the pipeline.
 
-        Collective over the pipeline. Calls `config.finalize_model_grads_func` at the end if it is set; otherwise call
-        `finalize_model_grads` yourself.
+        ``config.finalize_model_grads_func`` is called at the end if it is set. Otherwise call ``finalize_model_grads``
+        yourself.
 
         Args:
-            forward_step_func: ForwardStepFunc, called for every chunk and microbatch. A loss function that returns
-                (loss, report) is averaged over microbatches, multiplied by the context-parallel size; one that returns
-                (sum, num_tokens, report) is averaged over tokens.
+            forward_step_func: Called for every chunk and microbatch. If its loss function returns (loss, report),
+                losses are averaged over microbatches and multiplied by the context-parallel size. If it returns (sum,
+                num_tokens, report), they are averaged over tokens.
             data_iterator: One iterator, or a list with one per chunk.
             model: One chunk, or a list of chunks.
-            num_microbatches: Microbatches of the step.
+            num_microbatches: Number of microbatches per step.
             seq_length: Length of the full sequence.
-            micro_batch_size: Sequences of a microbatch.
-            decoder_seq_length: Must be None or equal to `seq_length`.
+            micro_batch_size: Number of sequences per microbatch.
+            decoder_seq_length: Must be ``None`` or equal to ``seq_length``.
             forward_only: Compute losses without gradients.
-            pg_collection: Process groups. Defaults to those of the first chunk, else of `parallel_state`.
+            pg_collection: Process groups. Defaults to those of the first chunk, or else of ``parallel_state``.
             force_all_reduce: Passed to the finalize function.
 
         Returns:
-            The report of each microbatch on the last stage, [] on other stages.
+            The report of each microbatch on the last stage, and [] on other stages.
         """
         chunks = list(model) if isinstance(model, Sequence) else [model]
         if decoder_seq_length not in (None, seq_length):
@@ -112,15 +112,9 @@ def _no_step(chunk: nn.Module, microbatch: Any, hidden: Any) -> Any:
 
 
 class DrawingStep:
-    """Forward step of a runner whose user function draws a microbatch's data from an iterator.
+    """Forward step of a runner whose user function draws microbatches from ``iterators``, one per chunk.
 
-    Args:
-        runner: The runner.
-        func: The user's forward step.
-        iterators: One for each chunk.
-
-    Attributes:
-        position: Index of the running chunk.
+    ``position`` is the index of the running chunk.
     """
 
     def __init__(self, runner: PipelineRunner, func: ForwardStepFunc, iterators: list[Any]) -> None:

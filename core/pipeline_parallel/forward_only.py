@@ -22,18 +22,11 @@ def forward_only(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Run this rank's stages on every microbatch.
+    """Run this rank's stages on every microbatch. Collective over the pipeline.
 
-    Collective over the pipeline. Each rank processes its (microbatch, stage) pairs in ascending order. It waits for
-    input from a rank whose own pair comes earlier in this order, so no deadlock is possible.
-
-    Args:
-        layout: Layout of the pipeline.
-        runs: Stage -> its forward function.
-        microbatches: Number of microbatches.
-        received: Stage -> meta tensors of its inputs.
-        group: Pipeline group.
-        device: Device for received tensors.
+    Each rank processes its (microbatch, stage) pairs in ascending order. It waits for input from a rank whose own pair
+    comes earlier in this order, so no deadlock is possible. ``runs`` maps a stage to its forward function, and
+    ``received`` maps it to meta tensors of its inputs.
     """
     for number in range(microbatches):
         local: tuple[Tensor, ...] = ()

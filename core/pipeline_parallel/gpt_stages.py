@@ -1,4 +1,4 @@
-"""Pipeline stages of our GPT: building, wrapping, and the forward step."""
+"""Pipeline stages of the GPT model: construction, wrapping, and the forward step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from core.transformer.transformer_config import TransformerConfig
 def build_gpt_stages(
     config: TransformerConfig, layout: PipelineLayout, pg_collection: ProcessGroups | None = None
 ) -> list[GPTModel]:
-    """Build this rank's stages, in model order, with the same weights as an unsplit GPTModel of this config.
+    """Build this rank's stages in model order, with the same weights as an unsplit GPTModel of this config.
 
-    A tied embedding is one parameter if the first and the last stage share a rank, and a copy on each otherwise. No
-    communication.
+    A tied embedding is one parameter if the first and the last stage share a rank, and a copy on each otherwise. The
+    call does not communicate.
 
     Args:
-        config: Configuration of the model.
-        layout: Layout of the pipeline.
-        pg_collection: Process groups. Defaults to those of `parallel_state`.
+        config (TransformerConfig): Model configuration.
+        layout (PipelineLayout): Pipeline layout.
+        pg_collection (ProcessGroups, optional): Process groups. Defaults to those of ``parallel_state``.
 
     Raises:
         ValueError: If the layout contradicts the config or the groups.
@@ -61,16 +61,16 @@ def wrap_stages(
     stages: Sequence[nn.Module],
     pg_collection: ProcessGroups | None = None,
 ) -> list[DistributedDataParallel]:
-    """Wrap each stage in DistributedDataParallel.
+    """Wrap each stage in :class:`DistributedDataParallel`. Collective over each stage's ranks.
 
-    Collective over each stage's ranks. Only the chunk that backward reaches last gets several buckets. The gradients of
-    the other chunks are not on the critical path: the remaining step hides their single bucket.
+    Only the chunk that backward reaches last gets several buckets. The other chunks' gradients are not on the critical
+    path, because the rest of the step hides the reduction of their single bucket.
 
     Args:
-        config: Configuration of the model.
-        ddp_config: Configuration of the wrappers.
-        stages: This rank's stages, in model order.
-        pg_collection: Process groups. Defaults to those of `parallel_state`.
+        config (Any): Model configuration.
+        ddp_config (DistributedDataParallelConfig): Configuration of the wrappers.
+        stages (Sequence[Module]): This rank's stages, in model order.
+        pg_collection (ProcessGroups, optional): Process groups. Defaults to those of ``parallel_state``.
     """
     return [
         DistributedDataParallel(config, ddp_config, stage, disable_bucketing=number > 0, pg_collection=pg_collection)
@@ -79,14 +79,14 @@ def wrap_stages(
 
 
 def gpt_activations(config: TransformerConfig, microbatch_size: int, sequence_length: int) -> list[Tensor]:
-    """Return meta tensors of a stage's output.
+    """Return meta tensors that describe a stage's output, for :class:`PipelineRunner`.
 
-    Shape: [s / cp, b, hidden], or [s / (cp tp), b, hidden] under sequence parallelism.
+    They have shape [s / cp, b, hidden], or [s / (cp * tp), b, hidden] under sequence parallelism.
 
     Args:
-        config: Configuration of the model.
-        microbatch_size: Sequences of a microbatch.
-        sequence_length: Length of the full sequence, before context parallelism splits it.
+        config (TransformerConfig): Model configuration.
+        microbatch_size (int): Number of sequences per microbatch.
+        sequence_length (int): Length of the full sequence, before context parallelism splits it.
 
     Raises:
         ValueError: If the sequence does not divide. The message has the nearest valid lengths.
@@ -103,15 +103,15 @@ def gpt_forward_step(chunk: nn.Module, microbatch: Mapping[str, Tensor | None] |
     """Run one microbatch through one stage of a GPT.
 
     Args:
-        chunk: The stage.
-        microbatch: 'tokens' [b, s], 'labels' [b, s] and, to mask some tokens, 'loss_mask' [b, s]. For packed documents
-            also 'document_ids' [b, s] and 'position_ids' [b, s]; every stage reads these two, so intermediate stages
-            also need the microbatch. Under context parallelism, all of them come from get_batch_on_this_cp_rank, and s
-            is this rank's part of the sequence.
-        hidden: Output of the previous stage, None on the first.
+        chunk (Module): The stage.
+        microbatch (Mapping[str, Tensor | None]): Tensors by name: 'tokens' [b, s], 'labels' [b, s] and, to mask some
+            tokens, 'loss_mask' [b, s]. Packed documents also need 'document_ids' [b, s] and 'position_ids' [b, s],
+            which every stage reads, so intermediate stages need the microbatch too. Under context parallelism all of
+            them come from get_batch_on_this_cp_rank, and s is this rank's part of the sequence.
+        hidden (Tensor): Output of the previous stage, or ``None`` on the first.
 
     Returns:
-        Hidden states; on the last stage the sum of the token losses and the number of tokens.
+        Hidden states, or on the last stage the sum of the token losses and the number of tokens.
     """
     stage: Any = chunk
     while not hasattr(stage, "post_process"):
@@ -142,15 +142,7 @@ def _check_sizes(config: TransformerConfig, layout: PipelineLayout, groups: Proc
 
 
 def check_embedding_group(layout: PipelineLayout, groups: ProcessGroups) -> None:
-    """Check that group 'embd' has the ranks on which the layout places a tied embedding.
-
-    Args:
-        layout: Layout of the pipeline.
-        groups: Process groups with 'pp'.
-
-    Raises:
-        ValueError: If it has other ranks.
-    """
+    """Check that group 'embd' has the ranks on which the layout places a tied embedding, or raise ValueError."""
     expected = layout.embedding_ranks(groups.ranks("pp"))
     found = groups.ranks("embd") if groups.embd is not None else []
     mine = groups.ranks("pp")[groups.rank("pp")]

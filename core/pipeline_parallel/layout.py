@@ -1,4 +1,4 @@
-"""PipelineLayout: assignment of layers to stages and of stages to ranks. Pure arithmetic, no torch."""
+"""PipelineLayout: assignment of layers to stages and of stages to ranks. Pure arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StageSpec:
     """Layers of one stage.
 
     Attributes:
-        index: Number of the stage.
-        layer_numbers: Layers, counted over the full model.
+        index: Index of the stage.
+        layer_numbers: Layer indices in the full model.
         pre_process: True if the stage has the embeddings.
         post_process: True if the stage has the output layer.
     """
@@ -33,15 +33,15 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class PipelineLayout:
-    """Assignment of a model's layers to pipeline stages.
+    """Assignment of a model's layers to pipeline stages, and of stages to pipeline ranks.
 
         PipelineLayout.even(24, pp=4)            # 6 layers on each of 4 ranks
         PipelineLayout((5, 7, 7, 5), pp=4)       # uneven: room for embeddings and head
         PipelineLayout.even(24, pp=4, chunks=3)  # 12 stages of 2 layers, virtual chunks
 
     Args:
-        layers_per_stage: Layers of each stage, in model order. The first stage also has the embeddings, the last one
-            the final norm, the head and the loss; 0 means that a stage has nothing else.
+        layers_per_stage: Number of layers of each stage, in model order. The first stage also has the embeddings, and
+            the last one the final norm, the head and the loss. 0 means that a stage has nothing else.
         pp: Number of pipeline ranks. Each has the same number of stages, its chunks.
         placement: 'loop' assigns stage s to rank s mod pp. 'v' has two chunks per rank and reverses at the last rank,
             so that rank 0 has the first and the last stage.
@@ -89,12 +89,12 @@ class PipelineLayout:
         """Create a layout with the same number of layers on every stage.
 
         Args:
-            num_layers: Layers of the full model.
-            pp: Number of pipeline ranks.
-            chunks: Stages per rank.
-            placement: 'loop' or 'v'.
-            count_embedding: Count the embeddings as one layer.
-            count_head: Count the head as one layer.
+            num_layers (int): Layers of the full model.
+            pp (int): Number of pipeline ranks.
+            chunks (int, optional): Stages per rank.
+            placement (Placement, optional): 'loop' or 'v'.
+            count_embedding (bool, optional): Count the embeddings as one layer.
+            count_head (bool, optional): Count the head as one layer.
 
         Raises:
             ValueError: If the layers do not divide. The message has the nearest valid numbers of layers and ranks.
@@ -131,14 +131,14 @@ class PipelineLayout:
     ) -> PipelineLayout:
         """Create a layout with given numbers of layers on the first and last rank.
 
-        The other ranks share the remaining layers evenly. A rank's layers are spread evenly over its chunks.
+        The other ranks share the remaining layers evenly, and each rank's layers are spread evenly over its chunks.
 
         Args:
-            num_layers: Layers of the full model.
-            pp: Number of pipeline ranks.
-            chunks: Stages per rank.
-            first: Layers of the first rank.
-            last: Layers of the last rank.
+            num_layers (int): Layers of the full model.
+            pp (int): Number of pipeline ranks.
+            chunks (int, optional): Stages per rank.
+            first (int, optional): Layers of the first rank.
+            last (int, optional): Layers of the last rank.
 
         Raises:
             ValueError: If the numbers do not add up.
@@ -152,17 +152,17 @@ class PipelineLayout:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the full model."""
+        """Number of layers in the full model."""
         return sum(self.layers_per_stage)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline, over all ranks."""
+        """Number of stages over all ranks."""
         return len(self.layers_per_stage)
 
     @property
     def chunks(self) -> int:
-        """Stages per rank."""
+        """Number of stages per rank."""
         return self.num_stages // self.pp
 
     @property
@@ -176,7 +176,7 @@ class PipelineLayout:
         return self.num_stages > 1 and self.last_rank == 0
 
     def stage(self, index: int) -> StageSpec:
-        """Return the layers and ends of stage `index`."""
+        """Return the layers of stage ``index``, and whether it has the model's ends."""
         first = sum(self.layers_per_stage[:index])
         layers = range(first, first + self.layers_per_stage[index])
         return StageSpec(index, layers, index == 0, index == self.num_stages - 1)
@@ -196,12 +196,9 @@ class PipelineLayout:
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
     def embedding_ranks(self, pipeline_ranks: Sequence[int]) -> list[int]:
-        """Return the ranks with a copy of a tied embedding.
+        """Return the global ranks with a copy of a tied embedding, given the ranks of a pipeline group.
 
-        Pass it to `initialize_model_parallel(..., get_embedding_ranks=layout.embedding_ranks)`.
-
-        Args:
-            pipeline_ranks: Global ranks of a pipeline group.
+        Pass it to ``initialize_model_parallel(..., get_embedding_ranks=layout.embedding_ranks)``.
         """
         return [pipeline_ranks[rank] for rank in sorted({0, self.last_rank})]
 

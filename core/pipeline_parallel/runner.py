@@ -37,13 +37,13 @@ from core.watch.waiting import add_wait, calling, in_short, waiting
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLoss:
-    """Return value of a forward step on the last stage. A plain tensor means `MicrobatchLoss(tensor)`.
+    """Return value of a forward step on the last stage. A plain tensor is equivalent to ``MicrobatchLoss(tensor)``.
 
     Attributes:
-        value: 0-dim, with a graph: the mean over the microbatch, or the sum over `num_tokens` if given.
-        num_tokens: Sum of the loss mask, which need not be an integer. Under context parallelism, `value` and
-            `num_tokens` cover this rank's positions; the runner sums a microbatch's tokens over the group 'cp'.
-        report: Any object; the step returns it on the last stage.
+        value: 0-dim tensor with a graph: the mean over the microbatch, or the sum over ``num_tokens`` if given.
+        num_tokens: Sum of the loss mask, which need not be an integer. Under context parallelism, ``value`` and
+            ``num_tokens`` cover this rank's positions; the runner sums a microbatch's tokens over group 'cp'.
+        report: Any object, which the step returns on the last stage.
     """
 
     value: Tensor
@@ -60,15 +60,16 @@ Activations = Sequence[Tensor] | Callable[[int], Sequence[Tensor]]
 class StepOutcome:
     """Loss of one step.
 
-    `loss` and `num_tokens` are the same on all stages; `losses` and `reports` exist on the last stage only.
+    ``loss`` and ``num_tokens`` are the same on all stages. ``losses`` and ``reports`` are filled on the last stage
+    only.
 
     Attributes:
         loss: Unscaled mean over the microbatches, or over their tokens with calculate_per_token_loss.
-        num_tokens: Tokens of this rank's positions, 0-dim fp64 because a loss mask may have weights. None without
-            calculate_per_token_loss.
-        losses: One for each microbatch. Like `loss`, they cover full sequences, so they are equal on all
+        num_tokens: Number of tokens at this rank's positions, 0-dim fp64 because a loss mask may have weights. ``None``
+            without calculate_per_token_loss.
+        losses: One loss per microbatch. Like ``loss``, they cover full sequences, so they are equal on all
             context-parallel ranks.
-        reports: The report of each microbatch.
+        reports: One report per microbatch.
     """
 
     loss: Tensor
@@ -78,7 +79,11 @@ class StepOutcome:
 
 
 class PipelineRunner:
-    """Runner of this rank's pipeline chunks under one of torch's schedules.
+    """Runs training steps of this rank's pipeline chunks under one of torch's schedules.
+
+    A step runs forward and backward of all microbatches and completes the gradients, so that the optimizer can follow.
+    The runner wraps ``torch.distributed.pipelining`` and adds the data-parallel reduction, tied embeddings, losses per
+    token and errors that name their stage.
 
         layout = plan_pipeline(config.num_layers, pp=2, microbatches=8)
         chunks = wrap_stages(config, ddp_config, build_gpt_stages(config, layout))
@@ -92,16 +97,17 @@ class PipelineRunner:
 
     Args:
         chunks: This rank's chunks, in model order. Wrapped chunks overlap their reduction with the step.
-        layout: Layout of the pipeline.
-        forward_step: See ForwardStep.
-        activations: Meta tensors with the shape and dtype of a stage's output, or a function from the sending stage to
-            them.
+        layout: Pipeline layout.
+        forward_step: Called as forward_step(chunk, microbatch, hidden); see ForwardStep.
+        activations: Meta tensors with the shape and dtype of a stage's output, or a function that maps the sending
+            stage to them.
         schedule: A name from SCHEDULES.
-        config: ModelParallelConfig, for its callbacks and calculate_per_token_loss. Defaults to the first chunk's.
-        pg_collection: Process groups with 'pp'. Defaults to those of the first chunk, else of `parallel_state`.
+        config (ModelParallelConfig, optional): Read for its callbacks and calculate_per_token_loss. Defaults to the
+            first chunk's.
+        pg_collection: Process groups with 'pp'. Defaults to those of the first chunk, or else of ``parallel_state``.
 
     Raises:
-        ValueError: If the arguments contradict each other, before any communication.
+        ValueError: If the arguments contradict each other. Raised before any communication.
     """
 
     def __init__(
@@ -156,16 +162,17 @@ class PipelineRunner:
         """Run forward and backward of all microbatches, then the final reductions. Collective over the full model.
 
         Args:
-            microbatches: As many on every rank. Only the first and the last stage read them; elsewhere, pass any
-                placeholder.
-            finalize: Call config.finalize_model_grads_func, or finalize_model_grads if it is None.
-            force_all_reduce: Passed to the finalize function.
-            activations: Activations of this step, if they differ from the runner's.
+            microbatches (Sequence[Any]): One entry per microbatch, equally many on every rank. Only the first and the
+                last stage read them, so other stages may pass placeholders.
+            finalize (bool): Call ``config.finalize_model_grads_func``, or ``finalize_model_grads`` if it is ``None``.
+            force_all_reduce (bool): Passed to the finalize function.
+            activations (Activations): Activations of this step, if they differ from the runner's.
 
         Raises:
-            Exception: That of any stage, after the last message of the step; on ranks of other stages a ValueError,
-                TypeError, NotImplementedError or RuntimeError that names it. The step's gradients are dropped, or if
-                they were added to others or data ranks share them, rejected until they are zeroed.
+            Exception: The error of any stage, after the last message of the step. Ranks of other stages raise a
+                ValueError, TypeError, NotImplementedError or RuntimeError that names it. The step's gradients are
+                dropped. If they were added to earlier ones, or data ranks share them, they are rejected until they are
+                zeroed.
         """
         check_microbatches(self.kind, self.layout, len(microbatches))
         schedule, stages = self._schedule(len(microbatches), activations or self.activations)
@@ -214,15 +221,9 @@ class PipelineRunner:
     ) -> None:
         """Drop the gradients of a failed step.
 
-        If they were added to the gradients of earlier steps, they cannot be dropped separately. The optimizer then
-        raises until all gradients are zeroed.
-
-        Args:
-            wrapped: Model chunks of this rank.
-            error: Error that ended the step.
-            adds: True if gradients of earlier steps are in the same buffers.
-            finish: Function that reduces the gradients. The other data ranks will call it, so this rank must too; None
-                if they will not.
+        If they were added to earlier steps' gradients (``adds``), they cannot be dropped separately, and the optimizer
+        raises until all gradients are zeroed. ``finish`` reduces the gradients if the other data ranks will do so, else
+        it is ``None``.
         """
         self._begin([])
         if not adds and not any(chunk.reducer.model_orders for chunk in wrapped):
@@ -243,8 +244,8 @@ class PipelineRunner:
         """Compute the loss without gradients. Collective over the pipeline.
 
         Args:
-            microbatches: As in `step`.
-            activations: As in `step`.
+            microbatches (Sequence[Any]): As in ``step``.
+            activations (Activations, optional): As in ``step``.
         """
         check_microbatches(find_schedule("GPipe"), self.layout, len(microbatches))
         self._begin(microbatches)
@@ -270,13 +271,10 @@ class PipelineRunner:
         self.forwarded = [False] * len(self.chunks)
 
     def _run(self, position: int, sent: Sequence[Tensor], number: int, received: tuple[Tensor, ...]) -> Any:
-        """Run one chunk's forward on one microbatch. Returns placeholders if it fails.
+        """Run one chunk's forward on one microbatch, or return placeholders shaped like the meta tensors ``sent`` if it
+        fails.
 
-        Args:
-            sent: Meta tensors with the shapes and dtypes that the next stage expects.
-
-        Returns:
-            The output, or on the last stage the scaled loss, [1].
+        The last stage returns its scaled loss with shape [1].
         """
         stage = self.stage_numbers[position]
         with self.errors.kept("forward", stage, number):
@@ -338,7 +336,7 @@ class PipelineRunner:
     def _share_of_tokens(self, num_tokens: Tensor | float) -> Tensor:
         """Return a microbatch's tokens over all context-parallel ranks, divided by the number of these ranks.
 
-        The division compensates the wrapper's mean over them. Collective over the group 'cp'.
+        The division compensates for the wrapper's mean over these ranks. Collective over group 'cp'.
         """
         tokens = torch.as_tensor(num_tokens, device=self.device)
         ranks = self.groups.size("cp")
@@ -354,7 +352,7 @@ class PipelineRunner:
             dist.all_reduce(numbers, group=group)
 
     def _weight_of_a_loss(self) -> Tensor:
-        """Return the factor that `_record` applies to a microbatch's loss, for auxiliary losses of earlier stages."""
+        """Return the factor that ``_record`` applies to a microbatch's loss, for auxiliary losses of earlier stages."""
         share = 1.0 if self.per_token else 1.0 / len(self.microbatches)
         weight = torch.full((), share, dtype=LOSS_DTYPE, device=self.device)
         grad_scale = getattr(self.config, "grad_scale_func", None)
@@ -377,7 +375,7 @@ class PipelineRunner:
     def _full_losses(self, tokens: Tensor) -> Tensor:
         """Return the sum of the losses in fp64.
 
-        Under context parallelism, update `losses`, and `tokens` in place, to cover full sequences.
+        Under context parallelism, update ``losses`` and ``tokens`` in place to cover full sequences.
         """
         ranks = self.groups.size("cp")
         losses = torch.stack(self.losses).double()
@@ -426,7 +424,7 @@ class PipelineRunner:
         )
 
     def _received(self, activations: Activations, stage: int) -> list[Tensor]:
-        """Return meta tensors of a stage's inputs; [] for the first stage and past the last."""
+        """Return meta tensors of a stage's inputs, or [] for the first stage and past the last."""
         if stage == 0 or stage == self.layout.num_stages:
             return []
         tensors = activations(stage - 1) if callable(activations) else activations
@@ -454,7 +452,7 @@ class PipelineRunner:
         )
 
     def _param_syncs(self) -> list[Callable[[], Any]]:
-        """Return param_sync_func of each chunk; [] for one chunk, like Megatron's schedule."""
+        """Return each chunk's param_sync_func, or [] for one chunk, like Megatron's schedule."""
         funcs = getattr(self.config, "param_sync_func", None)
         count = len(self.chunks)
         if funcs is None or count == 1:
@@ -464,7 +462,9 @@ class PipelineRunner:
 
 
 def _owners_of_borrowed(chunks: Sequence[nn.Module]) -> dict[int, list[int]]:
-    """Map each chunk to other chunks that use one of its parameters (`borrowed_weights`), such as a tied embedding."""
+    """Map each chunk to other chunks that use one of its parameters (``borrowed_weights``), such as a tied
+    embedding.
+    """
     owners = {id(param): position for position, chunk in enumerate(chunks) for param in chunk.parameters()}
     borrowers: dict[int, list[int]] = {}
     for position, chunk in enumerate(chunks):

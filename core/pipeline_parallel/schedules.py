@@ -1,4 +1,4 @@
-"""Pipeline schedules: torch's class for each, and its constraints on layout and microbatches."""
+"""Pipeline schedules, with torch's class for each and its constraints on layout and microbatches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.pipeline_parallel.layout import PipelineLayout, Placement
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
-    """One schedule of torch.distributed.pipelining."""
+    """Schedule of torch.distributed.pipelining."""
 
     name: str
     torch_class: str
@@ -54,11 +54,7 @@ SCHEDULES = {
 
 
 def find_schedule(name: str) -> ScheduleKind:
-    """Return the schedule of this name, ignoring case.
-
-    Raises:
-        ValueError: If there is no such schedule. The message lists all names.
-    """
+    """Return the schedule with this name, ignoring case. An unknown name raises ValueError with all names."""
     for kind in SCHEDULES.values():
         if kind.name.lower() == name.lower():
             return kind
@@ -66,15 +62,7 @@ def find_schedule(name: str) -> ScheduleKind:
 
 
 def check_schedule(kind: ScheduleKind, layout: PipelineLayout) -> None:
-    """Check that the schedule supports a layout's placement and number of chunks.
-
-    Args:
-        kind: The schedule.
-        layout: Layout of the pipeline.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """Raise ValueError unless the schedule supports the layout's placement and number of chunks."""
     if layout.pp > 1 and kind.placement != layout.placement:
         raise ValueError(
             f"schedule {kind.name} needs placement {kind.placement!r}, and the layout has {layout.placement!r}; use "
@@ -88,16 +76,7 @@ def check_schedule(kind: ScheduleKind, layout: PipelineLayout) -> None:
 
 
 def check_microbatches(kind: ScheduleKind, layout: PipelineLayout, microbatches: int) -> None:
-    """Check that the schedule supports a number of microbatches.
-
-    Args:
-        kind: The schedule.
-        layout: Layout of the pipeline.
-        microbatches: Microbatches per step.
-
-    Raises:
-        ValueError: If it does not. The message has the nearest valid numbers.
-    """
+    """Raise ValueError, with the nearest valid numbers, unless the schedule supports this number of microbatches."""
     if microbatches >= 1 and kind.legal_microbatches(microbatches, layout):
         return
     below = next((n for n in range(microbatches - 1, 0, -1) if kind.legal_microbatches(n, layout)), None)
@@ -121,13 +100,15 @@ def plan_pipeline(
     count_embedding: bool = False,
     count_head: bool = False,
 ) -> PipelineLayout:
-    """Create and check the layout of a model under a schedule, before any group exists.
+    """Create and check a model's pipeline layout under a schedule, before any group exists.
+
+        layout = plan_pipeline(24, pp=4, schedule="Interleaved1F1B", chunks=3, microbatches=8)
 
     Args:
         num_layers: Layers of the full model.
         pp: Number of pipeline ranks.
         schedule: A name from SCHEDULES.
-        chunks: Stages per rank. Defaults to the number in `layers_per_stage`, else 2 for a V-shaped schedule, else 1.
+        chunks: Stages per rank. Defaults to the number in ``layers_per_stage``, else 2 for a V-shaped schedule, else 1.
         microbatches: Microbatches per step, to check them too.
         layers_per_stage: Layers of each stage. Defaults to an even layout.
         count_embedding: Count the embeddings as one layer.
@@ -159,15 +140,9 @@ def plan_pipeline(
 
 
 def build_schedule(kind: ScheduleKind, stages: list[Any], microbatches: int) -> Any:
-    """Create torch's schedule over this rank's stages. The output of the last stage is its loss, already scaled.
+    """Create torch's schedule over this rank's stages. The last stage's output is its loss, already scaled.
 
-    Args:
-        kind: The schedule.
-        stages: This rank's stages.
-        microbatches: Microbatches per step.
-
-    Raises:
-        RuntimeError: If this version of torch does not have the schedule.
+    Raises RuntimeError if this version of torch lacks the schedule.
     """
     from torch.distributed import pipelining
 
@@ -183,9 +158,9 @@ def build_schedule(kind: ScheduleKind, stages: list[Any], microbatches: int) -> 
 
 
 class Action(NamedTuple):
-    """One computation of a rank for one microbatch: forward, backward, input gradient or weight gradient.
+    """A rank's computation for one microbatch: forward, backward, input gradient or weight gradient.
 
-    The last two occur if a schedule splits the backward.
+    The last two occur only if the schedule splits the backward.
     """
 
     kind: Literal["F", "B", "I", "W"]
@@ -194,9 +169,9 @@ class Action(NamedTuple):
 
 
 def actions_of(schedule: Any) -> dict[int, list[Action]] | None:
-    """Return each rank's actions in torch's schedule, in order.
+    """Return each rank's ordered actions in torch's schedule, or ``None`` if torch has no table for it.
 
-    None if torch has no table for the schedule; it then waits for each send.
+    Without a table, the schedule waits for each send.
     """
     if not hasattr(schedule, "pipeline_order_with_comms"):
         return None
@@ -211,7 +186,7 @@ def actions_in(row: Iterable[Any]) -> list[Action]:
 
 
 class Arrivals(NamedTuple):
-    """Messages of a stage that must have been consumed when it receives another one, by (stage, microbatch).
+    """Messages that a stage must have consumed when it receives another one, by (stage, microbatch).
 
     Attributes:
         outputs: Number of the stage's activations consumed when the gradient of this microbatch arrives.
@@ -225,13 +200,15 @@ class Arrivals(NamedTuple):
     place: dict[tuple[int, int], tuple[int, int]]
 
     def used(self, gradient: tuple[int, int], received: tuple[int, int]) -> bool:
-        """True if a gradient has been consumed when activations are received. Both are (stage, microbatch)."""
+        """Return ``True`` if a gradient has been consumed when activations are received. Both are (stage,
+        microbatch).
+        """
         (user, number), (sender, count) = self.place[gradient], self.gradients[received]
         return user == sender and number < count
 
 
 def passed(sent: tuple[int, int], received: tuple[int, int]) -> bool:
-    """True if sent activations have been consumed when activations reach a later stage of the same rank.
+    """Return ``True`` if sent activations have been consumed when activations reach a later stage of the same rank.
 
     Both are (stage, microbatch). A microbatch that arrives has been through all stages before.
     """
@@ -239,7 +216,7 @@ def passed(sent: tuple[int, int], received: tuple[int, int]) -> bool:
 
 
 def arrivals(rows: Iterable[Sequence[Action]]) -> Arrivals:
-    """Derive the order in which neighbouring stages consume each other's messages from all ranks' rows."""
+    """Derive from all ranks' rows the order in which neighboring stages consume each other's messages."""
     found = Arrivals({}, {}, {})
     for rank, row in enumerate(rows):
         forwards: Counter[int] = Counter()

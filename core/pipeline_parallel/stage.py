@@ -1,4 +1,4 @@
-"""Stage: one of our model chunks as a stage of torch.distributed.pipelining."""
+"""Stage: a model chunk as a stage of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LOSS = torch.empty(1, dtype=LOSS_DTYPE, device="meta")
 
 @dataclass(frozen=True, slots=True)
 class StageEvent:
-    """Timing of one stage's work on one microbatch. On an accelerator, times are those of kernel launches.
+    """Timing of one stage's work on one microbatch. On an accelerator, the times are those of kernel launches.
 
     Attributes:
-        work: 'forward' or 'backward'; 'input gradient' or 'weight gradient' if weight gradients are deferred.
+        work: 'forward' or 'backward', or 'input gradient' and 'weight gradient' if weight gradients are deferred.
         stage: Index of the stage.
         microbatch: Index of the microbatch.
         start_s: Start, in perf_counter seconds.
@@ -44,7 +44,7 @@ class StageEvent:
 
 
 class Received(dict[int, Any]):
-    """Map from a microbatch to torch's information on its received tensors, with memory allocated on demand.
+    """Map from a microbatch to torch's receive information, with memory allocated on demand.
 
     torch allocates memory for every microbatch of a step at once, and keeps it. Here it is allocated when a receive is
     posted. Before that, and after the stage has consumed the tensor, the buffer is a tensor on the meta device.
@@ -80,18 +80,12 @@ class Stage(PipelineStage):
     """Pipeline stage with declared shapes, so that torch does not run the model to infer them.
 
     Args:
-        chunk: Model chunk.
-        index: Number of the stage.
-        layout: Layout of the pipeline.
-        forward: Runs the chunk on one microbatch.
         received: Meta tensors of the inputs.
         sent: Meta tensors of the outputs.
         before_last: Called before the backward that completes this stage's gradients.
         after_last: Called when this stage's gradients are complete.
         events: List to which the stage appends an event for each computation.
-        errors: Keeps the errors of backward until the end of the step.
-        group: Pipeline group.
-        device: Device of the stage.
+        errors: Keeps errors of backward until the end of the step.
     """
 
     def __init__(
@@ -173,7 +167,9 @@ class Stage(PipelineStage):
         return _Leaving.apply(output)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any) -> Any:
-        """Run the backward of a microbatch, without weight gradients of linear layers unless `full_backward`."""
+        """Run the backward of a microbatch, without weight gradients of linear layers unless ``full_backward`` is
+        set.
+        """
         if self.arrived is not None:
             used = self.arrived.outputs.get((self.stage_index, bwd_chunk_id), 0)
             _let_go(self.leaving, [sent for sent in self.leaving if sent[0] == self.stage_index and sent[1] < used])
@@ -210,8 +206,7 @@ class Stage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the sends of a microbatch's activations; [] if this stage has already started them and waits for them
-        itself.
+        """Return the sends of a microbatch's activations, or [] if this stage has started and waits for them itself.
 
         From here on backward needs only the graph of the sent tensors. Their values live as long as the send.
         """
@@ -227,7 +222,7 @@ class Stage(PipelineStage):
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the sends of input gradients; [] if this stage has already started them and waits for them itself.
+        """Return the sends of input gradients, or [] if this stage has started and waits for them itself.
 
         Later activations from the previous stage show that it has consumed the gradients.
         """
@@ -238,16 +233,16 @@ class Stage(PipelineStage):
         return []
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Set gradients from the next stage on the same rank; torch zeroes the memory if there is no gradient."""
+        """Set gradients from the next stage on the same rank. torch zeroes the memory if there is no gradient."""
         if any(gradient is None for gradient in next_stage_bwd_outputs):
             self.gradients.make(mb_index, self.device)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     @contextmanager
     def _kept_backward(self, microbatch: int, *, splits: bool) -> Iterator[None]:
-        """Keep an error of a microbatch's backward. The stage before gets placeholders then.
+        """Keep an error of a microbatch's backward. The previous stage then receives placeholders.
 
-        splits: True if weight gradients follow.
+        ``splits`` means that weight gradients follow.
         """
         failed = True
         with self.errors.kept("backward", self.stage_index, microbatch):
@@ -268,7 +263,7 @@ class Stage(PipelineStage):
         self.events.append(StageEvent(work, self.stage_index, microbatch, start_s, time.perf_counter()))
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Drop messages to this rank itself, which torch 2.11 posts for V placements and gloo rejects."""
+        """Drop messages from this rank to itself, which torch 2.11 posts for V placements and gloo rejects."""
         mine = dist.get_rank()
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != mine]
 
@@ -307,10 +302,10 @@ def _keep_graph_alone(outputs: Iterable[Tensor]) -> None:
 
 
 def _posted(ops: list[dist.P2POp]) -> list[dist.Work]:
-    """Start sends the way torch starts the receives of the other rank.
+    """Start sends the way torch starts the other rank's receives.
 
     NCCL carries a batch over the group's communicator and single messages over one for two ranks. Which of them torch
-    uses depends on its version, and a send over one never meets a receive over the other.
+    uses depends on its version, and a send over one never matches a receive over the other.
     """
     return schedules._batch_p2p(ops)
 
@@ -323,15 +318,9 @@ def _let_go(leaving: dict[Any, list[dist.Work]], used: Iterable[Any]) -> None:
 
 
 def check_sent(output: Any, expected: Sequence[Tensor], stage: int) -> None:
-    """Check that a stage's output matches the next stage's input, which would otherwise wait forever.
+    """Raise ValueError unless a stage's output matches the meta tensors ``expected`` by the next stage.
 
-    Args:
-        output: Output of the stage's forward.
-        expected: Declared meta tensors.
-        stage: Number of the stage.
-
-    Raises:
-        ValueError: If shapes or dtypes differ.
+    Otherwise the next stage would wait forever.
     """
     outputs = output if isinstance(output, (tuple, list)) else (output,)
     got = [(list(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in outputs]
@@ -345,7 +334,7 @@ def check_sent(output: Any, expected: Sequence[Tensor], stage: int) -> None:
 
 @contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Re-raise the original error of the model, or of a wait in it, that torch wraps in another one."""
+    """Re-raise the original error of the model, or of a wait in it, which torch wraps in another one."""
     try:
         yield
     except RuntimeError as error:

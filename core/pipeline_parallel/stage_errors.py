@@ -1,8 +1,8 @@
 """StageErrors: an error of one pipeline stage is raised on all ranks of the pipeline, once the step has ended.
 
-The number and the shapes of a step's messages are known before it. A stage that left the step at once would leave the
-others waiting for its messages, and the next step's messages would be taken for them. So it sends placeholders, which
-are not finite, in the place of those that it cannot compute. At the end of the step the ranks agree.
+The number and the shapes of a step's messages are fixed before it starts. A stage that left the step at once would
+leave the others waiting for its messages, and the next step's messages would be mistaken for them. So it sends
+non-finite placeholders instead of the tensors that it cannot compute, and the ranks agree at the end of the step.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class StageErrors:
     def kept(self, work: str, stage: int, microbatch: int) -> Iterator[None]:
         """Keep the error of a stage's work instead of raising it. The caller then sends placeholders.
 
-        An error that began on another rank is raised, and one that the other ranks of this stage do not have: they
-        wait inside the stage, and would not end the step.
+        Errors that began on another rank are raised. So is an error that the other ranks of this stage do not have,
+        because they wait inside the stage and would not end the step.
         """
         try:
             yield
@@ -79,7 +79,7 @@ class StageErrors:
             raise
 
     def _is_alike(self, place: str) -> bool:
-        """True if all ranks that compute this stage together have failed at the same place."""
+        """Return ``True`` if all ranks that compute this stage together have failed at the same place."""
         names = [name for name in WITHIN_A_STAGE if self.groups.size(name) > 1]
         watch = get_rank_watch()
         if watch is None:
@@ -98,7 +98,8 @@ class StageErrors:
         return False
 
     def agreed(self) -> Exception | None:
-        """Return the error to raise, which names the stage that failed first; on its ranks their own. Collective.
+        """Return the error to raise, which names the stage that failed first, or on its ranks the original error.
+        Collective.
 
         Placeholders may have made later stages fail too.
         """
@@ -111,12 +112,12 @@ class StageErrors:
 
 
 def _place(work: str, stage: int) -> int:
-    """A number by which errors of one microbatch come in the order of its way through the stages."""
+    """Return a number that orders errors of one microbatch by the stages it passes."""
     return stage if work == "forward" else 10**6 - stage
 
 
 class _Placeholder(torch.autograd.Function):
-    """Tensors of declared shapes that depend on what a stage has received."""
+    """Tensors of declared shapes that depend on the tensors a stage has received."""
 
     @staticmethod
     def forward(ctx: Any, forms: Sequence[Tensor], device: torch.device, *received: Tensor) -> Any:
@@ -130,11 +131,11 @@ class _Placeholder(torch.autograd.Function):
 
 
 def placeholders(forms: Sequence[Tensor], received: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Outputs of a stage that has failed: of the shapes of `forms`, and with a backward to what it has received."""
+    """Return outputs for a failed stage, shaped like ``forms`` and with a backward to the tensors it has received."""
     anchor = torch.zeros((), device=device, requires_grad=True)  # the first stage has received nothing
     return _Placeholder.apply(forms, device, anchor, *received)
 
 
 def not_finite(form: Tensor, device: torch.device) -> Tensor:
-    """A tensor like `form`, of NaN; of zeros for whole numbers."""
+    """Return a tensor like ``form`` filled with NaN, or with zeros for integer dtypes."""
     return torch.full_like(form, torch.nan if form.is_floating_point() else 0, device=device, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: split layers, their collectives, the split loss, and random streams."""
+"""Tensor and sequence parallelism: parallel layers, their collectives, the vocabulary-parallel loss and RNG streams."""
 
 from core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from core.tensor_parallel.data import broadcast_data

@@ -1,8 +1,8 @@
 """Output layer and cross entropy over chunks of tokens, without materializing all logits.
 
-Forward computes the logits of a chunk, saves three numbers per token and frees the logits; backward recomputes them.
-This costs one more product of the output layer, and saves memory: one chunk of logits instead of tokens x vocabulary.
-Autograd sees a single function, so the weight is used, gathered (ZeRO-3) and given its gradient once.
+Forward computes the logits of one chunk, saves three numbers per token and frees the logits; backward recomputes them.
+This costs one more matmul with the output weight, but only one chunk of logits is ever in memory. Autograd sees a
+single function, so the weight is all-gathered (ZeRO-3) and receives its gradient only once.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ Transform = Callable[[Tensor], Tensor]  # elementwise function on logits: a scal
 def chunk_of(logits_chunk: int | None, tokens: int, columns: int) -> int:
     """Return the number of tokens per chunk, or 0 if the logits are computed in one piece.
 
-    Args:
-        logits_chunk: Tokens per chunk. None uses chunks for more than 2**28 elements; 0 never does.
-        tokens: Number of tokens.
-        columns: Columns of this rank's logits.
+    ``logits_chunk`` is the user's setting: ``None`` uses chunks above 2**28 elements, and 0 never does. ``columns`` is
+    the width of this rank's logits.
     """
     if logits_chunk is None:
         return 0 if tokens * columns <= WHOLE else max(1, CHUNK // columns)
@@ -61,31 +59,22 @@ def chunked_cross_entropy(
     tp_group: dist.ProcessGroup | None = None,
     pg_collection: ProcessGroups | None = None,
 ) -> Tensor:
-    """Compute the loss of each token without materializing all logits.
+    """Compute the loss per token without materializing all logits.
 
-    Equals `vocab_parallel_cross_entropy` of transform(hidden @ weight^T + bias). Collective over the tensor-parallel
-    group: two small all-reduces, for any number of chunks. The gradient of a 16-bit weight is accumulated in fp32, and
-    returned in fp32 if the parameter's `grad_dtype` is fp32.
+    The result equals ``vocab_parallel_cross_entropy(transform(hidden @ weight.T + bias), target)``. This is a
+    collective over the tensor-parallel group, with two small all-reduces for any number of chunks. The gradient of a
+    16-bit weight is accumulated in fp32, and returned in fp32 if the parameter's ``grad_dtype`` is fp32.
 
     Args:
-        hidden: [..., features], the same on all ranks of the tensor-parallel group. Its gradient is this rank's part of
-            a sum over the group.
+        hidden: [..., features], the same on all tensor-parallel ranks. Its gradient is a partial sum over the group.
         weight: [columns, features], this rank's rows of the vocabulary.
-        target: [...], token ids of the full vocabulary, the same on all ranks.
-        chunk: Tokens whose logits exist at a time.
-        bias: [columns].
-        transform: The model's elementwise function on its logits.
-        vocab_size: See `vocab_parallel_cross_entropy`.
-        multiple: See `vocab_parallel_cross_entropy`.
-        gradient_accumulation_fusion: Add the weight gradient directly to `weight.main_grad`, if any.
-        tp_group: Tensor-parallel group. Defaults to the group in `pg_collection`.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        target: [...], token ids in the full vocabulary, the same on all ranks.
+        chunk: Number of tokens whose logits exist at a time.
+        transform: Elementwise function that the model applies to its logits.
+        gradient_accumulation_fusion: Add the weight gradient directly to ``weight.main_grad``, if it exists.
 
     Returns:
-        The losses, [...].
-
-    Raises:
-        ValueError: If shapes do not match, if ids are out of range, or if `chunk` is below 1.
+        Losses of shape [...].
     """
     if tp_group is None:
         tp_group = resolve_groups(pg_collection).tp
@@ -167,7 +156,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def rows_of_chunks(tokens: int, chunk: int) -> Iterator[slice]:
-    """Yield the rows of each chunk. The planner replaces all full chunks by one."""
+    """Yield the row slice of each chunk. The planner replaces all full chunks by one."""
     return (slice(begin, begin + chunk) for begin in range(0, tokens, chunk))
 
 
@@ -187,7 +176,7 @@ def _numbers_of_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return each token's target logit, its largest logit, and the sum of exp(logit - largest).
 
-    The logits exist only in this function, so two chunks of logits never exist at once.
+    The logits are local to this function, so that two chunks of logits never exist at once.
     """
     logits = _logits(part, weight, bias, transform).to(dtype)
     logits[:, valid:] = -torch.inf
@@ -208,10 +197,7 @@ def _grad_of_logits(
     factor: Tensor,
     valid: int,
 ) -> Tensor:
-    """Return the gradient of a chunk's logits before `transform`, in their dtype.
-
-    It is factor * exp(logit - largest), minus the hits.
-    """
+    """Return the gradient of a chunk's logits before ``transform``: factor * exp(logit - largest), minus the hits."""
     raw = F.linear(part, weight, bias)
     with torch.enable_grad():
         raw.requires_grad_(transform is not None)
@@ -229,7 +215,7 @@ def _grad_of_logits(
 
 
 def _zeros_to_add_to(parameter: Tensor) -> Tensor:
-    """Allocate zeros of at least fp32 for a sum over chunks; 16 bits would round once per chunk."""
+    """Allocate zeros in fp32 or wider to accumulate chunks, since 16 bits would round once per chunk."""
     return torch.zeros(
         parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device=parameter.device
     )
@@ -246,16 +232,10 @@ class OutputLayer(ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, *, target: Tensor | None = None, chunk: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute logits, or losses if `target` is given.
+        """Compute logits, or per-token losses [s, b] if ``target`` (token ids, [s, b]) is given.
 
-        Args:
-            input_: See `ColumnParallelLinear.forward`.
-            weight: See `ColumnParallelLinear.forward`.
-            target: [s, b], token ids.
-            chunk: Tokens whose logits exist at a time.
-
-        Returns:
-            With `target`, the losses [s, b] and None. Otherwise the result of `ColumnParallelLinear.forward`.
+        The result is a pair with the bias, as from :meth:`ColumnParallelLinear.forward`. ``chunk`` limits the number of
+        tokens whose logits exist at a time.
         """
         if target is None:
             return super().forward(input_, weight)

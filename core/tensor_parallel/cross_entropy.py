@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is split over tensor parallelism, without gathering them."""
+"""Cross entropy of logits that are split over tensor parallelism along the vocabulary, without gathering them."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ def vocab_parallel_cross_entropy(
     multiple: int = 1,
     pg_collection: ProcessGroups | None = None,
 ) -> Tensor:
-    """Compute the loss of each token, in the logits' dtype or fp32 if that is wider.
+    """Compute the cross entropy loss per token from vocabulary-parallel logits.
 
-    Collective over the tensor-parallel group.
+    The loss has the logits' dtype, or fp32 if that is wider. Only per-token maxima and sums are communicated, never
+    logits. This is a collective over the tensor-parallel group.
 
     Args:
-        vocab_parallel_logits: [..., ceil(vocab_size / tp)], this rank's part of the vocabulary. On the last ranks,
-            columns beyond `vocab_size` are padding and are ignored.
-        target: [...], token ids of the full vocabulary, the same on all ranks of the group.
-        label_smoothing: Share of the target's weight that is spread evenly over the vocabulary, as in torch.
-        tp_group: Tensor-parallel group. Defaults to the group in `pg_collection`.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
-        vocab_size: Size of the full vocabulary; optional without tensor parallelism. It distinguishes this rank's part
-            of the logits from gathered logits, whose loss would silently be too large by log(tp).
-        multiple: This rank's columns are padded to a multiple of this number.
+        vocab_parallel_logits (Tensor): [..., ceil(vocab_size / tp)], this rank's part of the vocabulary. On the last
+            ranks, columns beyond ``vocab_size`` are padding and are ignored.
+        target (Tensor): [...], token ids in the full vocabulary, the same on all ranks of the group.
+        label_smoothing (float): Share of the target's weight that is spread evenly over the vocabulary, as in torch.
+        tp_group (ProcessGroup): Tensor-parallel group. Defaults to the group in ``pg_collection``.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``, if initialized.
+        vocab_size (int): Size of the full vocabulary, optional without tensor parallelism. It distinguishes this rank's
+            part of the logits from gathered logits, whose loss would silently be too large by log(tp).
+        multiple (int): This rank's columns are padded to a multiple of this number.
 
     Returns:
-        The losses, [...].
+        Losses of shape [...].
 
     Raises:
-        ValueError: If the logits do not have the shape of this rank's part, if `target` does not match them, or if
-            `label_smoothing` is not in [0, 1).
+        ValueError: If the logits do not have this rank's shape, if ``target`` does not match them, or if
+            ``label_smoothing`` is not in [0, 1).
     """
     if tp_group is None:
         tp_group = resolve_groups(pg_collection).tp
@@ -66,18 +67,9 @@ def check_target(
     tp_group: dist.ProcessGroup | None,
     multiple: int = 1,
 ) -> int:
-    """Check the target ids and this rank's columns, and return the size of the vocabulary.
+    """Check the target ids and this rank's number of columns, and return the vocabulary size.
 
-    Args:
-        columns: Columns of this rank's logits.
-        shape: Expected shape of `target`.
-        target: Token ids.
-        vocab_size: Size of the full vocabulary; optional without tensor parallelism.
-        tp_group: Tensor-parallel group.
-        multiple: This rank's columns are padded to a multiple of this number.
-
-    Raises:
-        ValueError: If the columns, the shape or the ids do not match the vocabulary.
+    ``shape`` is the expected shape of ``target``. Raises ValueError if the columns, the shape or the ids do not match.
     """
     size = group_size(tp_group)
     if vocab_size is None:
@@ -110,12 +102,12 @@ def check_target(
 
 
 def largest_of_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the elementwise maximum of all ranks' values. Collective over the group."""
+    """Return the elementwise maximum over all ranks. Collective over the group."""
     return all_reduce(values, group, dist.ReduceOp.MAX)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross entropy with two all-reduces: the maximum logit, then all sums together.
+    """Cross entropy with two all-reduces: one for the maximum logit, one for all sums together.
 
     The sums are over exponentials, target logits and, with label smoothing, all logits.
     """

@@ -1,4 +1,4 @@
-"""Broadcast of a batch from the first rank of a tensor-parallel group to all of its ranks."""
+"""Broadcast of a batch within a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from core.watch.waiting import waiting
 def broadcast_data(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, tp_group: Any = None
 ) -> dict[str, Tensor]:
-    """Broadcast the first rank's tensors over a tensor-parallel group.
+    """Broadcast the first rank's tensors over a tensor-parallel group, so that only one rank needs a data loader.
 
-    Collective: all ranks of the group must call it.
+    All ranks of the group must call it.
+
+        batch = broadcast_data(["tokens", "labels"], data, torch.int64)
 
     Args:
-        keys: Names of the tensors to send.
-        data: The batch; read on the first rank only.
-        datatype: Dtype of all tensors.
-        tp_group: Tensor-parallel group. Defaults to the group of `parallel_state`.
+        keys (Sequence[str]): Names of the tensors to send.
+        data (Mapping[str, Tensor]): The batch. Only read on the first rank.
+        datatype (torch.dtype): Dtype of all tensors.
+        tp_group (ProcessGroup, optional): Tensor-parallel group. Defaults to the group of ``parallel_state``.
 
     Returns:
         The tensors by name, on every rank.

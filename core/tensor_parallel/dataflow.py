@@ -1,12 +1,12 @@
-"""Dataflow analysis of one forward over tensor parallelism: finds parameters that get partial gradients.
+"""Dataflow analysis of one forward under tensor parallelism, which finds parameters with partial gradients.
 
 Tensors computed from split parameters differ between tensor-parallel ranks until a seam sums or gathers them. If a
-replicated parameter (the norm of queries, a learned activation) is combined with such a tensor, its gradient is a
-partial sum. If a replicated activation is combined with one outside a seam, it sends a partial gradient to everything
-before it, and the model is wrong.
+replicated parameter (a query norm, a learned activation) is combined with such a tensor, its gradient is a partial sum.
+If a replicated activation is combined with such a tensor outside a seam, everything before it receives a partial
+gradient, and the model is wrong.
 
 This is not a tracer: the model runs unchanged, and each torch function is inspected as it runs. A seam is a forward
-that calls the collectives of `core.tensor_parallel.mappings`. During the analysis its attribute `watch` is the
+that calls the collectives in ``core.tensor_parallel.mappings``. During the analysis its ``watch`` attribute is the
 Dataflow, to which it reports its operations.
 """
 
@@ -28,21 +28,17 @@ ATTENTION = "scaled_dot_product_attention"  # applies dropout to its attention w
 class Dataflow(TorchFunctionMode):
     """Mode that records which replicated parameters are combined with split activations in a forward.
 
-    A tensor is in one of three states: split (tracked by storage, so views and in-place writes are covered), copied (a
-    seam sums its gradient), or replicated. `_roots` maps a tensor to the parameters it was computed from (as in `1 +
-    weight`), if no other trainable tensor was involved. Anything combined with the tensor is then combined with these
-    parameters. COPIED among them marks the copy of a seam.
-
-    Args:
-        model: Model to analyse. The mode registers hooks on all its modules.
-        split: Parameters of which each rank holds a slice.
+    A tensor is in one of three states: split (tracked by storage, so that views and in-place writes are covered),
+    copied (a seam sums its gradient), or replicated. ``_roots`` maps a tensor to the parameters it was computed from
+    (as in ``1 + weight``), if no other trainable tensor was involved. Anything combined with the tensor is then
+    combined with these parameters. COPIED among them marks a seam's copy.
 
     Attributes:
         partial: Parameters that are combined with split tensors.
-        complete: Parameters used in computations that are the same on all ranks. A parameter may be both.
+        complete: Parameters used in computations that are the same on all ranks. A parameter may be in both sets.
         drops: Modules that apply dropout, without their children: True for split tensors, False for replicated ones.
-        faults: Errors that no contract can correct, one sentence each. For example, a replicated activation combined
-            with a split tensor.
+        faults: Errors that no contract can correct, one sentence each, such as a replicated activation combined with a
+            split tensor.
     """
 
     def __init__(self, model: nn.Module, split: Iterable[nn.Parameter]) -> None:
@@ -74,7 +70,7 @@ class Dataflow(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend the analysis inside the block; a seam reports its own result."""
+        """Suspend the analysis inside the block. A seam reports its own result."""
         self._is_paused = True
         try:
             yield
@@ -84,14 +80,8 @@ class Dataflow(TorchFunctionMode):
     # -- reports of seams -----------------------------------------------------------------------------------------
 
     def enter(self, whole: Tensor, copied: Tensor) -> Tensor:
-        """Record a seam's copy, whose gradient the seam sums.
-
-        Args:
-            whole: The replicated input.
-            copied: The seam's copy of it.
-
-        Returns:
-            The copy; a new tensor if there is one rank.
+        """Record a seam's copy of a replicated input and return it. It is a new tensor, whose gradient the seam
+        sums.
         """
         if copied is whole:
             copied = whole.view_as(whole)
@@ -102,22 +92,12 @@ class Dataflow(TorchFunctionMode):
         return copied
 
     def cut(self, whole: Tensor, part: Tensor) -> None:
-        """Record that a seam has taken this rank's part of an input, and gathers its gradient.
-
-        Args:
-            whole: The replicated input.
-            part: This rank's part.
-        """
+        """Record that a seam has taken this rank's part of a replicated input, and gathers its gradient."""
         self._must_be_whole(whole)
         self._mark_split(part)
 
     def leave(self, before: Tensor, after: Tensor) -> None:
-        """Record that a seam has summed or gathered an output, which is replicated from here on.
-
-        Args:
-            before: Output before the collective.
-            after: Output after it.
-        """
+        """Record that a seam has summed or gathered ``before``, so that ``after`` is replicated."""
         if not self._is_split(before):
             self._fault("sums or gathers its output over tp, which is whole already")
         place = _storage_of(after)
@@ -126,30 +106,19 @@ class Dataflow(TorchFunctionMode):
         self._roots.pop(id(after), None)
 
     def leave_split(self, output: Tensor) -> None:
-        """Record a split output of a seam that sums the gradient of its input."""
+        """Record a seam's split output. The seam sums the gradient of its input."""
         if not self._is_split(output):
             self._fault("sums the gradient of its input over tp, and its output is whole")
 
     def select(self, whole: Tensor, part: Tensor) -> None:
-        """Record that a seam has taken this rank's heads of a replicated output.
-
-        Args:
-            whole: Output with all heads.
-            part: This rank's heads.
-        """
+        """Record that a seam has taken this rank's heads from a replicated output."""
         if whole.requires_grad:
             self._meet([whole], "a selection of heads")
         self._roots.pop(id(part), None)
         self._mark_split(part)
 
     def copy_tail(self, before: Tensor, after: Tensor, features: int) -> None:
-        """Record that a seam sums the gradient of an output's last features.
-
-        Args:
-            before: Output before the seam.
-            after: Output after it.
-            features: Number of last features with a summed gradient.
-        """
+        """Record that a seam sums the gradient of an output's last ``features`` features."""
         self._must_be_whole(before)
         self._roots.pop(id(after), None)
         self._tails[id(after)] = after, features
@@ -237,7 +206,7 @@ class Dataflow(TorchFunctionMode):
     def _roots_of(self, tensor: Tensor) -> frozenset[str]:
         """Return the parameters (and COPIED) that a replicated tensor was computed from.
 
-        Empty if another trainable tensor was involved.
+        The result is empty if another trainable tensor was involved.
         """
         if id(tensor) in self.names:
             return frozenset([self.names[id(tensor)]])
@@ -245,7 +214,7 @@ class Dataflow(TorchFunctionMode):
 
 
 def _is_tail(part: Tensor, whole: Tensor, features: int) -> bool:
-    """True if `part` starts in the last features of `whole`, or is not a view of it."""
+    """Return ``True`` if ``part`` starts in the last features of ``whole``, or is not a view of it."""
     if _storage_of(part) != _storage_of(whole):
         return True
     width = whole.shape[-1]
@@ -253,9 +222,8 @@ def _is_tail(part: Tensor, whole: Tensor, features: int) -> bool:
 
 
 def _storage_of(tensor: Tensor) -> int | None:
-    """Return the address of a tensor's memory.
-
-    None if it has no memory: it is empty, or a placeholder inside torch.vmap (masks).
+    """Return the address of a tensor's memory, or ``None`` if it is empty or a placeholder inside torch.vmap
+    (masks).
     """
     try:
         storage = tensor.untyped_storage()
@@ -267,18 +235,10 @@ def _storage_of(tensor: Tensor) -> int | None:
 
 
 def run_watched(model: nn.Module, split: Iterable[nn.Parameter], example: dict[str, Any]) -> Dataflow:
-    """Run one forward of a model under dataflow analysis.
+    """Run one forward of a model in eval mode under dataflow analysis, with ``example`` as its keyword arguments.
 
-    Seams are forwards set on module instances that have an attribute `watch`. Random streams, training mode and
+    Seams are forwards set on module instances that have an attribute ``watch``. Random streams, training mode and
     gradients are restored. Collective over the tensor-parallel group if the model is split.
-
-    Args:
-        model: Model to run, in eval mode.
-        split: Parameters of which each rank holds a slice.
-        example: Keyword arguments of the model's forward.
-
-    Returns:
-        The analysis, with the hooks removed.
     """
     forwards = [vars(module).get("forward") for module in model.modules()]
     seams: list[Any] = [forward for forward in forwards if hasattr(forward, "watch")]

@@ -1,8 +1,7 @@
-"""Deferred weight gradients: backward queues the matrix products, and a pipeline schedule runs them later.
+"""Deferred weight gradients: backward queues the matmuls, and a pipeline schedule runs them later.
 
-Zero-bubble schedules (arXiv:2401.10241) fill idle time with these products. All other gradients (biases, norms, layers
-of other libraries) are computed during the backward pass. So any module is correct under such a schedule, and a module
-built from our layers also fills its idle time.
+Zero-bubble schedules (arXiv:2401.10241) fill pipeline bubbles with these matmuls. All other gradients (biases, norms,
+layers of other libraries) are computed during backward, so any module is correct under such a schedule.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ _queue: WeightWork | None = None  # queue for the running backward; a process ru
 
 
 def current_queue() -> WeightWork | None:
-    """Return the queue for weight gradients, or None if backward computes them immediately."""
+    """Return the weight-gradient queue, or ``None`` if backward computes weight gradients immediately."""
     return _queue
 
 
 @contextmanager
 def deferred_weight_gradients() -> Iterator[WeightWork]:
-    """Queue the weight gradients of backward passes inside the block.
+    """Queue the weight gradients of backward passes inside the block, and yield the list of deferred matmuls.
 
-    Yields:
-        The list of deferred products. Call each entry once, in order. With sequence parallelism an entry all-gathers
-        its input, so all ranks of a tensor-parallel group must call their entries in the same order.
+    Call each entry once, in order. With sequence parallelism an entry all-gathers its input, so all ranks of a
+    tensor-parallel group must call their entries in the same order.
     """
     global _queue
     before, _queue = _queue, []

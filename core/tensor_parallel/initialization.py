@@ -19,12 +19,15 @@ def normal_init(std: float) -> InitMethod:
 def draw_master(shape: tuple[int, ...], init_method: InitMethod, name: str | None, seed: int) -> Tensor:
     """Draw a full weight in fp32 on the CPU, identical for any dtype, device and layout.
 
+    Each rank draws the same master weight and keeps its slice, so that a run's initial weights do not depend on its
+    parallel layout.
+
     Args:
-        shape: Shape of the full weight.
-        init_method: Initializes a tensor in place.
-        name: Path of the parameter in the full model; `seed` and `name` alone determine the values. None draws from
-            torch's default CPU generator, which all ranks of a tensor-parallel group must have seeded equally.
-        seed: Seed of the job.
+        shape (tuple[int, ...]): Shape of the full weight.
+        init_method (InitMethod): Initializes a tensor in place.
+        name (str): Parameter path in the full model. Together with ``seed`` it determines the values. ``None`` draws
+            from torch's default CPU generator, which all ranks of a tensor-parallel group must have seeded equally.
+        seed (int): The job's seed.
     """
     master = torch.empty(shape, dtype=torch.float32, device="cpu")
     with torch.no_grad():
@@ -39,13 +42,7 @@ def draw_master(shape: tuple[int, ...], init_method: InitMethod, name: str | Non
 
 
 def rows_on_rank(length: int, size: int, multiple: int = 1) -> int:
-    """Return the size of each rank's padded part of a dimension.
-
-    Args:
-        length: Size of the dimension.
-        size: Number of ranks.
-        multiple: The part is padded to a multiple of this number.
-    """
+    """Return the size of each rank's part of a dimension, padded to a multiple of ``multiple``."""
     return -(-length // (size * multiple)) * multiple
 
 
@@ -55,12 +52,12 @@ def tensor_parallel_slice(master: Tensor, dim: int, size: int, rank: int, stride
     A dimension that does not divide evenly (a vocabulary) is padded with zeros at its end.
 
     Args:
-        master: Full weight.
-        dim: Dimension to split.
-        size: Number of ranks.
-        rank: Index of the rank.
-        stride: Number of parts of `dim` that are split separately (2 for SwiGLU's gate and up).
-        multiple: A rank's rows are padded to a multiple of this number.
+        master (Tensor): Full weight.
+        dim (int): Dimension to split.
+        size (int): Number of ranks.
+        rank (int): Rank that holds the slice.
+        stride (int, optional): Number of parts of ``dim`` that are split separately (2 for SwiGLU's gate and up).
+        multiple (int, optional): A rank's rows are padded to a multiple of this number.
     """
     parts = master.chunk(stride, dim) if stride > 1 else (master,)
     return torch.cat([_slice(part, dim, size, rank, multiple) for part in parts], dim)
@@ -78,12 +75,12 @@ def _slice(part: Tensor, dim: int, size: int, rank: int, multiple: int) -> Tenso
 
 
 def tensor_parallel_join(slices: list[Tensor], dim: int, stride: int = 1) -> Tensor:
-    """Join the ranks' slices to the master weight (or its gradient).
+    """Join the ranks' slices into the master weight (or its gradient). Inverse of ``tensor_parallel_slice``.
 
     Args:
-        slices: Slices in rank order.
-        dim: Dimension along which they were split.
-        stride: Number of parts of `dim` that were split separately.
+        slices (list[Tensor]): Slices in rank order.
+        dim (int): Dimension along which they were split.
+        stride (int, optional): Number of parts of ``dim`` that were split separately.
 
     Returns:
         The full tensor, with any padding still at its end.
@@ -95,14 +92,14 @@ def tensor_parallel_join(slices: list[Tensor], dim: int, stride: int = 1) -> Ten
 def set_tensor_model_parallel_attributes(
     param: nn.Parameter, is_parallel: bool, dim: int, stride: int, length: int | None = None
 ) -> None:
-    """Tag a parameter with its split over tensor parallelism, which the wrapper and checkpoints read.
+    """Tag a parameter with its tensor-parallel split, which the wrapper, the optimizer and checkpoints read.
 
     Args:
-        param: Parameter to tag.
-        is_parallel: True if each rank holds a slice, False if the parameter is replicated.
-        dim: Dimension along which it is split.
-        stride: Number of parts of `dim` that are split separately (2 for SwiGLU's gate and up).
-        length: Size of `dim` in the full model, if the ranks' slices include padding.
+        param (Parameter): Parameter to tag.
+        is_parallel (bool): ``True`` if each rank holds a slice, ``False`` if the parameter is replicated.
+        dim (int): Dimension along which it is split.
+        stride (int): Number of parts of ``dim`` that are split separately (2 for SwiGLU's gate and up).
+        length (int, optional): Size of ``dim`` in the full model, if the ranks' slices include padding.
     """
     param.tensor_model_parallel = is_parallel
     param.partition_dim = dim
@@ -115,7 +112,7 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
     """Round a vocabulary size up to a multiple of the tensor-parallel size, so that all ranks hold equal slices.
 
     Args:
-        vocab_size: Number of token ids.
-        tensor_parallel_size: Number of tensor-parallel ranks.
+        vocab_size (int): Number of token ids.
+        tensor_parallel_size (int): Number of tensor-parallel ranks.
     """
     return -(-vocab_size // tensor_parallel_size) * tensor_parallel_size

@@ -1,7 +1,7 @@
-"""Linear layers and an embedding split over tensor parallelism: by output, by input features, or by vocabulary.
+"""Linear layers and an embedding split over tensor parallelism: by output features, input features or vocabulary.
 
-The gradient contract reads the attributes `tensor_model_parallel`, `partition_dim` and `partition_stride` of split
-parameters, and `sequence_parallel` of replicated ones. Without a tensor-parallel group nothing is split.
+The gradient contract reads the attributes ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` of
+split parameters, and ``sequence_parallel`` of replicated ones. Nothing is split without a tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from core.tensor_parallel.mappings import (
 
 
 class _ParallelLayer(nn.Module):
-    """Base class of the three layers: their group, and weights sliced from a master weight."""
+    """Base class of the three layers, with their group and the slicing of master weights."""
 
     def __init__(
         self, config: ModelParallelConfig, tp_group: dist.ProcessGroup | None, pg_collection: ProcessGroups | None
@@ -75,21 +75,28 @@ class _ParallelLayer(nn.Module):
 class ColumnParallelLinear(_ParallelLayer):
     """Linear layer Y = X A^T + b with the output features of A split over tensor parallelism.
 
-    Input: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism. Output: [s, b, output_size / tp].
+    A :class:`RowParallelLinear` usually consumes the split output, so that the pair needs one collective per pass:
+
+        up = ColumnParallelLinear(1024, 4096, config=config, init_method=init)
+        down = RowParallelLinear(4096, 1024, config=config, init_method=init)
+        wide, _ = up(hidden)  # [s, b, 4096 / tp]
+        hidden, _ = down(F.gelu(wide))  # [s, b, 1024]
+
+    Under sequence parallelism, the input has shape [s / tp, b, input_size].
 
     Args:
         input_size, output_size: Features of the full layer.
-        config: Model-parallel configuration.
-        init_method: Initializes the full weight in place.
-        bias: Add a bias.
-        gather_output: All-gather the output features to [s, b, output_size].
-        stride: Number of parts of the output that are split separately (2 for SwiGLU's gate and up).
-        skip_bias_add: Return the bias instead of adding it.
-        skip_weight_param_allocation: Create no weight; each forward passes one.
-        allow_padding: Pad an `output_size` that tp does not divide with zero rows (for a vocabulary).
-        tp_group: Tensor-parallel group. Defaults to the group in `pg_collection`.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
-        name: Path of the module in the full model, which seeds its weight. None draws from torch's CPU generator.
+        config (ModelParallelConfig): Model-parallel configuration.
+        init_method (InitMethod): Initializes the full weight in place.
+        bias (bool): Add a bias.
+        gather_output (bool): All-gather the output features to [s, b, output_size].
+        stride (int): Number of parts of the output that are split separately (2 for SwiGLU's gate and up).
+        skip_bias_add (bool): Return the bias instead of adding it, so that the caller can fuse the addition.
+        skip_weight_param_allocation (bool): Create no weight. Each forward then passes one.
+        allow_padding (bool): Pad an ``output_size`` that tp does not divide with zero rows (for a vocabulary).
+        tp_group (ProcessGroup): Tensor-parallel group. Defaults to the group in ``pg_collection``.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``, if initialized.
+        name (str): Module path in the full model, which seeds its weight. Defaults to torch's CPU generator.
     """
 
     def __init__(
@@ -135,11 +142,11 @@ class ColumnParallelLinear(_ParallelLayer):
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride, output_size)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the bias if it was not added (else None).
+        """Return the output, and the bias if it was not added (else ``None``).
 
         Args:
-            input_: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism.
-            weight: Weight to use instead of the layer's own, such as a tied embedding.
+            input_ (Tensor): [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism.
+            weight (Tensor, optional): Weight to use instead of the layer's own, such as a tied embedding.
         """
         weight = self.weight_for(weight)
         output = linear_with_grad_accumulation_and_async_allreduce(
@@ -156,7 +163,7 @@ class ColumnParallelLinear(_ParallelLayer):
         return output, self.bias if self.skip_bias_add else None
 
     def weight_for(self, given: Tensor | None) -> Tensor:
-        """Return `given`, or else the layer's own weight; RuntimeError if there is none or its shape is wrong."""
+        """Return ``given``, or else the layer's own weight. Raises RuntimeError for a missing one or a wrong shape."""
         weight = self.weight if given is None else given
         if weight is None:
             raise RuntimeError(
@@ -173,16 +180,15 @@ class ColumnParallelLinear(_ParallelLayer):
 class RowParallelLinear(_ParallelLayer):
     """Linear layer Y = X A^T + b with the input features of A split over tensor parallelism.
 
-    Partial outputs are summed before the bias is added. Output: [s, b, output_size], or [s / tp, b, output_size] under
-    sequence parallelism. There the bias, a replica, is applied to this rank's positions only, so its gradient is
-    partial.
+    Partial outputs are summed to [s, b, output_size] before the bias is added. Under sequence parallelism they are
+    reduce-scattered to [s / tp, b, output_size], and the bias gradient covers only this rank's positions.
 
     Args:
-        input_size, output_size, config, init_method, bias: As for `ColumnParallelLinear`.
-        input_is_parallel: True for an input [s, b, input_size / tp], False for [s, b, input_size].
-        skip_bias_add: Return the bias instead of adding it.
-        stride: Number of input parts that are split separately.
-        tp_group, pg_collection, name: As for `ColumnParallelLinear`.
+        input_size, output_size, config, init_method, bias: As for ``ColumnParallelLinear``.
+        input_is_parallel (bool): ``True`` for an input [s, b, input_size / tp], ``False`` for [s, b, input_size].
+        skip_bias_add (bool): Return the bias instead of adding it.
+        stride (int): Number of input parts that are split separately.
+        tp_group, pg_collection, name: As for ``ColumnParallelLinear``.
     """
 
     def __init__(
@@ -220,7 +226,7 @@ class RowParallelLinear(_ParallelLayer):
             self.bias.sequence_parallel = self.sequence_parallel
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output, and the bias if it was not added (else None)."""
+        """Return the output, and the bias if it was not added (else ``None``)."""
         if not self.input_is_parallel and self.tp_size > 1:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         output = linear_with_grad_accumulation_and_async_allreduce(
@@ -242,18 +248,16 @@ class RowParallelLinear(_ParallelLayer):
 
 
 class VocabParallelEmbedding(_ParallelLayer):
-    """Embedding whose rows (the vocabulary, padded with zero rows to a multiple of tp) are split over tensor
-    parallelism.
+    """Embedding with the vocabulary, padded to a multiple of tp, split over tensor parallelism.
 
-    Input: token ids [b, s], the same on all ranks. With `gradient_accumulation_fusion` only this batch's gradient rows
-    are added to `main_grad`; autograd would add a gradient of the full vocabulary, mostly zeros.
+    Each rank looks up the ids in its range, and the results are summed. With ``gradient_accumulation_fusion`` only the
+    batch's gradient rows are added to ``main_grad``; autograd would materialize a full gradient, mostly zeros.
 
     Args:
-        num_embeddings: Vocabulary size of the full model.
-        embedding_dim: Features per token.
-        reduce_scatter_embeddings: Return [s, b, embedding_dim] split along the sequence instead of [b, s,
-            embedding_dim].
-        init_method, config, tp_group, pg_collection, name: As for `ColumnParallelLinear`.
+        num_embeddings (int): Vocabulary size of the full model.
+        embedding_dim (int): Features per token.
+        reduce_scatter_embeddings (bool, optional): Return [s / tp, b, embedding_dim] instead of [b, s, embedding_dim].
+        init_method, config, tp_group, pg_collection, name: As for ``ColumnParallelLinear``.
     """
 
     def __init__(
@@ -277,7 +281,7 @@ class VocabParallelEmbedding(_ParallelLayer):
         self.weight = self._new_weight((num_embeddings, embedding_dim), 0, 1, init_method, name)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Look up token ids; ValueError if an id is outside the vocabulary (on a GPU torch's device assertion)."""
+        """Look up token ids. An id outside the vocabulary raises ValueError (on a GPU, torch's device assertion)."""
         outside = (input_ < 0) | (input_ >= self.num_embeddings)
         if input_.device.type == "cpu" and bool(outside.any()):
             raise ValueError(
@@ -303,7 +307,7 @@ class VocabParallelEmbedding(_ParallelLayer):
 
 
 class _Rows(torch.autograd.Function):
-    """F.embedding whose gradient is added to the weight's `main_grad`, if any."""
+    """``F.embedding`` whose gradient is added to the weight's ``main_grad``, if it exists."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
@@ -341,16 +345,16 @@ def linear_with_grad_accumulation_and_async_allreduce(
     sequence_parallel: bool,
     tp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute input @ weight^T + bias; backward overlaps its collective with the weight-gradient product.
+    """Compute input @ weight^T + bias. Backward overlaps its collective with the weight-gradient matmul.
 
     Args:
-        input: [..., in]; the first dimension is the sequence.
+        input: [s, ..., in], with the sequence as first dimension.
         weight: This rank's weight, [out, in].
-        bias: This rank's bias, [out], or None.
-        gradient_accumulation_fusion: Add the weight gradient directly to `weight.main_grad`, if any.
-        allreduce_dgrad: The input is replicated; backward all-reduces its gradient. Excludes `sequence_parallel`.
+        bias: This rank's bias, [out], or ``None``.
+        gradient_accumulation_fusion: Add the weight gradient directly to ``weight.main_grad``, if it exists.
+        allreduce_dgrad: The input is replicated, so backward all-reduces its gradient. Excludes ``sequence_parallel``.
         sequence_parallel: All-gather the input [s / tp, ...] (again in backward) and reduce-scatter its gradient.
-        tp_group: Tensor-parallel group; None for one rank.
+        tp_group: Tensor-parallel group, or ``None`` for one rank.
     """
     if allreduce_dgrad and sequence_parallel:
         raise ValueError("allreduce_dgrad and sequence_parallel exclude each other: a gradient is summed once")
@@ -413,7 +417,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(parameter: Tensor | None, grad: Tensor, input: Tensor) -> Tensor | None:
-    """Return the gradient [out, in] of a weight, or None after adding it to the parameter's main_grad."""
+    """Return a weight's gradient [out, in], or ``None`` after adding it to the parameter's ``main_grad``."""
     grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
     main_grad = None if parameter is None else main_grad_of(parameter)
     if main_grad is None:
@@ -425,9 +429,8 @@ def _weight_gradient(parameter: Tensor | None, grad: Tensor, input: Tensor) -> T
 def main_grad_of(parameter: Tensor) -> Tensor | None:
     """Return the wrapper's gradient buffer for a parameter, if the running backward may add to it.
 
-    None if `main_grad` is not the parameter's `.grad` (the user cleared `.grad`, or uses another buffer): autograd's
-    own accumulation is always correct. `grad_added_to_main_grad` is not set; it would outlive a zero_grad() that drops
-    it.
+    If ``main_grad`` is not the parameter's ``.grad`` (the user cleared it, or uses another buffer), the result is
+    ``None`` and autograd accumulates. ``grad_added_to_main_grad`` is not set: it would outlive a ``zero_grad()``.
     """
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     if main_grad is None or parameter.grad is not main_grad or not _is_accumulated(parameter):
@@ -436,10 +439,10 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
 
 
 def _is_accumulated(parameter: Tensor) -> bool:
-    """True if the running backward only accumulates this leaf's gradient into `.grad`.
+    """Return ``True`` if the running backward only accumulates this leaf's gradient into ``.grad``.
 
-    False for autograd.grad and backward(inputs=...), which may leave `.grad` unchanged, for a tensor hook, which may
-    change the gradient, if torch cannot decide, and in a compiled backward, which is traced once for all these cases.
+    It is ``False`` for autograd.grad and backward(inputs=...), which may leave ``.grad`` unchanged, for a tensor hook,
+    which may change the gradient, if torch cannot decide, and in a compiled backward, which is traced only once.
     """
     if torch.compiler.is_compiling():
         return False
@@ -453,7 +456,7 @@ def _is_accumulated(parameter: Tensor) -> bool:
 
 
 def _add_weight_gradient(parameter: Tensor, grad: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Compute a deferred weight gradient and accumulate it. Collective over `group` if given (sequence parallelism)."""
+    """Accumulate a deferred weight gradient. Collective over ``group`` if given (sequence parallelism)."""
     if group is not None:
         input = gather_first(input, group)
     grad, input = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
@@ -484,7 +487,9 @@ def add_product(main_grad: Tensor, grad: Tensor, input: Tensor) -> None:
 
 @functools.cache
 def _apex_kernel() -> ModuleType | None:
-    """Return apex's fused weight-gradient kernel. Its symbols identify it: other packages are called apex too."""
+    """Return apex's fused weight-gradient kernel, identified by its symbols, since other packages are named apex
+    too.
+    """
     try:
         import fused_weight_gradient_mlp_cuda as kernel
     except ImportError:

@@ -32,10 +32,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def resolve_groups(pg_collection: ProcessGroups | None) -> ProcessGroups:
-    """Return the given groups, or parallel_state's groups if none are given.
-
-    Without either, every axis has one rank.
-    """
+    """Return the given groups, or those of ``parallel_state``. Without either, every axis has one rank."""
     if pg_collection is not None:
         return pg_collection
     if parallel_state.model_parallel_is_initialized():
@@ -44,14 +41,9 @@ def resolve_groups(pg_collection: ProcessGroups | None) -> ProcessGroups:
 
 
 def tensor_parallel_group(config: ModelParallelConfig, pg_collection: ProcessGroups | None) -> dist.ProcessGroup | None:
-    """Return the tensor-parallel group, or None if there is one rank.
+    """Return the tensor-parallel group, or ``None`` if there is only one rank.
 
-    Args:
-        config: Configuration whose `tensor_model_parallel_size` the group must have.
-        pg_collection: Process groups. Defaults to those of `parallel_state`.
-
-    Raises:
-        ValueError: If the config was created for a different tensor-parallel size.
+    Raises ValueError if the config was created for a different tensor-parallel size.
     """
     group = resolve_groups(pg_collection).tp
     if group_size(group) != config.tensor_model_parallel_size:
@@ -64,7 +56,7 @@ def tensor_parallel_group(config: ModelParallelConfig, pg_collection: ProcessGro
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Return the number of ranks in a group; no group counts as one rank."""
+    """Return a group's size. ``None`` counts as one rank."""
     return 1 if group is None else int(group.size())
 
 
@@ -74,15 +66,8 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def divide(numerator: int, denominator: int, what: str) -> int:
-    """Return numerator / denominator.
-
-    Args:
-        numerator: Dividend.
-        denominator: Divisor.
-        what: Description of the numerator for the error message.
-
-    Raises:
-        ValueError: If the division has a remainder. The message shows the arithmetic.
+    """Return numerator / denominator. A remainder raises ValueError with the arithmetic and ``what`` the numerator
+    is.
     """
     if numerator % denominator:
         raise ValueError(f"{what}: {numerator} is not divisible by {denominator} (remainder {numerator % denominator})")
@@ -93,29 +78,21 @@ def divide(numerator: int, denominator: int, what: str) -> int:
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Return the elementwise sum (or `op`) of all ranks' tensors, in new memory."""
+    """Return the elementwise sum (or ``op``) over all ranks in a new tensor."""
     return start_all_reduce(tensor, group, op).wait()
 
 
 def start_all_reduce(
     tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Pending:
-    """Start an elementwise sum (or `op`) of all ranks' tensors into new memory.
-
-    Collective: all ranks of the group must call it.
-
-    Args:
-        tensor: This rank's tensor, unchanged.
-        group: Process group of two or more ranks.
-        op: Reduction.
-    """
+    """Start an all-reduce into a new tensor, leaving the input unchanged. Collective over two or more ranks."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     return Pending(dist.all_reduce(total, op=op, group=group, async_op=True), total, group)
 
 
 @dataclass(slots=True)
 class Pending:
-    """A collective in flight. `wait()` completes it and returns its result."""
+    """Collective in flight. ``wait()`` completes it and returns its result."""
 
     work: dist.Work
     result: Tensor
@@ -133,18 +110,16 @@ class Pending:
 
 
 def start_gather_first(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Start an all-gather along the first dimension: [n, ...] per rank to [n * size, ...].
-
-    Collective: all ranks of the group must call it.
+    """Start an all-gather along the first dimension: [n, ...] per rank to [n * size, ...]. Collective over the
+    group.
     """
     full = tensor.new_empty((tensor.shape[0] * group_size(group), *tensor.shape[1:]))
     return Pending(_all_gather(full, tensor.contiguous(), group=group, async_op=True), full, group)
 
 
 def start_reduce_scatter_first(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
-    """Start a reduce-scatter along the first dimension: [n * size, ...] to this rank's [n, ...].
-
-    Collective: all ranks of the group must call it.
+    """Start a reduce-scatter along the first dimension: [n * size, ...] to this rank's [n, ...]. Collective over the
+    group.
     """
     rows, size = _rows_of_a_rank(tensor, group), group_size(group)
     part = tensor.new_empty((rows, *tensor.shape[1:]))
@@ -198,14 +173,9 @@ Mapping = type[torch.autograd.Function]
 
 
 def mapping(collective: Callable[[Tensor, dist.ProcessGroup], Tensor], dual: Callable[[], Mapping]) -> Mapping:
-    """Create an autograd function from a collective and its dual.
+    """Create an autograd function of (tensor, group) from a collective and its dual, which is applied to the gradient.
 
-    Args:
-        collective: Function of a tensor and a group, used in forward.
-        dual: Returns the mapping applied to the gradient. A callable, because the dual is defined later.
-
-    Returns:
-        An autograd function of (tensor, group).
+    ``dual`` is a callable that returns the dual mapping, because that one is defined later.
     """
 
     class Mapped(torch.autograd.Function):
@@ -249,37 +219,38 @@ def _map(function: Mapping, tensor: Tensor, group: dist.ProcessGroup | None) -> 
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the input unchanged; all-reduce its gradient.
+    """Return the input unchanged and all-reduce its gradient, at the entry of a tensor-parallel region.
 
-    Collective in backward: all ranks of the group must call it.
+    All ranks of the group must run backward, because it communicates.
 
     Args:
-        input_: Tensor that is the same on all ranks of the group.
-        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+        input_ (Tensor): Tensor that is the same on all ranks of the group.
+        group (ProcessGroup, optional): Process group. Defaults to the tensor-parallel group of ``parallel_state``.
     """
     return _map(_Copy, input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """All-reduce the input over the group; pass its gradient through unchanged.
+    """All-reduce the input over the group and pass its gradient through unchanged, at the exit of a tensor-parallel
+    region.
 
-    Collective: all ranks of the group must call it.
+    All ranks of the group must call it.
 
     Args:
-        input_: This rank's partial sum.
-        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+        input_ (Tensor): This rank's partial sum.
+        group (ProcessGroup, optional): Process group. Defaults to the tensor-parallel group of ``parallel_state``.
     """
     return _map(_Reduce, input_, group)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Keep this rank's columns of a replicated input; all-gather the gradient.
+    """Return this rank's columns of a replicated input, and all-gather the gradient.
 
-    Collective in backward: all ranks of the group must call it.
+    All ranks of the group must run backward, because it communicates.
 
     Args:
-        input_: [..., n], the same on all ranks of the group.
-        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+        input_ (Tensor): [..., n], the same on all ranks of the group.
+        group (ProcessGroup, optional): Process group. Defaults to the tensor-parallel group of ``parallel_state``.
 
     Returns:
         This rank's columns, [..., n / size].
@@ -288,13 +259,13 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessG
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """All-gather the last dimension; each rank keeps its own columns of the gradient.
+    """All-gather the last dimension. Each rank keeps its own columns of the gradient.
 
-    Collective: all ranks of the group must call it. The gradient must be the same on all ranks.
+    All ranks of the group must call it, and the gradient must be the same on all ranks.
 
     Args:
-        input_: This rank's columns, [..., n].
-        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+        input_ (Tensor): This rank's columns, [..., n].
+        group (ProcessGroup, optional): Process group. Defaults to the tensor-parallel group of ``parallel_state``.
 
     Returns:
         All columns, [..., n * size].
@@ -303,13 +274,13 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: dist.Process
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Keep this rank's positions of a replicated input; all-gather the gradient.
+    """Return this rank's positions of a replicated input, and all-gather the gradient.
 
-    Collective in backward: all ranks of the group must call it.
+    All ranks of the group must run backward, because it communicates.
 
     Args:
-        input_: [s, ...], the same on all ranks of the group.
-        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+        input_ (Tensor): [s, ...], the same on all ranks of the group.
+        group (ProcessGroup, optional): Process group. Defaults to the tensor-parallel group of ``parallel_state``.
 
     Returns:
         This rank's positions, [s / size, ...].
@@ -322,14 +293,14 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """All-gather the sequence dimension.
 
-    Collective: all ranks of the group must call it.
+    All ranks of the group must call it.
 
     Args:
-        input_: This rank's positions, [s, ...].
-        tensor_parallel_output_grad: True if the following computation is tensor parallel. Each rank's gradient is then
-            partial, and backward reduce-scatters it. False if the following computation is replicated; backward then
-            keeps this rank's positions of the gradient.
-        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+        input_ (Tensor): This rank's positions, [s, ...].
+        tensor_parallel_output_grad (bool, optional): ``True`` if the following computation is tensor parallel. Each
+            rank's gradient is then partial, and backward reduce-scatters it. ``False`` if the following computation is
+            replicated; backward then keeps this rank's positions of the gradient.
+        group (ProcessGroup, optional): Process group. Defaults to the tensor-parallel group of ``parallel_state``.
 
     Returns:
         All positions, [s * size, ...].
@@ -338,13 +309,13 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Reduce-scatter the input along the sequence; all-gather the gradient.
+    """Reduce-scatter the input along the sequence, and all-gather the gradient.
 
-    Collective: all ranks of the group must call it.
+    All ranks of the group must call it.
 
     Args:
-        input_: This rank's partial sum of all positions, [s, ...].
-        group: Process group. Defaults to the tensor-parallel group of `parallel_state`.
+        input_ (Tensor): This rank's partial sum of all positions, [s, ...].
+        group (ProcessGroup, optional): Process group. Defaults to the tensor-parallel group of ``parallel_state``.
 
     Returns:
         This rank's positions of the sum, [s / size, ...].

@@ -1,21 +1,22 @@
-"""Random streams of a rank, and activation checkpointing that reproduces random numbers.
+"""Random streams, and activation checkpointing that reproduces random numbers.
 
-Note [Random streams]. `model_parallel_manual_seed` starts all streams; `get_rng_tracker().fork(name)` draws from one.
+Note [Random streams]. ``model_parallel_manual_seed`` seeds all streams; ``get_rng_tracker().fork(name)`` draws from
+one.
 
 | stream | equal over | different for each | used by |
 |---|---|---|---|
 | torch's default | all ranks | | weights of modules that draw their own numbers; user code |
 | "data-parallel-rng" | all ranks | | Megatron's users: replicated weights |
-| "model-parallel-rng", default of `fork()` | dp, cp, pp | tp | Megatron's users: split weights |
+| "model-parallel-rng", default of ``fork()`` | dp, cp, pp | tp | Megatron's users: split weights |
 | "expert-parallel-rng" | dp, cp, pp | ep, expert tp | Megatron's users: weights of experts |
 | "dropout-rng" | tp | dp, cp, pp | dropout of activations replicated over tensor parallelism |
 | "split-dropout-rng" | | rank | dropout of heads, of positions under sequence parallelism, in experts |
 | "sequence-dropout-rng" | tp, cp | dp, pp | dropout of split Hugging Face models, which see full sequences |
 
-Weights need numbers that are equal on data ranks, and dropout needs different ones: hence the separate streams. Nothing
-else draws from the dropout streams, so a rank that draws other numbers changes no mask. A user's module must also apply
-dropout inside such a fork; with the default stream, all data ranks would drop the same elements. Checkpoints store all
-streams.
+Weights need numbers that are equal on data-parallel ranks, and dropout needs different ones: hence the separate
+streams. Nothing else draws from the dropout streams, so a rank that draws other numbers changes no mask. User modules
+must also apply dropout inside such a fork; with the default stream, all data-parallel ranks would drop the same
+elements. Checkpoints store all streams.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ DROPOUT_STREAMS = {
 class RNGState(TypedDict):
     """State of a stream on the CPU and on this rank's GPU.
 
-    A plain dict, so that checkpoints can store it. `gpu` is None until CUDA has been used.
+    It is a plain dict so that checkpoints can store it. ``gpu`` is ``None`` until CUDA has been used.
     """
 
     seed: int
@@ -81,7 +82,14 @@ def begin_state(seed: int) -> None:
 
 
 class RNGStatesTracker:
-    """Named random streams in addition to torch's default one."""
+    """Random streams by name, in addition to torch's default stream.
+
+    Tensor-parallel ranks need different numbers for split weights and equal ones for replicated activations. Each kind
+    has a stream that is seeded once and advances independently of the others.
+
+        with get_rng_tracker().fork("split-dropout-rng"):
+            hidden = F.dropout(hidden, 0.1)
+    """
 
     def __init__(self) -> None:
         self._states: dict[str, RNGState] = {}
@@ -105,8 +113,8 @@ class RNGStatesTracker:
         """Add a stream.
 
         Args:
-            name: Name of the stream.
-            seed: Seed of the stream. Two streams with equal seeds would be the same stream.
+            name (str): Name of the stream.
+            seed (int): Seed of the stream, different from every other stream's seed.
 
         Raises:
             ValueError: If the name or the seed is already in use.
@@ -128,10 +136,7 @@ class RNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
-        """Draw from stream `name` inside the block, and from the default stream again after it.
-
-        Args:
-            name: Name of the stream.
+        """Context manager that draws from stream ``name``, and from the default stream again after it.
 
         Raises:
             RuntimeError: If the stream was never seeded. Also for a dropout stream in a forward that torch's own
@@ -169,11 +174,11 @@ def get_rng_tracker() -> RNGStatesTracker:
 def model_parallel_manual_seed(seed: int, pg_collection: ProcessGroups | None = None) -> None:
     """Seed all random streams of this process; see Note [Random streams] at the top of this file.
 
-    No communication. Streams seeded before are removed.
+    The call does not communicate, and removes streams seeded before.
 
     Args:
-        seed: Seed of the job, the same on every rank.
-        pg_collection: Process groups. Defaults to those of `parallel_state`, if initialized.
+        seed (int): The job's seed, the same on every rank.
+        pg_collection (ProcessGroups): Process groups. Defaults to those of ``parallel_state``, if initialized.
     """
     groups = resolve_groups(pg_collection)
     torch.manual_seed(seed)
@@ -187,7 +192,7 @@ def model_parallel_manual_seed(seed: int, pg_collection: ProcessGroups | None = 
 
 
 def dropout_seed(stream: str, seed: int, groups: ProcessGroups) -> int:
-    """Derive the seed of a dropout stream for this rank's position from the job's seed."""
+    """Derive a dropout stream's seed for this rank's position in ``groups`` from the job's seed."""
     return seed_of(seed, stream, *(f"{axis} {groups.rank(axis)}" for axis in DROPOUT_STREAMS[stream]))
 
 
@@ -203,21 +208,23 @@ model_parallel_cuda_manual_seed = model_parallel_manual_seed
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """Call function(*args) and save only its arguments; backward recomputes it with all random streams restored.
+    """Call function(*args) without saving its activations. Backward recomputes them with all random streams restored.
 
-    Not reentrant: gradients of parameters arrive in the one running backward pass, so their hooks run once. torch's own
-    checkpoint would restore only the default stream.
+    It is not reentrant: parameter gradients are produced in the running backward pass, so their hooks fire once.
+    torch's own checkpoint would restore only the default stream, and dropout would use different masks.
+
+        hidden = checkpoint(layer, False, hidden)
 
     Args:
-        function: Function to call.
-        distribute_saved_activations: Must be False; under sequence parallelism the arguments are split already.
+        function (Callable[..., Any]): Function to call.
+        distribute_saved_activations (bool): Must be ``False``, since sequence parallelism already splits the arguments.
         args: Arguments of the function.
 
     Returns:
-        Result of the function.
+        The function's result.
 
     Raises:
-        ValueError: If `distribute_saved_activations` is True.
+        ValueError: If ``distribute_saved_activations`` is ``True``.
     """
     if distribute_saved_activations:
         raise ValueError("distribute_saved_activations=True is not supported; use sequence_parallel, which splits them")
@@ -229,9 +236,9 @@ def _stream_contexts() -> tuple[contextlib.AbstractContextManager[None], context
 
 
 class _Replay(contextlib.AbstractContextManager[None]):
-    """Context in which the tracker's streams have the given states; torch's own checkpoint restores the default one.
+    """Context in which the tracker's streams have the given states. torch's own checkpoint restores the default stream.
 
-    A retained graph (`retain_graph=True`) enters one context in each of its backward passes.
+    A retained graph (``retain_graph=True``) enters one context in each of its backward passes.
     """
 
     def __init__(self, states: dict[str, RNGState]) -> None:

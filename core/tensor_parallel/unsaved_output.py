@@ -1,10 +1,10 @@
 """Outputs of norms and activation functions that backward recomputes instead of saving.
 
-An activation function is cheap, and its output is among the largest tensors of a layer. Two functions work together:
-`computed_again` runs the function and saves only its arguments; `run_unsaved` runs the module that consumes the output,
-and saves a recipe for the output instead of its values. The output's memory is freed once nothing else refers to it. A
-tensor that a user's hook has kept stays valid. In backward the function runs a second time when its consumer needs the
-values; a checkpoint around both would run the consumer a second time too.
+An activation function is cheap, and its output is among the largest tensors of a layer. ``computed_again`` runs the
+function and saves only its arguments; ``run_unsaved`` runs the module that consumes the output, and saves a recipe
+instead of the values. The output's memory is freed once nothing else refers to it; a tensor that a user's hook has kept
+stays valid. In backward the function runs a second time when its consumer needs the values. A checkpoint around both
+would run the consumer a second time too.
 """
 
 from __future__ import annotations
@@ -22,16 +22,10 @@ from core.distributed.buffer.saved_tensors import active_hooks, load_unchanged, 
 
 
 def computed_again(function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
-    """Call function(*args) and save only the arguments for backward.
+    """Call function(*args) and save only the arguments for backward. Gradients are bitwise those of a plain call.
 
-    Its gradients are bitwise equal to the gradients of a plain call.
-
-    Args:
-        function: Differentiable and deterministic function, without random numbers.
-        args: All tensors that the function reads, including parameters.
-
-    Returns:
-        The function's output. `run_unsaved` may consume it.
+    ``function`` must be differentiable and deterministic, and ``args`` must contain all tensors that it reads,
+    including parameters. ``run_unsaved`` may consume the output.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return function(*args)
@@ -43,16 +37,11 @@ def computed_again(function: Callable[..., Tensor], *args: Tensor | None) -> Ten
 
 
 def run_unsaved(consumer: Callable[..., Tensor], output: Tensor, *args: Any) -> Tensor:
-    """Call consumer(output, *args) without saving `output` for backward.
+    """Call consumer(output, *args) without saving ``output`` for backward.
 
-    Args:
-        consumer: A module or function. It may save views of `output`, or use it several times.
-        output: A tensor from `computed_again`. Any other tensor is saved as usual. So is an output that a hook modified
-            in place, because recomputation would not reproduce its values.
-        args: Further arguments of the consumer.
-
-    Returns:
-        The consumer's output.
+    ``output`` comes from ``computed_again``. Any other tensor is saved as usual, and so is an output that a hook
+    modified in place, because recomputation would not reproduce its values. The consumer may save views of ``output``
+    or use it several times.
     """
     recipe = None if torch.compiler.is_compiling() else _recipe_of(output)
     if recipe is None or recipe.version != output._version:
@@ -95,10 +84,7 @@ class _Recipe:
 
 @dataclass(frozen=True)
 class _Unsaved:
-    """Strides and offset of a saved tensor in the output of a node.
-
-    `offset` is counted from the output's first element.
-    """
+    """Strides and offset of a saved tensor, with ``offset`` counted from the first element of a node's output."""
 
     node: Any
     shape: torch.Size
@@ -135,7 +121,7 @@ def _recipe_of(output: Tensor) -> _Recipe | None:
 
 
 def _run_again(node: Any) -> Tensor:
-    """Return the recomputed output of a node; all consumers share one recomputation."""
+    """Return a node's recomputed output, which all consumers share."""
     if node.recipe.made is None:
         needs = node.needs_input_grad[1:]
         given = [

@@ -1,6 +1,6 @@
 """Checkpoints of the Booster: single files, shards with an index, safetensors, and background writes.
 
-A checkpoint written under one plugin loads under every other, without a plugin, and in Hugging Face's from_pretrained.
+A checkpoint written under one plugin loads under any other, without a plugin, and with Hugging Face's from_pretrained.
 """
 
 from core.booster.checkpoint_io.general_checkpoint_io import CheckpointIO, GeneralCheckpointIO

@@ -1,4 +1,4 @@
-"""Files as `save_pretrained` writes them: adapters of every peft method, and the config of a Hugging Face model."""
+"""Files as ``save_pretrained`` writes them: adapters of every peft method, and the config of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,12 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def folders_of(module: Any, directory: Path) -> dict[str, Path]:
-    """Return the directory of each adapter: the checkpoint's for "default", a subdirectory of it for others.
-
-    Args:
-        module: A peft model.
-        directory: The checkpoint's directory.
-    """
+    """Return each adapter's directory: the checkpoint's for "default", and a subdirectory of it for others."""
     return {name: directory if name == DEFAULT else directory / name for name in module.peft_config}
 
 
 def names_to_save(module: Any) -> set[str]:
-    """Return the names of the tensors that a directory of adapters contains, and perhaps some more."""
+    """Return the names of the tensors in a directory of adapters, and possibly some more."""
     own = _placeholders(module)
     prefixes = {getattr(getattr(module, "base_model", None), "prefix", "") or "lora_", "prompt_encoder."}
     trained = {name for name, param in module.named_parameters() if param.requires_grad}
@@ -42,13 +37,9 @@ def names_to_save(module: Any) -> set[str]:
 
 
 def write_adapters(module: Any, content: dict[str, Any], directory: str, *, use_safetensors: bool) -> None:
-    """Write the directories of all adapters.
+    """Write the directories of all adapters. The one for "default" is ``directory``.
 
-    Args:
-        module: A peft model. Its parameters may be on the meta device, or shards.
-        content: The tensors of `names_to_save`, by name.
-        directory: Directory of the adapter "default".
-        use_safetensors: True for safetensors, False for torch.save.
+    ``content`` has the tensors of ``names_to_save``. The module's parameters may be on the meta device, or shards.
     """
     shadow = module
     if any(_is_prompt(module, adapter) for adapter in module.peft_config):  # peft runs the prompt's encoder
@@ -61,17 +52,9 @@ def write_adapters(module: Any, content: dict[str, Any], directory: str, *, use_
 
 
 def read_adapters(module: Any, directory: Path) -> dict[str, torch.Tensor]:
-    """Read the directories of all adapters of a model.
+    """Read the directories of all adapters of a model, and return full tensors by their names in the model.
 
-    Args:
-        module: A peft model.
-        directory: Directory of the adapter "default".
-
-    Returns:
-        Full tensors by their names in the model.
-
-    Raises:
-        ValueError: If an adapter is missing, has other tensors than the model's, or cannot be trained further.
+    Raises ValueError if an adapter is missing, has other tensors than the model's, or cannot be trained further.
     """
     from peft.utils.save_and_load import load_peft_weights
 
@@ -101,12 +84,7 @@ def read_adapters(module: Any, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def save_config(model: nn.Module, directory: Path) -> None:
-    """Write the config files that from_pretrained needs to build a Hugging Face model, as `save_pretrained` does.
-
-    Args:
-        model: The model. Nothing is written for a model of another kind.
-        directory: Directory of the checkpoint.
-    """
+    """Write the config files that from_pretrained needs, as ``save_pretrained`` does. No-op for other models."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
@@ -134,13 +112,13 @@ def _kind(module: Any, adapter: str) -> str:
 
 
 def _placeholders(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a tensor without memory for each name of the model's state dict."""
+    """Return a tensor without memory for each name in the model's state dict."""
     tensors = {name: value for name, value in module.state_dict(keep_vars=True).items() if hasattr(value, "shape")}
     return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in tensors.items()}
 
 
 def _names_in_file(module: Any, adapter: str, own: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the name in the model of each key in an adapter's file, as peft's own function maps them."""
+    """Return the name in the model for each key in an adapter's file, as peft maps them."""
     from peft import get_peft_model_state_dict
 
     with warnings.catch_warnings():

@@ -30,11 +30,7 @@ def expect_optimizer(optimizer: Any, caller: str) -> None:
 
 
 def refuse_safetensors(path: Path) -> None:
-    """Check that an optimizer's file is not a safetensors file, which can store tensors only.
-
-    Raises:
-        ValueError: If it is.
-    """
+    """Raise ValueError for a safetensors file, which can only store tensors and not an optimizer's state."""
     if path.suffix == SAFE_SUFFIX:
         raise ValueError(
             f"{path.name} is a safetensors file by its name, which holds tensors only, and an optimizer's state has "
@@ -45,21 +41,11 @@ def refuse_safetensors(path: Path) -> None:
 def save_target(
     checkpoint: StrPath, *, shard: bool, prefix: str | None, size_per_shard: float, suffix: str | None
 ) -> Path:
-    """Check the arguments of a save.
+    """Check the arguments of a save, and return the path.
 
-    Args:
-        checkpoint: Path to write.
-        shard: True for a directory, False for a file.
-        prefix: Text before the names of files, or None.
-        size_per_shard: Size of a file, in MiB.
-        suffix: Suffix of a model's file, '.safetensors' or '.bin'; None for an optimizer's.
-
-    Returns:
-        The path.
-
-    Raises:
-        TypeError: If `prefix` is not text.
-        ValueError: If the size is not positive, the path is of the other kind, or its suffix contradicts the format.
+    ``suffix`` is that of a model's file ('.safetensors' or '.bin'), or ``None`` for an optimizer. Raises ValueError if
+    the size is not positive, if a file is in the place of a directory or the reverse, or if the suffix contradicts the
+    format.
     """
     if prefix is not None and not isinstance(prefix, str):
         raise TypeError(f"prefix is {prefix!r}; it is text before the names of files, or None")
@@ -83,15 +69,9 @@ def save_target(
 
 
 def check_names(own: Mapping[str, Any], found: set[str], strict: bool) -> None:
-    """Check that a checkpoint and a model have the same names. A tied weight may be stored under any of its names.
+    """Raise ValueError if ``strict`` is set and a name is only in the checkpoint or only in the model.
 
-    Args:
-        own: The model's state dict.
-        found: Names in the checkpoint.
-        strict: False to accept differences.
-
-    Raises:
-        ValueError: If a name is on one side only and `strict` is True.
+    A tied weight may be stored under any of its names.
     """
     if not strict:
         return
@@ -106,22 +86,14 @@ def check_names(own: Mapping[str, Any], found: set[str], strict: bool) -> None:
 
 
 def second_names(model: nn.Module) -> set[str]:
-    """Return all names of tied weights except the first of each, as Hugging Face's files leave them out."""
+    """Return all names of tied weights except the first of each, which Hugging Face's files omit."""
     first: dict[int, str] = {}
     own = model.state_dict(keep_vars=True)
     return {name for name, value in own.items() if first.setdefault(id(value), name) != name}
 
 
 def check_shapes(own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Check that tensors have the model's shapes, before anything is changed.
-
-    Args:
-        own: The model's state dict.
-        found: Tensors of the checkpoint by name.
-
-    Raises:
-        ValueError: If a shape differs.
-    """
+    """Raise ValueError if a tensor does not have the model's shape, before anything is changed."""
     for name, value in found.items():
         mine, shape = own.get(name), getattr(value, "shape", None)
         if shape is not None and isinstance(mine, torch.Tensor) and shape != mine.shape:
@@ -129,11 +101,9 @@ def check_shapes(own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def packed_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[Sequence[str | None]]) -> list[dict[str, Any]]:
-    """Return groups in the format of torch's state_dict: numbers replace parameters, next to the names of parameters.
+    """Return groups in the format of torch's state_dict: indices replace parameters, next to the parameters' names.
 
-    Args:
-        groups: torch param groups.
-        names: Names of each group's parameters; a group with a None has no names in the result.
+    A group with an unnamed parameter has no names in the result.
     """
     number = itertools.count()
     packed = [{key: v for key, v in group.items() if key not in ("params", "param_names")} for group in groups]
@@ -145,17 +115,9 @@ def packed_groups(groups: Iterable[Mapping[str, Any]], names: Iterable[Sequence[
 
 
 def match_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[int, int]:
-    """Map each saved parameter to this optimizer's: by name if both sides have names, else by position.
+    """Map each saved parameter index to this optimizer's: by name if both sides have names, else by position.
 
-    Args:
-        saved: Saved groups, in the format of `packed_groups`.
-        own: This optimizer's groups, in the same format.
-
-    Returns:
-        This optimizer's number by saved number.
-
-    Raises:
-        ValueError: If the groups' sizes or names differ.
+    Both are in the format of ``packed_groups``. Raises ValueError if the groups' sizes or names differ.
     """
     sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
     if sizes[0] != sizes[1]:

@@ -1,6 +1,6 @@
-"""CheckpointIO: saving and loading for the Booster, on one process here. Plugins with several ranks derive from it.
+"""CheckpointIO: saving and loading for the Booster in one process. Plugins with several ranks derive from it.
 
-The format of files is defined here. Subclasses decide which rank writes, and how tensors are gathered and sliced.
+The file format is defined here. Subclasses decide which rank writes, and how tensors are gathered and sliced.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ States = dict[int, dict[str, Any]]
 
 
 class CheckpointIO:
-    """Saving and loading of models, optimizers and schedulers.
+    """Saves and loads models, optimizers and schedulers.
 
-    Every rank calls each method, with the same arguments, and files must be readable by all ranks. This class itself is
-    for training without a plugin: every process writes and reads alone.
+    Every rank calls each method with the same arguments, and files must be readable by all ranks. This class itself is
+    for training without a plugin, where each process writes and reads independently.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,12 @@ class CheckpointIO:
         return True
 
     def agree(self, error: Exception | None, what: str) -> None:
-        """Raise on every rank if any has an error. Collective: no rank continues before all have called it."""
+        """Raise on every rank if any has an error. Collective: no rank continues before all have called it.
+
+        Args:
+            error (Exception): Error found on this rank, or ``None``.
+            what (str): Description of the operation, for the message.
+        """
         if error is not None:
             raise error
 
@@ -64,13 +69,13 @@ class CheckpointIO:
         """Raise an error instead of writing parts of tensors, if tensors are sharded."""
 
     def full_value(self, model: nn.Module, value: Any) -> Any:
-        """Return a state dict's value in full. Collective if tensors are sharded."""
+        """Return the unsharded value of a state dict entry. Collective if tensors are sharded."""
         return value
 
     def model_tensors(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
-        """Yield a model's full tensors under the plain module's names, one after another. Collective.
+        """Yield a model's full tensors one by one under the plain module's names. Collective.
 
-        A tied tensor is one tensor in host memory under all of its names, so that files show the tie.
+        A tied tensor is one tensor in host memory under all of its names, so that files preserve the tie.
         """
         tensors = plain(model).state_dict(keep_vars=True)
         uses = Counter(map(id, tensors.values()))
@@ -89,16 +94,16 @@ class CheckpointIO:
         return plain(model)
 
     def place_tensor(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a full tensor, sharded as `like`."""
+        """Return this rank's part of a full tensor, sharded as ``like``."""
         return whole
 
     def optimizer_groups(self, optimizer: Any) -> list[dict[str, Any]]:
-        """Return groups in the format of torch's state_dict, with numbers and also names of parameters."""
+        """Return groups in the format of torch's state_dict, with indices and also names of parameters."""
         names, groups = getattr(optimizer, "param_names", {}), _torch_optimizer(optimizer).param_groups
         return packed_groups(groups, [[names.get(param) for param in group["params"]] for group in groups])
 
     def optimizer_states(self, optimizer: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the full state of each parameter by its number, one after another. Collective."""
+        """Yield the full state of each parameter with its index, one by one. Collective."""
         inner = _torch_optimizer(optimizer)
         for number, param in enumerate(param for group in inner.param_groups for param in group["params"]):
             if param in inner.state:
@@ -109,7 +114,7 @@ class CheckpointIO:
         return state
 
     def load_optimizer_states(self, optimizer: Any, groups: list[dict[str, Any]], states: States) -> None:
-        """Load groups, and states from `place_state`, both by this optimizer's numbers."""
+        """Load groups, and states from ``place_state``, both by this optimizer's indices."""
         bare = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
         _torch_optimizer(optimizer).load_state_dict({"state": states, "param_groups": bare})
 
@@ -126,9 +131,9 @@ class CheckpointIO:
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        """Save a model's weights. See Booster.save_model for the arguments.
+        """Save a model's weights. See :meth:`Booster.save_model` for the arguments.
 
-        Without `use_async` only one shard is in memory at a time.
+        Without ``use_async`` only one shard is in memory at a time.
         """
 
         def begin() -> Path:
@@ -169,7 +174,7 @@ class CheckpointIO:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> nn.Module:
-        """Load a model's weights and return the model. See Booster.load_model for the arguments.
+        """Load a model's weights and return the model. See :meth:`Booster.load_model` for the arguments.
 
         A directory of adapters loads into a model with these adapters.
         """
@@ -195,7 +200,7 @@ class CheckpointIO:
         return model
 
     def read_file(self, path: Path) -> Mapping[str, Any]:
-        """Return the tensors of one file of a model, by name."""
+        """Return the tensors of one model file by name."""
         content: Mapping[str, Any] = one_file.load(path)
         return content
 
@@ -243,9 +248,10 @@ class CheckpointIO:
         size_per_shard: float = 1024,
         use_async: bool = False,
     ) -> None:
-        """Save an optimizer's state, parameter groups and loss scale. See Booster.save_optimizer for the arguments.
+        """Save an optimizer's state, parameter groups and loss scale. See :meth:`Booster.save_optimizer` for the
+        arguments.
 
-        torch's optimizer.load_state_dict also accepts the content of a single file.
+        torch's ``optimizer.load_state_dict`` also accepts the content of a single file.
         """
 
         def begin() -> Path:
@@ -282,10 +288,10 @@ class CheckpointIO:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Load an optimizer's state. See Booster.load_optimizer for the arguments; `prefix` is the save's.
+        """Load an optimizer's state. See :meth:`Booster.load_optimizer` for the arguments; ``prefix`` is the save's.
 
-        The file may also be torch.save of a torch optimizer's state_dict. Saved options of the groups (lr, ...) replace
-        the current ones.
+        The file may also be a torch optimizer's saved state dict. Saved options of the groups (lr, ...) replace the
+        current ones.
         """
         path = self._find(checkpoint, optimizer=True, prefix=prefix)
 
@@ -341,12 +347,12 @@ class CheckpointIO:
         self._checked(lambda: lr_scheduler.load_state_dict(one_file.load(Path(checkpoint))), checkpoint)
 
     def save_lora_as_pretrained(self, model: nn.Module, checkpoint: StrPath, use_safetensors: bool = False) -> None:
-        """Save the adapters of a peft model, and their configuration, to a directory."""
+        """Save a peft model's adapters and their configuration to a directory."""
         self._checked(lambda: _expect_adapters(self.full_module(model)), checkpoint)
         self._save_adapters(model, Path(checkpoint), use_safetensors, use_async=False)
 
     def _save_adapters(self, model: nn.Module, path: Path, use_safetensors: bool, use_async: bool) -> None:
-        """Write the files of peft's `save_pretrained`. Collective."""
+        """Write the files of peft's ``save_pretrained``. Collective."""
         module: Any = self.full_module(model)
         names = self._checked(lambda: names_to_save(module), path)
         adapters = (item for item in self.model_tensors(model) if item[0] in names)
@@ -375,13 +381,13 @@ class CheckpointIO:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def _ready_for(self, path: Path, gather_dtensor: bool) -> Path:
-        """Return the path of a save, after the previous save has ended."""
+        """Return the path of a save, after the previous save has completed."""
         self.check_gather(gather_dtensor)
         self._wait()
         return path
 
     def _find(self, checkpoint: StrPath, *, optimizer: bool, prefix: str | None) -> Path:
-        """Return the file or the index of a load, or the configuration of adapters. An error is raised on all ranks."""
+        """Return the file or the index to load, or the configuration of adapters. An error is raised on all ranks."""
         self.synchronize()
 
         def find() -> Path:
@@ -393,17 +399,17 @@ class CheckpointIO:
         return found
 
     def synchronize(self) -> None:
-        """Wait until all files are complete, on every rank. Raise on every rank if one could not be written."""
+        """Wait until all files are complete on every rank. Raises on every rank if one could not be written."""
         self._checked(self._wait, Path("an asynchronous save"))
 
     def _wait(self) -> None:
-        """Wait until nothing is being written, and raise the error of the background save, once."""
+        """Wait for pending writes, and raise the error of the background save, once."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def _collect(self, what: str, items: Iterator[tuple[Any, Any]], use_async: bool) -> dict[Any, Any]:
-        """Return all items in host memory on the writing rank; nothing on others, which iterate all the same."""
+        """Return all items in host memory on the writing rank. Other ranks iterate too, and return nothing."""
         content = {}
         for name, value in self._to_host(items):
             content[name] = self._kept_copy((what, name), value) if use_async else value
@@ -446,7 +452,9 @@ class CheckpointIO:
             self._checked(lambda: write(shards) if self.writes() else deque(shards, 0), where, shards)
 
     def _checked(self, act: Callable[[], Any], where: StrPath, rest: Iterator[Any] | None = None) -> Any:
-        """Return the result of `act`; raise on every rank if it failed on one, after the collectives of `rest`."""
+        """Return the result of ``act``. If it failed on a rank, raise on all ranks after the collectives of
+        ``rest``.
+        """
         error = answer = None
         try:
             answer = act()
@@ -462,7 +470,7 @@ GeneralCheckpointIO = CheckpointIO  # ColossalAI's name of the base class of plu
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """Return the user's own module."""
+    """Return the user's module inside any wrappers."""
     return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 

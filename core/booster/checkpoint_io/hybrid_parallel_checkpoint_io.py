@@ -1,4 +1,4 @@
-"""HybridParallelCheckpointIO: files with the full model for any layout, of which each rank reads its slices."""
+"""HybridParallelCheckpointIO: files with the full model for any layout, from which each rank reads its slices."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
                 yield same, value
 
     def read_file(self, path: Path) -> Mapping[str, Any]:
-        """Return the tensors of a file. Those of a safetensors file are read on access."""
+        """Return the tensors of a file. Tensors of a safetensors file are read on access."""
         if path.suffix != SAFE_SUFFIX:
             return super().read_file(path)
         return SlicedFile(path, verify=in_turn(path, dist.get_rank(), dist.get_world_size()))
@@ -113,14 +113,8 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
     def _read_converted(self, model: HybridParallelModel, directory: Path, strict: bool, read: list[int]) -> set[str]:
         """Read a directory whose tensors are named or stacked differently from the model's.
 
-        Args:
-            model: The boosted model.
-            directory: Directory of the checkpoint.
-            strict: True if the names must fit.
-            read: List to which the number of bytes read is appended.
-
-        Returns:
-            Names in the model that have values, including other stages' names.
+        The number of bytes read is appended to ``read``. Return the names in the model that have values, including
+        other stages' names.
         """
         cut = model.cut
         base = without_adapters(cut.shell)
@@ -146,7 +140,7 @@ class HybridParallelCheckpointIO(LowLevelZeroCheckpointIO):
 
 
 def _part_of(found: Any, name: str, cut: CutModel, read: list[int]) -> torch.Tensor:
-    """Return this rank's slice of a tensor in memory or in a file, and append the number of bytes read to `read`."""
+    """Return this rank's slice of a tensor in memory or in a file, and append the number of bytes read to ``read``."""
     if isinstance(found, FileTensor):
         split = cut.split_of(name)
         return found.part(() if split is None else split.cuts, cut.groups, read)

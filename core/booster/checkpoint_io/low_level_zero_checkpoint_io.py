@@ -55,18 +55,13 @@ class LowLevelZeroCheckpointIO(TorchDDPCheckpointIO):
     def load_optimizer_states(
         self, optimizer: LowLevelZeroOptimizer, groups: list[dict[str, Any]], states: States
     ) -> None:
-        """Load groups, and parts from `place_state`."""
+        """Load groups, and parts from ``place_state``."""
         _refuse_split_experts(optimizer.model, optimizer.cut)
         optimizer.load_states(groups, states)
 
 
 def values_of(wrapped: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor of a wrapped model, copied if parameters are sharded. Collective in that case.
-
-    Args:
-        wrapped: The engine's wrapper, or a plain module.
-        tensor: A tensor of the module.
-    """
+    """Return the values of a wrapped model's tensor, copied if parameters are sharded. Collective in that case."""
     if not (isinstance(wrapped, DistributedDataParallel) and wrapped.ddp_config.shards_parameters):
         return tensor.detach()
     with wrapped.reading():

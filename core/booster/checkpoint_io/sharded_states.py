@@ -1,8 +1,8 @@
-"""Conversion of a sharded optimizer's state to torch's format, with full tensors by parameter number, and back.
+"""Conversion of a sharded optimizer's state to torch's format, with full tensors by parameter index, and back.
 
 Full states are gathered one parameter at a time: each rank that owns elements of the parameter sends them to the others
-of its shard group, so gathering needs memory for one parameter. The key `master` is next to the moments if masters are
-separate from the parameters (16-bit training). torch's optimizers keep that key and do not use it.
+of its shard group, so gathering needs memory for one parameter. The key ``master`` is next to the moments if masters
+are separate from the parameters (16-bit training). torch's optimizers keep that key and do not use it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ class StatePiece(NamedTuple):
 
 @torch.no_grad()
 def full_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, full state) of each parameter that has been updated, in order.
+    """Yield (index, full state) of each parameter that has been updated, in order.
 
-    Collective if the optimizer is sharded: every rank must exhaust the iterator. Tensors have the parameter's shape,
-    and are on the device of the gradients.
-
-    Raises:
-        PeerLost: Within seconds, if other ranks do not come.
+    This is collective if the optimizer is sharded, so every rank must exhaust the iterator. Tensors have the
+    parameter's shape and are on the gradients' device. Raises :class:`PeerLost` within seconds if other ranks do not
+    join.
     """
     for group, _ in _names_by_group(engine):
         with waiting("the state of a sharded optimizer", group, advice=ALL_RANKS):
@@ -78,18 +76,14 @@ def full_states(engine: AdoptedOptimizer) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def on_host(value: Any) -> Any:
-    """Return a tree of values with its tensors copied to host memory."""
+    """Copy the tensors in a tree of values to host memory."""
     return tree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
 
 
 def of_all_stages(items: Iterator[Any], group: dist.ProcessGroup | None) -> Iterator[Any]:
     """Yield the items of all pipeline stages on each of them, in host memory, one item per stage at a time.
 
-    Collective over the pipeline. Without a pipeline the items are unchanged.
-
-    Args:
-        items: This stage's items.
-        group: The pipeline's group, or None.
+    Collective over the pipeline ``group``. Without one the items are unchanged.
     """
     if group is None or dist.get_world_size(group) == 1:
         yield from items
@@ -138,15 +132,9 @@ def _piece(rank: int, entry: Entry) -> StatePiece:
 
 
 def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) -> Entry:
-    """Return this rank's elements of a full state, copied. Local.
+    """Return a copy of this rank's elements of a parameter's full state in torch's format. Does not communicate.
 
-    Args:
-        engine: The sharded optimizer.
-        number: Number of the parameter.
-        state: Its full state in torch's format.
-
-    Raises:
-        ValueError: If a tensor's shape does not fit the parameter, for an elementwise algorithm.
+    Raises ValueError if a tensor's shape does not match the parameter, for an elementwise algorithm.
     """
     param = list(itertools.chain.from_iterable(engine.user_params))[number]
     name = engine.names.get(id(param), f"number {number}")
@@ -166,12 +154,7 @@ def own_part(engine: AdoptedOptimizer, number: int, state: Mapping[str, Any]) ->
 
 
 def load_parts(engine: AdoptedOptimizer, parts: Mapping[int, Entry]) -> None:
-    """Load parts of `own_part`. The state of a parameter without a part starts fresh.
-
-    Args:
-        engine: The sharded optimizer.
-        parts: Parts by parameter number.
-    """
+    """Load parts from ``own_part`` by parameter index. The state of a parameter without a part starts fresh."""
     entries: dict[str, Entry] = {}
     for number, param in enumerate(itertools.chain.from_iterable(engine.user_params)):
         name = engine.names.get(id(param))
@@ -181,12 +164,7 @@ def load_parts(engine: AdoptedOptimizer, parts: Mapping[int, Entry]) -> None:
 
 
 def update_groups(engine: AdoptedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Copy saved options into the groups in place, because schedulers keep references to them.
-
-    Args:
-        engine: The sharded optimizer.
-        saved: Saved groups, in the order of the optimizer's.
-    """
+    """Copy saved options into the groups in place, because schedulers keep references to them."""
     for group, other in zip(engine.param_groups, saved, strict=True):
         group.update({key: value for key, value in other.items() if key not in OWN_OPTIONS})
 
@@ -195,12 +173,7 @@ def update_groups(engine: AdoptedOptimizer, saved: Sequence[Mapping[str, Any]]) 
 
 
 def full_state_dict(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """Return the full state in torch's format, on every rank, in separate memory. Collective.
-
-    Args:
-        engine: The sharded optimizer.
-        names: Names of parameters.
-    """
+    """Return the full state in torch's format on every rank, in separate memory. Collective."""
     state = {
         number: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in found.items()}
         for number, found in full_states(engine)
@@ -215,15 +188,9 @@ def _groups(engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str]) -> list
 def load_full_state_dict(
     engine: AdoptedOptimizer, names: Mapping[nn.Parameter, str], state_dict: Mapping[str, Any]
 ) -> None:
-    """Load a full state, of `full_state_dict` or of a torch optimizer over the same parameters.
+    """Load a full state from ``full_state_dict`` or from a torch optimizer over the same parameters.
 
-    Args:
-        engine: The sharded optimizer.
-        names: Names of parameters.
-        state_dict: The state.
-
-    Raises:
-        ValueError: If groups, names or shapes do not fit.
+    Raises ValueError if groups, names or shapes do not match.
     """
     numbers = match_groups(state_dict["param_groups"], _groups(engine, names))
     found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}

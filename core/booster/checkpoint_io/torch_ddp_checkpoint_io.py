@@ -15,11 +15,11 @@ from core.watch.waiting import expect, waiting
 class TorchDDPCheckpointIO(GeneralCheckpointIO):
     """Checkpoints of models that are complete on every rank of a group.
 
-    `ALONE_LIMIT_S` limits how long, in seconds, the writing rank waits for the others. Programs call saves on that rank
-    alone by mistake, while the others are on their way to another collective: both would wait forever.
+    ``ALONE_LIMIT_S`` limits how long, in seconds, the writing rank waits for the others. A program may call save only
+    on that rank by mistake, while the others are on their way to another collective: both would wait forever.
 
     Args:
-        group: The ranks that hold the model; None for the world.
+        group (ProcessGroup, optional): Ranks that hold the model. Defaults to the world.
     """
 
     ALONE_LIMIT_S = 20.0
@@ -33,7 +33,7 @@ class TorchDDPCheckpointIO(GeneralCheckpointIO):
         return dist.get_rank(self.group) == 0
 
     def agree(self, error: Exception | None, what: str) -> None:
-        """Raise on every rank if any has an error. A rank that returns knows that all have come this far."""
+        """Raise on every rank if any has an error. A rank that returns knows that all have reached this point."""
         self._expect_others(what)
         agree.refuse(error, self.group, "a save or load")  # ranks may write the path differently
 

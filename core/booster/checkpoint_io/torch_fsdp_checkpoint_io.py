@@ -13,10 +13,10 @@ from core.booster.checkpoint_io.torch_ddp_checkpoint_io import TorchDDPCheckpoin
 
 
 class TorchFSDPCheckpointIO(TorchDDPCheckpointIO):
-    """Checkpoints that gather one tensor at a time, so a sharded save needs memory for one tensor and one file."""
+    """Checkpoints that gather one tensor at a time, so that a sharded save needs memory for one tensor and one file."""
 
     def check_gather(self, gather_dtensor: bool) -> None:
-        """Raise ValueError for `gather_dtensor=False`, because files have full tensors."""
+        """Raise ValueError for ``gather_dtensor=False``, because files have full tensors."""
         if not gather_dtensor:
             raise ValueError(
                 "gather_dtensor=False would write one rank's shards, which load in no other layout; leave it at True "
@@ -24,7 +24,7 @@ class TorchFSDPCheckpointIO(TorchDDPCheckpointIO):
             )
 
     def full_value(self, model: nn.Module, value: Any) -> Any:
-        """Return a tensor, gathered. Collective."""
+        """All-gather a tensor. Collective."""
         return gather(value)
 
     def place_tensor(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ class TorchFSDPCheckpointIO(TorchDDPCheckpointIO):
         return placed
 
     def optimizer_states(self, optimizer: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield each parameter's state, gathered. Collective."""
+        """Yield each parameter's gathered state. Collective."""
         for number, state in super().optimizer_states(optimizer):
             yield number, {key: gather(value) for key, value in state.items()}
 
@@ -52,11 +52,11 @@ def gather(value: Any) -> Any:
 
 
 def shard_like(value: Any, param: Any) -> Any:
-    """Return this rank's shard of a full tensor. Local.
+    """Return this rank's shard of a full tensor. Does not communicate.
 
     Args:
-        value: A tensor of the parameter's full shape. Other values are returned unchanged.
-        param: The sharded parameter.
+        value (Any): A tensor of the parameter's full shape. Other values are returned unchanged.
+        param (Any): The sharded parameter.
 
     Raises:
         ValueError: If the tensor has another shape and more than one element.

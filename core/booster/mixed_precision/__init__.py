@@ -1,4 +1,4 @@
-"""Mixed precisions by name, for plugins that do not decide the precision themselves."""
+"""Mixed precisions by name, for plugins that do not control the precision."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ PRECISIONS: dict[str, type[MixedPrecision]] = {
 
 
 def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
-    """Create a mixed precision by name, with its defaults.
-
-    Args:
-        mixed_precision_type: A key of PRECISIONS.
+    """Create a mixed precision by its name in PRECISIONS, with default options.
 
     Raises:
         ValueError: If the name is unknown.

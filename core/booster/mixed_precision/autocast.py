@@ -1,4 +1,4 @@
-"""Models and criteria under autocast: parameters stay in fp32, and matrix products run in 16 bits."""
+"""Models and criteria under autocast: parameters stay in fp32, and matmuls run in 16 bits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from core.interface import ModelWrapper
 class AutocastModel(ModelWrapper):
     """Model, or criterion module, whose forward runs under autocast.
 
-    Args:
-        module: The wrapped module.
-        dtype: Dtype of the autocast.
-        device_type: Device type of the autocast; None for the device of the module's parameters at each call.
+    ``device_type`` defaults to the device of the module's parameters at each call.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device_type: str | None = None) -> None:
@@ -38,13 +35,7 @@ class AutocastModel(ModelWrapper):
 
 
 def under_autocast(criterion: Callable[..., Any], model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a criterion that runs under autocast on the model's device.
-
-    Args:
-        criterion: A module or a function.
-        model: The model.
-        dtype: Dtype of the autocast.
-    """
+    """Return a criterion that runs under autocast on the model's device."""
     if isinstance(criterion, nn.Module):
         return AutocastModel(criterion, dtype, _device_type(model))
 
@@ -57,15 +48,12 @@ def under_autocast(criterion: Callable[..., Any], model: nn.Module, dtype: torch
 
 
 class BF16MixedPrecision(MixedPrecision):
-    """bf16 through autocast. bf16 has the range of fp32, so the loss needs no scale."""
+    """Computes in bf16 through autocast. bf16 has the range of fp32, so the loss needs no scale."""
 
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Wrap the model and the criterion in autocast. The optimizer is wrapped without change.
-
-        See MixedPrecision.configure for the arguments.
-        """
+        """Wrap the model and the criterion in autocast. See :meth:`MixedPrecision.configure`."""
         boosted = AutocastModel(model, torch.bfloat16)
         if criterion is not None:
             criterion = under_autocast(criterion, boosted, torch.bfloat16)

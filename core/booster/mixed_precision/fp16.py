@@ -15,19 +15,19 @@ from core.optimizer.loss_scaler import DynamicLossScaler
 
 
 class FP16TorchMixedPrecision(MixedPrecision):
-    """fp16 through autocast, with a dynamic loss scale.
+    """Computes in fp16 through autocast, with a dynamic loss scale.
 
-    The first four arguments and their defaults are torch's and ColossalAI's. The defaults of the others give the
-    behavior of those two.
+    The first four arguments and their defaults are those of torch and ColossalAI. The other defaults reproduce their
+    behavior.
 
     Args:
-        init_scale: First factor of the loss.
-        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
-        backoff_factor: Factor of the scale after an overflow.
-        growth_interval: Steps without overflow before the scale grows.
-        min_scale: Lower limit of the scale.
-        max_scale: Upper limit of the scale; None for the largest fp32 number.
-        hysteresis: Number of overflows since the last growth at which the scale is first reduced.
+        init_scale (float, optional): Initial loss scale.
+        growth_factor (float, optional): Factor of the scale after ``growth_interval`` steps without overflow.
+        backoff_factor (float, optional): Factor of the scale after an overflow.
+        growth_interval (int, optional): Number of steps without overflow before the scale grows.
+        min_scale (float, optional): Lower limit of the scale.
+        max_scale (float, optional): Upper limit of the scale. Defaults to the largest fp32 number.
+        hysteresis (int, optional): Number of overflows since the last growth at which the scale is first reduced.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -64,7 +64,7 @@ class FP16TorchMixedPrecision(MixedPrecision):
     ) -> Configured:
         """Wrap the model and the criterion in autocast, and the optimizer with the loss scale.
 
-        See MixedPrecision.configure for the arguments.
+        See :meth:`MixedPrecision.configure` for the arguments.
         """
         boosted = AutocastModel(model, torch.float16)
         if optimizer is not None:

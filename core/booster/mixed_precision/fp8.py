@@ -1,6 +1,4 @@
-"""fp8: linear layers multiply in 8-bit floats, all other operations run in bf16 under autocast. Parameters are
-unchanged.
-"""
+"""fp8: linear layers multiply in 8-bit floats, and other operations run in bf16 autocast. Parameters are unchanged."""
 
 from __future__ import annotations
 
@@ -21,11 +19,10 @@ FIRST_CAPABILITY = (8, 9)  # the first CUDA generation that multiplies 8-bit flo
 
 
 class FP8MixedPrecision(MixedPrecision):
-    """8-bit products in every nn.Linear whose sizes are multiples of 16, with one scale per tensor, computed at each
-    call.
+    """Runs every nn.Linear whose sizes are multiples of 16 in fp8, with one scale per tensor computed at each call.
 
-    Activations and weights are e4m3, gradients of outputs e5m2. Sums use the hardware's accumulator, and results are
-    bf16.
+    Activations and weights are e4m3, and output gradients are e5m2. Sums use the hardware's accumulator, and results
+    are bf16.
 
     Raises:
         RuntimeError: If this machine cannot multiply 8-bit floats.
@@ -39,9 +36,9 @@ class FP8MixedPrecision(MixedPrecision):
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Wrap the model and the criterion in bf16 autocast, with linear layers in 8 bits.
+        """Wrap the model and the criterion in bf16 autocast, with linear layers in fp8.
 
-        See MixedPrecision.configure for the arguments.
+        See :meth:`MixedPrecision.configure` for the arguments.
 
         Raises:
             ValueError: If no linear layer has suitable sizes.
@@ -56,11 +53,7 @@ class FP8MixedPrecision(MixedPrecision):
 
 
 def why_not(device: torch.device) -> str | None:
-    """Return the reason why a device cannot multiply 8-bit floats.
-
-    Returns:
-        The reason; None if it can.
-    """
+    """Return the reason why a device cannot multiply 8-bit floats, or ``None`` if it can."""
     if device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)
         if capability < FIRST_CAPABILITY:
@@ -75,16 +68,10 @@ def why_not(device: torch.device) -> str | None:
 
 
 def use_fp8_linears(model: nn.Module) -> list[str]:
-    """Make the linear layers of a model multiply in 8 bits. Names and parameters do not change.
+    """Make a model's linear layers multiply in 8 bits, and return the names of the changed layers.
 
-    Args:
-        model: The model, changed in place.
-
-    Returns:
-        Names of the changed layers: those whose sizes are multiples of 16.
-
-    Raises:
-        ValueError: If a layer is split over tensor parallelism, or its instance has another forward.
+    Only layers whose sizes are multiples of 16 change, and names and parameters stay the same. Raises ValueError if a
+    layer is split over tensor parallelism, or if its instance has another forward.
     """
     changed = []
     for name, module in model.named_modules():
@@ -101,11 +88,7 @@ def use_fp8_linears(model: nn.Module) -> list[str]:
 
 
 def fits(*sizes: int) -> bool:
-    """Return True if a product of these sizes can run in 8 bits.
-
-    Args:
-        *sizes: Sizes of the product.
-    """
+    """Return ``True`` if a product of these sizes can run in 8 bits."""
     return all(size % MULTIPLE == 0 for size in sizes)
 
 
@@ -115,7 +98,7 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class FP8Linear(torch.autograd.Function):
-    """Linear layer in 8 bits: x [..., in] times weight [out, in] in e4m3; gradients [..., out] in e5m2."""
+    """Linear layer in 8 bits: x [..., in] times weight [out, in] in e4m3, and gradients [..., out] in e5m2."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -155,7 +138,7 @@ def _product(
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a tensor in 8 bits and its scale. An inf or NaN makes the entire result NaN."""
+    """Return a tensor in 8 bits and its scale. An Inf or NaN makes the entire result NaN."""
     largest = tensor.abs().amax().float() if tensor.numel() else tensor.new_zeros((), dtype=torch.float32)
     scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
     scale = torch.where(largest.isfinite(), scale, torch.nan)

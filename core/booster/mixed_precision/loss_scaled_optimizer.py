@@ -16,13 +16,13 @@ from core.optimizer.step.scaled_backward import lacks_scale, scaled_backward, un
 class TorchAMPOptimizer(OptimizerWrapper):
     """Optimizer wrapper that scales the loss, unscales gradients once, and skips steps whose gradients overflow.
 
-    Gradients are unscaled before the first clipping or the step. The scale changes only in `step`, so all microbatches
-    of an accumulated gradient have the same scale. The scale's state is part of `state_dict`, and therefore of
-    checkpoints.
+    Gradients are unscaled before the first clipping or the step. The scale changes only in ``step``, so all
+    microbatches of an accumulated gradient have the same scale. The scaler's state is part of ``state_dict``, and
+    therefore of checkpoints.
 
     Args:
-        optim: A torch optimizer, or a plugin's wrapper.
-        scaler: The loss scale.
+        optim (Optimizer): A torch optimizer, or a plugin's wrapper.
+        scaler (DynamicLossScaler): The loss scale.
     """
 
     def __init__(self, optim: Any, scaler: DynamicLossScaler) -> None:
@@ -45,13 +45,13 @@ class TorchAMPOptimizer(OptimizerWrapper):
         """Accumulate the gradient of the scaled loss.
 
         Args:
-            loss: The loss, without the scale.
-            inputs: As in torch.Tensor.backward.
-            retain_graph: As in torch.Tensor.backward.
+            loss (Tensor): The loss, without the scale.
+            inputs (Any, optional): As in torch.Tensor.backward.
+            retain_graph (bool, optional): As in torch.Tensor.backward.
             **kwargs: As in torch.Tensor.backward.
 
         Raises:
-            RuntimeError: If this step's gradients are unscaled already.
+            RuntimeError: If this step's gradients are already unscaled.
         """
         if self._unscaled:
             raise RuntimeError(
@@ -63,7 +63,7 @@ class TorchAMPOptimizer(OptimizerWrapper):
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
-        """Continue a backward from a gradient that already has the scale. See OptimizerWrapper.backward_by_grad."""
+        """Continue a backward from a scaled gradient. See :meth:`OptimizerWrapper.backward_by_grad`."""
         self._scaled = True
         with scaled_backward(self.scaler):
             super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
@@ -92,12 +92,12 @@ class TorchAMPOptimizer(OptimizerWrapper):
         self._unscaled = True
 
     def clip_grad_by_norm(self, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Clip the norm of the unscaled gradient. See OptimizerWrapper.clip_grad_by_norm."""
+        """Clip the norm of the unscaled gradient. See :meth:`OptimizerWrapper.clip_grad_by_norm`."""
         self.unscale_grad()
         return super().clip_grad_by_norm(max_norm, *args, **kwargs)
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Clip the elements of the unscaled gradient. See OptimizerWrapper.clip_grad_by_value."""
+        """Clip the elements of the unscaled gradient. See :meth:`OptimizerWrapper.clip_grad_by_value`."""
         self.unscale_grad()
         super().clip_grad_by_value(clip_value, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""MixedPrecision: the precision in which a model computes, if its plugin does not decide it."""
+"""MixedPrecision: the precision in which a model computes, if its plugin does not control it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class MixedPrecision(ABC):
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Wrap a model, an optimizer and a criterion. None stays None.
+        """Wrap a model, an optimizer and a criterion. ``None`` stays ``None``.
 
         Args:
-            model: The model, or a plugin's wrapper of it.
-            optimizer: The optimizer, or None.
-            criterion: The loss function, or None.
+            model (Module): The model, or a plugin's wrapper of it.
+            optimizer (Optimizer, optional): The optimizer.
+            criterion (Callable[..., Any], optional): The loss function.
 
         Returns:
             (model, optimizer, criterion)
@@ -33,12 +33,12 @@ class MixedPrecision(ABC):
 
 
 class FP32MixedPrecision(MixedPrecision):
-    """No mixed precision: all operations run in the dtype of the parameters."""
+    """No mixed precision: all operations run in the parameters' dtype."""
 
     def configure(
         self, model: nn.Module, optimizer: Any = None, criterion: Callable[..., Any] | None = None
     ) -> Configured:
-        """Wrap the model and the optimizer without changing them. See MixedPrecision.configure."""
+        """Wrap the model and the optimizer without changing them. See :meth:`MixedPrecision.configure`."""
         return as_wrapped(model), as_wrapped_optimizer(optimizer), criterion
 
 

@@ -1,4 +1,4 @@
-"""Plugins: the ways of training that the Booster offers. Derive from `Plugin` or `DPPluginBase` to add one."""
+"""Plugins of the Booster, one for each form of parallelism. Derive from ``Plugin`` or ``DPPluginBase`` to add one."""
 
 from core.booster.plugin.dp_plugin_base import DPPluginBase
 from core.booster.plugin.gemini_plugin import GeminiPlugin

@@ -1,6 +1,6 @@
 """LoRA adapters in an optimizer created before them: each joins the param group of the weight that it adapts.
 
-peft's copy of a fully trained module (`modules_to_save`) joins the groups of the original's parameters.
+peft's copy of a fully trained module (``modules_to_save``) joins the groups of the original's parameters.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
 def add_adapters(model: nn.Module, optimizer: Any) -> None:
-    """Add a peft model's trainable adapters that an optimizer lacks. Warns if their weight is in no group.
-
-    Args:
-        model: The peft model, or any module, for which nothing changes.
-        optimizer: The torch optimizer, changed in place.
-    """
+    """Add a peft model's trainable adapters that an optimizer lacks. Warns if their weight is in no group."""
     group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     named = dict(model.named_parameters())
     for name, param in named.items():

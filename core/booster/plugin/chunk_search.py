@@ -17,17 +17,12 @@ FAR_ABOVE = 3  # standard deviations: longer parameters have separate chunks, an
 
 
 def search_chunk_size(numels: Sequence[int], *, least: int, search_range: int, interval: int) -> int:
-    """Return the number of elements of a chunk.
+    """Return the number of elements per chunk.
 
-    If all parameters together have at most `least` elements, they are one chunk. Otherwise the candidates are multiples
-    of `interval`, from the first one that is at least `least` and at least the longest parameter. The candidate whose
-    chunks have the fewest unused elements in total is chosen, the smallest of several.
-
-    Args:
-        numels: Lengths of the parameters in registration order.
-        least: Smallest chunk, in elements.
-        search_range: Distance from the first to the last candidate, in elements.
-        interval: Distance between candidates, in elements.
+    If all parameters (lengths ``numels`` in registration order) together have at most ``least`` elements, they are one
+    chunk. Otherwise the candidates are multiples of ``interval``, from the first one that is at least ``least`` and at
+    least the longest parameter, over a distance of ``search_range`` elements. The candidate whose chunks have the
+    fewest unused elements in total is chosen, or the smallest of several.
     """
     total = sum(pad_to_multiple(numel, PARAM_START_ALIGNMENT) for numel in numels)
     if total <= least or not total:

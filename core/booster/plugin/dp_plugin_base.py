@@ -26,7 +26,7 @@ SAME_MODEL = "All ranks must build the same model"
 
 
 class World(NamedTuple):
-    """A rank, the number of ranks, and the device on which they train."""
+    """Rank, world size, and the device on which a rank trains."""
 
     rank: int
     size: int
@@ -38,13 +38,7 @@ _PLANNED: ContextVar[World | None] = ContextVar("the world that is planned", def
 
 @contextmanager
 def planned_world(rank: int, size: int, device: torch.device) -> Iterator[None]:
-    """Create plugins inside for a rank of a world that does not run. They can describe a run, but not start it.
-
-    Args:
-        rank: The planned rank.
-        size: The planned number of ranks.
-        device: The planned device of a rank.
-    """
+    """Create plugins inside for a rank of a world that does not run. They can describe a run, but not start it."""
     token = _PLANNED.set(World(rank, size, device))
     try:
         yield
@@ -53,10 +47,10 @@ def planned_world(rank: int, size: int, device: torch.device) -> Iterator[None]:
 
 
 class DPPluginBase(Plugin):
-    """Base class of plugins in which every rank of the world is a data-parallel rank, on its own device.
+    """Base class of plugins in which every rank of the world is a data-parallel rank with its own device.
 
     Raises:
-        RuntimeError: If torch.distributed is not started.
+        RuntimeError: If torch.distributed is not initialized.
     """
 
     def __init__(self) -> None:
@@ -77,15 +71,11 @@ class DPPluginBase(Plugin):
         return ["cpu", "cuda", "npu", "xpu"]
 
     def control_device(self) -> bool:
-        """Return True: the device is the one of the process group's collectives."""
+        """Return ``True``, because the device follows from the process group's collectives."""
         return True
 
     def device(self) -> torch.device:
-        """Return the device of models.
-
-        Raises:
-            RuntimeError: If the plugin does not run on it.
-        """
+        """Return the device of models. Raises RuntimeError if the plugin does not run on it."""
         device = device_of_group() if self._planned is None else self._planned.device
         if device.type not in self.supported_devices():
             raise RuntimeError(
@@ -98,8 +88,8 @@ class DPPluginBase(Plugin):
         """Add adapters created after the optimizer, and check that the optimizer trains parameters of the model.
 
         Args:
-            model: The plain model.
-            optimizer: The torch optimizer.
+            model (Module): The plain model.
+            optimizer (Optimizer): The torch optimizer.
 
         Raises:
             ValueError: If a parameter is not the model's, so that no rank would reduce its gradient, or if the
@@ -126,14 +116,14 @@ class DPPluginBase(Plugin):
             )
 
     def agree(self, error: Exception | None, model: Any, optimizer: Any) -> None:
-        """Raise on every rank if any rank rejects its arguments, or if the ranks' `facts_of` differ.
+        """Raise on every rank if any rank rejects its arguments, or if the ranks' ``facts_of`` differ.
 
-        Collective over the world.
+        This is a collective over the world.
 
         Args:
-            error: Error that the Booster has found on this rank, or None.
-            model: The plain model.
-            optimizer: The torch optimizer, or None.
+            error (Exception): Error that the Booster has found on this rank, or ``None``.
+            model (Module): The plain model.
+            optimizer (Optimizer, optional): The torch optimizer.
 
         Raises:
             ValueError: If facts differ, or this rank's arguments are rejected.
@@ -151,13 +141,13 @@ class DPPluginBase(Plugin):
             agree.same([("the model", dist.group.WORLD, facts)], kind=ValueError, advice=SAME_MODEL)
 
     def facts_of(self, model: nn.Module, optimizer: Any) -> list[str]:
-        """Return lines that must be the same on all ranks. Local.
+        """Return lines that must be the same on all ranks. Does not communicate.
 
         Every rank returns lines, or none does. Subclasses raise ValueError for models that cannot be trained.
 
         Args:
-            model: The plain model.
-            optimizer: The torch optimizer, or None.
+            model (Module): The plain model.
+            optimizer (Optimizer, optional): The torch optimizer.
         """
         return []
 
@@ -175,19 +165,19 @@ class DPPluginBase(Plugin):
     ) -> DataLoader[Any]:
         """Create a dataloader over this rank's part of a dataset.
 
-        Call its `sampler.set_epoch(epoch)` at each epoch to shuffle again.
+        Call its ``sampler.set_epoch(epoch)`` at the start of each epoch, or every epoch has the same order.
 
         Args:
-            dataset: The full dataset, with a length.
-            batch_size: Samples per rank.
-            shuffle: True to shuffle.
-            seed: Seed of the shuffle, the same on all ranks. Each worker's Python, NumPy and torch get a different seed
-                from it.
-            drop_last: True to leave out the last samples, instead of repeating some or making a smaller batch.
-            pin_memory: As in torch's DataLoader.
-            num_workers: As in torch's DataLoader.
-            distributed_sampler_cls: Class or function called as (dataset, num_replicas=, rank=, shuffle=), and with
-                seed and drop_last if it accepts them; None for torch's DistributedSampler.
+            dataset (Dataset[Any]): The full dataset, with a length.
+            batch_size (int): Number of samples per rank.
+            shuffle (bool, optional): Shuffle the samples.
+            seed (int, optional): Shuffle seed, the same on all ranks. Each worker's Python, NumPy and torch get a
+                different seed from it.
+            drop_last (bool, optional): Drop the last samples, instead of repeating some or making a smaller batch.
+            pin_memory (bool, optional): As in torch's DataLoader.
+            num_workers (int, optional): As in torch's DataLoader.
+            distributed_sampler_cls (Any, optional): Class or function called as (dataset, num_replicas=, rank=,
+                shuffle=), and with seed and drop_last if it accepts them. Defaults to torch's DistributedSampler.
             **kwargs: Other options of torch's DataLoader.
 
         Raises:
@@ -223,7 +213,7 @@ class DPPluginBase(Plugin):
         )
 
     def prepare_train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """Call `prepare_dataloader`. Some of ColossalAI's pages use this name."""
+        """Call ``prepare_dataloader``. Some of ColossalAI's pages use this name."""
         return self.prepare_dataloader(*args, **kwargs)
 
     def data_rank(self) -> int:
@@ -235,7 +225,7 @@ class DPPluginBase(Plugin):
         return self.world_size
 
     def support_lora(self) -> bool:
-        """Return True: adapters are ordinary parameters."""
+        """Return ``True``, because adapters are ordinary parameters."""
         return True
 
     def enable_lora(
@@ -245,7 +235,7 @@ class DPPluginBase(Plugin):
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
     ) -> nn.Module:
-        """Add LoRA adapters with peft. See Booster.enable_lora for the arguments."""
+        """Add LoRA adapters with peft. See :meth:`Booster.enable_lora` for the arguments."""
         return add_lora(model, pretrained_dir, lora_config, bnb_quantization_config)
 
 

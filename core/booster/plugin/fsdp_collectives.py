@@ -1,6 +1,6 @@
 """FSDP's all-gather of parameters and reduce-scatter of gradients in 8 bits.
 
-`set_custom_all_gather` and `set_custom_reduce_scatter` accept any callable object with an `allocate` method.
+``set_custom_all_gather`` and ``set_custom_reduce_scatter`` accept any callable object with an ``allocate`` method.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ class Allocating:
     """Base class that allocates new memory for each collective; FSDP frees it."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor.
-
-        Args:
-            size: Shape of the tensor.
-            dtype: Dtype of the tensor.
-            device: Device of the tensor.
-        """
+        """Return an uninitialized tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -42,7 +36,7 @@ class FP8AllGather(Allocating):
 
 
 class FP8ReduceScatter(Allocating):
-    """Reduce-scatter of gradients: contributions in 8 bits, summed or averaged in fp32."""
+    """Reduce-scatter of gradients, sent in 8 bits and summed or averaged in fp32."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Options of FSDP1 (FullyShardedDataParallel), translated to FSDP2 (`fully_shard`). Pure, except for meshes."""
+"""Options of FSDP1 (FullyShardedDataParallel), translated to FSDP2 (``fully_shard``)."""
 
 from __future__ import annotations
 
@@ -60,17 +60,9 @@ def units_of(
 ) -> list[Unit]:
     """Return the units of a model, inner ones first and the model itself last.
 
-    Modules that mixed precision exempts become units that compute in fp32.
-
-    Args:
-        model: The model.
-        auto_wrap_policy: As for FSDP: a function (module, recurse, nonwrapped_numel) -> bool, a policy object of
-            torch.distributed.fsdp.wrap, or a set of module classes; None for one unit.
-        mixed_precision: Dtypes of units.
-        ignored: Modules that FSDP ignores.
-
-    Raises:
-        ValueError: If two units share a parameter.
+    ``auto_wrap_policy`` is as for FSDP: a function (module, recurse, nonwrapped_numel) -> bool, a policy object of
+    torch.distributed.fsdp.wrap, a set of module classes, or ``None`` for one unit. Modules that mixed precision exempts
+    become units that compute in fp32. Raises ValueError if two units share a parameter.
     """
     inner, root = (policy_of(mixed_precision, root=root) for root in (False, True))
     names = {module: name for name, module in model.named_modules()}
@@ -98,11 +90,7 @@ def units_of(
 
 
 def check_policy(policy: Any) -> None:
-    """Check that an object can select modules to wrap.
-
-    Raises:
-        TypeError: If it cannot.
-    """
+    """Raise TypeError if an object cannot select modules to wrap."""
     if isinstance(policy, (set, frozenset, list, tuple)):
         fits = all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in policy)
     else:
@@ -115,14 +103,7 @@ def check_policy(policy: Any) -> None:
 
 
 def check_kinds(**options: Any) -> None:
-    """Check the types of FSDP's options, which torch would check late or never.
-
-    Args:
-        **options: The plugin's options by name.
-
-    Raises:
-        TypeError: If an option has a wrong type.
-    """
+    """Raise TypeError for an FSDP option of a wrong type, which torch would reject late or never."""
     check_policy(options.pop("auto_wrap_policy"))
     for name, (kinds, expected) in KINDS.items():
         if options[name] is not None and not isinstance(options[name], kinds):
@@ -144,7 +125,7 @@ def _wrapped_by(policy: Any, model: nn.Module, ignored: set[nn.Module]) -> Itera
 
 
 def _ask(policy: Callable[..., bool], module: nn.Module, ignored: set[nn.Module], wrapped: list[nn.Module]) -> int:
-    """Call a function policy for a module, children first. Returns the number of elements in wrapped modules."""
+    """Call a function policy for a module, children first. Return the number of elements in wrapped modules."""
     numel = sum(param.numel() for param in module.parameters())
     if module in ignored or module in wrapped:
         return 0
@@ -174,12 +155,8 @@ def _check_shared_parameters(units: Sequence[Unit]) -> None:
 
 
 def own_modules(module: nn.Module, others: set[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield a unit's modules with their names, without other units, ignored modules and the modules inside them.
-
-    Args:
-        module: The unit's module.
-        others: Modules of other units, and ignored modules.
-        prefix: Text before the names.
+    """Yield a unit's modules with their names, without ``others`` (other units, ignored modules) and their
+    submodules.
     """
     yield prefix, module
     for name, child in module.named_children():
@@ -188,12 +165,7 @@ def own_modules(module: nn.Module, others: set[nn.Module], prefix: str = "") -> 
 
 
 def policy_of(mixed_precision: MixedPrecision | MixedPrecisionPolicy | None, *, root: bool) -> MixedPrecisionPolicy:
-    """Return the dtypes of a unit. By default the model casts its inputs, and inner units do not.
-
-    Args:
-        mixed_precision: FSDP1's or FSDP2's dtypes; None for no mixed precision.
-        root: True for the unit that is the model itself.
-    """
+    """Return a unit's dtypes from FSDP1's or FSDP2's. By default the model casts its inputs, and inner units do not."""
     if mixed_precision is None:
         return MixedPrecisionPolicy()
     if isinstance(mixed_precision, MixedPrecisionPolicy):
@@ -207,12 +179,7 @@ def policy_of(mixed_precision: MixedPrecision | MixedPrecisionPolicy | None, *, 
 
 
 def offload_of(cpu_offload: Any, device: torch.device) -> OffloadPolicy:
-    """Return the policy for shards between their uses.
-
-    Args:
-        cpu_offload: A CPUOffload, a bool, a policy of `fully_shard`, or None.
-        device: Device of the model.
-    """
+    """Return the policy for shards between their uses, from a CPUOffload, a bool, or a policy of ``fully_shard``."""
     if isinstance(cpu_offload, OffloadPolicy):
         wanted = isinstance(cpu_offload, CPUOffloadPolicy)
     else:
@@ -227,13 +194,8 @@ def offload_of(cpu_offload: Any, device: torch.device) -> OffloadPolicy:
 def mesh_of(process_group: Any, strategy: ShardingStrategy, device: torch.device) -> DeviceMesh:
     """Create the mesh of ranks that shard and ranks that replicate: [shard] or [replicate, shard]. Collective.
 
-    Args:
-        process_group: None, a group, (shard group, replicate group) for hybrid strategies, or a DeviceMesh.
-        strategy: FSDP1's sharding strategy.
-        device: Device of the model.
-
-    Raises:
-        ValueError: If the ranks of a machine do not divide the world, for a hybrid strategy without groups.
+    ``process_group`` is ``None``, a group, (shard group, replicate group) for hybrid strategies, or a DeviceMesh.
+    Raises ValueError if the ranks of a machine do not divide the world, for a hybrid strategy without groups.
     """
     if isinstance(process_group, DeviceMesh):
         if strategy is ShardingStrategy.NO_SHARD:

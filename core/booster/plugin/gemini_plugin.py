@@ -35,32 +35,35 @@ NOT_SPLIT = (
 class GeminiPlugin(ZeroPluginBase):
     """Plugin for ZeRO stage 3 (arXiv:1910.02054) in chunks, as in Gemini (arXiv:2108.05818).
 
-    Each rank keeps a shard of all parameters, gradients and optimizer state, and gathers a chunk of parameters while it
-    is used. Use it for models whose parameters fit on no single rank. A warning names options without effect.
+    Each rank stores a shard of all parameters, gradients and optimizer state, and all-gathers a chunk of parameters
+    while it is used. Use it for models whose parameters do not fit on a single rank. A warning names options without
+    effect.
+
+        booster = Booster(plugin=GeminiPlugin(precision="bf16", placement_policy="static"))
 
     Args:
-        chunk_config_dict: {data ranks: {'chunk_size': elements, 'keep_gathered': True for replicated chunks}}; None to
-            search the size.
+        chunk_config_dict: {data ranks: {'chunk_size': elements, 'keep_gathered': True for replicated chunks}}. By
+            default the chunk size is searched.
         chunk_init_device: The process group's device, or None.
-        placement_policy: 'static' places fixed fractions of the bytes of chunks. 'auto' offloads all parameters,
-            masters and moments, and keeps as many chunks gathered on the device as `memory_budget_bytes` allows.
-        enable_gradient_accumulation: True to reduce every microbatch into the stored shard, also inside `no_sync`.
-            Otherwise `no_sync` keeps full gradients, which are reduced once.
+        placement_policy: 'static' places fixed fractions of the chunks' bytes. 'auto' offloads all parameters, masters
+            and moments, and keeps as many chunks gathered on the device as ``memory_budget_bytes`` allows.
+        enable_gradient_accumulation: Reduce every microbatch into the stored shard, also inside ``no_sync``. Otherwise
+            ``no_sync`` keeps full gradients, which are reduced once.
         max_prefetch: 1 to gather the next chunk of the learned order while one is used, between hosts.
-        shard_param_frac: Fraction of the parameters' bytes that is sharded; the rest is replicated.
+        shard_param_frac: Fraction of the parameter bytes that is sharded; the rest is replicated.
         offload_optim_frac: Fraction of masters and moments that is offloaded: to host memory with a GPU, to files in
-            `offload_directory` on CPUs.
+            ``offload_directory`` on CPUs.
         offload_param_frac: Fraction of parameters that is offloaded, to the same place.
         warmup_non_model_data_ratio: Fraction of the budget that 'auto' leaves free in the first step.
         steady_cuda_cap_ratio: Fraction of the budget that 'auto' uses in later steps, minus the activations kept for
             backward.
         precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
         master_weights: False to keep no fp32 copy of 16-bit parameters.
-        pin_memory: True to offload to pinned host memory, from which a GPU copies faster.
-        force_outputs_fp32: True to cast floating-point outputs of the forward to fp32.
-        strict_ddp_mode: True to replicate everything, as DDP does.
+        pin_memory: Offload to pinned host memory, from which a GPU copies faster.
+        force_outputs_fp32: Cast floating-point outputs of the forward to fp32.
+        strict_ddp_mode: Replicate everything, as DDP does.
         search_range_m: Distance from the smallest to the largest size that is searched, in 1024 * 1024 elements.
-        hidden_dim: Step of the search, in elements; None for 1024.
+        hidden_dim: Step of the search, in elements. Defaults to 1024.
         min_chunk_size_m: Smallest size that is searched, in 1024 * 1024 elements. A model of at most this size is one
             chunk.
         memstats: Statistics of an earlier run under 'auto', from the boosted model. 'auto' then needs no warm-up, and
@@ -68,25 +71,25 @@ class GeminiPlugin(ZeroPluginBase):
         gpu_margin_mem_ratio: Must be 0: masters and moments stay offloaded under 'auto'.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: Options of
             DynamicLossScaler, used with fp16 only.
-        max_norm: Limit of the global gradient norm, applied inside `step`; 0 for no clipping.
+        max_norm: Limit of the global gradient norm, applied inside ``step``. 0 disables clipping.
         norm_type: Order p of the norm.
         tp_size: Number of ranks over which a transformers model is split. Its slices are sharded over the others.
-        extra_dp_size: Number of replicas of the shards; each is kept by neighbouring data ranks.
-        enable_flash_attention: True to use torch's scaled_dot_product_attention, with tp_size above 1.
-        enable_sequence_parallelism: True to split the sequence too, with tp_size above 1.
-        enable_async_reduce: True to reduce chunks during backward.
-        use_fp8: True for linear layers that multiply in 8 bits, with 'bf16', on machines that support it.
-        verbose: True to log how the model is wrapped.
-        fp8_communication: True to send gradients in 8 bits, with one scale per 256 elements.
+        extra_dp_size: Number of replicas of the shards, each on neighboring data ranks.
+        enable_flash_attention: Use torch's scaled_dot_product_attention, with tp_size above 1.
+        enable_sequence_parallelism: Split the sequence too, with tp_size above 1.
+        enable_async_reduce: Reduce chunks during backward.
+        use_fp8: Multiply in 8 bits in linear layers, with 'bf16', on machines that support it.
+        verbose: Log how the model is wrapped.
+        fp8_communication: Send gradients in 8 bits, with one scale per 256 elements.
         offload_directory: Directory for offloaded shards, required to offload on CPUs.
-        memory_budget_bytes: Memory that a rank may use under 'auto'; None for all memory of its GPU.
-        example: Arguments of a small forward that verifies the split; None to create it from the model's main input.
-        broadcast_buffers: True to broadcast rank 0's buffers, such as the statistics of a BatchNorm, to all ranks
-            before forwards, for models that save any.
+        memory_budget_bytes: Memory that a rank may use under 'auto'. Defaults to all memory of its GPU.
+        example: Arguments of a small forward that verifies the split. By default created from the model's main input.
+        broadcast_buffers: Broadcast rank 0's buffers, such as BatchNorm statistics, to all ranks before forwards, for
+            models that save any.
 
     Raises:
-        ValueError: If an option is out of range, or options cannot work together.
-        RuntimeError: If torch.distributed is not started, or this machine cannot run `use_fp8`.
+        ValueError: If an option is out of range, or options cannot be combined.
+        RuntimeError: If torch.distributed is not initialized, or this machine cannot run ``use_fp8``.
     """
 
     without_effect = WITHOUT_EFFECT
@@ -287,7 +290,9 @@ class GeminiPlugin(ZeroPluginBase):
             self._refuse_changed(of_auto, "only placement_policy='auto' reads it")
 
     def _refuse_changed(self, given: dict[str, tuple[Any, Any]], why: str) -> None:
-        """Raise ValueError for the first of these (value, default) that differ: the value would have no effect."""
+        """Raise ValueError for the first of these (value, default) that differ, because the value would have no
+        effect.
+        """
         for name, (value, default) in given.items():
             if value != default:
                 raise ValueError(f"{name} is {value!r}, and {why}; leave it {default}")
@@ -350,7 +355,7 @@ class GeminiPlugin(ZeroPluginBase):
         return f"GeminiPlugin, {self.placement_policy} placement, chunks of {self.chunk_size} elements{split}"
 
     def data_size(self) -> int:
-        """Return the number of parts of the data."""
+        """Return the number of data-parallel parts."""
         return self.world_size // self.tp_size
 
     @property
@@ -360,12 +365,12 @@ class GeminiPlugin(ZeroPluginBase):
 
     @property
     def dp_group(self) -> ProcessGroup:
-        """Ranks that train on different data. Collective at its first read, as `groups` is."""
+        """Ranks that train on different data. The first read is collective, as for ``groups``."""
         return self.groups().require("dp")
 
     @property
     def tp_group(self) -> ProcessGroup | None:
-        """Ranks over which a model is split; None if tp_size is 1, as in ColossalAI."""
+        """Ranks over which a model is split, or ``None`` if tp_size is 1, as in ColossalAI."""
         return self.groups().require("tp") if self.tp_size > 1 else None
 
     @property
@@ -374,7 +379,7 @@ class GeminiPlugin(ZeroPluginBase):
         return PluginShardConfig.of(self._given, self.tp_group, self.tp_size)
 
     def groups(self) -> ProcessGroups:
-        """Return parallel_state's groups, or create groups at the first call. Collective at that call."""
+        """Return the groups of ``parallel_state``, or create groups at the first call, which is then collective."""
         return self.expect_instances(super().groups())
 
     def engine_configs(
@@ -383,8 +388,8 @@ class GeminiPlugin(ZeroPluginBase):
         """Return the base class's options, with the best chunk size for a model.
 
         Args:
-            model: This rank's part of the model.
-            optimizer: The user's torch optimizer.
+            model (Module): This rank's part of the model.
+            optimizer (torch.optim.Optimizer): The user's torch optimizer.
         """
         ddp_config, optimizer_config = super().engine_configs(model, optimizer)
         if self.chunk_config_dict is None:

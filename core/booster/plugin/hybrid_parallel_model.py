@@ -21,7 +21,7 @@ from core.watch.waiting import is_peers
 class HybridParallelModel(LowLevelZeroModel):
     """Part of a transformers model on this rank. Without pipeline stages it is called like the model.
 
-    With stages, `booster.execute_pipeline` runs it.
+    With stages, ``booster.execute_pipeline`` runs it.
     """
 
     gathers_logits = False  # True: a causal model's outputs have the logits of the full vocabulary
@@ -31,8 +31,7 @@ class HybridParallelModel(LowLevelZeroModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on this rank's slices.
 
-        Raises:
-            RuntimeError: If the model has pipeline stages, or has not been loaded after the meta device.
+        Raises RuntimeError if the model has pipeline stages, or was created on the meta device and not loaded since.
         """
         if self.cut.layout is not None:
             raise RuntimeError(
@@ -49,17 +48,14 @@ class HybridParallelModel(LowLevelZeroModel):
 
     @cached_property
     def _takes_cache(self) -> bool:
-        """True if the model's forward has an argument for a cache of keys and values."""
+        """Return ``True`` if the model's forward accepts a KV cache."""
         return "use_cache" in inspect.signature(type(without_adapters(self.unwrap())).forward).parameters
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own `generate` on this rank's slices. Tensor-parallel ranks draw the same tokens.
+        """Call the model's own ``generate`` on this rank's slices. Tensor-parallel ranks draw the same tokens.
 
         With expert parallelism ranks compute together, so data ranks with finished texts continue until all have
-        finished (synced_gpus).
-
-        Raises:
-            RuntimeError: If the model has pipeline stages.
+        finished (synced_gpus). Raises RuntimeError if the model has pipeline stages.
         """
         if self.cut.layout is not None:
             raise RuntimeError(
@@ -74,9 +70,9 @@ class HybridParallelModel(LowLevelZeroModel):
 
     @contextmanager
     def failures_reported(self) -> Iterator[None]:
-        """Report a forward that fails on this rank alone to all others, which wait in its collectives.
+        """Report a forward that fails only on this rank to all others, which wait in its collectives.
 
-        A ValueError is not reported: it rejects inputs, which all ranks of a replica have alike.
+        A ValueError is not reported, because it rejects inputs that are the same on all ranks of a replica.
         """
         try:
             yield
@@ -87,7 +83,7 @@ class HybridParallelModel(LowLevelZeroModel):
             raise
 
     def expect_values(self) -> None:
-        """Raise RuntimeError, on all ranks alike, if a model boosted on the meta device has not been loaded."""
+        """Raise RuntimeError on all ranks if a model boosted on the meta device has not been loaded."""
         if self.cut.unread:
             raise RuntimeError(
                 f"the model was boosted on the meta device, and {len(self.cut.unread)} of its tensors, the first "

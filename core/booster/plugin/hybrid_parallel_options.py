@@ -1,4 +1,4 @@
-"""Checks of HybridParallelPlugin's options together. Each option is obeyed, rejected by name, or named in a warning."""
+"""Checks of HybridParallelPlugin's combined options. Each is obeyed, rejected by name, or named in a warning."""
 
 from __future__ import annotations
 
@@ -27,12 +27,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
 
 
 def warn_without_effect(plugin: str, given: Mapping[str, Any]) -> None:
-    """Warn once about all options without effect, because ColossalAI's programs set many of them.
-
-    Args:
-        plugin: The plugin's name.
-        given: The plugin's arguments by name.
-    """
+    """Warn once about all options without effect, because ColossalAI's programs set many of them."""
     rows = dict(WITHOUT_EFFECT)
     if not given.get("enable_sequence_parallelism"):
         rows["sequence_parallelism_mode"] = None, "sequences are not cut without enable_sequence_parallelism=True"
@@ -43,15 +38,9 @@ def warn_without_effect(plugin: str, given: Mapping[str, Any]) -> None:
 
 
 def check_sizes(world: int, sp_size: int, **sizes: int) -> None:
-    """Check that tp_size, pp_size and sp_size multiply to a divisor of the world.
+    """Raise ValueError unless tp_size, pp_size and sp_size are positive and their product divides the world size.
 
-    Args:
-        world: Number of ranks.
-        sp_size: Ranks that sequence parallelism has for itself.
-        **sizes: tp_size and pp_size.
-
-    Raises:
-        ValueError: If they do not, or one is not a positive integer.
+    ``sp_size`` counts the separate ranks of sequence parallelism.
     """
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -68,18 +57,7 @@ def check_sizes(world: int, sp_size: int, **sizes: int) -> None:
 def check_pipeline(
     pp_size: int, style: str, chunks: int, microbatches: int | None, microbatch_size: int | None
 ) -> None:
-    """Check that the options of a pipeline fit together.
-
-    Args:
-        pp_size: Number of pipeline ranks.
-        style: A key of SCHEDULES.
-        chunks: Model chunks per rank.
-        microbatches: Number of microbatches, or None.
-        microbatch_size: Rows of a microbatch, or None.
-
-    Raises:
-        ValueError: If they do not.
-    """
+    """Raise ValueError unless the pipeline options can be combined. ``style`` is a key of SCHEDULES."""
     if style not in SCHEDULES:
         raise ValueError(f"pp_style {style!r} is none of {', '.join(SCHEDULES)}")
     fits = {"1f1b": chunks == 1, "interleaved": chunks > 1, "zbv": chunks in (1, 2)}[style]
@@ -98,16 +76,7 @@ def check_pipeline(
 
 
 def check_zero(stage: int, cpu_offload: bool, overlap_allgather: bool) -> None:
-    """Check the ZeRO stage, and options that need a stage.
-
-    Args:
-        stage: 0, 1, 2 or 3.
-        cpu_offload: True if masters and moments are on the CPU.
-        overlap_allgather: True if parameters are gathered during the step.
-
-    Raises:
-        ValueError: If the stage is unknown, or does not use an option.
-    """
+    """Raise ValueError if the ZeRO stage is not 0 to 3, or does not use an option that is set."""
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage is {stage!r}; expected 0, 1, 2 or 3")
     if stage == 0 and (cpu_offload or overlap_allgather):
@@ -121,21 +90,10 @@ def check_zero(stage: int, cpu_offload: bool, overlap_allgather: bool) -> None:
 
 
 def resolve_sequence(enabled: bool, mode: str | None, tp_size: int, sp_size: int | None) -> tuple[str | None, int]:
-    """Return the mode of sequence parallelism, and the number of ranks that it has for itself.
+    """Return the mode of sequence parallelism and its number of separate ranks, or (None, 1) without it.
 
-    A mode without sequence parallelism has no effect, as in ColossalAI, whose examples always set one.
-
-    Args:
-        enabled: True for sequence parallelism.
-        mode: One of MODES; None for 'split_gather'.
-        tp_size: Number of tensor-parallel ranks.
-        sp_size: Number of sequence-parallel ranks, or None.
-
-    Returns:
-        (mode, number of ranks); (None, 1) without sequence parallelism.
-
-    Raises:
-        ValueError: If the mode is unknown, or the sizes do not fit it.
+    ``mode`` is one of MODES, and defaults to 'split_gather'. A mode without sequence parallelism has no effect, as in
+    ColossalAI, whose examples always set one. Raises ValueError if the mode is unknown, or the sizes do not fit it.
     """
     if mode is not None and mode not in MODES:
         raise ValueError(f"sequence_parallelism_mode {mode!r} is none of {', '.join(MODES)}")

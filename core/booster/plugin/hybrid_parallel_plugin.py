@@ -28,55 +28,57 @@ from core.hugging_face.run.layer_checkpointing import GradientCheckpointConfig
 
 
 class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
-    """Plugin that splits a transformers model over tensor-parallel, pipeline and sequence ranks.
+    """Plugin that splits a transformers model over tensor-parallel, pipeline and sequence-parallel ranks.
 
     The model is split over tp_size x pp_size x sp_size ranks, and the other ranks train replicas on different data. Use
-    it if layers, or the sequence, are too large for one rank. A warning names options without effect, with the reason.
+    it if layers, or the sequence, are too large for one rank. A warning names options without effect and the reason.
+
+        plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=4, zero_stage=1)
 
     Args:
         tp_size: Number of tensor-parallel ranks.
         pp_size: Number of pipeline ranks.
         sp_size: Number of separate ranks for the sequence, in the modes that need them.
         precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
-        zero_stage: 0 to keep everything on each data rank, 1 to shard masters and moments, 2 to shard reduced gradients
-            too, 3 to shard all parameters too.
-        enable_flash_attention: True to use torch's scaled_dot_product_attention.
-        enable_sequence_parallelism: True to split the sequence, as `sequence_parallelism_mode` selects.
+        zero_stage: 0 keeps everything on each data rank, 1 shards masters and moments, 2 also shards reduced gradients,
+            and 3 also shards parameters.
+        enable_flash_attention: Use torch's scaled_dot_product_attention.
+        enable_sequence_parallelism: Split the sequence, as ``sequence_parallelism_mode`` selects.
         sequence_parallelism_mode: 'split_gather' (the default) or 'ring' over the tensor-parallel ranks, 'all_to_all'
             or 'ring_attn' over sp_size separate ranks.
-        parallel_output: True to leave logits split and compute a causal model's loss from the parts, if the model
-            allows it. Otherwise logits are gathered, with a warning.
-        num_microbatches: Number of microbatches of a pipeline's batch; takes precedence over `microbatch_size`.
-        microbatch_size: Rows of a microbatch.
+        parallel_output: Leave logits split and compute a causal model's loss from the parts, if the model allows it.
+            Otherwise logits are gathered, with a warning.
+        num_microbatches: Number of microbatches per batch in a pipeline; takes precedence over ``microbatch_size``.
+        microbatch_size: Rows per microbatch.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: Options of
             DynamicLossScaler, used with fp16 only.
-        max_norm: Limit of the global gradient norm, applied inside `step`; 0 for no clipping.
-        broadcast_buffers: True to broadcast rank 0's buffers to all ranks at `boost`.
-        ddp_bucket_cap_mb: Size of a gradient bucket without ZeRO, in MiB of fp32.
-        zero_bucket_size_in_m: Size of a gradient bucket with ZeRO, in 1024 * 1024 elements.
-        cpu_offload: True to keep masters and moments, and to step, on the CPU, with ZeRO.
-        communication_dtype: Dtype of gradients in collectives; None for the parameters' dtype.
-        overlap_communication: True to reduce buckets during backward.
-        custom_policy: A core.hugging_face.Policy, for a family without a plan.
+        max_norm: Limit of the global gradient norm, applied inside ``step``. 0 disables clipping.
+        broadcast_buffers: Broadcast rank 0's buffers to all ranks at ``boost``.
+        ddp_bucket_cap_mb: Gradient bucket size without ZeRO, in MiB of fp32.
+        zero_bucket_size_in_m: Gradient bucket size with ZeRO, in 1024 * 1024 elements.
+        cpu_offload: Keep and step masters and moments on the CPU, with ZeRO.
+        communication_dtype: Dtype of gradients in collectives. Defaults to the parameters' dtype.
+        overlap_communication: Reduce buckets during backward.
+        custom_policy: A core.hugging_face.Policy, for a model family without a plan.
         pp_style: '1f1b', 'interleaved' (with num_model_chunks stages per rank) or 'zbv' (2 stages per rank).
         num_model_chunks: Number of stages per rank.
-        num_layers_per_stage: Number of layers of each stage; None for equal stages.
+        num_layers_per_stage: Number of layers of each stage. Defaults to equal stages.
         gradient_checkpoint_config: A GradientCheckpointConfig, or None.
-        make_vocab_size_divisible_by: Number to a multiple of which each rank's rows of a split vocabulary are padded.
+        make_vocab_size_divisible_by: Each rank's rows of a split vocabulary are padded to a multiple of this number.
             Saved files have no padding.
-        dp_outside: True if ranks of one replica are neighbours; False if ranks of one stage are.
-        overlap_allgather: True to step bucket by bucket, and gather a bucket's parameters during the next one's step,
-            with ZeRO 1 and 2.
-        fp8_communication: True to send gradients in 8 bits.
-        use_fp8: True for linear layers that multiply in 8 bits, with 'bf16' and an unsplit model.
-        example: Arguments of a small forward of the full model, the same on all ranks, that verifies the split; None to
-            create it from the model's main input.
+        dp_outside: True if ranks of one replica are neighbors; False if ranks of one stage are.
+        overlap_allgather: Step bucket by bucket, and gather a bucket's parameters during the next one's step, with ZeRO
+            1 and 2.
+        fp8_communication: Send gradients in 8 bits.
+        use_fp8: Multiply in 8 bits in linear layers, with 'bf16' and an unsplit model.
+        example: Arguments of a small forward of the full model, the same on all ranks, that verifies the split. By
+            default created from the model's main input.
         logits_chunk: Number of tokens at a time for which a causal model computes its loss; 0 for all, None for chunks
-            if logits are large (`use_chunked_loss`).
+            if logits are large (``use_chunked_loss``).
 
     Raises:
-        ValueError: If an option is out of range, or options cannot work together.
-        RuntimeError: If torch.distributed is not started, or this machine cannot run `use_fp8`.
+        ValueError: If an option is out of range, or options cannot be combined.
+        RuntimeError: If torch.distributed is not initialized, or this machine cannot run ``use_fp8``.
     """
 
     cutting: Cutting
@@ -207,7 +209,7 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
     # -- what the Booster asks --------------------------------------------------------------------------------------
 
     def data_size(self) -> int:
-        """Return the number of replicas of the model."""
+        """Return the number of model replicas."""
         return self.dp_size
 
     # -- boost --------------------------------------------------------------------------------------------------------
@@ -228,25 +230,25 @@ class HybridParallelPlugin(ZeroPluginBase, MeshAttributes, PipelinePluginBase):
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Run forward and backward of an iterator's next batch; without an optimizer or gradients, the forward alone.
+        """Run forward and backward of an iterator's next batch, or only the forward without an optimizer or gradients.
 
-        Collective over all ranks; over the replica for a forward alone. Outside `no_sync`, gradients are fully reduced
-        on return.
+        This is a collective over all ranks, or over the replica for a forward only. Outside ``no_sync``, gradients are
+        fully reduced on return.
 
         Args:
-            data_iter: Iterator over batches. A batch is a mapping of the model's arguments, the same on all ranks of a
-                replica.
-            model: The boosted model.
-            criterion: Function of (outputs, batch) that returns a microbatch's mean loss. None for the model's own
-                loss: the mean over the labels of the entire batch, or their sum / num_items_in_batch if the batch has
-                that.
-            optimizer: The boosted optimizer, or None.
-            return_loss: True to return the loss.
-            return_outputs: True to return the outputs.
+            data_iter (Iterable[Any]): Iterator over batches. A batch is a mapping of the model's arguments, the same on
+                all ranks of a replica.
+            model (Module): The boosted model.
+            criterion (Callable[[Any, Any], Any]): Function of (outputs, batch) that returns a microbatch's mean loss.
+                ``None`` for the model's own loss: the mean over the labels of the entire batch, or their sum /
+                num_items_in_batch if the batch has that key.
+            optimizer (OptimizerWrapper, optional): The boosted optimizer.
+            return_loss (bool, optional): Return the loss.
+            return_outputs (bool, optional): Return the outputs.
 
         Returns:
-            {'loss': mean over microbatches and replicas, the same on all ranks; 'outputs': the last stage's, joined
-            over microbatches}. A value that is not requested is None.
+            A dict with 'loss', the mean over microbatches and replicas on all ranks, and 'outputs', the last stage's
+            outputs joined over microbatches. A value that is not requested is ``None``.
         """
         return run_pipeline(
             *(data_iter, model, criterion, optimizer),

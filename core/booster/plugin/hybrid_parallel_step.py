@@ -1,4 +1,4 @@
-"""Step of a HybridParallelModel's pipeline: the implementation of `booster.execute_pipeline`."""
+"""Step of a HybridParallelModel's pipeline: the implementation of ``booster.execute_pipeline``."""
 
 from __future__ import annotations
 
@@ -32,24 +32,11 @@ def run_pipeline(
     microbatches: tuple[int | None, int | None],
     returns: tuple[bool, bool],
 ) -> dict[str, Any]:
-    """Run forward and backward of an iterator's next batch. See HybridParallelPlugin.execute_pipeline.
+    """Run forward and backward of an iterator's next batch. See :meth:`HybridParallelPlugin.execute_pipeline`.
 
-    Args:
-        data_iter: Iterator over batches.
-        model: The boosted model.
-        criterion: The loss function; None for the model's own loss.
-        optimizer: The boosted optimizer, or None.
-        schedule: Name of a schedule of core.pipeline_parallel.
-        microbatches: (number of microbatches, rows of a microbatch); one may be None.
-        returns: (True to return the loss, True to return the outputs).
-
-    Returns:
-        {'loss': ..., 'outputs': ...}
-
-    Raises:
-        RuntimeError: If the model has no pipeline stages.
-        TypeError: If `data_iter` is not an iterator.
-        ValueError: If the iterator has no batch left.
+    ``microbatches`` is (number of microbatches, rows per microbatch), one of which may be ``None``, and ``returns``
+    selects (loss, outputs). Raises RuntimeError if the model has no pipeline stages, TypeError if ``data_iter`` is not
+    an iterator, and ValueError if it is exhausted.
     """
     if not isinstance(model, HybridParallelModel) or model.cut.layout is None:
         raise RuntimeError(
@@ -98,9 +85,7 @@ def run_pipeline(
         return MicrobatchLoss(loss)
 
     def loss_of_part(whole: Any, part: dict[str, Any]) -> Any:
-        """Return the full model's loss of a part; or (sum over labels, their number) if the labels of all parts count
-        alike.
-        """
+        """Return the full model's loss of a part, or (sum over labels, count) if all labels weigh the same."""
         output = whole(**{name: value for name, value in part.items() if name != NUM_ITEMS})
         loss = output.loss if criterion is None else criterion(output, part)
         count = None if total is None else count_labels(whole, part)

@@ -1,7 +1,7 @@
 """Loss over a model's labels: one mean over the labels of the entire batch, in any layout.
 
-A model returns the mean over the labels of its own rows. Each such mean is weighted by its number of labels. The mean
-over microbatches and data ranks is then the mean over all labels.
+A model returns the mean over its own rows' labels. Each such mean is weighted by its number of labels, so that the mean
+over microbatches and data ranks is the mean over all labels.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NUM_ITEMS = "num_items_in_batch"  # transformers' name for the number of labels 
 
 
 class LabelMeanModel(ModelWrapper):
-    """Boosted model whose loss from `labels` is the mean over the labels of all data ranks.
+    """Boosted model whose loss from ``labels`` is the mean over the labels of all data ranks.
 
-    The ranks exchange their numbers of labels in each forward that records gradients, so they must run equally many.
+    Ranks exchange their label counts in each forward that records gradients, so they must run equally many.
     """
 
     data_groups: Sequence[dist.ProcessGroup] = ()  # groups that gradients are averaged over, one after another
@@ -59,11 +59,11 @@ class LabelMeanModel(ModelWrapper):
 
     @cached_property
     def _positional(self) -> list[str]:
-        """Names of the positional arguments of the model's forward."""
+        """Return the names of the forward's positional arguments."""
         return list(inspect.signature(type(self.unwrap()).forward).parameters)[1:]
 
     def _with_loss_of_batch(self, output: Any, count: Tensor, total: Tensor | None) -> Any:
-        """Replace the loss of this rank's rows in a model's output, if there is one. Collective over data ranks."""
+        """Replace the loss of this rank's rows in a model's output, if present. Collective over data ranks."""
         if isinstance(output, tuple):
             loss = loss_of_full_batch(output[0], count, total, self.data_groups) if output[0].dim() == 0 else output[0]
             return (loss, *output[1:])
@@ -74,17 +74,12 @@ class LabelMeanModel(ModelWrapper):
 
 
 def replicas_of(groups: ProcessGroups) -> list[dist.ProcessGroup]:
-    """Return the groups that the engine averages a model's gradients over."""
+    """Return the groups over which the engine averages a model's gradients."""
     return [groups.require("dp")] if groups.size("dp") > 1 else []
 
 
 def add_over_replicas(numbers: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Sum numbers over the data ranks, in place. Collective over the groups.
-
-    Args:
-        numbers: The tensor to sum.
-        groups: Groups of data ranks; their product is all data ranks.
-    """
+    """Sum a tensor in place over the data ranks, which are the product of ``groups``. Collective over the groups."""
     for group in groups:
         compiles = torch.compiler.is_compiling()  # a compiler cannot trace the clock of a wait
         with nullcontext() if compiles else waiting("the loss and the labels of the whole batch", group):
@@ -93,16 +88,10 @@ def add_over_replicas(numbers: Tensor, groups: Sequence[dist.ProcessGroup]) -> T
 
 
 def share_of(loss: Tensor, count: Tensor, total: Tensor, parts: int) -> Tensor:
-    """Weight a part's loss so that the mean over all parts is the mean over all labels. 0 without labels.
+    """Weight a part's mean loss so that the mean over all parts is the mean over all labels.
 
-    Args:
-        loss: Mean over the part's labels.
-        count: Number of the part's labels.
-        total: Number of all labels.
-        parts: Number of parts.
-
-    Returns:
-        The weighted loss, in fp32 or higher precision.
+    ``count`` is the part's number of labels, and ``total`` that of all parts. Without labels the result is 0. It has
+    fp32 or higher precision.
     """
     dtype = torch.promote_types(loss.dtype, torch.float32)
     count, total = count.to(loss.device), total.to(loss.device)
@@ -111,15 +100,7 @@ def share_of(loss: Tensor, count: Tensor, total: Tensor, parts: int) -> Tensor:
 
 
 def given_items(inputs: Any, device: torch.device) -> Tensor | None:
-    """Return the number of labels of the entire batch that the caller passed as num_items_in_batch.
-
-    Args:
-        inputs: Arguments of the model.
-        device: Device of the result.
-
-    Returns:
-        A scalar in fp64; None if it was not passed.
-    """
+    """Return num_items_in_batch, if the caller passed it: the batch's number of labels, as an fp64 scalar."""
     given = inputs.get(NUM_ITEMS)
     return None if given is None else torch.as_tensor(given, dtype=torch.float64, device=device).reshape(())
 
@@ -129,13 +110,8 @@ def loss_of_full_batch(
 ) -> Tensor:
     """Return the entire batch's loss, the same on all data ranks, with the gradient of this rank's part.
 
-    The gradient fits an average over data ranks. Collective over the groups.
-
-    Args:
-        loss: Mean over this rank's labels.
-        count: Number of this rank's labels.
-        total: Number of labels that the sum over all ranks is divided by; None for the labels of all ranks.
-        groups: Groups of data ranks; their product is all data ranks.
+    The gradient is scaled for an average over data ranks. ``count`` is this rank's number of labels, and the sum over
+    all ranks is divided by ``total``, or by the labels of all ranks if it is ``None``. Collective over the groups.
     """
     count = count.to(loss.device)
     kept = torch.where(count > 0, loss.detach(), torch.zeros_like(loss)).double()

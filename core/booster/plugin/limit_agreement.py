@@ -1,4 +1,4 @@
-"""Agreement on limits that each rank passes separately, for a gradient of which each rank holds a part."""
+"""Agreement on limits that each rank passes separately, for a gradient that is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ from core.groups import agree
 def check_limit(name: str, value: Any, check: Callable[[Any], None], groups: Sequence[dist.ProcessGroup]) -> None:
     """Check a limit on every rank, and that all ranks pass the same value. Collective.
 
-    Args:
-        name: Name of the limit.
-        value: The limit.
-        check: Function that raises ValueError for an invalid value.
-        groups: Groups that together join all ranks that hold a part of the gradient.
-
-    Raises:
-        ValueError: On all ranks, if a value is invalid or differs. A value that cannot be compared (a complex tensor, a
-            huge int) raises its own error on its rank.
+    ``groups`` together join all ranks that hold a part of the gradient. Raises ValueError on all ranks if a value is
+    invalid or differs. A value that cannot be compared (a complex tensor, a huge int) raises its own error on its rank.
     """
     failure: Exception | None = None
     table: list[str] = []

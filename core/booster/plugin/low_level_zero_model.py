@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 class LowLevelZeroModel(LabelMeanModel, AMPModelMixin):
     """Boosted model of a ZeRO plugin.
 
-    `module` is the engine's wrapper (the plain module without an optimizer), or a list of this rank's pipeline stages.
+    ``module`` is the engine's wrapper (the plain module without an optimizer), or a list of this rank's pipeline
+    stages.
 
     Args:
-        cut: This rank's parts of the model.
         chunks: Wrappers of the parts: one, or one per pipeline stage of this rank.
-        cast_to: Dtype that floating-point tensors in the arguments are cast to, at any depth; None to leave them.
-        engine: The sharded optimizer, or None.
-        outputs_fp32: True to cast floating-point tensors in the forward's result to fp32, at any depth.
-        data_groups: Groups of data ranks, whose labels one loss is the mean of.
+        cast_to: Dtype that floating-point tensors in the arguments are cast to, at any depth. None leaves them
+            unchanged.
+        outputs_fp32: Cast floating-point tensors in the forward's result to fp32, at any depth.
+        data_groups: Groups of data ranks over whose labels the loss is averaged.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class LowLevelZeroModel(LabelMeanModel, AMPModelMixin):
 
     @property
     def wrapped(self) -> list[DistributedDataParallel]:
-        """The engine's wrappers of this rank's chunks; empty without an optimizer."""
+        """Engine wrappers of this rank's chunks. Empty without an optimizer."""
         return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
 
     @property
     def memstats(self) -> MemStats | None:
-        """Statistics of the first step under GeminiPlugin's placement_policy='auto', for the next run; or None."""
+        """Statistics of the first step under GeminiPlugin's placement_policy='auto', for the next run, or ``None``."""
         return next((chunk.memstats for chunk in self.wrapped), None)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather sharded parameters on all ranks within a block, to evaluate, read or write them. Collective."""
+        """All-gather sharded parameters on all ranks within a block, to evaluate, read or write them. Collective."""
         with all_of(chunk.gathered() for chunk in self.wrapped):
             yield
 
@@ -87,7 +87,7 @@ class LowLevelZeroModel(LabelMeanModel, AMPModelMixin):
 
     @property
     def takes_mean_over_labels(self) -> bool:
-        """True if there is an optimizer: without one, ranks evaluate their own batches."""
+        """True if there is an optimizer. Without one, ranks evaluate their own batches."""
         return self.engine is not None
 
     def run_module(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,9 @@ class LowLevelZeroModel(LabelMeanModel, AMPModelMixin):
         return tree.tree_map_only(torch.Tensor, _to_fp32, outputs) if self.outputs_fp32 else outputs
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call a transformers model's own `generate`. Sharded parameters are gathered on each rank during it."""
+        """Call a transformers model's own ``generate``. Sharded parameters are gathered on each rank during the
+        call.
+        """
         if self.cast_to is not None:
             args, kwargs = tree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         with self.gathered():
@@ -109,12 +111,12 @@ class LowLevelZeroModel(LabelMeanModel, AMPModelMixin):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward add to this rank's gradients without reducing them, within a block."""
+        """Accumulate this rank's gradients within a block without reducing them."""
         with all_of(chunk.no_sync() for chunk in self.wrapped):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, as the optimizer's `zero_grad` does. Collective if a reduction has begun."""
+        """Drop all gradients, as the optimizer's ``zero_grad`` does. Collective if a reduction has begun."""
         for chunk in self.chunks:
             chunk.zero_grad(set_to_none)
 

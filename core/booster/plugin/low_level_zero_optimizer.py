@@ -37,18 +37,14 @@ from core.optimizer.step.scaled_backward import scaled_backward
 class LowLevelZeroOptimizer(OptimizerWrapper):
     """Boosted optimizer of a ZeRO plugin.
 
-    In a step, gradients are reduced (once, at the first call that needs them), measured, and applied. State is numbered
-    and named by the full model's parameters, so that it fits any layout. Collective: every rank must call `step`,
-    `zero_grad`, clipping and norms alike.
+    In a step, gradients are reduced (once, at the first call that needs them), measured, and applied. State is indexed
+    and named by the full model's parameters, so that it fits any layout. Every rank must call ``step``, ``zero_grad``,
+    clipping and norms together.
 
     Args:
         optim: The user's torch optimizer, whose groups now list this rank's master weights.
-        engine: The sharded optimizer.
-        chunks: The engine's wrappers of the model.
-        max_norm: The plugin's limit of the gradient norm; 0 for no clipping.
-        cut: This rank's parts of the model.
+        max_norm: The plugin's limit of the gradient norm, or 0 for no clipping.
         full_groups: Names in the full model of the parameters in each group of the user's optimizer.
-        verbose: True to print each step.
     """
 
     clips_full_gradient = True  # for wrappers around this one: its clipping includes the other ranks' parts
@@ -87,7 +83,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
     @property
     def _together(self) -> list[dist.ProcessGroup]:
-        """Groups of the ranks that hold parts of one gradient, for exchanging a few numbers."""
+        """Return the groups of ranks that hold parts of one gradient, for exchanging a few numbers."""
         groups = self.model.groups
         return [groups.control("dp_cp"), *(groups.require(name) for name in ("tp", "pp") if groups.size(name) > 1)]
 
@@ -97,7 +93,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         return [param for params in self.engine.user_params for param in params]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError: the buffers are laid out, so parameters cannot be added."""
+        """Raise RuntimeError, because the buffers are already laid out and parameters cannot be added."""
         raise RuntimeError(
             "add_param_group came after boost, when the optimizer's shards are laid out already; add the group to the "
             "torch optimizer before boost"
@@ -107,7 +103,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
     @property
     def _ready(self) -> bool:
-        """True if this step's gradients are reduced and measured, and none were dropped since."""
+        """Return ``True`` if this step's gradients are reduced and measured, and none were dropped since."""
         return self._measured and not any(chunk.reducer.open for chunk in self.chunks)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -117,21 +113,14 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward add to this rank's gradients without reducing them, within a block."""
+        """Accumulate this rank's gradients within a block without reducing them."""
         with all_of(chunk.no_sync() for chunk in self.chunks):
             yield
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
-        """Accumulate the gradient of the loss, and reduce it unless within `no_sync`.
+        """Accumulate the gradient of the unscaled ``loss``, and reduce it unless within ``no_sync``.
 
-        Args:
-            loss: The loss, without the loss scale.
-            inputs: As in torch.Tensor.backward.
-            retain_graph: As in torch.Tensor.backward.
-            **kwargs: As in torch.Tensor.backward.
-
-        Raises:
-            RuntimeError: If this step's gradients are reduced already.
+        Raises RuntimeError if this step's gradients are already reduced.
         """
         self._expect_open("backward")
         scaled = loss if self.scaler is None else self.scale_loss(loss)
@@ -140,40 +129,26 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
-        """Continue a backward from a gradient that already has the loss scale.
-
-        Args:
-            tensor: Tensor of the graph.
-            grad: Its gradient.
-            inputs: As in torch.autograd.backward.
-            retain_graph: As in torch.autograd.backward.
-        """
+        """Continue a backward from a gradient that already has the loss scale."""
         self._expect_open("backward_by_grad")
         with scaled_backward(self.scaler):
             torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def unscale_grad(self) -> None:
-        """Do nothing: the scale is divided out when the gradient is used."""
+        """Do nothing, because the scale is divided out when the gradient is used."""
         if self.scaler is None:
             super().unscale_grad()
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float | None = None, error_if_nonfinite: bool = False, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """Clip this step's gradient to `max_norm` instead of the plugin's limit. Collective.
+        """Clip this step's gradient to ``max_norm`` instead of the plugin's limit. Return the norm before this call.
 
-        Several calls in one step act in their order, as with torch's functions.
-
-        Args:
-            max_norm: The largest norm; above 0, and the same on all ranks.
-            norm_type: The plugin's norm_type, or None. It cannot be changed here.
-            error_if_nonfinite: True to raise if the norm is not finite.
-
-        Returns:
-            The norm of the unscaled gradient before this call.
+        The norm is that of the unscaled gradient. Several calls in one step act in their order, as with torch's
+        functions. ``norm_type`` must be the plugin's. Collective.
 
         Raises:
-            ValueError: On every rank, if `max_norm` is not positive or differs between ranks.
+            ValueError: On every rank, if ``max_norm`` is not positive or differs between ranks.
             RuntimeError: If a norm and then values were clipped in this step already.
         """
         measured = self.engine.config.grad_norm_type
@@ -200,16 +175,11 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         """Clamp each element of this step's unscaled gradient to [-clip_value, clip_value]. Collective.
 
-        Several calls in one step act in their order, as with torch's functions. The plugin's limit `max_norm` is
-        applied last. `get_grad_norm` returns the clamped gradient's norm, unless a norm was clipped before.
-
-        Args:
-            clip_value: Largest magnitude of an element; above 0, and the same on all ranks.
-            *args: Ignored.
-            **kwargs: Ignored.
+        Several calls in one step act in their order, as with torch's functions. The plugin's limit ``max_norm`` is
+        applied last. ``get_grad_norm`` returns the clamped gradient's norm, unless a norm was clipped before.
 
         Raises:
-            ValueError: On every rank, if `clip_value` is not positive or differs between ranks.
+            ValueError: On every rank, if ``clip_value`` is not positive or differs between ranks.
         """
         self._make_ready()  # first: this rank may have had no backward, where others agree on theirs
         check_limit("clip_value", clip_value, check_clip_value, self._together)
@@ -223,22 +193,17 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             self._is_bounded = True
 
     def get_param_grad(self, param: nn.Parameter) -> torch.Tensor:
-        """Return a parameter's full, reduced, unscaled gradient, clipped if this step has clipped it.
+        """Return a parameter's full, reduced, unscaled gradient, clipped if this step has clipped it. Collective.
 
-        The parameter's `.grad` is empty after the reduction. Call this after the last backward and before `step`.
-        Collective.
-
-        Args:
-            param: A parameter of the model.
+        The parameter's ``.grad`` is empty after the reduction. Call this after the last backward and before ``step``.
         """
         self._make_ready()
         return self.engine.full_gradient(param, self._clip_once or 0.0)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Update the parameters, or skip the step on all ranks if a gradient of any rank overflowed. Collective.
+        """Update the parameters, or skip the step on all ranks if a gradient on any rank overflowed. Collective.
 
-        Raises:
-            TypeError: If there is a closure.
+        Raises TypeError if there is a closure.
         """
         if any(argument is not None for argument in (*args, *kwargs.values())):
             raise TypeError("step() takes no closure: its backward would come after the gradients were reduced")
@@ -301,16 +266,16 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     # -- state, in the form of the whole model ------------------------------------------------------------------------
 
     def packed_groups(self) -> list[dict[str, Any]]:
-        """Return the groups with numbers and names of all parameters of the full model."""
+        """Return the groups with indices and names of all parameters of the full model."""
         return packed_groups(self.engine.param_groups, self.full_groups)
 
     def full_states(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield (number, state) of each parameter of the full model. Collective: every rank must exhaust it."""
+        """Yield (index, state) of each parameter of the full model. Collective: every rank must exhaust it."""
         joined = ((self.numbers[place], self._joined(place, state)) for place, state in full_states(self.engine))
         yield from of_all_stages(joined, self.cut.groups.pp)
 
     def _joined(self, place: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Join the state of a full parameter from its slices. Collective over the groups that split it."""
+        """Join a full parameter's state from its slices. Collective over the groups that split it."""
         name = self.name_of_number[self.numbers[place]]
         return {
             key: self.cut.whole_of(name, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
@@ -318,12 +283,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         }
 
     def place(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a full parameter's state; empty for a parameter of another stage.
-
-        Args:
-            number: Number of the parameter in the full model.
-            state: Its full state in torch's format.
-        """
+        """Return this rank's part of a full parameter's state in torch's format, or {} on another stage."""
         place = self.place_here.get(number)
         if place is None:
             return {}
@@ -335,12 +295,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         return own_part(self.engine, place, sliced)
 
     def load_states(self, groups: Sequence[Mapping[str, Any]], states: Mapping[int, dict[str, Any]]) -> None:
-        """Load parts that `place` returned.
-
-        Args:
-            groups: Saved groups.
-            states: Parts by the parameter's number in the full model.
-        """
+        """Load parts that ``place`` returned, by parameter index in the full model, and saved groups."""
         load_parts(self.engine, {self.place_here[n]: state for n, state in states.items() if n in self.place_here})
         update_groups(self.engine, groups)
 
@@ -353,7 +308,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         return {"state": states, "param_groups": plain_numbers(self.packed_groups())}
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of `inner_state` in any layout, or of a torch optimizer over the full model."""
+        """Load the state from ``inner_state`` in any layout, or from a torch optimizer over the full model."""
         numbers = match_groups(state_dict["param_groups"], self.packed_groups())
         found = {numbers[int(number)]: state for number, state in state_dict["state"].items()}
         self.load_states(state_dict["param_groups"], {number: self.place(number, s) for number, s in found.items()})

@@ -1,4 +1,4 @@
-"""LowLevelZeroPlugin: the optimizer's state (stage 1) and reduced gradients (stage 2) sharded over the data ranks."""
+"""LowLevelZeroPlugin: optimizer state (stage 1) and reduced gradients (stage 2) sharded over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from core.booster.plugin.zero_plugin_base import MEGA, SCALER, WIRE_DTYPES, Zero
 
 
 class LowLevelZeroPlugin(ZeroPluginBase):
-    """Plugin for ZeRO stages 1 and 2 (arXiv:1910.02054): parameters are replicated, and optimizer state is sharded.
+    """Plugin for ZeRO stages 1 and 2 (arXiv:1910.02054), with replicated parameters and sharded optimizer state.
 
-    Use it if the model fits on each rank and its optimizer state does not. Experts (parameters with allreduce = False)
-    are reduced over the expert data group of `core.parallel_state.initialize_model_parallel`, if that was called.
+    Use it if the model fits on each rank but its optimizer state does not. Experts (parameters with allreduce = False)
+    are reduced over the expert data group of ``core.parallel_state.initialize_model_parallel``, if that was called.
+
+        booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="bf16", max_norm=1.0))
 
     Args:
-        stage: 1 to shard masters and moments; 2 to shard reduced gradients as well.
+        stage: 1 shards masters and moments; 2 shards reduced gradients as well.
         precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: Options of
             DynamicLossScaler, used with fp16 only.
-        max_norm: Limit of the global gradient norm, applied inside `step`; 0 for no clipping.
+        max_norm: Limit of the global gradient norm, applied inside ``step``. 0 disables clipping.
         norm_type: Order p of the norm.
-        reduce_bucket_size_in_m: Size of a gradient bucket, in 1024 * 1024 elements.
-        communication_dtype: Dtype of gradients in collectives; None for the parameters' dtype.
-        overlap_communication: True to reduce buckets during backward.
-        overlap_allgather: True to step bucket by bucket, and gather a bucket's parameters while the next bucket is
-            stepped.
-        cpu_offload: True to keep masters and moments, and to step, on the CPU.
+        reduce_bucket_size_in_m: Gradient bucket size, in 1024 * 1024 elements.
+        communication_dtype: Dtype of gradients in collectives. Defaults to the parameters' dtype.
+        overlap_communication: Reduce buckets during backward.
+        overlap_allgather: Step bucket by bucket, and gather a bucket's parameters while the next bucket is stepped.
+        cpu_offload: Keep and step masters and moments on the CPU.
         master_weights: False to keep no fp32 copy of 16-bit parameters.
-        verbose: True to log how the model is wrapped.
-        cast_inputs: True to cast floating-point inputs to `precision`.
-        fp8_communication: True to send gradients in 8 bits, with one scale per 256 elements.
-        use_fp8: True for linear layers that multiply in 8 bits, with 'bf16', on machines that support it.
+        verbose: Log how the model is wrapped.
+        cast_inputs: Cast floating-point inputs to ``precision``.
+        fp8_communication: Send gradients in 8 bits, with one scale per 256 elements.
+        use_fp8: Multiply in 8 bits in linear layers, with 'bf16', on machines that support it.
         extra_dp_size: Number of replicas of the shards. An update gathers only within the world / extra_dp_size
-            neighbouring ranks of a replica.
-        reduce_microbatches: Used with stage 2 and `no_sync`: 'last' keeps unreduced gradients until the last
+            neighboring ranks of a replica.
+        reduce_microbatches: Used with stage 2 and ``no_sync``: 'last' keeps unreduced gradients until the last
             microbatch, 'every' reduces each one, which needs less memory and more traffic.
-        broadcast_buffers: True to broadcast rank 0's buffers, such as the statistics of a BatchNorm, to all ranks
-            before forwards, for models that save any.
+        broadcast_buffers: Broadcast rank 0's buffers, such as BatchNorm statistics, to all ranks before forwards, for
+            models that save any.
 
     Raises:
-        ValueError: If an option is out of range, or options cannot work together.
-        RuntimeError: If torch.distributed is not started, or this machine cannot run `use_fp8`.
+        ValueError: If an option is out of range, or options cannot be combined.
+        RuntimeError: If torch.distributed is not initialized, or this machine cannot run ``use_fp8``.
     """
 
     def __init__(
@@ -128,11 +129,11 @@ class LowLevelZeroPlugin(ZeroPluginBase):
     def add_lora_params_to_optimizer(self, model: nn.Module, optimizer: Any) -> None:
         """Add a peft model's adapters that the optimizer lacks, each to the group of the weight that it adapts.
 
-        `boost` does so too. An adapter whose weight is not in the optimizer is left out, with a warning.
+        ``boost`` does this as well. An adapter whose weight is not in the optimizer is left out, with a warning.
 
         Args:
-            model: The peft model.
-            optimizer: The torch optimizer, changed in place.
+            model (Module): The peft model.
+            optimizer (Optimizer): The torch optimizer, changed in place.
         """
         add_adapters(model, optimizer)
 

@@ -1,6 +1,6 @@
-"""Attributes of plugins that ColossalAI's programs read: groups, sizes, the mesh of ranks, the stage, the shard config.
+"""Attributes of plugins that ColossalAI's programs read: groups, sizes, the rank mesh, the stage, the shard config.
 
-Groups are created at `boost`, at `prepare_dataloader`, or when one is first read. All ranks must do that together.
+Groups are created at ``boost``, at ``prepare_dataloader``, or when one is first read. All ranks must do that together.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from core.groups.process_groups import ProcessGroups
 
 @dataclass(frozen=True)
 class PluginShardConfig:
-    """Split of models by a plugin, with the names of ColossalAI's ShardConfig. Read-only: the plugin's arguments set
-    it.
+    """Split of models by a plugin, with the names of ColossalAI's ShardConfig. The plugin's arguments set it.
 
-    sequence_parallel_process_group and pipeline_stage_manager are None if sequences or stages are not split.
+    sequence_parallel_process_group and pipeline_stage_manager are ``None`` if sequences or stages are not split.
     """
 
     tensor_parallel_process_group: ProcessGroup | None
@@ -42,14 +41,7 @@ class PluginShardConfig:
 
     @classmethod
     def of(cls, given: dict[str, Any], tp_group: ProcessGroup | None, tp_size: int, **more: Any) -> PluginShardConfig:
-        """Create the config from a plugin's arguments.
-
-        Args:
-            given: The plugin's arguments by name.
-            tp_group: The tensor-parallel group, or None.
-            tp_size: Number of tensor-parallel ranks.
-            **more: Values of further fields.
-        """
+        """Create the config from a plugin's arguments by name."""
         known = {field.name: given[field.name] for field in fields(cls) if field.name in given}
         absent = {"sequence_parallel_process_group": None, "pipeline_stage_manager": None}
         sizes = {"tensor_parallel_size": tp_size, "enable_tensor_parallelism": tp_size > 1}
@@ -60,10 +52,7 @@ class PluginShardConfig:
 class StageManager:
     """Position of a rank in its pipeline, with the names of ColossalAI's PipelineStageManager.
 
-    Args:
-        stage: Index of this rank in the pipeline.
-        num_stages: Number of ranks in the pipeline.
-        last: Index of the rank with the model's last layers.
+    ``last`` is the index of the rank with the model's last layers.
     """
 
     stage: int
@@ -71,19 +60,14 @@ class StageManager:
     last: int
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
-        """Return True on the rank with the model's first layers.
-
-        Args:
-            ignore_chunk: No effect: that rank is always the first.
-        """
+        """Return ``True`` on the rank with the model's first layers. ``ignore_chunk`` has no effect."""
         return self.stage == 0
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:
-        """Return True on the rank with the model's last layers.
+        """Return ``True`` on the rank with the model's last layers.
 
-        Args:
-            ignore_chunk: True to return True on the last rank of the pipeline instead, which differs under
-                pp_style='zbv'.
+        With ``ignore_chunk``, return ``True`` on the last rank of the pipeline instead, which differs under
+        pp_style='zbv'.
         """
         return self.stage == (self.num_stages - 1 if ignore_chunk else self.last)
 
@@ -99,8 +83,8 @@ class StageManager:
 class MeshAttributes(ABC):
     """Mixin of HybridParallelPlugin with the properties of a split over tp_size x sp_size x pp_size ranks.
 
-    As in ColossalAI, `stage_manager` is None without stages. `pg_mesh` has the axes `dp_axis`, `pp_axis`, `sp_axis` and
-    `tp_axis`; tensor-parallel ranks are always neighbours.
+    As in ColossalAI, ``stage_manager`` is ``None`` without stages. ``pg_mesh`` has the axes ``dp_axis``, ``pp_axis``,
+    ``sp_axis`` and ``tp_axis``; tensor-parallel ranks are always neighbors.
     """
 
     tp_size: int
@@ -119,7 +103,7 @@ class MeshAttributes(ABC):
 
     @property
     def dp_size(self) -> int:
-        """Number of replicas of the model."""
+        """Number of model replicas."""
         return self.world_size // (self.tp_size * self.pp_size * self.sp_size)
 
     @property
@@ -139,28 +123,28 @@ class MeshAttributes(ABC):
 
     @property
     def sp_group(self) -> ProcessGroup:
-        """Ranks that a sequence is split over; a group of one rank if it is not split."""
+        """Ranks that a sequence is split over, or a group of one rank if it is not split."""
         has_own_ranks = self.sequence_parallel is None or self.sp_size > 1
         return self.groups().require("cp" if has_own_ranks else "tp")
 
     @property
     def dp_axis(self) -> int:
-        """Data-parallel axis of `pg_mesh`."""
+        """Data-parallel axis of ``pg_mesh``."""
         return 0 if self.dp_outside else 1
 
     @property
     def pp_axis(self) -> int:
-        """Pipeline axis of `pg_mesh`."""
+        """Pipeline axis of ``pg_mesh``."""
         return 1 - self.dp_axis
 
     @property
     def tp_axis(self) -> int:
-        """Tensor-parallel axis of `pg_mesh`."""
+        """Tensor-parallel axis of ``pg_mesh``."""
         return 2 if self.sp_size == 1 else 3
 
     @property
     def sp_axis(self) -> int:
-        """Sequence-parallel axis of `pg_mesh`."""
+        """Sequence-parallel axis of ``pg_mesh``."""
         return 5 - self.tp_axis
 
     @property
@@ -176,7 +160,7 @@ class MeshAttributes(ABC):
 
     @property
     def stage_manager(self) -> StageManager | None:
-        """Position of this rank in its pipeline; None without a pipeline."""
+        """Position of this rank in its pipeline, or ``None`` without a pipeline."""
         if self.pp_size == 1:
             return None
         return StageManager(self.groups().rank("pp"), self.pp_size, 0 if self.pp_style == "zbv" else self.pp_size - 1)

@@ -11,23 +11,11 @@ import torch
 def microbatches_of(
     batch: Mapping[str, Any], count: int | None, size: int | None, *, main: str = "input_ids", config: Any = None
 ) -> list[dict[str, Any]]:
-    """Split a batch along its first dimension.
+    """Split a batch along its first dimension, into ``count`` parts or parts of ``size`` rows.
 
-    Values that are not tensors go to every part.
-
-    Args:
-        batch: The batch: the model's arguments by name.
-        count: Number of parts; None to use `size`.
-        size: Rows of a part, if `count` is None.
-        main: Name of the model's main input.
-        config: Config of the model. Patches of images and videos, and their grids, go to the part whose tokens mark
-            them.
-
-    Returns:
-        The parts.
-
-    Raises:
-        ValueError: If the main input is missing, or the batch does not divide into equal parts.
+    Values that are not tensors go to every part. Patches of images and videos, and their grids, go to the part whose
+    tokens mark them, for which ``config`` is read. Raises ValueError if the main input is missing, or the batch does
+    not divide into equal parts.
     """
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() > 0}
     if main not in tensors:
@@ -54,7 +42,7 @@ def microbatches_of(
 
 
 def _patches_of(batch: Mapping[str, Any], config: Any, rows: int) -> dict[str, Any]:
-    """Return the patches and grids for each part of `rows` rows, None for parts without images; {} without grids."""
+    """Return the patches and grids for each part of ``rows`` rows, with ``None`` for parts without images, or {}."""
     found: dict[str, Any] = {}
     for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         grids, values = batch.get(f"{kind}_grid_thw"), batch.get(pixels)

@@ -14,14 +14,8 @@ from core.watch.warn_user import warn_user
 def agree_on_model(model: nn.Module, group: dist.ProcessGroup, plugin: str, *, warn_of_values: bool) -> None:
     """Check that names, shapes and dtypes of parameters are the same on all ranks of a group. Collective.
 
-    Args:
-        model: The model.
-        group: The group.
-        plugin: Name of the plugin, for messages.
-        warn_of_values: True to warn if values differ, because shards of different models do not form one model.
-
-    Raises:
-        ValueError: On every rank, if they differ.
+    ``warn_of_values`` warns if values differ, because shards of different models do not form one model. Raises
+    ValueError on every rank if names, shapes or dtypes differ.
     """
     params = dict(model.named_parameters())
     table = [f"{name!r} {list(param.shape)} {param.dtype}" for name, param in params.items()]
@@ -40,5 +34,5 @@ def agree_on_model(model: nn.Module, group: dist.ProcessGroup, plugin: str, *, w
 
 
 def _total(param: torch.Tensor) -> float | None:
-    """Return the sum of a parameter's elements; None on the meta device."""
+    """Return the sum of a parameter's elements, or ``None`` on the meta device."""
     return None if param.is_meta else float(param.detach().sum(dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""MoeHybridParallelPlugin: HybridParallelPlugin for models whose experts are spread over data-parallel ranks."""
+"""MoeHybridParallelPlugin: HybridParallelPlugin for models whose experts are distributed over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from core.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
 class MoeHybridParallelPlugin(HybridParallelPlugin):
     """Plugin for a transformers model with experts.
 
-    The model is split over tp_size x pp_size ranks, and each stage's experts are spread over ep_size data ranks. Over
-    tp_size, experts are split like other layers.
+    The model is split over tp_size x pp_size ranks, and each stage's experts are distributed over ep_size data ranks.
+    Over tp_size, experts are split like other layers.
 
     Args:
         tp_size: Number of tensor-parallel ranks.
@@ -22,14 +22,14 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
         sp_size: As in HybridParallelPlugin.
         precision: As in HybridParallelPlugin.
         zero_stage: As in HybridParallelPlugin.
-        overlap_communication: True to reduce buckets during backward; off by default here.
-        moe_dp_outside: True if ranks of one replica are neighbours, False if ranks of one stage are; None for True if
+        overlap_communication: Reduce buckets during backward. Off by default here.
+        moe_dp_outside: True if ranks of one replica are neighbors, False if ranks of one stage are. By default True if
             possible, which is without stages.
         **options: Other options of HybridParallelPlugin.
 
     Raises:
         TypeError: If a keyword is unknown.
-        ValueError: If options cannot work together.
+        ValueError: If options cannot be combined.
     """
 
     _outside = "moe_dp_outside"

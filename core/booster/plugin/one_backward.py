@@ -1,7 +1,7 @@
-"""OneBackward: refusal of gradients that torch's DistributedDataParallel would silently leave local.
+"""OneBackward: rejects gradients that torch's DistributedDataParallel would silently leave local.
 
-torch's reducer expects one gradient of each parameter after each forward. Gradients of a later backward are added to
-`.grad` on each rank separately, as are those of a parameter that was frozen or absent when the model was wrapped.
+torch's reducer expects one gradient per parameter after each forward. Gradients of a later backward are added to
+``.grad`` on each rank separately, and so are those of a parameter that was frozen or absent when the model was wrapped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from core.distributed.buffer.grad_placeholder import tensors_in
 class OneBackward:
     """Check for gradients that torch's wrapper does not reduce, from any kind of backward call.
 
-    Outside `no_sync`, a parameter may get gradients in one backward after each forward. A backward that does not start
-    at outputs is accepted: a penalty on the parameters themselves has equal gradients on all ranks.
-
-    Args:
-        ddp: The wrapper, on which no forward has run yet.
+    Outside ``no_sync``, a parameter may get gradients in one backward after each forward. A backward that does not
+    start at outputs is accepted: a penalty on the parameters themselves has equal gradients on all ranks. No forward of
+    ``ddp`` may have run yet.
     """
 
     def __init__(self, ddp: nn.parallel.DistributedDataParallel) -> None:

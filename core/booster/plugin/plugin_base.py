@@ -1,4 +1,4 @@
-"""Plugin: the interface between the Booster and a way of training. Derive from it to add one."""
+"""Plugin: the interface between the Booster and a form of parallelism. Derive from it to add one."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ Boosted = tuple[nn.Module, Any, Callable[..., Any] | None, Any, Any]
 
 
 class Plugin(ABC):
-    """Way of training: it decides how a model is wrapped, placed and saved, and how its gradients are reduced.
+    """Base class of plugins, which decide how a model is wrapped, placed and saved, and how its gradients are reduced.
 
-    Abstract methods must be implemented. The others reject, by the plugin's name, until they are overridden.
+    Abstract methods must be implemented. The others raise an error with the plugin's name until they are overridden.
     """
 
     @abstractmethod
     def supported_devices(self) -> list[str]:
-        """Return the device types it runs on: 'cpu', 'cuda', ..."""
+        """Return the device types that the plugin runs on, such as 'cpu' and 'cuda'."""
 
     @abstractmethod
     def supported_precisions(self) -> list[str]:
-        """Return the names of precisions it runs in."""
+        """Return the names of the precisions that the plugin supports."""
 
     @abstractmethod
     def control_precision(self) -> bool:
-        """Return True if it decides the precision. The Booster's `mixed_precision` is then ignored, with a warning."""
+        """Return ``True`` if the plugin controls the precision, so that the Booster's ``mixed_precision`` is
+        ignored.
+        """
 
     @abstractmethod
     def control_device(self) -> bool:
-        """Return True if it moves the model to its device. The Booster's `device` is then ignored, with a warning."""
+        """Return ``True`` if the plugin moves the model to its device, so that the Booster's ``device`` is ignored."""
 
     @abstractmethod
     def configure(
@@ -49,14 +51,14 @@ class Plugin(ABC):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Wrap the objects of a training loop. Collective: every rank calls it. None stays None.
+        """Wrap the objects of a training loop. Every rank calls it. ``None`` stays ``None``.
 
         Args:
-            model: The plain model.
-            optimizer: A torch optimizer, or None.
-            criterion: The loss function, or None.
-            dataloader: The loop's dataloader, or None.
-            lr_scheduler: A scheduler of the optimizer, or None.
+            model (Module): The plain model.
+            optimizer (Optimizer, optional): A torch optimizer.
+            criterion (Callable[..., Any], optional): The loss function.
+            dataloader (DataLoader, optional): The loop's dataloader.
+            lr_scheduler (LRScheduler, optional): A scheduler of the optimizer.
 
         Returns:
             (model, optimizer, criterion, dataloader, lr_scheduler)
@@ -75,49 +77,49 @@ class Plugin(ABC):
         distributed_sampler_cls: Any = None,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """Create a dataloader over this rank's part of a dataset. See DPPluginBase.prepare_dataloader for the
-        arguments.
-        """
+        """Create a dataloader over this rank's part of a dataset. See :meth:`DPPluginBase.prepare_dataloader`."""
 
     def agree(self, error: Exception | None, model: Any, optimizer: Any) -> None:
-        """Check the arguments of `boost` before `configure`, and raise if they are rejected on this rank.
+        """Check the arguments of ``boost`` before ``configure``, and raise if they are rejected on this rank.
 
         A plugin with several ranks must raise on all of them. Otherwise the others would wait in the collectives of
-        `configure` for a rank that has left.
+        ``configure`` for a rank that has left.
 
         Args:
-            error: Error that the Booster has found on this rank, or None.
-            model: The plain model.
-            optimizer: The torch optimizer, or None.
+            error (Exception): Error that the Booster has found on this rank, or ``None``.
+            model (Module): The plain model.
+            optimizer (Optimizer, optional): The torch optimizer.
         """
         if error is not None:
             raise error
 
     def control_checkpoint_io(self) -> bool:
-        """Return True if it saves and loads with its own `get_checkpoint_io`. Otherwise plain files are written."""
+        """Return ``True`` if the plugin saves and loads with ``get_checkpoint_io``. Otherwise plain files are
+        written.
+        """
         return False
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        """Return the CheckpointIO that saves and loads models of this plugin."""
+        """Return the CheckpointIO that saves and loads this plugin's models."""
         from core.booster.checkpoint_io import GeneralCheckpointIO
 
         return GeneralCheckpointIO()
 
     def support_no_sync(self) -> bool:
-        """Return True if the reduction of gradients can be postponed."""
+        """Return ``True`` if gradient reduction can be postponed."""
         return False
 
     def no_sync(self, model: nn.Module, optimizer: Any = None) -> AbstractContextManager[None]:
-        """Return a context in which backward adds to this rank's gradients without reducing them.
+        """Context manager in which backward accumulates this rank's gradients without reducing them.
 
         Args:
-            model: The boosted model.
-            optimizer: The boosted optimizer.
+            model (Module): The boosted model.
+            optimizer (OptimizerWrapper, optional): The boosted optimizer.
         """
         raise NotImplementedError(f"{type(self).__name__} does not support no_sync; accumulate with reductions instead")
 
     def support_lora(self) -> bool:
-        """Return True if it trains models with LoRA adapters."""
+        """Return ``True`` if the plugin trains models with LoRA adapters."""
         return False
 
     def enable_lora(
@@ -127,13 +129,13 @@ class Plugin(ABC):
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
     ) -> nn.Module:
-        """Add LoRA adapters to a model, new ones or those of a directory. Called before `configure`.
+        """Add LoRA adapters to a model, either new ones or saved ones. Called before ``configure``.
 
         Args:
-            model: The plain model.
-            pretrained_dir: Directory of saved adapters; None for new ones.
-            lora_config: A peft.LoraConfig.
-            bnb_quantization_config: Not supported by the plugins here.
+            model (Module): The plain model.
+            pretrained_dir (str, optional): Directory of saved adapters. Defaults to new adapters.
+            lora_config (Any, optional): A peft.LoraConfig.
+            bnb_quantization_config (Any, optional): Not supported by the plugins here.
         """
         raise NotImplementedError(f"{type(self).__name__} does not support LoRA; use TorchDDPPlugin")
 
@@ -141,8 +143,8 @@ class Plugin(ABC):
         """Accumulate the gradient of a loss as the optimizer needs it.
 
         Args:
-            loss: The loss.
-            optimizer: The boosted optimizer.
+            loss (Tensor): The loss.
+            optimizer (OptimizerWrapper): The boosted optimizer.
         """
         optimizer.backward(loss)
 
@@ -160,4 +162,6 @@ class PipelinePluginBase(Plugin):
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Run forward and backward of one batch through all stages. See Booster.execute_pipeline for the arguments."""
+        """Run forward and backward of one batch through all stages. See :meth:`Booster.execute_pipeline` for the
+        arguments.
+        """

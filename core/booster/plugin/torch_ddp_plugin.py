@@ -29,11 +29,7 @@ OPTIONS = (
 
 
 class TorchDDPModel(LabelMeanModel):
-    """Boosted model; `module` is torch's DistributedDataParallel.
-
-    Args:
-        module: torch's wrapper of the model.
-    """
+    """Boosted model whose ``module`` is torch's DistributedDataParallel."""
 
     def __init__(self, module: nn.parallel.DistributedDataParallel) -> None:
         super().__init__(module)
@@ -41,24 +37,24 @@ class TorchDDPModel(LabelMeanModel):
 
 
 class TorchDDPPlugin(DPPluginBase):
-    """Plugin for data parallelism by torch's DistributedDataParallel.
+    """Plugin for data parallelism with torch's DistributedDataParallel.
 
     Each rank keeps the full model, so use it for models that fit on one device with their optimizer state. The options
     are arguments of torch.nn.parallel.DistributedDataParallel.
 
     Args:
-        broadcast_buffers: True to broadcast rank 0's buffers to all ranks at each forward.
-        bucket_cap_mb: Size of a gradient bucket, in MiB.
-        find_unused_parameters: True to allow parameters that a forward does not use.
-        check_reduction: No effect: torch accepts it with a warning, because its reducer always checks.
-        gradient_as_bucket_view: True to make gradients views of buckets, which saves a copy.
+        broadcast_buffers: Broadcast rank 0's buffers to all ranks at each forward.
+        bucket_cap_mb: Gradient bucket size, in MiB.
+        find_unused_parameters: Allow parameters that a forward does not use.
+        check_reduction: No effect; accepted with a warning, because torch's reducer always checks.
+        gradient_as_bucket_view: Make gradients views of buckets, which saves a copy.
         static_graph: True if the graph is the same in all iterations.
-        fp8_communication: True to send gradients in 8 bits, with one scale per 256 elements.
+        fp8_communication: Send gradients in 8 bits, with one scale per 256 elements.
             core/distributed/wire/fp8_communication.py has the rounding errors.
 
     Raises:
-        ValueError: If `bucket_cap_mb` is not positive.
-        RuntimeError: If torch.distributed is not started.
+        ValueError: If ``bucket_cap_mb`` is not positive.
+        RuntimeError: If torch.distributed is not initialized.
     """
 
     def __init__(
@@ -85,7 +81,7 @@ class TorchDDPPlugin(DPPluginBase):
         return ["fp32", "fp16", "bf16", "fp8"]
 
     def control_precision(self) -> bool:
-        """Return False: the Booster's `mixed_precision` decides."""
+        """Return ``False``, because the Booster's ``mixed_precision`` applies."""
         return False
 
     def configure(
@@ -96,7 +92,7 @@ class TorchDDPPlugin(DPPluginBase):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Move the model to the device, synchronize its batch norms over ranks, and wrap it. See Plugin.configure."""
+        """Move the model to the device, synchronize its batch norms, and wrap it. See :meth:`Plugin.configure`."""
         device = self.device()
         in_8_bits = (n for n, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize == 1)
         first = next(in_8_bits, None)
@@ -125,7 +121,7 @@ class TorchDDPPlugin(DPPluginBase):
         return boosted, optimizer, criterion, dataloader, lr_scheduler
 
     def control_checkpoint_io(self) -> bool:
-        """Return True: only one rank writes."""
+        """Return ``True``, because only one rank writes."""
         return True
 
     def get_checkpoint_io(self) -> TorchDDPCheckpointIO:
@@ -133,15 +129,15 @@ class TorchDDPPlugin(DPPluginBase):
         return TorchDDPCheckpointIO()
 
     def support_no_sync(self) -> bool:
-        """Return True: torch's wrapper has no_sync."""
+        """Return ``True``, because torch's wrapper has no_sync."""
         return True
 
     def no_sync(self, model: nn.Module, optimizer: Any = None) -> AbstractContextManager[None]:
         """Return torch's context in which forward and backward reduce nothing.
 
         Args:
-            model: The boosted model, which may have been wrapped further.
-            optimizer: Ignored.
+            model (Module): The boosted model, which may have been wrapped further.
+            optimizer (Any, optional): Ignored.
 
         Raises:
             ValueError: If the plugin has not boosted the model.
@@ -158,14 +154,8 @@ class TorchDDPPlugin(DPPluginBase):
 def average_in_fp8(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients in 8 bits, as a communication hook of torch's DDP.
 
-    It blocks: collectives started from a future's callback could begin in a different order on another rank.
-
-    Args:
-        group: The wrapper's group.
-        bucket: torch's bucket of gradients.
-
-    Returns:
-        A completed future with the averaged gradients.
+    It blocks and returns a completed future, because collectives started from a future's callback could begin in a
+    different order on another rank.
     """
     gradients = bucket.buffer()
     fp8_all_reduce(gradients, group, mean=True)
@@ -175,12 +165,7 @@ def average_in_fp8(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Futur
 
 
 def with_common_batch_norm(model: nn.Module, world_size: int) -> nn.Module:
-    """Convert batch norms to SyncBatchNorm. On CPUs, where torch lacks it, warn that ranks keep separate statistics.
-
-    Args:
-        model: The model on its device.
-        world_size: Number of ranks.
-    """
+    """Convert batch norms to SyncBatchNorm. On CPUs, where torch lacks it, warn that ranks keep separate statistics."""
     if not any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         return model
     if next(model.parameters()).device.type == "cpu":

@@ -1,4 +1,6 @@
-"""TorchFSDPPlugin: torch's FSDP2 (`fully_shard`), which shards parameters, gradients and optimizer state over ranks."""
+"""TorchFSDPPlugin: torch's FSDP2 (``fully_shard``), which shards parameters, gradients and optimizer state over
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,9 @@ from core.watch.waiting import waiting
 
 
 class TorchFSDPModel(LabelMeanModel):
-    """Boosted model whose units are sharded; `module` is the user's own module, whose parameters are DTensors.
+    """Boosted model with sharded units. ``module`` is the user's own module, whose parameters are DTensors.
 
-    Args:
-        module: The sharded module.
-        data_groups: Groups of ranks that shard, and of ranks that replicate.
+    ``data_groups`` are the groups of ranks that shard, and of ranks that replicate.
     """
 
     _syncs = True
@@ -63,7 +63,7 @@ class TorchFSDPModel(LabelMeanModel):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False while backward keeps full gradients and reduces nothing, as torch DDP's attribute."""
+        """False while backward keeps full gradients and reduces nothing, like torch DDP's attribute."""
         return self._syncs
 
     @require_backward_grad_sync.setter
@@ -74,24 +74,18 @@ class TorchFSDPModel(LabelMeanModel):
                 part.set_requires_gradient_sync(self._syncs, recurse=False)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own `generate`. Every forward gathers parameters, so ranks continue until all texts have
-        ended.
+        """Call the model's own ``generate``. Every forward all-gathers parameters, so all ranks continue until the last
+        ends.
         """
         kwargs.setdefault("synced_gpus", True)
         return super().generate(*args, **kwargs)
 
 
 class FSDPOptimizerWrapper(OptimizerWrapper):
-    """Optimizer over shards, whose norms, limits and overflow checks cover the full gradient. All of them are
-    collective.
+    """Optimizer over shards, whose norms, limits and overflow checks cover the full gradient and are collective.
 
-    A step or a clipping raises RuntimeError if FSDP has left a gradient unreduced.
-
-    Args:
-        optim: The torch optimizer over shards.
-        model: The sharded model.
-        groups: Groups of ranks that shard, and of ranks that replicate.
-        device: Device of the group's collectives.
+    A step or a clipping raises RuntimeError if FSDP has left a gradient unreduced. ``groups`` are those of ranks that
+    shard, and of ranks that replicate.
     """
 
     def __init__(self, optim: Any, model: nn.Module, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -104,13 +98,10 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
         self.device = device
 
     def clip_grad_by_norm(self, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Clip the norm of all ranks' gradients. See OptimizerWrapper.clip_grad_by_norm. Collective.
-
-        Args:
-            max_norm: Largest norm; above 0, and the same on all ranks.
+        """Clip the norm of all ranks' gradients. See :meth:`OptimizerWrapper.clip_grad_by_norm`. Collective.
 
         Raises:
-            ValueError: On every rank, if `max_norm` is not positive or differs between ranks.
+            ValueError: On every rank, if ``max_norm`` is not positive or differs between ranks.
             RuntimeError: If FSDP has left a gradient unreduced.
         """
         check_limit("max_norm", max_norm, check_max_norm, self.groups)
@@ -120,11 +111,8 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
         """Clamp each element of the gradient to [-clip_value, clip_value]. Collective.
 
-        Args:
-            clip_value: Largest magnitude of an element; above 0, and the same on all ranks.
-
         Raises:
-            ValueError: On every rank, if `clip_value` is not positive or differs between ranks.
+            ValueError: On every rank, if ``clip_value`` is not positive or differs between ranks.
             RuntimeError: If FSDP has left a gradient unreduced.
         """
         check_limit("clip_value", clip_value, check_clip_value, self.groups)
@@ -132,11 +120,7 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
         super().clip_grad_by_value(clip_value, *args, **kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the shards.
-
-        Raises:
-            RuntimeError: If FSDP has left a gradient unreduced.
-        """
+        """Update the shards. Raises RuntimeError if FSDP has left a gradient unreduced."""
         self._check_reduced()
         return super().step(*args, **kwargs)
 
@@ -167,35 +151,38 @@ class FSDPOptimizerWrapper(OptimizerWrapper):
 
 
 class TorchFSDPPlugin(DPPluginBase):
-    """Plugin for sharded data parallelism by torch's FSDP2, with the options of FullyShardedDataParallel.
+    """Plugin for sharded data parallelism with torch's FSDP2, using the options of FullyShardedDataParallel.
 
-    `fully_shard` keeps a shard of each parameter, its gradient and its optimizer state on each rank.
+    ``fully_shard`` keeps a shard of each parameter, its gradient and its optimizer state on each rank.
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        TorchFSDPPlugin(auto_wrap_policy={TransformerLayer}, mixed_precision=policy)
 
     Args:
         process_group: Ranks to shard over: a group, a DeviceMesh, or (shard group, replicate group) for hybrid
-            strategies; None for the world.
+            strategies. Defaults to the world.
         sharding_strategy: FULL_SHARD (default), SHARD_GRAD_OP (parameters stay gathered between forward and backward),
             NO_SHARD (every rank keeps everything), or HYBRID_SHARD and _HYBRID_SHARD_ZERO2 (sharded in a machine,
             replicated between machines).
-        cpu_offload: CPUOffload(offload_params=True) to keep shards and their optimizer state on the host.
-        auto_wrap_policy: Policy that selects the modules that are gathered together; None to gather the full model at
-            once.
-        backward_prefetch: BACKWARD_PRE (default) to gather the next unit while this one's backward computes;
-            BACKWARD_POST to gather after it, with less memory and less overlap.
+        cpu_offload: CPUOffload(offload_params=True) keeps shards and their optimizer state on the host.
+        auto_wrap_policy: Policy that selects the modules that are gathered together. By default the full model is
+            gathered at once.
+        backward_prefetch: BACKWARD_PRE (default) gathers the next unit while this one's backward computes;
+            BACKWARD_POST gathers after it, with less memory and less overlap.
         mixed_precision: MixedPrecision or MixedPrecisionPolicy. With fp16 parameters the loss is scaled too.
         ignored_modules: Modules that are neither sharded nor reduced.
-        param_init_fn: Function that materializes one module on the meta device; None for `to_empty` and
-            `reset_parameters()`.
-        sync_module_states: True to begin with rank 0's parameters and buffers.
-        fp8_communication: True to send parameters and gradients in 8 bits. core/distributed/wire/fp8_communication.py
-            has the rounding errors.
-        loss_scaler: Loss scale for fp16 parameters; None for DynamicLossScaler(2**16, growth_interval=2000,
+        param_init_fn: Function that materializes one module on the meta device. Defaults to ``to_empty`` and
+            ``reset_parameters()``.
+        sync_module_states: Start from rank 0's parameters and buffers.
+        fp8_communication: Send parameters and gradients in 8 bits. core/distributed/wire/fp8_communication.py has the
+            rounding errors.
+        loss_scaler: Loss scale for fp16 parameters. Defaults to DynamicLossScaler(2**16, growth_interval=2000,
             hysteresis=1).
 
     Raises:
         TypeError: If an option has a wrong type.
-        ValueError: If options cannot work together.
-        RuntimeError: If torch.distributed is not started.
+        ValueError: If options cannot be combined.
+        RuntimeError: If torch.distributed is not initialized.
     """
 
     def __init__(
@@ -261,13 +248,13 @@ class TorchFSDPPlugin(DPPluginBase):
             raise ValueError("loss_scaler is for fp16: give mixed_precision=MixedPrecision(param_dtype=torch.float16)")
 
     def supported_precisions(self) -> list[str]:
-        """Return precisions: the plugin's `mixed_precision` gives fp32, fp16 and bf16, the Booster's gives fp8 and
+        """Return the plugin's precisions (fp32, fp16, bf16), to which the Booster's ``mixed_precision`` adds fp8 and
         autocast.
         """
         return ["fp32", "fp16", "bf16", "fp8"]
 
     def control_precision(self) -> bool:
-        """Return True if the plugin has a `mixed_precision`; otherwise the Booster's decides."""
+        """Return ``True`` if the plugin has a ``mixed_precision``. Otherwise the Booster's applies."""
         return self.mixed_precision is not None
 
     def configure(
@@ -278,9 +265,7 @@ class TorchFSDPPlugin(DPPluginBase):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Shard the model, and put the shards into the optimizer's groups, with their state and options. See
-        Plugin.configure.
-        """
+        """Shard the model and the state of the optimizer, which gets the shards. See :meth:`Plugin.configure`."""
         device = self.device()
         ignored = {inner for module in self.ignored_modules for inner in module.modules()}
         units = units_of(model, self.auto_wrap_policy, self.mixed_precision, ignored)
@@ -312,7 +297,9 @@ class TorchFSDPPlugin(DPPluginBase):
     def _prepare(
         self, unit: Unit, borders: set[nn.Module], mesh: DeviceMesh, device: torch.device, kept: Collection[str]
     ) -> None:
-        """Move a unit's own tensors to the device, with rank 0's values and their dtype. `kept` names are not cast."""
+        """Move a unit's own tensors to the device, with rank 0's values and their dtype. ``kept`` names are not
+        cast.
+        """
         for path, module in own_modules(unit.module, borders, f"{unit.name}."):
             if any(tensor.is_meta for tensor in own_tensors(module)):
                 self._materialize(path.strip(".") or "the model", module, device)
@@ -382,7 +369,7 @@ class TorchFSDPPlugin(DPPluginBase):
         return group, None
 
     def control_checkpoint_io(self) -> bool:
-        """Return True: shards are gathered, one tensor at a time."""
+        """Return ``True``, because shards are gathered one tensor at a time."""
         return True
 
     def get_checkpoint_io(self) -> TorchFSDPCheckpointIO:
@@ -390,17 +377,17 @@ class TorchFSDPPlugin(DPPluginBase):
         return TorchFSDPCheckpointIO(self.process_group if isinstance(self.process_group, dist.ProcessGroup) else None)
 
     def support_no_sync(self) -> bool:
-        """Return True: unreduced gradients can be kept."""
+        """Return ``True``, because unreduced gradients can be kept."""
         return True
 
     def no_sync(self, model: nn.Module, optimizer: Any = None) -> AbstractContextManager[None]:
-        """Return a context in which backward keeps full gradients on every rank and reduces nothing.
+        """Context manager in which backward keeps full gradients on every rank and reduces nothing.
 
-        It saves communication and costs memory.
+        It saves communication at the cost of memory.
 
         Args:
-            model: The boosted model, which may have been wrapped further.
-            optimizer: Ignored.
+            model (Module): The boosted model, which may have been wrapped further.
+            optimizer (Any, optional): Ignored.
 
         Raises:
             ValueError: If the plugin has not boosted the model.
@@ -423,14 +410,9 @@ def _no_sync(module: FSDPModule) -> Iterator[None]:
 
 
 def replace_parameters(optimizer: Any, originals: dict[str, nn.Parameter], parameters: dict[str, nn.Parameter]) -> None:
-    """Replace the parameters in an optimizer's groups by the sharded parameters of the same names.
+    """Replace the parameters in an optimizer's groups by the sharded parameters with the same names.
 
     Groups are kept, and state is sharded.
-
-    Args:
-        optimizer: The torch optimizer, changed in place.
-        originals: Parameters of the plain model by name.
-        parameters: Parameters of the sharded model by name.
     """
     name_of = {param: name for name, param in originals.items()}
     state, optimizer.state = optimizer.state, type(optimizer.state)(dict)

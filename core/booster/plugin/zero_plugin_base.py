@@ -51,8 +51,8 @@ SCALER = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "grow
 class ZeroPluginBase(DPPluginBase):
     """Base class of ZeRO plugins: ranks train copies of a model on different data, and each keeps a shard of its state.
 
-    Subclasses decide how the model is split (`cutting`), which state is sharded, and where it is stored. They end their
-    __init__ with `_set_configs`. `configure` makes the same five calls for all of them:
+    Subclasses decide how the model is split (``cutting``), which state is sharded, and where it is stored. They end
+    their __init__ with ``_set_configs``. ``configure`` makes the same five calls for all of them:
 
         broadcast   every rank gets rank 0's weights, on its device
         cast        parameters get the dtype of training, in which the split is verified
@@ -60,21 +60,11 @@ class ZeroPluginBase(DPPluginBase):
         wrap        parts get the engine's wrappers, and the optimizer gets their parameters
         adopt       model and optimizer get the interfaces that a loop calls
 
-    Args:
-        precision: 'fp16', 'bf16', or 'fp32', which does not change the parameters' dtype.
-        scaler: Options of DynamicLossScaler, used with fp16.
-        max_norm: Limit of the global gradient norm; 0 for no clipping.
-        fp8_communication: True to send gradients in 8 bits.
-        use_fp8: True for linear layers that multiply in 8 bits, with bf16.
-        norm_type: Order p of the norm.
-        master_weights: False to train 16-bit parameters without fp32 copies.
-        verbose: True to log how the model is wrapped.
-        cast_inputs: True to cast floating-point inputs to `precision`.
-        extra_dp_size: Number of replicas of the shards.
+    ``scaler`` has the options of DynamicLossScaler, used with fp16. The subclasses document the other arguments.
 
     Raises:
         ValueError: If options are out of range or cannot be combined.
-        RuntimeError: If this machine cannot run `use_fp8`.
+        RuntimeError: If this machine cannot run ``use_fp8``.
     """
 
     cutting: Cutting | None = None  # None: every rank has the full model, which may be any module
@@ -129,7 +119,7 @@ class ZeroPluginBase(DPPluginBase):
 
     @property
     def _name(self) -> str:
-        """Name of the plugin, for messages."""
+        """Return the plugin's name for messages."""
         return type(self).__name__
 
     def _check_numbers(self, arguments: dict[str, Any]) -> None:
@@ -151,17 +141,14 @@ class ZeroPluginBase(DPPluginBase):
     @property
     @abstractmethod
     def _title(self) -> str:
-        """Description of the way of training, for the log."""
+        """Return the description that is logged."""
 
     def _set_configs(
         self, *, cpu_offload: bool = False, communication_dtype: torch.dtype | None = None, **wrapper: Any
     ) -> None:
-        """Set the options of the engine's wrapper, `ddp_config`, and of its optimizer, `optimizer_config`.
+        """Set the options of the engine's wrapper, ``ddp_config``, and of its optimizer, ``optimizer_config``.
 
-        Args:
-            cpu_offload: True to keep masters and moments, and to step, on the CPU.
-            communication_dtype: Dtype of gradients in collectives; None for their own.
-            **wrapper: Options of the wrapper: which state is sharded, in which buckets, and when gradients are reduced.
+        ``wrapper`` has the wrapper's options: which state is sharded, in which buckets, and when gradients are reduced.
         """
         own = DTYPES[self.precision]
         # Dtypes in which gradients are stored and sent; None for their own.
@@ -204,13 +191,10 @@ class ZeroPluginBase(DPPluginBase):
     def engine_configs(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[DistributedDataParallelConfig, OptimizerConfig]:
-        """Return the options with which `boost` wraps this rank's part of a model and creates its optimizer.
+        """Return the options with which ``boost`` wraps this rank's part of a model and creates its optimizer.
 
-        Local, and usable without torch.distributed (`planned_world`).
-
-        Args:
-            model: This rank's part of the model, with its adapters.
-            optimizer: The user's torch optimizer.
+        It does not communicate, and works without torch.distributed (``planned_world``). The model has its adapters
+        already.
         """
         config = self.ddp_config
         if update_scope(type(optimizer)) != "element":
@@ -225,15 +209,15 @@ class ZeroPluginBase(DPPluginBase):
     # -- what the Booster asks ----------------------------------------------------------------------------------------
 
     def supported_precisions(self) -> list[str]:
-        """Return the names that `precision` may have."""
+        """Return the names that ``precision`` may have."""
         return list(DTYPES)
 
     def control_precision(self) -> bool:
-        """Return True: `precision` decides."""
+        """Return ``True``, because ``precision`` applies."""
         return True
 
     def control_checkpoint_io(self) -> bool:
-        """Return True: shards of the optimizer's state are gathered, one parameter at a time."""
+        """Return ``True``, because shards of the optimizer state are gathered one parameter at a time."""
         return True
 
     def get_checkpoint_io(self) -> TorchDDPCheckpointIO:
@@ -241,18 +225,13 @@ class ZeroPluginBase(DPPluginBase):
         return LowLevelZeroCheckpointIO() if self.cutting is None else HybridParallelCheckpointIO()
 
     def support_no_sync(self) -> bool:
-        """Return True: unreduced gradients can be kept."""
+        """Return ``True``, because unreduced gradients can be kept."""
         return True
 
     def no_sync(self, model: nn.Module | None = None, optimizer: Any = None) -> AbstractContextManager[None]:
-        """Return a context in which backward adds to this rank's gradients without reducing them.
+        """Context manager in which backward accumulates this rank's gradients without reducing them.
 
-        Args:
-            model: The boosted model, or None if `optimizer` is given.
-            optimizer: The boosted optimizer, or None.
-
-        Raises:
-            ValueError: If the plugin has boosted neither.
+        One of ``model`` and ``optimizer`` may be ``None``. Raises ValueError if the plugin has boosted neither.
         """
         for boosted in (model, optimizer):
             if isinstance(boosted, (LowLevelZeroModel, LowLevelZeroOptimizer)):
@@ -280,21 +259,13 @@ class ZeroPluginBase(DPPluginBase):
     ) -> Boosted:
         """Broadcast, cast, cut, wrap and adopt a model and its optimizer. Collective over the world.
 
+        Without a split the model may be any module. Otherwise it is a complete transformers model, with or without
+        adapters from ``enable_lora``, or one on the meta device, which must be loaded before its first forward. The
+        optimizer of a split model must not have made a step, and keeps only this rank's slices.
+
         An optimizer that needs full parameters (Adafactor, Muon) gets every parameter of this rank unsplit, on one
-        rank. Your own class declares what it needs (`core.optimizer.algorithms.names.update_scope`). Adapters that the
-        optimizer lacks are added.
-
-        Args:
-            model: Any module if the model is not split. Otherwise a complete transformers model, with or without
-                adapters of `enable_lora`, or one on the meta device, which must be loaded before its first forward.
-            optimizer: A torch optimizer over the model's parameters, or None. For a model that is split it must not
-                have made a step, and it keeps only this rank's slices.
-            criterion: The loss function; returned unchanged.
-            dataloader: The dataloader; returned unchanged.
-            lr_scheduler: The scheduler; returned unchanged.
-
-        Returns:
-            (model, optimizer, criterion, dataloader, lr_scheduler)
+        rank. Custom classes declare their needs (``core.optimizer.algorithms.names.update_scope``). Adapters that the
+        optimizer lacks are added. Criterion, dataloader and scheduler are returned unchanged.
         """
         names = [] if optimizer is None else self._names_in(optimizer, model)
         model = self._cast(self._broadcast(model))
@@ -306,15 +277,10 @@ class ZeroPluginBase(DPPluginBase):
         return *self._adopt(cut, chunks, optimizer, names), criterion, dataloader, lr_scheduler
 
     def facts_of(self, model: nn.Module, optimizer: Any) -> list[str]:
-        """Return the parameters of a model that will be split, one per line. Local.
+        """Return the parameters of a model that will be split, one per line. Does not communicate.
 
-        Args:
-            model: The plain model.
-            optimizer: The torch optimizer, or None.
-
-        Raises:
-            ValueError: If an unsplit model has no values, a model to split comes from `materialize`, or the optimizer's
-                state or algorithm cannot be sharded.
+        Raises ValueError if an unsplit model has no values, a model to split comes from ``materialize``, or the
+        optimizer's state or algorithm cannot be sharded.
         """
         empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
         if empty is not None and self.cutting is None:
@@ -344,9 +310,7 @@ class ZeroPluginBase(DPPluginBase):
         return [f"{n} {list(p.shape)} {p.dtype}{' on meta' * p.is_meta}" for n, p in model.named_parameters()]
 
     def _names_in(self, optimizer: Any, model: nn.Module) -> list[list[str]]:
-        """Return the parameter names in each group of an optimizer. Parameters that it lacks are frozen, with a
-        warning.
-        """
+        """Return the parameter names in each optimizer group. Missing parameters are frozen, with a warning."""
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         left = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         if left:
@@ -360,7 +324,7 @@ class ZeroPluginBase(DPPluginBase):
         return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
     def _broadcast(self, model: nn.Module) -> nn.Module:
-        """Give all ranks rank 0's weights before they take slices. An unsplit model is broadcast by the wrapper."""
+        """Broadcast rank 0's weights before ranks take slices. An unsplit model is broadcast by the wrapper."""
         if self.cutting is None:
             return model.to(self.device())
         device, world = self.device(), dist.group.WORLD
@@ -372,7 +336,7 @@ class ZeroPluginBase(DPPluginBase):
         return model if any(param.is_meta for param in model.parameters()) else model.to(device)
 
     def _cast(self, model: nn.Module) -> nn.Module:
-        """Cast the model to `precision` (`cast_model`); with `use_fp8`, make linear layers multiply in 8 bits."""
+        """Cast the model to ``precision`` (``cast_model``). With ``use_fp8``, make linear layers multiply in 8 bits."""
         dtype = DTYPES[self.precision]
         if dtype is not None:
             model = cast_model(model, dtype)
@@ -393,7 +357,7 @@ class ZeroPluginBase(DPPluginBase):
     def _adopt(
         self, cut: CutModel, chunks: Sequence[Any], optimizer: Any, names: Sequence[Sequence[str]]
     ) -> tuple[LowLevelZeroModel, LowLevelZeroOptimizer | None]:
-        """Create the model and the optimizer that `boost` returns."""
+        """Create the model and the optimizer that ``boost`` returns."""
         engine: AdoptedOptimizer | None = None
         wrapped: LowLevelZeroOptimizer | None = None
         if optimizer is not None:
@@ -414,9 +378,7 @@ class ZeroPluginBase(DPPluginBase):
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def groups(self) -> ProcessGroups:
-        """Return parallel_state's groups, or create groups at the first call if there are none. Collective at that
-        call.
-        """
+        """Return the groups of ``parallel_state``, or create groups at the first call, which is then collective."""
         if self._groups is None:
             if self.cutting is not None:
                 self._groups = self._groups_of_cut(self.cutting)
@@ -471,11 +433,7 @@ class ZeroPluginBase(DPPluginBase):
         return self.expect_instances(groups)
 
     def expect_instances(self, groups: ProcessGroups) -> ProcessGroups:
-        """Return the groups, if their number of optimizer instances is `extra_dp_size`.
-
-        Raises:
-            ValueError: If it is not.
-        """
+        """Return the groups. Raises ValueError if their number of optimizer instances is not ``extra_dp_size``."""
         instances = groups.size("dp_cp") // groups.size("intra_dp_cp")
         if instances != self.extra_dp_size:
             raise ValueError(

@@ -29,18 +29,18 @@ class Names(NamedTuple):
     index_file: str
 
     def shard(self, number: int) -> str:
-        """Return the name of a shard; numbers start at 1."""
+        """Return the name of a shard. Numbers start at 1."""
         stem, suffix = self.whole.rsplit(".", 1)
         return f"{stem}-{number:05d}.{suffix}"
 
 
 def model_names(prefix: str | None = None, use_safetensors: bool = False) -> Names:
-    """Return the names pytorch_model.bin or model.safetensors, and its index, both after `<prefix>.`."""
+    """Return the names pytorch_model.bin or model.safetensors, and its index, both after ``<prefix>.``."""
     return _names(prefix, "model.safetensors" if use_safetensors else "pytorch_model.bin")
 
 
 def optimizer_names(prefix: str | None = None) -> Names:
-    """Return the names pytorch_optim.bin and its index, both after `<prefix>.`."""
+    """Return the names pytorch_optim.bin and its index, both after ``<prefix>.``."""
     return _names(prefix, "pytorch_optim.bin")
 
 
@@ -58,19 +58,10 @@ def _names(prefix: str | None, whole: str) -> Names:
 
 
 def find_checkpoint(checkpoint: str | os.PathLike[str], *, optimizer: bool, prefix: str | None = None) -> Path:
-    """Resolve a path to a single weight file or an index.
+    """Resolve a path to a single weight file or an index of a model, or of an optimizer.
 
     If a directory has a model both in safetensors and in torch files of another program, the safetensors are used, as
-    in transformers.
-
-    Args:
-        checkpoint: File or directory.
-        optimizer: Look for an optimizer instead of a model.
-        prefix: Prefix of the file names.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If a directory has several.
+    in transformers. Raises FileNotFoundError if there is no such file, and ValueError if a directory has several.
     """
     path = committed(Path(checkpoint))
     if path.is_file():
@@ -114,32 +105,19 @@ def is_index(path: Path) -> bool:
 def weight_files(directory: Path) -> list[Path]:
     """Return the files of a model in a directory: a single file, or the shards of an index.
 
-    Raises:
-        FileNotFoundError: If there is no model, or a shard is missing.
-        ValueError: If the directory has several models.
-        CheckpointDamaged: As `read_index`.
+    Raises FileNotFoundError if there is no model or a shard is missing, ValueError if the directory has several models,
+    and CheckpointDamaged as ``read_index`` does.
     """
     found = find_checkpoint(directory, optimizer=False)
     return sorted(set(read_index(found)[0].values())) if is_index(found) else [found]
 
 
 def open_files(found: Path, rank: int = 0, world: int = 1) -> dict[Path, Any]:
-    """Open a safetensors file, or the files of an index.
+    """Open a safetensors file, or the files of an index, and return them by path.
 
-    Each file's checksum is verified by one of `world` ranks.
-
-    Args:
-        found: File or index.
-        rank: This rank.
-        world: Number of ranks that call this.
-
-    Returns:
-        Open files by path.
-
-    Raises:
-        CheckpointDamaged: As `open_safetensors` and `read_index`, or if a file lacks a tensor that the index lists for
-            it.
-        FileNotFoundError: If a file is missing.
+    Each file's checksum is verified by one of the ``world`` ranks that call this. Raises CheckpointDamaged as
+    ``open_safetensors`` and ``read_index`` do, or if a file lacks a tensor that the index lists for it, and
+    FileNotFoundError if a file is missing.
     """
     names = read_index(found)[0] if is_index(found) else {}
     opened = {}
@@ -164,15 +142,10 @@ def committed(index: Path) -> Path:
 
 
 def write_index(path: Path, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """Write the index of the files in its directory.
+    """Write the index of the files in its directory, from each tensor's file name.
 
     Its metadata stores its own checksum and the checksums of all files there, so that a file of another save is
     detected.
-
-    Args:
-        path: Path of the index.
-        weight_map: File name of each tensor.
-        metadata: Additional metadata.
     """
     saved_with = {file.name: digits for file in path.parent.iterdir() if (digits := checksum_in(file))}
     content = {"metadata": {**metadata, FILES: saved_with}, "weight_map": dict(weight_map)}
@@ -181,13 +154,9 @@ def write_index(path: Path, weight_map: Mapping[str, str], metadata: Mapping[str
 
 
 def read_names(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Read an index without checking that its files exist.
+    """Read ({tensor: file name}, metadata) from an index without checking that its files exist.
 
-    Returns:
-        ({tensor: file name}, metadata).
-
-    Raises:
-        CheckpointDamaged: If the file is not an index, or names files outside its directory.
+    Raises CheckpointDamaged if the file is not an index, or names files outside its directory.
     """
     try:
         content = parse_json(read_bytes(path))
@@ -203,16 +172,10 @@ def read_names(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def read_index(path: Path) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Read an index and check its files.
+    """Read ({tensor: file}, metadata) from an index and check its files.
 
-    An index written by another program has no checksums.
-
-    Returns:
-        ({tensor: file}, metadata).
-
-    Raises:
-        FileNotFoundError: If a shard is missing; the text names it.
-        CheckpointDamaged: If a shard belongs to another save: its checksum differs from the index.
+    An index written by another program has no checksums. Raises FileNotFoundError, naming the shard, if one is missing,
+    and CheckpointDamaged if a shard belongs to another save, because its checksum differs from the index.
     """
     names, metadata = read_names(path)
     weight_map = {key: _next_to(path, name) for key, name in names.items()}
@@ -234,11 +197,7 @@ def read_index(path: Path) -> tuple[dict[str, Path], dict[str, Any]]:
 
 
 def groups_of(index: Path, metadata: Mapping[str, Any]) -> Path:
-    """Return the file of parameter groups that the index of an optimizer names.
-
-    Raises:
-        CheckpointDamaged: If it names none.
-    """
+    """Return the param group file that an optimizer's index names. Raises CheckpointDamaged if it names none."""
     if "param_groups" not in metadata:
         raise CheckpointDamaged(f"{index} names no file of parameter groups, so it is no index of an optimizer")
     return _next_to(index, metadata["param_groups"])
@@ -251,18 +210,11 @@ def readers(
     num_threads: int,
     load: Callable[[Path], Any],
 ) -> list[Callable[[], Any]]:
-    """Return one function per file that returns its contents.
+    """Return one function per file that returns its contents by calling ``load``.
 
-    Args:
-        weight_map: First result of `read_index`.
-        metadata: Second result of `read_index`.
-        low_cpu_mem_mode: Read a file when its function is called; else threads read all files now.
-        num_threads: Number of threads.
-        load: Reads a file.
-
-    Returns:
-        Functions. Each raises CheckpointDamaged if its file lacks a tensor that the index lists for it. Files with a
-        checksum in the index need no such check.
+    The first two arguments are the results of ``read_index``. With ``low_cpu_mem_mode`` a file is read when its
+    function is called; otherwise ``num_threads`` threads read all files now. The functions raise CheckpointDamaged if
+    their file lacks a tensor that the index lists for it. Files with a checksum in the index need no such check.
     """
     known = metadata.get(FILES, {})
     keys: dict[Path, set[str]] = {}
@@ -291,7 +243,7 @@ def _expect_names(path: Path, expected: set[str], found: Iterable[Any]) -> None:
 
 
 def _next_to(index: Path, name: str) -> Path:
-    """Return the path of a file that an index from `committed` names."""
+    """Return the path of a file that an index from ``committed`` names."""
     file = index.parent / file_name(name)
     return index.parent.parent / name if index.parent.name.startswith(SAVING) and not file.exists() else file
 

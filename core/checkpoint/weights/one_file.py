@@ -1,4 +1,4 @@
-"""One file of tensors in the format of torch.save or safetensors: written atomically and durably, verified when read.
+"""File of tensors in the format of torch.save or safetensors: written atomically and durably, verified when read.
 
 Each file carries the CRC-32 of its other bytes as 8 digits, in the comment at the end of a zip file or in the metadata
 of a safetensors header. A file without these digits was written by another program.
@@ -31,7 +31,7 @@ LOCK_LIMIT_S = 5.0
 
 
 def save_torch(path: Path, content: Any) -> None:
-    """Write a file with torch.save, replacing any file at `path`."""
+    """Write a file with torch.save, replacing any file at ``path``."""
 
     def write(temporary: str) -> None:
         torch.save(content, temporary)
@@ -43,10 +43,8 @@ def save_torch(path: Path, content: Any) -> None:
 
 
 def save_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file, replacing any file at `path`.
-
-    Raises:
-        CheckpointError: If the package safetensors is not installed.
+    """Write a safetensors file, replacing any file at ``path``. Raises CheckpointError if safetensors is not
+    installed.
     """
     save_file = safetensors("safetensors.torch").save_file
     kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -57,13 +55,8 @@ def save_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def open_safetensors(path: Path, *, verify: bool = True) -> Any:
     """Open a safetensors file, whose tensors are read one by one or in slices. All safetensors files are opened here.
 
-    Args:
-        path: File to open.
-        verify: Compare the checksum if the file carries one.
-
-    Raises:
-        CheckpointDamaged: If the checksum differs, or the file is not a regular, complete safetensors file.
-        FileNotFoundError: If there is no such file.
+    ``verify`` compares the checksum if the file carries one. Raises CheckpointDamaged if it differs or the file is not
+    a regular, complete safetensors file, and FileNotFoundError if it does not exist.
     """
     safe_open = safetensors("safetensors").safe_open
     try:
@@ -79,16 +72,14 @@ def open_safetensors(path: Path, *, verify: bool = True) -> Any:
 
 
 def in_turn(path: Path, rank: int, world: int) -> bool:
-    """Return True on the one of `world` ranks that verifies the checksum of this file."""
+    """Return ``True`` on the one of ``world`` ranks that verifies the checksum of this file."""
     return zlib.crc32(path.name.encode()) % world == rank
 
 
 def load(path: Path) -> Any:
-    """Load a file of either format to the CPU, regardless of its suffix. Runs no code from it.
+    """Load a file of either format to the CPU, regardless of its suffix, without running code from it.
 
-    Raises:
-        CheckpointDamaged: If the file cannot be read.
-        OSError: If the file cannot be opened.
+    Raises CheckpointDamaged if the file cannot be read, and OSError if it cannot be opened.
     """
     if _holds_safetensors(path):
         opened = open_safetensors(path)
@@ -99,7 +90,7 @@ def load(path: Path) -> Any:
 
 
 class Description(NamedTuple):
-    """Description of a tensor in a file. `kind` is the file's own name of the dtype, such as F32 or float32."""
+    """Description of a tensor in a file. ``kind`` is the file's own name of the dtype, such as F32 or float32."""
 
     shape: list[int]
     kind: str
@@ -113,11 +104,8 @@ def is_kind_with_point(kind: str) -> bool:
 def describe(path: Path) -> dict[str, Description]:
     """Return descriptions of the tensors in a file of either format, without their values.
 
-    Checksums are not verified. Only torch's format from before version 1.6 is read completely.
-
-    Raises:
-        CheckpointDamaged: If the file cannot be read.
-        OSError: If the file cannot be opened.
+    Checksums are not verified. Only torch's format from before version 1.6 is read completely. Raises CheckpointDamaged
+    if the file cannot be read, and OSError if it cannot be opened.
     """
     if _holds_safetensors(path):
         opened = open_safetensors(path, verify=False)
@@ -137,7 +125,7 @@ def describe(path: Path) -> dict[str, Description]:
 
 
 def _holds_safetensors(path: Path) -> bool:
-    """Return True for a safetensors file, by its first bytes, or by its suffix unless torch wrote it."""
+    """Return ``True`` for a safetensors file, by its first bytes, or by its suffix unless torch wrote it."""
     with open_regular(path) as stream:
         start = stream.read(9)
     return start[:2] != b"PK" and (path.suffix == SAFE_SUFFIX or start[8:] == b"{")
@@ -157,7 +145,7 @@ def _read_torch(path: Path, source: Any, **options: Any) -> Any:
 
 
 def checksum_in(path: Path) -> str | None:
-    """Return the checksum that a file carries; None for files of other programs."""
+    """Return the checksum that a file carries, or ``None`` for files of other programs."""
     with open_regular(path) as stream:
         place = _place_of_digits(stream)
         return None if place is None else _bytes_at(stream, place, len(DIGITS)).decode("ascii", "replace")
@@ -166,8 +154,7 @@ def checksum_in(path: Path) -> str | None:
 def check(path: Path) -> None:
     """Verify a file's checksum, and that it does not inflate.
 
-    Raises:
-        CheckpointDamaged: If bytes differ from the saved ones, or would inflate to more bytes than the file has.
+    Raises CheckpointDamaged if bytes differ from the saved ones, or would inflate to more bytes than the file has.
     """
     with open_regular(path) as stream:
         place = _place_of_digits(stream)
@@ -184,11 +171,7 @@ def _refuse_inflated(path: Path) -> None:
 
 
 def safetensors(module: str) -> Any:
-    """Import a module of the package safetensors.
-
-    Raises:
-        CheckpointError: If it is not installed; the text has the install command.
-    """
+    """Import a module of the safetensors package. Raises CheckpointError with the install command if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -200,10 +183,9 @@ def safetensors(module: str) -> Any:
 
 @contextlib.contextmanager
 def only_writer(place: Path, make: Callable[[Path], Any]) -> Iterator[None]:
-    """Create a hidden file or directory with `make` and lock it during the context.
+    """Create a hidden file or directory with ``make`` and lock it during the context.
 
-    Raises:
-        CheckpointError: If another process locks it for 5 s.
+    Raises CheckpointError if another process locks it for 5 s.
     """
     until = time.monotonic() + LOCK_LIMIT_S
     while True:
@@ -232,7 +214,9 @@ def _is_ours(descriptor: int, place: Path) -> bool:
 
 
 def _replace(path: Path, write: Callable[[str], Any]) -> None:
-    """Write a temporary file durably and rename it to `path`: readers see the old file or the complete new one."""
+    """Write a temporary file durably and rename it to ``path``, so that readers see the old or the complete new
+    file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with only_writer(temporary, Path.touch):
@@ -253,7 +237,7 @@ def _replace(path: Path, write: Callable[[str], Any]) -> None:
 
 
 def _place_of_digits(stream: BinaryIO) -> int | None:
-    """Return the offset of the file's checksum; None if it has no checksum."""
+    """Return the offset of the file's checksum, or ``None`` if it has no checksum."""
     size = os.fstat(stream.fileno()).st_size
     end = max(0, size - 2 * len(COMMENT + DIGITS))
     found = _bytes_at(stream, end, size - end).rfind(COMMENT)  # not at the very end if the file was truncated
@@ -272,6 +256,6 @@ def _bytes_at(stream: BinaryIO, offset: int, length: int) -> bytes:
 
 
 def _crc32(stream: BinaryIO, place: int) -> bytes:
-    """Return the CRC-32 digits of a file, with its own digits at `place` counted as zeros."""
+    """Return the CRC-32 digits of a file, with its own digits at ``place`` counted as zeros."""
     before = zlib.crc32(DIGITS, crc32_of(stream, 0, place))
     return f"{crc32_of(stream, place + len(DIGITS), crc32=before):08x}".encode()

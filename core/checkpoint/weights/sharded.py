@@ -35,16 +35,10 @@ def save_shards(
     metadata: Mapping[str, Any] | None = None,
     finish: Callable[[Path], None] = lambda directory: None,
 ) -> None:
-    """Write shards and then their index next to existing files, and replace saves of the kinds `replaced` in one step.
+    """Write shards and then their index next to existing files, and replace saves of the ``replaced`` kinds at once.
 
-    Args:
-        directory: Target directory.
-        names: File names of this save.
-        replaced: File names of saves to replace.
-        shards: (contents, bytes) of each shard.
-        use_safetensors: Write safetensors instead of torch files.
-        metadata: Additional entries of the index.
-        finish: Called with a directory; writes additional files into it.
+    ``shards`` yields (contents, bytes), ``metadata`` has additional entries of the index, and ``finish`` writes
+    additional files into the directory it is called with.
     """
     directory.mkdir(parents=True, exist_ok=True)
     journal = journal_of(directory, names)
@@ -71,14 +65,9 @@ def save_shards(
 def write_shards(
     shards: Iterable[tuple[dict[Any, Any], int]], save: Callable[[int, dict[Any, Any]], str]
 ) -> tuple[dict[str, str], int]:
-    """Save shards one after another.
+    """Save (contents, bytes) shards one after another, and return each tensor's file name and the bytes of all tensors.
 
-    Args:
-        shards: (contents, bytes) of each shard.
-        save: Writes shard number 1, 2, ... and returns its file name.
-
-    Returns:
-        File name of each tensor, and the bytes of all tensors.
+    ``save`` writes shard number 1, 2, ... and returns its file name.
     """
     weight_map: dict[str, str] = {}
     number = total_bytes = 0
@@ -90,7 +79,7 @@ def write_shards(
 
 
 def install(directory: Path, names: Names, replaced: Iterable[Names]) -> None:
-    """Move a committed save to its place, remove older saves of the kinds `replaced`, and empty its journal."""
+    """Move a committed save to its place, remove older saves of the kinds ``replaced``, and empty its journal."""
     journal = journal_of(directory, names)
     if (journal / names.index_file).is_file():
         kept = set(read_names(journal / names.index_file)[0].values())
@@ -136,7 +125,7 @@ def without_duplicates(content: dict[str, torch.Tensor]) -> Iterator[tuple[str, 
 
 
 def runs_by_size(items: Iterable[Item], size_of: Callable[[Item], int], limit: float) -> Iterator[list[Item]]:
-    """Group items in order into lists whose sizes fit the limit. A larger item is alone."""
+    """Group items in order into lists whose sizes fit the limit. A larger item gets its own list."""
     run: list[Item] = []
     used = 0
     for item in items:
@@ -151,7 +140,7 @@ def runs_by_size(items: Iterable[Item], size_of: Callable[[Item], int], limit: f
 
 
 def shards_of(items: Iterable[tuple[Any, Any]], limit_mib: float) -> Iterator[tuple[dict[Any, Any], int]]:
-    """Group items in order into shards within `limit_mib`, as (items, bytes). A larger item is alone."""
+    """Group items in order into (items, bytes) shards within ``limit_mib``. A larger item gets its own shard."""
     for run in runs_by_size(items, lambda item: bytes_of(item[1]), limit_mib * MIB):
         shard = dict(run)
         yield shard, bytes_of(shard)

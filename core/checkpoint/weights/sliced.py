@@ -19,13 +19,10 @@ Cut = tuple[str, int, int, int]
 
 
 class SlicedTensor:
-    """A tensor of a safetensors file of which only this rank's part is read, by indexing with `...`.
+    """Tensor of a safetensors file of which only this rank's part is read, by indexing with ``...``.
 
-    Args:
-        source: Result of `safe_open(...).get_slice(name)`.
-        cuts: Splits of the tensor; splits over a group with one rank are ignored.
-        groups: Process groups of this rank.
-        read: List to which the number of read bytes is appended.
+    ``source`` is the result of ``safe_open(...).get_slice(name)``. Splits over a group with one rank are ignored. The
+    number of bytes read is appended to ``read``.
     """
 
     def __init__(self, source: Any, cuts: Iterable[Cut], groups: ProcessGroups, read: list[int]) -> None:
@@ -54,7 +51,7 @@ class SlicedTensor:
 
 
 class FileTensor:
-    """One full tensor of a file. Nothing is read until `part` is called."""
+    """Full tensor of a file. Nothing is read until ``part`` is called."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -70,25 +67,15 @@ class FileTensor:
         return part
 
     def part(self, cuts: Iterable[Cut], groups: ProcessGroups, read: list[int]) -> Tensor:
-        """Read this rank's slice to the CPU.
-
-        Args:
-            cuts: Splits of the tensor.
-            groups: Process groups of this rank.
-            read: List to which the number of read bytes is appended.
-        """
+        """Read this rank's slice to the CPU, and append the number of bytes read to ``read``."""
         return SlicedTensor(self.source, cuts, groups, read)[...]
 
 
 class SlicedFile(Mapping[str, FileTensor]):
-    """The tensors of a safetensors file by name.
+    """Tensors of a safetensors file by name.
 
-    Args:
-        path: File to open.
-        verify: Compare the checksum if the file carries one.
-
-    Raises:
-        CheckpointDamaged: If the checksum differs, or the file is not a regular, complete safetensors file.
+    ``verify`` compares the checksum if the file carries one. Raises CheckpointDamaged if it differs or the file is not
+    a regular, complete safetensors file.
     """
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:

@@ -1,7 +1,7 @@
-"""Kernels of torch for the inner step of Adam and SGD: fused if torch has it for the device and dtype, else foreach.
+"""Kernels for the inner step of Adam and SGD: fused if torch has it for the device and dtype, else foreach.
 
-print(core.optimizer.algorithms.backends.report())           # what Adam would use on this machine
-print(core.optimizer.algorithms.backends.report(optimizer))  # what an optimizer uses
+print(core.optimizer.algorithms.backends.report())           # kernels of Adam on this machine
+print(core.optimizer.algorithms.backends.report(optimizer))  # kernels of an optimizer
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ Place = tuple[torch.device, torch.dtype]  # of weights
 def report(optimizer: Any = None) -> str:
     """Return the names of the kernels that an optimizer uses, one line per algorithm.
 
-    Args:
-        optimizer: An optimizer of this package; None for the kernels that Adam would use on this machine.
+    Without an optimizer, return the kernels that Adam would use on this machine.
     """
     if optimizer is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -40,16 +39,9 @@ def report(optimizer: Any = None) -> str:
 def choose(algorithm: str, places: Collection[Place], wanted: str = "auto") -> tuple[str, str]:
     """Choose the kernels of Adam or SGD.
 
-    Args:
-        algorithm: 'adam' or 'sgd'.
-        places: Devices and dtypes of the weights. Part of the state may be on the host, which lacks a GPU's kernels.
-        wanted: OptimizerConfig.optimizer_backend.
-
-    Returns:
-        ('fused', 'foreach' or 'single', a line for `report`).
-
-    Raises:
-        ValueError: If `wanted` is 'fused', and torch has no fused kernel for a place.
+    ``places`` are the devices and dtypes of the weights, since part of the state may be on the host, which lacks a
+    GPU's kernels. Return 'fused', 'foreach' or 'single' and a line for ``report``. Raises ValueError if 'fused' is
+    wanted and torch has no fused kernel for a place.
     """
     problems = (_fused_problem(algorithm, *place) for place in places if wanted in ("auto", "fused"))
     problem = next(filter(None, problems), None)
@@ -61,7 +53,7 @@ def choose(algorithm: str, places: Collection[Place], wanted: str = "auto") -> t
 
 
 def _fused_problem(algorithm: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return torch's error text for a fused step of this algorithm, device and dtype; None if it works."""
+    """Return torch's error text for a fused step of this algorithm, device and dtype, or ``None`` if it works."""
     make: Any = torch.optim.SGD if algorithm == "sgd" else torch.optim.AdamW
     probe = torch.nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
     probe.grad = torch.zeros_like(probe)
@@ -75,18 +67,9 @@ def _fused_problem(algorithm: str, device: torch.device, dtype: torch.dtype) -> 
 def make_with_backend(
     algorithm: str, groups: list[dict[str, Any]], *, wanted: str, lr: float, decoupled: bool, **options: Any
 ) -> torch.optim.Optimizer:
-    """Create Adam, AdamW or SGD with the chosen kernels, and set its `backend_report`.
+    """Create Adam, AdamW (``decoupled``) or SGD with the chosen kernels, and set its ``backend_report``.
 
-    Args:
-        algorithm: 'adam' or 'sgd'.
-        groups: torch param groups.
-        wanted: OptimizerConfig.optimizer_backend.
-        lr: Default learning rate.
-        decoupled: True for AdamW.
-        **options: Further options of the torch class.
-
-    Raises:
-        ValueError: If `wanted` is 'fused', and torch has no fused kernel for a parameter.
+    Raises ValueError if 'fused' is wanted and torch has no fused kernel for a parameter.
     """
     places = {(param.device, param.dtype): None for group in groups for param in group["params"]}
     backend, text = choose(algorithm, places or [(torch.device("cpu"), torch.float32)], wanted)

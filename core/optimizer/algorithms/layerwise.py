@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class WholeParameterOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers whose update depends on norms or means over the full parameter."""
+    """Base class of optimizers whose update depends on norms or means over the full parameter.
+
+    Subclasses implement ``update``. Such an optimizer cannot step a shard of a parameter.
+    """
 
     needs_shapes = True
     couples_parameters = False
@@ -36,30 +39,30 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
         return loss
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Step one parameter in place.
+        """Update one parameter in place.
 
         Args:
-            param: The parameter.
-            grad: Its gradient.
-            state: Its state; empty before the first step.
-            group: Its param group.
+            param (Tensor): The parameter.
+            grad (Tensor): Its gradient.
+            state (dict[str, Any]): Its state, empty before the first step.
+            group (dict[str, Any]): Its param group.
         """
         raise NotImplementedError
 
 
 class Lamb(WholeParameterOptimizer):
-    """LAMB (arXiv:1904.00962): Adam's direction, with a learning rate scaled by |w| / |update| of each parameter.
+    """Implements LAMB (arXiv:1904.00962): Adam's direction, with its learning rate scaled by |w| / |update|.
 
     The ratio has no upper limit, as in ColossalAI.
 
     Args:
-        params: Parameters or param groups.
-        lr: Learning rate.
-        betas: Coefficients of the averages of gradients and of their squares.
-        eps: Added to the root of the squares.
-        weight_decay: Added to the direction, times the weight.
-        adam: True for a ratio of 1.
-        bias_correction: True for Adam's bias correction of the averages.
+        params (Iterable): Parameters or param groups.
+        lr (float, optional): Learning rate.
+        betas (tuple[float, float], optional): Coefficients of the running averages of gradients and squared gradients.
+        eps (float, optional): Added to the root of the squares.
+        weight_decay (float, optional): Added to the direction, times the weight.
+        adam (bool, optional): Use a ratio of 1.
+        bias_correction (bool, optional): Apply Adam's bias correction to the averages.
     """
 
     def __init__(
@@ -93,17 +96,17 @@ class Lamb(WholeParameterOptimizer):
 
 
 class Lars(WholeParameterOptimizer):
-    """LARS (arXiv:1708.03888): a parameter's rate is lr * eeta * |w| / (|g| + decay * |w| + epsilon), at most 50 lr.
+    """Implements LARS (arXiv:1708.03888), whose rate is lr * eeta * |w| / (|g| + decay * |w| + epsilon), at most 50 lr.
 
     The decayed gradient is clamped to [-10, 10], as in ColossalAI.
 
     Args:
-        params: Parameters or param groups.
-        lr: Learning rate.
-        momentum: Factor of the previous direction; 0 for no momentum.
-        eeta: Trust coefficient of the rate.
-        weight_decay: Added to the gradient, times the weight.
-        epsilon: Added to the divisor of the rate.
+        params (Iterable): Parameters or param groups.
+        lr (float, optional): Learning rate.
+        momentum (float, optional): Factor of the previous direction, or 0 for no momentum.
+        eeta (float, optional): Trust coefficient of the rate.
+        weight_decay (float, optional): Added to the gradient, times the weight.
+        epsilon (float, optional): Added to the divisor of the rate.
     """
 
     def __init__(
@@ -130,18 +133,18 @@ class Lars(WholeParameterOptimizer):
 
 
 class CAME(WholeParameterOptimizer):
-    """CAME (arXiv:2307.02047): Adafactor's update, divided by a factored estimate of its instability.
+    """Implements CAME (arXiv:2307.02047): Adafactor's update, divided by a factored estimate of its instability.
 
     Args:
-        params: Parameters or param groups.
-        lr: Learning rate; required.
+        params (Iterable): Parameters or param groups.
+        lr: Learning rate. Required.
         eps: Added to squared gradients, and to squared instabilities.
         clip_threshold: Largest root mean square of an update.
-        betas: Coefficients of the averages of updates, of squared gradients, and of the instability.
+        betas: Coefficients of the running averages of updates, squared gradients, and instability.
         weight_decay: Decoupled weight decay.
 
     Raises:
-        ValueError: If `lr` is None.
+        ValueError: If ``lr`` is ``None``.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class CAME(WholeParameterOptimizer):
 
 
 def _inverse_root(state: dict[str, Any], name: str, squares: Tensor, beta: float) -> Tensor:
-    """Return 1 / sqrt of the moving average of squares; for matrices, from the averages of rows and of columns."""
+    """Return 1 / sqrt of the moving average of squares. For matrices it is computed from row and column averages."""
     if squares.dim() < 2:
         return state.setdefault(name, torch.zeros_like(squares)).lerp_(squares, 1 - beta).rsqrt()
     rows, columns = squares.mean(-1), squares.mean(-2)

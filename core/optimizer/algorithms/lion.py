@@ -15,17 +15,8 @@ class Lion(torch.optim.Optimizer):
         p = p - lr * (update + weight_decay * p)
         m = beta2 * m + (1 - beta2) * g
 
-    The update is elementwise, so it may step any flat part of a parameter. State: 'exp_avg', m in the parameter's
-    dtype.
-
-    Args:
-        params: Parameters or param groups.
-        lr: Learning rate.
-        betas: Coefficients of the momentum in the update, and in the next momentum; in [0, 1).
-        weight_decay: Decoupled weight decay.
-
-    Raises:
-        ValueError: If a beta is out of range.
+    The update is elementwise, so it may step any flat part of a parameter. The state 'exp_avg' is m in the parameter's
+    dtype. Raises ValueError if a beta is outside [0, 1).
     """
 
     state_keys = ("exp_avg",)

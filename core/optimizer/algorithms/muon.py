@@ -2,7 +2,7 @@
 
 With 'duplicated', a matrix that is split over tensor-parallel ranks is gathered first: every rank orthogonalizes the
 full matrix and keeps its part, so training does not depend on the layout. With 'blockwise', each rank orthogonalizes
-its part alone: no communication, but the algorithm depends on the tensor-parallel size.
+only its part, which needs no communication but depends on the tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class MatrixLayout:
     """Position of a rank's parameter within a matrix that is split over ranks.
 
     Attributes:
-        group: Ranks that hold the other parts; None if the matrix is not split.
+        group: Ranks that hold the other parts, or None if the matrix is not split.
         dim: Dimension that is split.
-        stride: Number of sections of `dim`, each split separately.
-        length: Size of `dim` of the full matrix without padding; None if there is no padding.
-        qkv_rows: Rows of (queries, key, value) of a query group, if they are orthogonalized separately.
+        stride: Number of sections of ``dim``, each split separately.
+        length: Size of ``dim`` in the full matrix if the parts include padding.
+        qkv_rows: Rows of (queries, key, value) in a query group, if they are orthogonalized separately.
     """
 
     group: dist.ProcessGroup | None = None
@@ -59,11 +59,7 @@ WHOLE = MatrixLayout()
 def layout_of(param: torch.Tensor, groups: ProcessGroups | None, *, split_qkv: bool, blockwise: bool) -> MatrixLayout:
     """Return a parameter's layout, from the attributes that tensor-parallel layers set.
 
-    Args:
-        param: The parameter.
-        groups: Process groups of the model; None for one rank.
-        split_qkv: True to orthogonalize queries, keys and values of a fused weight separately.
-        blockwise: True to orthogonalize each rank's part alone.
+    ``blockwise`` orthogonalizes each rank's part separately, so the matrix does not count as split.
     """
     qkv_rows = getattr(param, QKV_ROWS, None) if split_qkv else None
     group = None
@@ -92,23 +88,15 @@ class Muon(torch.optim.Optimizer):
         u = m, or with nesterov: (1 - momentum) * g + momentum * m
         p = p - lr * weight_decay * p - lr * extra_scale * shape_factor * orthogonalize(u)
 
-    State: 'momentum_buffer', m in the parameter's dtype and shape. It is normalized before the Newton-Schulz iteration,
-    so an update does not depend on the scale of the gradients.
-
-    Collective over the groups that `layout_of` names: their ranks hold the same matrices in the same order.
+    The state 'momentum_buffer' is m in the parameter's dtype and shape. It is normalized before the Newton-Schulz
+    iteration, so an update does not depend on the gradient scale. Stepping is collective over the groups that
+    ``layout_of`` returns, whose ranks must hold the same matrices in the same order.
 
     Args:
         params: Matrices [rows, columns], or stacks [n, rows, columns] whose matrices are orthogonalized separately.
-        lr: Learning rate.
-        momentum: Coefficient of the average of gradients.
-        nesterov: True for Nesterov momentum.
-        weight_decay: Decoupled weight decay.
         coefficient_type: Key of newton_schulz.COEFFICIENTS.
-        ns_steps: Number of Newton-Schulz iterations.
-        scale_mode: Mode of `shape_factor`.
-        extra_scale_factor: Further factor of the update.
-        fp32_matmul_prec: torch's precision of fp32 matrix products within the step.
-        layout_of: Layout of a parameter within a larger matrix. By default no matrix is split.
+        scale_mode: Mode of ``shape_factor``.
+        layout_of: Returns a parameter's layout within a larger matrix. By default no matrix is split.
 
     Raises:
         ValueError: If a parameter is neither a matrix nor a stack of matrices.
@@ -156,14 +144,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient. Collective over the groups of split matrices.
-
-        Args:
-            closure: Function that recomputes the loss.
-
-        Returns:
-            The loss of `closure`, or None.
-        """
+        """Update every parameter that has a gradient. Collective over the groups of split matrices."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -222,15 +203,8 @@ class Gathering:
 
 
 def joined(parts: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
-    """Join the parts of a split tensor.
-
-    Args:
-        parts: Each rank's part, [ranks, ...].
-        dim: Dimension that is split.
-        stride: Number of sections of `dim`, each split over the ranks separately.
-
-    Returns:
-        The full tensor.
+    """Join each rank's part, [ranks, ...], into the full tensor. ``stride`` sections of ``dim`` were split
+    separately.
     """
     ranks, shape = parts.shape[0], list(parts.shape[1:])
     sections = parts.reshape(ranks, *shape[:dim], stride, shape[dim] // stride, *shape[dim + 1 :])
@@ -240,12 +214,7 @@ def joined(parts: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
-    """Return this rank's part of a full tensor. The inverse of `joined`.
-
-    Args:
-        whole: The full tensor.
-        layout: How it is split.
-    """
+    """Return this rank's part of a full tensor. The inverse of ``joined``."""
     if layout.group is None:
         return whole
     dim, stride, ranks, rank = layout.dim, layout.stride, layout.ranks, dist.get_rank(layout.group)
@@ -257,12 +226,7 @@ def part_of(whole: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:
 
 
 def full_shape(whole: torch.Tensor, layout: MatrixLayout) -> tuple[int, int]:
-    """Return (rows, columns) of a matrix without padding. Padding has no gradient and does not affect the update.
-
-    Args:
-        whole: The full, padded matrix, or a stack of matrices.
-        layout: How it is split.
-    """
+    """Return (rows, columns) of a matrix without padding, which has no gradient and does not affect the update."""
     shape = list(whole.shape)
     if layout.length is not None:
         shape[layout.dim] = layout.length
@@ -272,16 +236,9 @@ def full_shape(whole: torch.Tensor, layout: MatrixLayout) -> tuple[int, int]:
 def orthogonalize_qkv(
     whole: torch.Tensor, qkv_rows: tuple[int, int, int], triples: tuple[Triple, ...], scale_mode: str
 ) -> torch.Tensor:
-    """Orthogonalize queries, keys and values of a fused weight separately.
+    """Orthogonalize queries, keys and values of a fused weight, [query groups * sum(qkv_rows), columns], separately.
 
-    Args:
-        whole: The fused weight, [query groups * sum(qkv_rows), columns].
-        qkv_rows: Rows of (queries, key, value) of a query group.
-        triples: Coefficients of the Newton-Schulz iterations.
-        scale_mode: Mode of `shape_factor`.
-
-    Returns:
-        The scaled update, in the shape of `whole`.
+    ``qkv_rows`` are the rows of (queries, key, value) in a query group. Return the scaled update in the weight's shape.
     """
     columns = whole.shape[-1]
     grouped = whole.view(-1, sum(qkv_rows), columns)

@@ -1,4 +1,4 @@
-"""Algorithms by name: our own, and any `torch.optim` class by its name or as the class itself.
+"""Algorithms by name: the ones of this package, and any ``torch.optim`` class by its name or as the class itself.
 
 A label is the string that param groups and checkpoints store for an algorithm: 'adam', 'Adagrad' (a class of
 torch.optim), or 'package.module:Class'.
@@ -26,16 +26,9 @@ Scope = Literal["element", "parameter", "group"]
 
 
 def resolve(algorithm: Algorithm) -> Algorithm:
-    """Return the algorithm that a name, label or class selects.
+    """Return the name in NAMED, or the class, that a name, label or class selects.
 
-    Args:
-        algorithm: A name of NAMED or LAYERWISE, the name of a torch.optim class, a label, or a class.
-
-    Returns:
-        A name of NAMED, or a class.
-
-    Raises:
-        ValueError: If it is no optimizer, or one that needs a closure or sparse gradients.
+    Raises ValueError if it is not an optimizer, or needs a closure or sparse gradients.
     """
     if isinstance(algorithm, str) and algorithm in NAMED:
         return algorithm
@@ -61,10 +54,10 @@ def resolve(algorithm: Algorithm) -> Algorithm:
 
 
 def label(algorithm: Algorithm) -> str:
-    """Return an algorithm's label for groups and checkpoints, a string that `resolve` accepts.
+    """Return an algorithm's label for groups and checkpoints, a string that ``resolve`` accepts.
 
-    Raises:
-        ValueError: If it is no usable optimizer, or a class defined in a function, which other ranks could not import.
+    Raises ValueError for an unusable optimizer, and for a class defined in a function, which other ranks could not
+    import.
     """
     found = resolve(algorithm)
     if isinstance(found, str):
@@ -80,19 +73,17 @@ def label(algorithm: Algorithm) -> str:
 
 
 def update_scope(algorithm: Algorithm) -> Scope:
-    """Return which gradients one element's update depends on: the rule for every optimizer that steps here.
+    """Return the scope of gradients that one element's update depends on.
 
-    Classes of torch, transformers' Adafactor, our own classes, and subclasses with the same `step`, are known. Other
-    classes declare it: `needs_shapes = False` if the update is elementwise, or `needs_shapes = True` with
-    `couples_parameters = False` if it needs the full parameter. A class without a declaration may compute one number
-    from several parameters, as Prodigy and D-adaptation do. One call with all parameters is right for any algorithm.
-
-    Returns:
-        "element"; "parameter", if it needs unsplit parameters in their shape; or "group", if it also needs all of them
-        in one call.
+    The scope is "element"; "parameter" if the algorithm needs unsplit parameters in their shape; or "group" if it also
+    needs all of them in one call. Classes of torch, transformers' Adafactor, classes of this package, and subclasses
+    with the same ``step``, are known. Other classes declare it: ``needs_shapes = False`` if the update is elementwise,
+    or ``needs_shapes = True`` with ``couples_parameters = False`` if it needs the full parameter. A class without a
+    declaration may compute one number from several parameters, as Prodigy and D-adaptation do, so it gets the scope
+    "group", which is correct for any algorithm.
 
     Raises:
-        ValueError: If it is no optimizer, or one that needs a closure or sparse gradients.
+        ValueError: If it is not an optimizer, or needs a closure or sparse gradients.
     """
     found = resolve(algorithm)
     if isinstance(found, str):
@@ -110,7 +101,7 @@ def update_scope(algorithm: Algorithm) -> Scope:
 
 
 def _known_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer] | None:
-    """Return the known class whose `step` this class runs, or the class itself if it is ours; None for others."""
+    """Return the known class whose ``step`` this class runs, the class itself if it is defined here, or ``None``."""
     for base in cls.__mro__:
         if base.__module__.startswith(KNOWN) and base is not torch.optim.Optimizer:
             step: Any = base.__dict__.get("step")

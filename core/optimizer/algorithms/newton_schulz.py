@@ -1,7 +1,7 @@
-"""Newton-Schulz iteration: orthogonalization of a matrix by matrix products alone. Pure.
+"""Newton-Schulz iteration, which orthogonalizes a matrix using only matmuls.
 
-For G = U S V^T an odd polynomial changes the singular values alone: X <- a X + b (X X^T) X + c (X X^T)^2 X maps s to a
-s + b s^3 + c s^5. A few iterations approximate U V^T, the nearest (semi-)orthogonal matrix.
+For G = U S V^T an odd polynomial changes only the singular values: X <- a X + b (X X^T) X + c (X X^T)^2 X maps s to a s
++ b s^3 + c s^5. A few iterations approximate U V^T, the nearest (semi-)orthogonal matrix.
 """
 
 from __future__ import annotations
@@ -48,17 +48,9 @@ COEFFICIENTS: dict[str, tuple[Triple, ...]] = {
 
 
 def coefficients_of(kind: str, steps: int) -> tuple[Triple, ...]:
-    """Return the coefficients of each iteration.
+    """Return the coefficients (a, b, c) of each iteration. ``kind`` is a key of COEFFICIENTS.
 
-    Args:
-        kind: Key of COEFFICIENTS.
-        steps: Number of iterations.
-
-    Returns:
-        One triple (a, b, c) per iteration.
-
-    Raises:
-        ValueError: If `steps` is no multiple of the number of triples that belong together.
+    Raises ValueError if ``steps`` is not a multiple of the number of triples that belong together.
     """
     triples = COEFFICIENTS[kind]
     if kind == "polar_express":
@@ -72,15 +64,10 @@ def coefficients_of(kind: str, steps: int) -> tuple[Triple, ...]:
 
 
 def orthogonalize(matrix: torch.Tensor, triples: tuple[Triple, ...], eps: float = 1e-7) -> torch.Tensor:
-    """Return a matrix with its singular values moved close to one. Zero matrices stay zero.
+    """Return the matrices [..., rows, columns] with singular values moved close to one. Zero matrices stay zero.
 
-    Each iteration costs 2 products of the smaller side squared times the larger side, and one of the smaller side
-    cubed.
-
-    Args:
-        matrix: [..., rows, columns]; each matrix is orthogonalized separately.
-        triples: Coefficients of each iteration.
-        eps: Lower limit of the norm that the matrix is divided by.
+    Each iteration costs two matmuls of the smaller side squared times the larger side, and one of the smaller side
+    cubed. ``eps`` is the lower limit of the norm that a matrix is divided by.
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
@@ -93,7 +80,7 @@ def orthogonalize(matrix: torch.Tensor, triples: tuple[Triple, ...], eps: float 
 
 
 def shape_factor(mode: str, rows: int, columns: int) -> float:
-    """Return the factor of an orthogonalized update.
+    """Return the scale factor of an orthogonalized update.
 
     Args:
         mode: 'spectral': sqrt(max(rows, columns)), which gives entries a root mean square of one, as sign updates have
@@ -113,11 +100,7 @@ def shape_factor(mode: str, rows: int, columns: int) -> float:
 
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Set torch's precision of fp32 matrix products within a block.
-
-    Args:
-        precision: 'highest', 'high' (tf32) or 'medium' (bf16).
-    """
+    """Set torch's fp32 matmul precision within a block: 'highest', 'high' (tf32) or 'medium' (bf16)."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

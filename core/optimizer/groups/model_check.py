@@ -1,8 +1,8 @@
 """Parameters and buckets of wrapped chunks, and checks of a config against them before memory is allocated.
 
 Names are those of the full model in every pipeline stage, as in a checkpoint. A stage counts its own layers from 0, and
-its modules define their names in the full model (core.groups.global_names). If they do not, two stages
-use one name for different parameters.
+its modules define their names in the full model (core.groups.global_names). If they do not, two stages use one name for
+different parameters.
 """
 
 from __future__ import annotations
@@ -30,17 +30,9 @@ from core.optimizer.optimizer_config import OptimizerConfig
 
 
 def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel]) -> bool:
-    """Check that a config fits the strategy and the dtypes of a model.
+    """Check that a config fits a model's strategy and dtypes, and return ``True`` if the model is sharded.
 
-    Args:
-        config: Options of the optimizer.
-        model_chunks: All wrapped chunks of the model on this rank.
-
-    Returns:
-        True if the model is sharded.
-
-    Raises:
-        ValueError: If options contradict each other, the strategy or the parameters' dtypes.
+    Raises ValueError if options contradict each other, the strategy or the parameters' dtypes.
     """
     models_of(model_chunks)  # raises if a model lacks a chunk
     sharded = model_chunks[0].ddp_config.sharded
@@ -89,13 +81,13 @@ def check_model(config: OptimizerConfig, model_chunks: Sequence[DistributedDataP
 
 
 def places_states(chunk: DistributedDataParallel) -> bool:
-    """Return True if a wrapped model's placement decides where masters and moments are stored."""
+    """Return ``True`` if a wrapped model's placement decides where masters and moments are stored."""
     placement = chunk.ddp_config.placement
     return placement is not None and placement.offload_optim_frac > 0
 
 
 def buckets_of(model_chunks: Sequence[DistributedDataParallel]) -> Iterator[Bucket]:
-    """Yield all buckets, in each chunk dense ones before expert ones."""
+    """Yield all buckets, dense ones before expert ones in each chunk."""
     for chunk in model_chunks:
         for buffer in (*chunk.grad_buffers, *chunk.expert_parallel_buffers):
             yield from buffer.buckets
@@ -104,11 +96,7 @@ def buckets_of(model_chunks: Sequence[DistributedDataParallel]) -> Iterator[Buck
 def params_of(
     model_chunks: Sequence[DistributedDataParallel],
 ) -> Iterator[tuple[int, nn.Parameter, GradientContract]]:
-    """Yield all trainable parameters of wrapped chunks.
-
-    Yields:
-        (index of the chunk, parameter, contract).
-    """
+    """Yield (chunk index, parameter, contract) for all trainable parameters of wrapped chunks."""
     for number, chunk in enumerate(model_chunks):
         for bucket in buckets_of([chunk]):
             for param, contract in zip(bucket.params, bucket.contracts, strict=True):
@@ -116,21 +104,13 @@ def params_of(
 
 
 def trainable_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter, bool]]:
-    """Return the parameters that this rank trains.
-
-    Returns:
-        A tuple (name in the full model, parameter, is_expert) for each parameter.
-    """
+    """Return (name in the full model, parameter, is_expert) for each parameter that this rank trains."""
     namers = [namer(chunk.module) for chunk in chunks]
     return [(namers[number](contract.name), param, contract.is_expert) for number, param, contract in params_of(chunks)]
 
 
 def frozen_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that do not train.
-
-    Returns:
-        (name in the full model, parameter) of each.
-    """
+    """Return (name in the full model, parameter) for each frozen parameter."""
     namers = [namer(chunk.module) for chunk in chunks]
     return [
         (global_name(name), param)
@@ -143,8 +123,7 @@ def frozen_params(chunks: Sequence[DistributedDataParallel]) -> list[tuple[str, 
 def repeated_name(chunks: Sequence[DistributedDataParallel]) -> str | None:
     """Find a name that two pipeline stages use for different parameters. Collective over 'pp'.
 
-    Returns:
-        The name and the ranks of the stages, as text; None if names are unique.
+    Return the name and the stages' ranks as text, or ``None`` if names are unique.
     """
     groups = chunks[0].groups
     if groups.size("pp") == 1:
@@ -196,15 +175,8 @@ def split_parameter(
 ) -> str | None:
     """Find a parameter that tensor or expert parallelism splits although its algorithm needs it unsplit.
 
-    Our Muon gathers split matrices, so they are accepted on the device.
-
-    Args:
-        model_chunks: Wrapped model chunks.
-        needs_whole: Function that returns the algorithm of a parameter if it needs the unsplit parameter, and None
-            otherwise.
-
-    Returns:
-        The error text; None if there is no such parameter.
+    ``needs_whole`` returns the algorithm of a parameter that must be unsplit, or ``None``. Muon gathers split matrices,
+    so they are accepted on the device. Return the error text, or ``None``.
     """
     on_host = {id(p) for b in buckets_of(model_chunks) if isinstance(b.memory.state_tier, HostTier) for p in b.params}
     for number, param, contract in params_of(model_chunks):
@@ -224,12 +196,7 @@ def split_parameter(
 
 
 def split_axes(param: nn.Parameter, contract: GradientContract) -> list[str]:
-    """Return the parallel axes over which one parameter is split. 'ep' splits a stack of experts, not a single expert.
-
-    Args:
-        param: The parameter.
-        contract: Its gradient contract.
-    """
+    """Return the parallel axes over which a parameter is split. 'ep' splits a stack of experts, not a single expert."""
     stacked = getattr(param, "expert_dim", None) is not None
     return [axis for axis in contract.sharded_over if axis in COPY_AXES or (axis == "ep" and stacked)]
 
@@ -239,13 +206,7 @@ def cut_by_shards(
 ) -> str | None:
     """Find a parameter that shards may cut although its algorithm needs it unsplit.
 
-    Args:
-        model_chunks: Wrapped model chunks.
-        needs_whole: Function that returns the algorithm of a parameter if it needs the unsplit parameter, and None
-            otherwise.
-
-    Returns:
-        The error text of the hardest case; None if there is no such parameter.
+    Return the error text of the hardest case, or ``None``.
     """
     found: list[tuple[int, str]] = []
     for number, param, contract in params_of(model_chunks):
@@ -273,11 +234,8 @@ def cut_by_shards(
 
 
 def spread_group(model_chunks: Sequence[DistributedDataParallel], algorithms: Iterable[Algorithm]) -> str | None:
-    """Return the error text if an algorithm that needs all of its parameters in one call would get only a part of them.
-
-    Args:
-        model_chunks: Wrapped chunks of one model on this rank.
-        algorithms: Algorithms that step it.
+    """Return the error text if an algorithm that needs all of its parameters in one call would get only some of
+    them.
     """
     coupled = next((each for each in algorithms if update_scope(each) == "group"), None)
     if coupled is None:
@@ -295,9 +253,8 @@ def spread_group(model_chunks: Sequence[DistributedDataParallel], algorithms: It
 def all_rank_groups(groups: ProcessGroups) -> list[ProcessGroup]:
     """Return groups to reduce over, one after the other, so that every rank of the model counts once.
 
-    Raises:
-        ValueError: If the job has more ranks than the groups reach, and missing groups leave open whether those ranks
-            hold parts of the model.
+    Raises ValueError if the job has more ranks than the groups reach, and it is unknown whether those ranks hold parts
+    of the model.
     """
     chain = world_chain(groups)
     reached = math.prod(map(groups.size, chain))
@@ -313,12 +270,7 @@ def all_rank_groups(groups: ProcessGroups) -> list[ProcessGroup]:
 
 
 def other_ranks(groups: ProcessGroups, wrapped: ProcessGroups) -> str | None:
-    """Return the error text if `groups` reach other ranks than the groups that a model chunk was wrapped with.
-
-    Args:
-        groups: Groups passed to the optimizer.
-        wrapped: Groups of the wrapped chunk.
-    """
+    """Return the error text if ``groups`` reach other ranks than the groups that a model chunk was wrapped with."""
     reached, wrapped_with = (math.prod(map(held.size, world_chain(held))) for held in (groups, wrapped))
     for name in (name for chain in reversed(CHAINS) for name in chain):
         given, own = (None if getattr(held, name) is None else held.ranks(name) for held in (groups, wrapped))

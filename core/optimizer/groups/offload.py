@@ -1,4 +1,4 @@
-"""optimizer_cpu_offload: masters and moments of some buckets in host memory, stepped on the host."""
+"""CPU offload of the masters and moments of some buckets, which are also stepped on the host."""
 
 from __future__ import annotations
 
@@ -23,14 +23,9 @@ GroupOf = Callable[[nn.Parameter], Mapping[str, Any]]  # the param group of a pa
 def put_states_on_host(
     config: OptimizerConfig, model_chunks: Sequence[DistributedDataParallel], group_of: GroupOf
 ) -> None:
-    """Choose where each bucket's masters and moments are stored, if the model's placement does not. Local.
+    """Choose where each bucket's masters and moments are stored, if the model's placement does not.
 
-    A model on the CPU is left alone, because its state is on the host anyway.
-
-    Args:
-        config: Offload options.
-        model_chunks: Wrapped model chunks.
-        group_of: Param group of a parameter.
+    A model on the CPU is left unchanged, because its state is already on the host.
     """
     buckets = list(buckets_of([chunk for chunk in model_chunks if not places_states(chunk)]))
     for bucket in buckets:
@@ -51,16 +46,9 @@ def buckets_on_host(
 ) -> set[int]:
     """Choose the buckets whose state is stored on the host: the first in launch order, whose gradients are ready first.
 
-    The chosen buckets have optimizer_offload_fraction of the elements to within half a bucket, and at least one bucket
-    is chosen. Buckets with Muon's matrices stay on the device, where matrices are gathered.
-
-    Args:
-        config: Offload options.
-        buckets: (number of elements, parameters) of each bucket.
-        group_of: Param group of a parameter.
-
-    Returns:
-        Indices of the chosen buckets.
+    ``buckets`` has (number of elements, parameters) for each bucket. The chosen ones have optimizer_offload_fraction of
+    the elements to within half a bucket, and at least one is chosen. Buckets with Muon's matrices stay on the device,
+    where matrices are gathered.
     """
     fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
     if fraction == 0 or not buckets:

@@ -1,8 +1,8 @@
 """Param groups: one list on all ranks, from parameter names, parameters and overrides.
 
 A group's parameters share their overrides, their algorithm, and whether they are experts. A pipeline stage sees only
-its own parameters, so ranks exchange their lists. All ranks then have the same groups in the same order; a stage's
-group is empty if it has no such parameters.
+its own parameters, so ranks exchange their lists. All ranks then have the same groups in the same order, and a group is
+empty on stages without such parameters.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ BOOKKEEPING = frozenset(
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Return the default overrides: no decay of biases and vectors, and `decoupled_lr` for embedding and output layers.
+    """Return the default overrides: no decay of biases and vectors, ``decoupled_lr`` for embedding and output layers.
 
-    Add your own to them: `{**get_standard_config_overrides(config), key: {...}}`.
+    Combine them with your own: ``{**get_standard_config_overrides(config), key: {...}}``.
 
     Args:
-        config: `decoupled_lr` may be None; `apply_wd_to_qk_layernorm` lets q and k norms decay.
+        config: ``decoupled_lr`` may be ``None``; ``apply_wd_to_qk_layernorm`` lets query and key norms decay.
     """
     decaying_norms = {"q_layernorm", "k_layernorm"} if config.apply_wd_to_qk_layernorm else set()
     excepted = ", q and k norms excepted" if decaying_norms else ""
@@ -75,13 +75,10 @@ def overrides_of_conditions(
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Return the standard overrides, with Megatron's older conditions over (name, parameter).
+    """Return the standard overrides, modified by Megatron's older conditions over (name, parameter).
 
-    Args:
-        config: Options of the optimizer.
-        no_weight_decay_cond: True for parameters without decay; replaces the standard decay rule.
-        scale_lr_cond: True for parameters whose learning rate is multiplied by `lr_mult`.
-        lr_mult: The multiplier.
+    ``no_weight_decay_cond`` replaces the standard decay rule. ``scale_lr_cond`` selects parameters whose learning rate
+    is multiplied by ``lr_mult``.
     """
     overrides = get_standard_config_overrides(config)
     if no_weight_decay_cond is not None:
@@ -94,7 +91,7 @@ def overrides_of_conditions(
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """Key of a param group: parameters with equal keys are updated with equal numbers. Sent between ranks."""
+    """Key of a param group. Parameters with equal keys are updated with equal numbers. Sent between ranks."""
 
     algorithm: str
     overrides: tuple[tuple[str, Any], ...] = ()
@@ -103,7 +100,7 @@ class GroupKey:
 
     @property
     def name(self) -> str:
-        """Name of the group, without values of learning rates, so that a run with other rates finds the group again."""
+        """Name of the group without learning rates, so that a run with other rates finds the group again."""
         parts = [self.algorithm, *(key if key in LEARNING_RATES else f"{key}={value}" for key, value in self.overrides)]
         parts += ["decoupled"] * self.is_decoupled_lr + ["expert"] * self.is_expert_parallel
         return " ".join(parts)
@@ -112,14 +109,13 @@ class GroupKey:
 class ParamGroups:
     """Param groups of a model, and the group of each parameter of this rank.
 
-    A parameter gets the union of all overrides whose keys match it. Mistakes found here are raised by `agree`, on all
+    A parameter gets the union of all overrides whose keys match it. ``agree`` raises the errors found here on all
     ranks.
 
     Args:
-        config: Options of the optimizer.
-        params: (name in the full model, parameter, True for an expert's parameter) of all chunks, sharded or not.
-        overrides: Overrides by key; None for `get_standard_config_overrides(config)`.
-        frozen: (name, parameter) of parameters that do not train. A key that matches only these is accepted.
+        params: (name in the full model, parameter, is_expert) of all chunks, sharded or not.
+        overrides: Overrides by key. Defaults to ``get_standard_config_overrides(config)``.
+        frozen: (name, parameter) of frozen parameters. A key that matches only these is accepted.
         repeated_name: Description of a name that two pipeline stages use for different parameters, if any. A key that
             depends on numbers in names would then match other layers than in the full model, and is rejected.
     """
@@ -181,10 +177,7 @@ class ParamGroups:
         self._index = {key: index for index, key in enumerate(self.keys)}
 
     def agree(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Merge the group lists of all ranks. Collective over `groups`, one after the other.
-
-        Args:
-            groups: Groups that together reach all ranks of the model.
+        """Merge the group lists of all ranks. Collective over ``groups`` in order, which must reach all ranks.
 
         Raises:
             ValueError: On every rank, if overrides contradict each other for a parameter of any rank, or if an override
@@ -209,15 +202,14 @@ class ParamGroups:
         return self._index[self._key_of[id(param)]]
 
     def needs_whole(self, param: nn.Parameter) -> str | None:
-        """Return the algorithm of a parameter if it needs the unsplit parameter in its shape, and None otherwise."""
+        """Return a parameter's algorithm if it needs the unsplit parameter in its shape, else ``None``."""
         algorithm = self._key_of[id(param)].algorithm
         return algorithm if update_scope(algorithm) != "element" else None
 
     def torch_groups(self, config: OptimizerConfig) -> list[dict[str, Any]]:
-        """Create one empty torch param group per key; one group if no rank has parameters.
+        """Create one empty torch param group per key, or one group if no rank has parameters.
 
-        Raises:
-            ValueError: If `config.lr` is None.
+        Raises ValueError if ``config.lr`` is ``None``.
         """
         if config.lr is None:
             raise ValueError("OptimizerConfig.lr is None; set the learning rate that training starts with")
@@ -232,12 +224,8 @@ class ParamGroups:
 def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
     """Create the torch param group of a key.
 
-    `lr` is the learning rate of the first step if no scheduler sets it. `max_lr` and `min_lr` are the group's own or
-    the configured ones, before `lr_mult`, as a scheduler reads them. A group without min_lr uses the scheduler's.
-
-    Args:
-        config: Learning rate and weight decay.
-        key: Key of the group.
+    ``lr`` is the learning rate of the first step if no scheduler sets it. ``max_lr`` and ``min_lr`` are the group's own
+    or the configured ones, before ``lr_mult``, as a scheduler reads them. A group without min_lr uses the scheduler's.
     """
     numbers = dict(key.overrides)
     max_lr = numbers.get("max_lr", config.lr)
@@ -261,13 +249,7 @@ def torch_group(config: OptimizerConfig, key: GroupKey) -> dict[str, Any]:
 
 
 def algorithm_of(config: OptimizerConfig, name: str, param: nn.Parameter) -> Algorithm:
-    """Return the algorithm of a parameter. Muon steps only the hidden layers' matrices, and stacks of them (experts').
-
-    Args:
-        config: Options of the optimizer.
-        name: Name of the parameter in the full model.
-        param: The parameter.
-    """
+    """Return a parameter's algorithm. Muon only steps hidden layers' matrices, and stacks of them (experts')."""
     if config.optimizer != "muon":
         return config.optimizer
     is_matrix = decays_by_default(name, param) and param.dim() in (2, 3) and not is_embedding_or_output(name, param)

@@ -19,17 +19,17 @@ COUNTING = frozenset("0123456789?[")
 
 
 class ParamGroupOverride(TypedDict, total=False):
-    """Values for a group of parameters that replace the configured ones.
+    """Values that replace the configured ones for a group of parameters.
 
-    Any other key is an option of the algorithm, such as `eps`.
+    Any other key is an option of the algorithm, such as ``eps``.
 
     Attributes:
-        max_lr: Upper end of its learning rate.
-        min_lr: Lower end of its learning rate.
+        max_lr: Upper end of the learning rate.
+        min_lr: Lower end of the learning rate.
         lr_mult: Factor of the scheduled learning rate.
         wd_mult: Factor of the weight decay.
-        start_wd: Weight decay at the start, before `wd_mult`.
-        end_wd: Weight decay at the end, before `wd_mult`.
+        start_wd: Weight decay at the start, before ``wd_mult``.
+        end_wd: Weight decay at the end, before ``wd_mult``.
         optimizer: The algorithm, as in OptimizerConfig.
     """
 
@@ -44,7 +44,7 @@ class ParamGroupOverride(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ParamPredicate:
-    """Named condition on a parameter, for `ParamKey`.
+    """Named condition on a parameter, for ``ParamKey``.
 
     Attributes:
         name: Name. Predicates with equal names are equal keys, even if their functions differ.
@@ -60,7 +60,7 @@ class ParamPredicate:
 
 @dataclass(frozen=True)
 class ParamWithNamePredicate:
-    """Named condition on a parameter and its name, for `ParamKey`.
+    """Named condition on a parameter and its name, for ``ParamKey``.
 
     Attributes:
         name: Name. Predicates with equal names are equal keys, even if their functions differ.
@@ -76,14 +76,14 @@ class ParamWithNamePredicate:
 
 @dataclass(frozen=True, slots=True)
 class ParamKey:
-    """Key that matches a parameter if it meets ANY of the criteria. Each criterion is one value or a tuple of values.
+    """Matches a parameter if it meets ANY of the criteria. Each criterion is one value or a tuple of values.
 
         ParamKey(name=("*.router.*", "*.gate"))
 
     Args:
-        name: Patterns with * ? [] for the name in the full model, as `module.named_parameters()` gives it without a
+        name: Patterns with * ? [] for the name in the full model, as ``module.named_parameters()`` returns it without a
             pipeline: the model's third layer is 'layers.2' on any stage.
-        attr: Attributes of the parameter that are true, such as 'is_embedding_or_output_parameter'.
+        attr: Parameter attributes that are true, such as 'is_embedding_or_output_parameter'.
         predicate: Tests of (parameter).
         with_name_predicate: Tests of (parameter, name).
 
@@ -114,7 +114,7 @@ class ParamKey:
 
     @property
     def counts(self) -> bool:
-        """True if the match may depend on a number in the name, such as a layer's."""
+        """Return ``True`` if the match may depend on a number in the name, such as a layer index."""
         return bool(self.with_name_predicate) or not COUNTING.isdisjoint("".join(_several(self.name)))
 
     def __str__(self) -> str:
@@ -131,32 +131,19 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 def is_bias(name: str) -> bool:
-    """Return True for 'bias' and 'layer.bias', and for 'bias1' of layers with several. Experts' biases have matrix
+    """Return ``True`` for 'bias', 'layer.bias', and 'bias1' in layers with several. Experts' biases have matrix
     shapes.
-
-    Args:
-        name: Name of the parameter.
     """
     return name.rpartition(".")[2].rstrip("0123456789") == "bias"
 
 
 def decays_by_default(name: str, param: nn.Parameter) -> bool:
-    """Return True for matrices. Biases, norm weights and other one-dimensional parameters do not decay.
-
-    Args:
-        name: Name of the parameter.
-        param: The parameter.
-    """
+    """Return ``True`` for matrices. Biases, norm weights and other one-dimensional parameters do not decay."""
     return param.dim() > 1 and not is_bias(name)
 
 
 def is_embedding_or_output(name: str, param: nn.Parameter) -> bool:
-    """Return True for a word or position embedding and the output layer, by tag or by module name.
-
-    Args:
-        name: Name of the parameter.
-        param: The parameter.
-    """
+    """Return ``True`` for a word or position embedding and the output layer, by tag or by module name."""
     return bool(
         getattr(param, "is_embedding_or_output_parameter", False)
         or getattr(param, "shared_embedding", False)

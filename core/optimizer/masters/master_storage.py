@@ -1,4 +1,4 @@
-"""Storage formats of a segment's master weights between steps, for parameters that are not full-precision masters.
+"""Storage formats of master weights between steps, for parameters that are not full-precision masters.
 
     ParameterStorage    the 16-bit parameters themselves, with no other master
     CopyStorage         an fp32 copy, stepped in place; the parameter is the rounded copy
@@ -7,8 +7,8 @@
 The first and the third are stepped in scratch memory (scratch.py). bf16 rounds to nearest, so updates below 1/512 of a
 bf16 master do not change it.
 
-Users may write to parameters at any time: a load, a pruning mask, or a clamp through `.data` leaves no trace except new
-values. Each step therefore begins with `take_edits`, which makes masters and parameters consistent.
+Users may write to parameters at any time: a load, a pruning mask, or a clamp through ``.data`` leaves no trace except
+new values. Each step therefore begins with ``take_edits``, which makes masters and parameters consistent.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ HALF_OF_A_REMAINDER = 0x8000
 class ParameterStorage:
     """Masters that are the 16-bit parameters themselves, and the base class of the other storages.
 
-    Args:
-        shards: The segment's shards.
-        memory: Contiguous memory of the segment's parameters, [numel] with padding; None if each has its own memory.
-        kept: Additional state, [numel]; [0] if the storage needs none.
+    ``memory`` is the contiguous memory of the segment's parameters, [numel] with padding, or ``None`` if each parameter
+    has its own. ``kept`` is additional state, [numel], or [0] if the storage needs none.
     """
 
     def __init__(self, shards: Sequence[ParamShard], memory: torch.Tensor | None, kept: torch.Tensor) -> None:
@@ -41,11 +39,7 @@ class ParameterStorage:
         self.kept = kept
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Split a tensor with the segment's layout into views that match `parameters()`.
-
-        Args:
-            flat: A tensor of [numel] elements.
-        """
+        """Split a flat tensor, [numel], with the segment's layout into views that match ``parameters()``."""
         if self.memory is not None:
             return [flat]
         first = self.shards[0].start
@@ -56,61 +50,40 @@ class ParameterStorage:
         return [shard.data for shard in self.shards] if self.memory is None else [self.memory]
 
     def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
-        """Copy the masters in full precision into `out`.
+        """Copy the masters in full precision into ``out``, [numel].
 
-        Args:
-            out: Destination, [numel]. Overwritten.
-            spare: Workspace of the same size, overwritten. Allocating new memory costs more than writing to it.
+        ``spare`` is workspace of the same size, because allocating new memory costs more than writing to it.
         """
         torch._foreach_copy_(self.views(out), self.parameters())
 
     def write(self, values: torch.Tensor) -> None:
-        """Store masters and update the parameters.
-
-        Args:
-            values: Masters in full precision, [numel]. May be overwritten.
-        """
+        """Store full-precision masters, [numel], and update the parameters. ``values`` may be overwritten."""
         torch._foreach_copy_(self.parameters(), self.views(values))
 
     def take_parameters(self) -> None:
         """Set the masters to the current parameters."""
 
     def take_edits(self) -> None:
-        """Update masters of parameters that user code has written since the last `write`."""
+        """Update masters of parameters that user code has written since the last ``write``."""
 
     def saved(self, low: int, high: int) -> torch.Tensor | None:
-        """Return masters [low, high) in full precision; None if the parameters are the masters.
-
-        Args:
-            low: First element of the segment.
-            high: End of the range.
-        """
+        """Return masters [low, high) in full precision, or ``None`` if the parameters are the masters."""
         return None
 
     def load(self, saved: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Load saved masters. Elements that are not listed keep their masters.
-
-        Args:
-            saved: Pairs of (first element, values).
-        """
+        """Load saved masters from pairs of (first element, values). Other elements keep their masters."""
 
     def part(self, low: int, high: int, shards: Sequence[ParamShard]) -> ParameterStorage:
-        """Return the storage of elements [low, high), over the same memory.
-
-        Args:
-            low: First element of the segment.
-            high: End of the range.
-            shards: Shards in that range.
-        """
+        """Return the storage of elements [low, high), over the same memory."""
         memory = None if self.memory is None else self.memory[low:high]
         return type(self)(shards, memory, self.kept[low:high])
 
 
 class CopyStorage(ParameterStorage):
-    """Separate masters in full precision. The inner optimizer steps `kept`."""
+    """Separate masters in full precision. The inner optimizer steps ``kept``."""
 
     def read(self, out: torch.Tensor, spare: torch.Tensor | None = None) -> None:
-        """Do nothing, because `out` is `kept`."""
+        """Do nothing, because ``out`` is ``kept``."""
 
     def take_parameters(self) -> None:
         torch._foreach_copy_(self.views(self.kept), self.parameters())
@@ -135,10 +108,9 @@ class CopyStorage(ParameterStorage):
 
 
 def _take_edits(master: torch.Tensor, param: torch.Tensor) -> None:
-    """Copy the parameter to the master in every element in which the parameter differs from the rounded master.
+    """Copy the parameter to the master in every element that differs from the rounded master.
 
-    Bits are compared. On a GPU the master is always written, because the host would otherwise wait for the result of
-    the comparison.
+    Bits are compared. On a GPU the master is always written, to avoid a host sync on the result of the comparison.
     """
     rounded = master.to(param.dtype)  # the master itself if nothing is rounded
     kind = INTEGERS[param.element_size()]
@@ -158,9 +130,9 @@ class RemainderStorage(ParameterStorage):
     """Masters in fp32 as the sum of two 16-bit integers: bits = (bits of the bf16 parameter << 16) + remainder.
 
     The remainder is signed, so the parameter is the master rounded to nearest. Ties are rounded away from zero: with
-    ties to even, as torch rounds, some remainders would need a 17th bit. In ties alone, once in 65536 numbers, the
-    parameter differs from `master.bfloat16()`. Every fp32 number is restored bit for bit. `kept` has the remainders in
-    int16.
+    ties to even, as torch rounds, some remainders would need a 17th bit. Only in ties, once in 65536 numbers, does the
+    parameter differ from ``master.bfloat16()``. Every fp32 number is restored bit for bit. ``kept`` stores the
+    remainders in int16.
     """
 
     def _halves(self) -> list[torch.Tensor]:

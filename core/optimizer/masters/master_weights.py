@@ -7,7 +7,7 @@ Full-precision parameters are their own masters. They are stepped in place: in t
 flat_parameters.py for a replicated bucket), or separately if parameters cannot move. master_storage.py lists the
 storage formats of all other masters. A segment whose master, gradients or moments are not kept in full precision is
 stepped through scratch memory (scratch.py), in pieces that fit there. The exception is a segment kept in one 16-bit
-dtype that torch's kernel accepts (`steps_16_bits`), which is stepped in place.
+dtype that torch's kernel accepts (``steps_16_bits``), which is stepped in place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 class Segment:
     """Adjacent shards of one param group, and the tensor that the inner optimizer steps for them.
 
-    `master` and `grad` of a segment in scratch memory are valid only during its step.
+    ``master`` and ``grad`` of a segment in scratch memory are valid only during its step.
     """
 
     shards: tuple[ParamShard, ...]
@@ -71,24 +71,17 @@ class Segment:
 
     @property
     def norm_group(self) -> str | None:
-        """Name of the norm that its gradients are clipped by."""
+        """Name of the norm by which its gradients are clipped."""
         return self.shards[0].norm_group
 
 
 def storage_of(
     config: OptimizerConfig, dtype: torch.dtype, *, contiguous: bool = True, together: bool = True, apart: bool = False
 ) -> type[ParameterStorage] | None:
-    """Return the storage class of masters for parameters of this dtype.
+    """Return the storage class of masters for parameters of this dtype, or ``None`` if the parameters are the masters.
 
-    Args:
-        config: Precision options.
-        dtype: Dtype of the parameters.
-        contiguous: True if every parameter is contiguous.
-        together: True if the parameters of a bucket are in one tensor.
-        apart: True if parameters are on another device than the one that steps their gradients.
-
-    Returns:
-        The class; None if the full-precision parameters are the masters.
+    ``together`` means that a bucket's parameters are in one tensor, and ``apart`` that parameters are on another device
+    than the one that steps their gradients.
     """
     if dtype not in LOW_PRECISION:
         return None if (contiguous or together) and not apart else CopyStorage
@@ -101,15 +94,9 @@ def storage_of(
 
 
 def steps_16_bits(config: OptimizerConfig, dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if torch's fused Adam can step parameters, gradients and moments of one 16-bit dtype in place.
+    """Return ``True`` if torch's fused Adam can step parameters, gradients and moments of one 16-bit dtype in place.
 
     Its CPU kernel computes in fp32 and rounds once, as a step through scratch does.
-
-    Args:
-        config: Dtypes of masters and moments, and the backend.
-        dtype: Dtype of the parameters.
-        grad_dtype: Dtype of the gradients.
-        device: Device that steps them.
     """
     kept = {grad_dtype, config.main_params_dtype, config.exp_avg_dtype, config.exp_avg_sq_dtype}
     if dtype not in LOW_PRECISION or kept != {dtype} or device.type != "cpu":
@@ -121,13 +108,10 @@ class BucketMasters:
     """Master weights of one bucket's owned range, and the gradients that update them.
 
     Args:
-        bucket: The bucket.
-        group_of: Index of the param group of a parameter.
-        config: Precision and offload options.
-        scratch_numel: Longest segment that a device steps through scratch, in elements; None for any length.
-        needs_shape: Function of a param group's index that returns True if its algorithm needs unsplit parameters in
-            their shape.
-        only_adam: True if our Adam steps every param group.
+        group_of: Returns the index of a parameter's param group.
+        scratch_numel: Longest segment that a device steps through scratch, in elements. Defaults to any length.
+        needs_shape: Returns True if a param group's algorithm needs unsplit parameters in their shape.
+        only_adam: True if Adam steps every param group.
     """
 
     def __init__(
@@ -205,8 +189,7 @@ class BucketMasters:
     def keep_moments(self, state: dict[Any, dict[str, Any]]) -> None:
         """Move moments that an optimizer or a checkpoint has created to the memory tier, if they are offloaded.
 
-        Args:
-            state: The inner optimizer's state by master. Its tensors are replaced.
+        The tensors in ``state``, the inner optimizer's state by master, are replaced.
         """
         known = len(self.offloaded)
         for segment in self.segments:
@@ -246,8 +229,7 @@ class BucketMasters:
     def shape_of(self, segment: Segment) -> tuple[int, ...]:
         """Return the shape in which the inner optimizer sees a segment.
 
-        Raises:
-            ValueError: If its algorithm needs the unsplit parameter and this rank owns only a part of it.
+        Raises ValueError if its algorithm needs the unsplit parameter and this rank owns only a part of it.
         """
         shard = segment.shards[0]
         if not self.needs_shape(shard.group):
@@ -291,10 +273,6 @@ class BucketMasters:
 
         Gradients that are stepped in place are multiplied in memory by the step, others are not. If the user keeps the
         gradients and a later backward adds to them, the remaining factors and the new loss scale must be applied first.
-
-        Args:
-            factors: Factor of each norm group in this step.
-            loss_scale: Loss scale of the next gradients.
         """
         in_place, segments = self.grad is self.bucket.memory.owned_grad, self.segments
 
@@ -318,10 +296,8 @@ class BucketMasters:
     # -- cutting segments -------------------------------------------------------------------------------------------
 
     def follow_freezing(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cut parameters that are frozen, or unused on all ranks, out of their segments, so that no step moves them.
-
-        Args:
-            optimizer: The inner optimizer, whose groups and state are updated.
+        """Remove parameters that are frozen, or unused on all ranks, from their segments, so that no step moves
+        them.
         """
         trains = map(_REQUIRES_GRAD, self.bucket.params)  # each step: 0.1 ms for 2005 parameters
         live = list(map(operator.and_, trains, map(bool, self.bucket.used)))
@@ -336,17 +312,9 @@ class BucketMasters:
                 part.live = of_param[id(part.shards[0].param)]
 
     def split(self, segment: Segment, counts: list[int], optimizer: torch.optim.Optimizer) -> list[Segment]:
-        """Split a segment, with its master and state, into segments of `counts` shards each.
+        """Split a segment, with its master and optimizer state, into segments with ``counts`` shards each.
 
         Padding stays with the shard before it, so that all parts but the last fill complete vectors.
-
-        Args:
-            segment: A segment of this bucket.
-            counts: Number of shards of each part.
-            optimizer: The inner optimizer, whose groups and state are updated.
-
-        Returns:
-            The parts; the segment itself for a single count.
         """
         if len(counts) == 1:
             return [segment]
@@ -384,15 +352,10 @@ def _replaced(items: Sequence[Any], old: Any, new: Sequence[Any]) -> list[Any]:
 
 
 def is_per_element(key: str, value: Any, param: torch.Tensor) -> bool:
-    """Return True if a state value has one number for each element, as moments do and step counts do not.
+    """Return ``True`` if a state value has one number for each element, as moments do and step counts do not.
 
     Call it only on values in an optimizer's own format or in torch's state format. Entries carry the result with them
     (optimizer_state.py), because their tensors are flat and have lost the shape.
-
-    Args:
-        key: The value's name in the optimizer's state.
-        value: The value, as the optimizer has created it for `param`.
-        param: The tensor that the optimizer steps: a master, or a parameter.
     """
     if not isinstance(value, torch.Tensor) or key == "step" or value.shape != param.shape:
         return False
@@ -400,15 +363,7 @@ def is_per_element(key: str, value: Any, param: torch.Tensor) -> bool:
 
 
 def cut_state(key: str, value: Any, master: torch.Tensor, low: int, high: int) -> Any:
-    """Return the part of a state value that belongs to elements [low, high) of a flat master.
-
-    Args:
-        key: The value's name in the optimizer's state.
-        value: The value. If it is not per element, it is copied.
-        master: The master that the value was created for.
-        low: First element.
-        high: End of the range.
-    """
+    """Return elements [low, high) of a state value of a flat master. A value that is not per element is copied."""
     if is_per_element(key, value, master):
         return value[low:high]
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -21,14 +21,7 @@ MOMENTS: dict[str, tuple[str, ...]] = {
 def scratch_bytes(
     config: OptimizerConfig, *, param_dtype: torch.dtype, grad_dtype: torch.dtype, on_cpu: bool = False
 ) -> int:
-    """Return the bytes of the scratch memory, for a model large enough to fill it.
-
-    Args:
-        config: Algorithm, precision options and backend.
-        param_dtype: Dtype of the parameters.
-        grad_dtype: Dtype of the gradients.
-        on_cpu: True if the CPU steps the parameters.
-    """
+    """Return the bytes of scratch memory, for a model large enough to fill it."""
     device = torch.device("cpu" if on_cpu else "cuda")
     if label(config.optimizer) == "adam" and steps_16_bits(config, param_dtype, grad_dtype, device):
         return 0
@@ -41,14 +34,8 @@ def scratch_bytes(
 
 
 def moments_of(config: OptimizerConfig, algorithm: str | None = None) -> tuple[str, ...]:
-    """Return the names of the per-element state that an algorithm keeps.
-
-    Args:
-        config: Options of the optimizer.
-        algorithm: Name of the algorithm; None for the configured one.
-
-    Raises:
-        ValueError: If the algorithm's moments are not known here.
+    """Return the names of the per-element state that an algorithm keeps. Raises ValueError if they are not known
+    here.
     """
     name = algorithm or label(config.optimizer)
     if name not in MOMENTS:

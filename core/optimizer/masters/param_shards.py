@@ -17,9 +17,9 @@ NORM_GROUP = "grad_norm_group"  # attribute of parameters whose gradients have a
 
 
 class ParamShard(NamedTuple):
-    """Elements [start, end) of the bucket's owned range, which are one flattened parameter's elements from `offset` on.
+    """Elements [start, end) of the bucket's owned range, which are a flattened parameter's elements from ``offset`` on.
 
-    A tuple, because there is one per parameter and a frozen dataclass takes four times as long to create.
+    This is a tuple, because there is one per parameter and a frozen dataclass takes four times as long to create.
     """
 
     param: nn.Parameter
@@ -42,7 +42,7 @@ class ParamShard(NamedTuple):
 
     @property
     def data(self) -> torch.Tensor:
-        """Owned part of the parameter. A fully owned parameter is returned as a whole, because it may not be
+        """Owned part of the parameter. A fully owned parameter is returned unsliced, because it may not be
         contiguous.
         """
         if self.numel == self.param.numel():
@@ -50,12 +50,7 @@ class ParamShard(NamedTuple):
         return self.param.data.view(-1)[self.offset : self.offset + self.numel]
 
     def cut(self, start: int, end: int) -> ParamShard:
-        """Return the part of the shard within a range of the owned range.
-
-        Args:
-            start: First element.
-            end: End of the range.
-        """
+        """Return the part of the shard within elements [start, end) of the owned range."""
         low, high = max(self.start, start), min(self.end, end)
         return self._replace(start=low, end=high, offset=self.offset + low - self.start)
 
@@ -67,14 +62,9 @@ def owned_shards(
     contracts: Sequence[GradientContract],
     group_of: Callable[[nn.Parameter], int],
 ) -> list[ParamShard]:
-    """Return the parts of a bucket's parameters within its owned range. Empty parts are left out.
+    """Return the parts of a bucket's parameters within its owned range [start, end), without empty parts.
 
-    Args:
-        layout: The bucket's layout.
-        owned: Range [start, end) of the bucket's elements that this rank owns.
-        params: The bucket's parameters, in the order of the layout's slots.
-        contracts: Their gradient contracts, in the same order.
-        group_of: Index of the param group of a parameter.
+    ``params`` and ``contracts`` are in the order of the layout's slots.
     """
     low, high = owned
     shards = []
@@ -96,11 +86,7 @@ def join_shards(
 
     Shards are joined only if all but the last fill complete vectors. Otherwise kernels round the last elements of a
     tensor differently, and splitting a segment later (for a frozen parameter) must not change a bit. Gradients of the
-    padding between shards have no effect.
-
-    Args:
-        shards: Shards in the order of their elements.
-        alone: Function of a param group's index that returns True if each of its shards must stay separate.
+    padding between shards have no effect. ``alone`` returns ``True`` for a param group whose shards must stay separate.
     """
     joined: list[list[ParamShard]] = []
     for shard in shards:
@@ -114,16 +100,9 @@ def join_shards(
 
 
 def cut_shards(shards: Sequence[ParamShard], numel: int) -> list[tuple[list[ParamShard], int]]:
-    """Cut adjacent shards into pieces of `numel` elements, with a shorter last piece.
+    """Cut adjacent shards into (shards, end) pieces of ``numel`` elements, with a shorter last piece.
 
-    A piece may end in padding, so that it fills complete vectors (see `join_shards`).
-
-    Args:
-        shards: Adjacent shards.
-        numel: Elements of a piece.
-
-    Returns:
-        (shards, end) of each piece.
+    A piece may end in padding, so that it fills complete vectors (see ``join_shards``).
     """
     cuts = []
     for start in range(shards[0].start, shards[-1].end, numel):

@@ -28,36 +28,23 @@ State = dict[Any, dict[str, Any]]
 
 
 def scratch_numel(device: torch.device) -> int:
-    """Return the number of elements of the longest segment that a device steps through scratch."""
+    """Return the length of the longest segment that a device steps through scratch, in elements."""
     return CPU_NUMEL if device.type == "cpu" else DEVICE_NUMEL
 
 
 def kept_dtype(key: str, config: OptimizerConfig) -> torch.dtype | None:
-    """Return the storage dtype of an inner optimizer's state, if it is not the dtype of the arithmetic.
-
-    Args:
-        key: Name of the state.
-        config: Dtypes of moments.
-
-    Returns:
-        The dtype; None for fp32.
-    """
+    """Return the storage dtype of an inner optimizer's state, or ``None`` if it is fp32 like the arithmetic."""
     dtype = getattr(config, OPTION_OF_STATE[key]) if key in OPTION_OF_STATE else torch.float32
     return None if dtype == torch.float32 else dtype
 
 
 class Scratch:
-    """Scratch memory shared by all waves of an optimizer: one tensor each for masters, gradients and every packed
-    moment.
-    """
+    """Scratch memory shared by all waves of an optimizer: a tensor each for masters, gradients and packed moments."""
 
     def __init__(self, masters: Sequence[BucketMasters], config: OptimizerConfig, *, at_once: bool = False) -> None:
-        """Plan and allocate the memory.
+        """Plan and allocate the memory, and assign each segment a place in it.
 
-        Args:
-            masters: The optimizer's buckets. Their segments are assigned a place in the memory.
-            config: Dtypes of moments.
-            at_once: True to give every segment of all buckets a separate place, because they are stepped in one call.
+        ``at_once`` gives every segment of all buckets a separate place, because they are stepped in one call.
         """
         self.config = config
         self.extent = 0
@@ -72,9 +59,9 @@ class Scratch:
                     self._bind(bucket_masters, segment)
 
     def _plan_waves(self, masters: BucketMasters, at: int, limit: float) -> int:
-        """Assign waves from element `at` on; return the end of the last one.
+        """Assign waves from element ``at`` on, and return the end of the last one.
 
-        A segment that is longer than `limit` (a complete matrix) has its own wave.
+        A segment that is longer than ``limit`` (a complete matrix) has its own wave.
         """
         wave = 0
         for segment in masters.segments:
@@ -104,8 +91,8 @@ class Scratch:
         return self.memory[name, dtype, device]
 
     def _spare(self, segment: Segment) -> torch.Tensor | None:
-        """Return workspace for `read`: the gradients' scratch, which is filled after the masters. None if it is not
-        needed.
+        """Return workspace for ``read``, or ``None`` if not needed: the gradients' scratch, which is filled after the
+        masters.
         """
         if not isinstance(segment.storage, RemainderStorage):
             return None
@@ -119,12 +106,7 @@ class Scratch:
     # -- a wave -----------------------------------------------------------------------------------------------------
 
     def unpack(self, wave: Sequence[Segment], state: State) -> None:
-        """Copy gradients, masters and moments into scratch.
-
-        Args:
-            wave: Segments that are stepped together.
-            state: The inner optimizer's state by master.
-        """
+        """Copy gradients, masters and moments of a wave into scratch."""
         for segment in wave:
             if segment.storage is not None:
                 segment.storage.read(segment.master.data.view(-1), self._spare(segment))
@@ -134,12 +116,7 @@ class Scratch:
                 state[segment.master][key].view(-1).copy_(kept)
 
     def pack(self, wave: Sequence[Segment], state: State) -> None:
-        """Store masters and moments in their own format, and update the parameters from their masters.
-
-        Args:
-            wave: Segments that were stepped together.
-            state: The inner optimizer's state by master.
-        """
+        """Store a wave's masters and moments in their own format, and update the parameters from their masters."""
         for segment in wave:
             if segment.storage is not None:
                 segment.storage.write(segment.master.data.view(-1))
@@ -151,12 +128,8 @@ class Scratch:
                     segment.moments[key].copy_(value.view(-1))
 
     def adopt(self, segment: Segment, key: str, value: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to use as an inner optimizer's moment: a view of scratch if it is stored in another dtype.
-
-        Args:
-            segment: The moment's segment, which receives storage for it.
-            key: Name of the moment.
-            value: The moment, as the inner optimizer has created it.
+        """Return the tensor to use as an inner optimizer's moment: a view of scratch if it is stored in another
+        dtype.
         """
         dtype = kept_dtype(key, self.config)
         if dtype is None:

@@ -1,8 +1,8 @@
-"""Norm, zero count and finiteness of all gradients of the model from one small reduction, and clipping by that norm.
+"""Norm, zero count and finiteness of the model's gradients from one small reduction, and clipping by that norm.
 
 Every rank adds up the elements that it owns. An element held by several ranks is counted by exactly one of them, which
-its contract and the data rank determine, but all of them check it for NaN and Inf. One reduction covers all ranks. All
-pipeline stages and optimizer instances, dense and expert, therefore have the same bits and make the same decision.
+its contract and the data rank determine, but all of them check it for NaN and Inf. One reduction covers all ranks, so
+all pipeline stages and optimizer instances, dense and expert, have the same bits and make the same decision.
 
 The gradients in memory are only read. Their pending factors (data average, tokens, loss scale) multiply a few numbers
 here, and multiply the gradients themselves when the optimizer reads them.
@@ -29,7 +29,7 @@ from core.optimizer.norm.step_settings import Settings, digest_terms, first_diff
 
 @dataclass(frozen=True, slots=True)
 class GradStats:
-    """Statistics of a step's gradients, the same on all ranks: of the true gradients, before clipping."""
+    """Statistics of a step's unscaled gradients before clipping, the same on all ranks."""
 
     norms: Mapping[str | None, float]  # keyed by norm group; None for gradients in no group
     num_zeros: int | None
@@ -48,15 +48,15 @@ class GradStats:
 
 
 class GradMeter:
-    """Measurement of the gradients of a list of buckets. A step allocates only a few numbers.
+    """Measures the gradients of a list of buckets. A step allocates only a few numbers.
 
-    Collective: all ranks must create it together.
+    All ranks must create it together.
 
     Args:
-        masters: The buckets of this rank, with their master weights.
+        masters: This rank's buckets with their master weights.
         groups: Process groups that together reach every rank of the model, reduced over one after the other.
-        norm_type: Order p of the norm; math.inf for the largest magnitude.
-        watched: Model chunks. The `nan_watch` of a chunk, if it has one, knows which microbatch a NaN came from.
+        norm_type: Order p of the norm, or math.inf for the largest magnitude.
+        watched: Model chunks. A chunk's ``nan_watch``, if any, knows the microbatch that a NaN came from.
         models: Model of each bucket. Copies with one name count once within a model.
     """
 
@@ -115,19 +115,12 @@ class GradMeter:
         problem: str | None = None,
         edited: bool = False,
     ) -> GradStats:
-        """Measure the norm, and optionally the zeros, of all gradients of the model.
-
-        Collective: every rank of the job must call it.
+        """Measure the norm, and optionally the zeros, of all gradients of the model. Collective over the job.
 
         Args:
-            count_zeros: True to count zeros.
-            loss_scale: Factor that losses were multiplied by.
             settings: Settings of the next step, or None on all ranks.
-            problem: Reason why this rank cannot make the step, as an error text; None if it can.
+            problem: Error text if this rank cannot make the step.
             edited: True if the user has written to reduced gradients of this rank.
-
-        Returns:
-            The statistics, the same on all ranks.
 
         Raises:
             SyncError: On all ranks, if settings differ, a rank has a problem, or ranks have edited in different ways.
@@ -172,17 +165,9 @@ class GradMeter:
     ) -> tuple[list[float], list[float], list[float]]:
         """Reduce this rank's powers, zeros and terms over all ranks.
 
-        Every rank adds the gathered vectors of a group in rank order, so that all ranks have the same bits.
-
-        Args:
-            dtype: Dtype in which powers are computed.
-            factors: Factor of each bucket, [buckets] in fp64.
-            zeros: This rank's count of zeros.
-            terms: Three numbers to sum over ranks.
-
-        Returns:
-            The norm of each norm group; [number above 0 if a gradient is not finite, zeros, sums of terms]; and the
-            factors.
+        Every rank adds the gathered vectors of a group in rank order, so that all ranks have the same bits. Return the
+        norm of each norm group; [number above 0 if a gradient is not finite, zeros, sums of terms]; and the bucket
+        factors.
         """
         norms = self.norm_pass.norms(self.norm_type, dtype)
         count = len(self.norm_groups)
@@ -231,10 +216,8 @@ class GradMeter:
         return f"rank {rank}: {what}{others}"
 
     def _culprit_here(self) -> tuple[bool, str] | None:
-        """Describe this rank's first non-finite gradient.
-
-        Returns:
-            (True if it was only found after the reduction, description); None if all are finite.
+        """Return whether this rank's first non-finite gradient was only found after the reduction, and its
+        description.
         """
         for chunk in self.watched:
             watch = getattr(chunk, "nan_watch", None)
@@ -262,12 +245,10 @@ class _Range(NamedTuple):
 
 
 def _ranges(masters: BucketMasters, counted_copies: dict[str, int]) -> list[_Range]:
-    """Return the parameter shards of a bucket, with adjacent shards joined if they have the same counting rule.
+    """Return a bucket's parameter shards, with adjacent shards joined if they have the same counting rule.
 
-    Args:
-        masters: A bucket's master weights.
-        counted_copies: For parameters with copies in several virtual pipeline chunks: name -> id of the copy that
-            counts. Updated here.
+    ``counted_copies`` maps a parameter name with copies in several virtual pipeline chunks to the id of the copy that
+    counts. It is updated here.
     """
     found: list[_Range] = []
     for shard in masters.shards:
@@ -282,15 +263,7 @@ def _ranges(masters: BucketMasters, counted_copies: dict[str, int]) -> list[_Ran
 
 
 def clip_coefficient(max_norm: float, norm: float) -> float:
-    """Return the factor that limits gradients of a given norm to `max_norm`.
-
-    Args:
-        max_norm: Largest norm; 0 for no limit.
-        norm: Norm of the gradients.
-
-    Returns:
-        A factor of at most 1.
-    """
+    """Return the factor, at most 1, that limits gradients with this norm to ``max_norm``. 0 means no limit."""
     if max_norm <= 0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))

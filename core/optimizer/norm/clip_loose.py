@@ -1,4 +1,4 @@
-"""Clipping of gradients in `.grad`, outside the buffers of this package, as torch's own optimizers use them."""
+"""Clipping of gradients in ``.grad``, outside the buffers of this package, as torch's own optimizers use them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,11 @@ def clip_loose_gradients(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`.
+    """Scale all gradients so that their global norm is at most ``max_norm``, and return the norm before clipping.
 
-    torch.nn.utils.clip_grad_norm_ cannot add the norms of shards (DTensors) and of plain tensors. This function can.
-    Collective: every rank that holds shards must call it.
-
-    Args:
-        params: Parameters whose gradients are clipped. Those without a gradient are ignored.
-        max_norm: Largest norm.
-        norm_type: Order p of the norm.
-        error_if_nonfinite: True to raise if the norm is not finite.
-        foreach: As in torch.nn.utils.clip_grad_norm_.
-
-    Returns:
-        The norm before clipping.
-
-    Raises:
-        RuntimeError: If the norm is not finite and `error_if_nonfinite` is True.
+    torch.nn.utils.clip_grad_norm_ cannot combine the norms of shards (DTensors) and plain tensors. Every rank that
+    holds shards must call this function. Raises RuntimeError if the norm is not finite and ``error_if_nonfinite`` is
+    set.
     """
     params = list(params)
     grads = [param.grad for param in params if param.grad is not None]

@@ -2,8 +2,8 @@
 
 On the CPU a tensor is viewed as rows. torch computes the norms of all rows in one call, in fp32 over a few thousand
 elements each, and the row norms are added in fp64. The result is 1e-6 off for 10 million equal numbers. One call over
-the full tensor is 0.4 percent off, and `dtype=float64` takes thirty times as long. Elements that do not fill a row, and
-tiny tensors, are added separately. A GPU's kernels add in a tree, so a GPU tensor is one block.
+the full tensor is 0.4 percent off, and ``dtype=float64`` takes thirty times as long. Elements that do not fill a row,
+and tiny tensors, are added separately. A GPU's kernels add in a tree, so a GPU tensor is one block.
 """
 
 from __future__ import annotations
@@ -18,14 +18,9 @@ CONVERTED_ROWS = 64
 
 
 class NormPass:
-    """Norms of some tensors, cut into blocks.
+    """Computes norms of flat, contiguous tensors, cut into blocks. Some tensors may be on the host.
 
-    Args:
-        tensors: Flat, contiguous tensors. Some may be on the host.
-        device: Device on which the norms are collected.
-
-    Attributes:
-        tensor_of: Index of each block's tensor.
+    ``device`` is the device on which the norms are collected, and ``tensor_of`` has the index of each block's tensor.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -45,11 +40,8 @@ class NormPass:
         self.tensor_of += rest_of
 
     def norms(self, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-        """Return the norm of each block, [blocks] in fp64.
-
-        Args:
-            norm_type: Order p of the norm.
-            dtype: Dtype of the powers and of their sum within a row.
+        """Return the norm of each block, [blocks] in fp64. ``dtype`` is used for the powers and their sum within a
+        row.
         """
         parts = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         parts += [_norm_of_rows(rows, norm_type, dtype).view(1).to(self.device) for rows in self.rows]

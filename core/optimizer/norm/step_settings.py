@@ -3,7 +3,7 @@
 Ranks hold parts, or copies, of the same parameters. A scheduler that reads its own rank's metric, or a loss scale that
 diverged on one rank, would train them differently, and no gradient would show it.
 
-The comparison costs no extra collective: it is part of the sum that the norm needs. Each rank adds a digest d of its
+The comparison needs no extra collective, because it is part of the sum for the norm. Each rank adds a digest d of its
 settings to one sum and d * d to another. By Cauchy and Schwarz n * sum(d * d) >= sum(d) ** 2 over n ranks, with
 equality only if all digests are equal. Up to 2**17 ranks the sums stay at or below 2**53, so they are exact in fp64.
 """
@@ -31,7 +31,7 @@ COMPARED = frozenset(
 class Setting(NamedTuple):
     """Name and value of one setting as text.
 
-    `group` is the user's name of the param group. It is printed in messages and never compared.
+    ``group`` is the user's name of the param group. It is printed in messages and never compared.
     """
 
     what: str
@@ -45,11 +45,8 @@ Settings = tuple[Setting, ...]
 def settings_of(groups: Iterable[Mapping[str, Any]], others: Mapping[str, Any]) -> Settings:
     """Return the settings of the next step, in the same order on all ranks.
 
-    A setting that is off (None, False) counts as absent. Tensors are read only if no device has to be waited for.
-
-    Args:
-        groups: torch param groups, of which the COMPARED entries are read.
-        others: Further settings by name.
+    Only the COMPARED entries of param groups are read. A setting that is off (None, False) counts as absent. Tensors
+    are read only if this does not synchronize with a device.
     """
     places = [(others, "", "")]
     for index, group in enumerate(groups):
@@ -64,9 +61,7 @@ def settings_of(groups: Iterable[Mapping[str, Any]], others: Mapping[str, Any]) 
 
 
 def _text(value: Any) -> str | None:
-    """Return a number as text, equal for numbers that are meant to be equal; None for non-numbers and settings that are
-    off.
-    """
+    """Return a number as text, equal for numbers meant to be equal, or ``None`` for other values or if it is off."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
         value = value.item()
     if isinstance(value, (tuple, list)):
@@ -85,31 +80,19 @@ def digest(settings: Settings) -> int:
 def digest_terms(settings: Settings, *, problem: bool = False) -> tuple[int, int]:
     """Return this rank's contribution to the two sums: d and d * d.
 
-    Args:
-        settings: Settings of the next step.
-        problem: True if this rank cannot make the step. It adds 1 to the second sum, so the sums cannot match.
+    A ``problem`` adds 1 to the second sum, so that the sums cannot match.
     """
     own = digest(settings)
     return own, own * own + problem
 
 
 def same_digest(ranks: int, total: float, squares: float) -> bool:
-    """Return True if all ranks have equal settings and no rank has a problem.
-
-    Args:
-        ranks: Number of ranks.
-        total: Sum of the digests.
-        squares: Sum of their squares.
-    """
+    """Return ``True`` if all ranks have equal settings, from the sum of the digests and the sum of their squares."""
     return ranks * int(squares) == int(total) ** 2
 
 
 def first_difference(settings: Mapping[int, Settings]) -> str | None:
-    """Describe the first setting that differs between two ranks.
-
-    Returns:
-        The setting, its values and the two ranks, as text; None if all agree.
-    """
+    """Describe the first setting that differs between two ranks, or return ``None`` if all agree."""
     first = min(settings)
     there = {setting.what: setting for setting in settings[first]}
     for rank in sorted(settings):

@@ -25,9 +25,7 @@ from core.optimizer.optimizer_config import OptimizerConfig
 class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers with shared groups and state that step one after the other, as one torch optimizer.
 
-    Args:
-        groups: The members' param groups in the order in which they are listed here; the same dict objects.
-        members: Optimizers of these groups.
+    ``groups`` are the members' own dict objects, in the order in which they are listed here.
     """
 
     def __init__(self, groups: list[dict[str, Any]], members: Sequence[torch.optim.Optimizer]) -> None:
@@ -60,19 +58,11 @@ def inner_optimizer(
     segments: Sequence[Segment] = (),
     groups: ProcessGroups | None = None,
 ) -> torch.optim.Optimizer:
-    """Create the torch optimizer over param groups. Each group has its own learning rate, weight decay and algorithm.
+    """Create the torch optimizer over param groups that list master weights.
 
-    Args:
-        config: Options of the algorithms.
-        torch_groups: Param groups that list master weights.
-        segments: Segments of the master weights. Muon reads the layout of split matrices from their parameters.
-        groups: Process groups in which Muon gathers split matrices.
-
-    Returns:
-        One optimizer; a CombinedOptimizer for several algorithms.
-
-    Raises:
-        ValueError: If a group has an option that its algorithm does not have.
+    Each group has its own learning rate, weight decay and algorithm; several algorithms give a CombinedOptimizer. Muon
+    reads the layout of split matrices from ``segments`` and gathers them in ``groups``. Raises ValueError if a group
+    has an option that its algorithm does not have.
     """
     members: list[torch.optim.Optimizer] = []
     for name in dict.fromkeys(group["optimizer"] for group in torch_groups):

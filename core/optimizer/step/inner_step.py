@@ -2,7 +2,7 @@
 
 Data average, tokens, loss scale and clip coefficient are combined in one factor. torch's fused kernels apply it while
 they read gradients. For other algorithms one foreach pass applies it, in scratch if the gradients are there. torch's
-kernels take the inverse factor in fp32 as `grad_scale`, which exists for torch's own loss scaling.
+kernels take the inverse factor in fp32 as ``grad_scale``, which exists for torch's own loss scaling.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Factors = Mapping[str | None, float]  # norm group -> factor of its gradients in
 
 
 class InnerStep:
-    """One step of a torch optimizer, made with one or several calls of its `step()`, each over some of its parameters.
+    """Step of a torch optimizer, made with one or several calls of its ``step()``, each over some of its parameters.
 
     An algorithm may count steps in its param groups. Every call therefore begins with the values found by the first
     one.
@@ -30,10 +30,8 @@ class InnerStep:
     def __init__(self, optimizer: torch.optim.Optimizer, *, at_once: bool = False) -> None:
         """Record the values in the optimizer's groups.
 
-        Args:
-            optimizer: The optimizer of the masters.
-            at_once: True if one call must have all parameters, because the algorithm computes numbers from several of
-                them.
+        ``at_once`` means that one call must have all parameters, because the algorithm computes numbers from several of
+        them.
         """
         self.optimizer = optimizer
         self.at_once = at_once
@@ -45,11 +43,6 @@ class InnerStep:
 
         Those segments are stepped in one call. 16-bit gradients have one call per factor, because multiplying them in
         memory would round them once more.
-
-        Args:
-            buckets: Master weights of the buckets.
-            factors: Factors of each bucket.
-            scratch: Scratch memory of the optimizer.
         """
         pairs = list(zip(buckets, factors, strict=True))
         offloaded = [pair for pair in pairs if pair[0].is_apart]
@@ -84,7 +77,7 @@ class InnerStep:
                 masters.keep_moments(self.optimizer.state)
 
     def _in_order(self, pairs: list[tuple[Segment, float]]) -> list[tuple[Segment, float]]:
-        """Sort segments in the optimizer's order of masters, so that sums over parameters round as on one process."""
+        """Sort segments in the optimizer's order of masters, so that sums over parameters round as in one process."""
         place = {id(master): at for group in self.optimizer.param_groups for at, master in enumerate(group["params"])}
         return sorted(pairs, key=lambda pair: place[id(pair[0].master)])
 
@@ -102,12 +95,7 @@ class InnerStep:
                 segment.storage.write(segment.master.data.view(-1))
 
     def step_segments(self, segments: Sequence[Segment], factors: Sequence[float]) -> None:
-        """Step the masters of these segments only.
-
-        Args:
-            segments: The segments.
-            factors: Factor of each segment's gradients in memory that gives the gradients the algorithm shall use.
-        """
+        """Step only the masters of these segments, with gradients multiplied by each segment's factor."""
         if not segments:
             return
         # The kernels' divisor is an fp32 number, so fp64 gradients are multiplied by hand.
@@ -129,7 +117,7 @@ class InnerStep:
                 self.optimizer.grad_scale = None
 
     def _call(self, segments: Sequence[Segment]) -> None:
-        """Call `optimizer.step()` with only the masters of these segments in its groups."""
+        """Call ``optimizer.step()`` with only the masters of these segments in its groups."""
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         for group, numbers in zip(groups, self._numbers, strict=True):

@@ -4,7 +4,7 @@ All gradients of a step have the same loss scale, which is divided out once, at 
 therefore start at a loss that was multiplied by it. A hook on each scaled loss records its backward. A gradient that
 arrives while no such backward runs is rejected, with its parameter's name.
 
-Two kinds of programs may be right without recorded backwards, and are not checked. Some read the scale before their
+Two kinds of programs may be correct without recorded backwards, and are not checked. Some read the scale before their
 first step, to multiply losses by hand. In others a scaled loss reaches no parameter, because they pass its gradients on
 (embeddings that are computed in parts).
 """
@@ -23,7 +23,7 @@ from core.optimizer.loss_scaler import LossScaler
 
 
 class _Backward:
-    """A running backward of a scaled loss."""
+    """Running backward of a scaled loss."""
 
     def __init__(self, scaler: LossScaler) -> None:
         self.scaler = scaler
@@ -35,12 +35,7 @@ _RUNNING: list[_Backward] = []  # one list per process, because one loss may tra
 
 
 def scale_loss(loss: torch.Tensor, scaler: LossScaler) -> torch.Tensor:
-    """Multiply a loss by the loss scale, and record its backward when it runs.
-
-    Args:
-        loss: The loss.
-        scaler: The loss scale.
-    """
+    """Multiply a loss by the loss scale, and record its backward when it runs."""
     scaled = loss * scaler.value
     if scaled.requires_grad:
         scaler.has_scaled = True
@@ -79,7 +74,7 @@ def scaled_backward(scaler: LossScaler | None) -> Iterator[None]:
 
 
 def lacks_scale(scaler: LossScaler | None) -> bool:
-    """Return True if a gradient that arrives now comes from a backward that did not start at a scaled loss."""
+    """Return ``True`` if a gradient that arrives now comes from a backward that did not start at a scaled loss."""
     if scaler is None or scaler.value == 1.0:
         return False
     for running in _RUNNING:
@@ -90,12 +85,7 @@ def lacks_scale(scaler: LossScaler | None) -> bool:
 
 
 def unscaled(what: str, scaler: LossScaler) -> str:
-    """Return the error text for a gradient that lacks the loss scale.
-
-    Args:
-        what: Description of the gradient.
-        scaler: The loss scale.
-    """
+    """Return the error text for a gradient, described by ``what``, that lacks the loss scale."""
     return (
         f"{what} comes from a loss that was not multiplied by the loss scale {scaler.value:g}, and would be divided by "
         "it; for every loss of a step call booster.backward(loss, optimizer) in place of loss.backward(), or without a "
@@ -106,13 +96,9 @@ def unscaled(what: str, scaler: LossScaler) -> str:
 class ScaleWatch:
     """Detector of the first parameter of a wrapped model whose gradient lacks the loss scale, within one step.
 
-    The hook of every parameter calls `look`, which costs two comparisons unless it finds such a gradient. Pipeline
+    The hook of every parameter calls ``look``, which costs two comparisons unless it finds such a gradient. Pipeline
     stages start backwards from other stages' gradients, so there the pipeline's runner reports losses that it has not
     scaled.
-
-    Args:
-        scaler: Function that returns the loss scale, or None.
-        in_pipeline: True if the model is a pipeline stage.
     """
 
     def __init__(self, scaler: Callable[[], LossScaler | None], *, in_pipeline: bool) -> None:
@@ -121,12 +107,7 @@ class ScaleWatch:
         self.unscaled: str | None = None
 
     def look(self, bucket: Bucket, index: int) -> None:
-        """Check a gradient that has just arrived.
-
-        Args:
-            bucket: The parameter's bucket.
-            index: Index of the parameter in the bucket.
-        """
+        """Check a gradient that has just arrived."""
         if not self.in_pipeline and lacks_scale(self.scaler()) and self.unscaled is None:
             self.unscaled = f"the gradient of {bucket.contracts[index].name!r}"
 
@@ -142,7 +123,7 @@ class ScaleWatch:
 
     @property
     def problem(self) -> str | None:
-        """Error text for a gradient that lacks the scale; None if all gradients have it."""
+        """Return the error text for a gradient that lacks the scale, or ``None``."""
         scaler = self.scaler()
         if self.unscaled is None or scaler is None:
             return None

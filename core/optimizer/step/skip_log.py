@@ -25,10 +25,7 @@ class SkipLog:
     def skipped(self, reason: str, scaler: LossScaler | None, scale_before: float) -> None:
         """Log a skipped step, or count it if it is part of the search for a loss scale.
 
-        Args:
-            reason: Reason of the skip.
-            scaler: The loss scale; None for no loss scaling.
-            scale_before: Factor that this step's loss was multiplied by.
+        ``scale_before`` is the factor that this step's loss was multiplied by.
         """
         searching = scaler is not None and not self._made and scaler.value > getattr(scaler, "min_scale", scaler.value)
         if searching and self._from is not None:
@@ -42,11 +39,7 @@ class SkipLog:
         logger.warning("optimizer step skipped on all ranks, parameters unchanged: %s", reason)
 
     def made(self, scale: float) -> None:
-        """Record a step that was made. After the first call it costs one comparison.
-
-        Args:
-            scale: Factor that the step's loss was multiplied by.
-        """
+        """Record a step that was made with this loss scale. After the first call it costs one comparison."""
         if self._made:
             return
         self._made = True
