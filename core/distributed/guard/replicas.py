@@ -250,8 +250,9 @@ def _unequal_across_stages(watches: Sequence[WeightWatch], groups: ProcessGroups
         for watch in watches:
             stack.enter_context(watch.params.reading())
             for name, of_group in _copies_across_stages(watch.plan, groups).items():
+                of_chunks = copies.setdefault(name, {})  # also if empty: other ranks of the group compare theirs
                 for key, tensor in of_group.items():
-                    other = copies.setdefault(name, {}).setdefault(key, tensor)
+                    other = of_chunks.setdefault(key, tensor)
                     if other is not tensor and not torch.equal(checksum(other), checksum(tensor)):
                         text = f"parameter {key!r} has other values in two chunks of this rank"
                         here = ACROSS_STAGES, dist.get_rank(), text
