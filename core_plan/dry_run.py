@@ -71,10 +71,12 @@ def refuse_what_cannot_fit(config: JobConfig | ModelRun, options: RunOptions, ra
         return
     changes = suggestions_that_fit(config, ranks, device)
     advice = f"it would fit with {' or '.join(words for words, _ in changes)}; " if changes else ""
+    skip = "--run.no-check-memory"
+    skip = config.flags.get(skip, skip) if isinstance(config, ModelRun) else skip
     what = f"{ranks_here} ranks of this machine" if device.is_host else f"rank {plan.fullest.rank}"
     raise ConfigError(
         f"{what} would need {gib(needed)} at the peak of a step, but the device has {gib(device.memory_bytes)}; "
-        f"{advice}--dry-run lists the memory by kind, and --run.no-check-memory skips this check"
+        f"{advice}--dry-run lists the memory by kind, and {skip} skips this check"
     )
 
 

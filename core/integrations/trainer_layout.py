@@ -289,6 +289,12 @@ def _dealt_to(rank: int, replicas: int) -> Iterator[None]:
         yield
 
 
+def check_layout(plugin: HybridParallelPlugin, trainer_class: type, arguments: Any) -> None:
+    """Raise ValueError for a class from `over`, or training arguments, that a split model cannot serve. Local."""
+    _check_overridden(plugin, trainer_class)
+    _check_arguments(plugin, arguments)
+
+
 def _check_given(plugin: HybridParallelPlugin, given: dict[str, Any]) -> None:
     """ValueError for arguments of Trainer that a split model cannot serve."""
     if given.get("ddp_config") is not None:

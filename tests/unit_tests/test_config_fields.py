@@ -16,7 +16,7 @@ from core.optimizer import OptimizerConfig
 from core.transformer import TransformerConfig
 from core_plan.job import config as training
 from core_plan.job.model_config import optimizer_config, transformer_config
-from core_train.finetune import config as finetune
+from core_train.finetune import arguments as finetune
 
 ROOT = Path(__file__).parents[2]
 MODEL_PARTS = (

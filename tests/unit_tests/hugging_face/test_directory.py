@@ -17,6 +17,7 @@ import transformers
 from core import parallel_state
 from core.booster import Booster
 from core.hugging_face.checkpoint import load_split
+from core.hugging_face.cut_model import Cutting
 from core.hugging_face.read.directory import read_configuration
 from core_plan.command import main as plan
 from core_plan.job.errors import ConfigError
@@ -83,12 +84,12 @@ def test_a_plan_refuses_a_model_without_layers_before_it_builds(
 def tuned(directory: Path | str) -> Arguments:
     """A fine-tuning job that begins from a directory."""
     pytest.importorskip("trl")
-    return read_arguments(load_config(["--model", str(directory), "--data", "none.jsonl", "--max_length", "8"]), 1)
+    config = load_config(["--model", str(directory), "--data", "none.jsonl", "--max_length", "8"])
+    return read_arguments(config.options, config.words)
 
 
 def judge(directory: Path | str) -> None:
-    given = tuned(directory)
-    check_model(load_config(["--model", str(directory)]), given)
+    check_model(tuned(directory), Cutting())
 
 
 def test_fine_tuning_refuses_before_it_builds(endless: str) -> None:

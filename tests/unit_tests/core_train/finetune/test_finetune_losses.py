@@ -103,11 +103,13 @@ def is_possible(case: str, layout: str) -> bool:
     return layout != "--pp 2" or CASES[case][0] in ("sft", "classification")
 
 
+SP = "--sp 2 --sp_mode ring_attn"
 PAIRS = [(case, layout) for case in CASES for layout in ("--tp 2", "--zero 3", "--pp 2") if is_possible(case, layout)]
 OTHERS = [
-    *(("sft", layout) for layout in ("--sp 2", "--tp 2 --sp_mode split_gather", "--zero 2 --offload")),
+    *(("sft", layout) for layout in (SP, "--tp 2 --sp_mode split_gather", "--zero 2 --offload")),
     *(("sft", layout) for layout in ("--tp 2 --precision bf16", "--zero 1 --precision bf16")),
-    *(("sft lora", layout) for layout in ("--sp 2", "--tp 2 --sp_mode split_gather")),
+    *(("sft lora", layout) for layout in (SP, "--tp 2 --sp_mode split_gather")),
+    *((case, SP) for case in ("dpo", "reward", "classification")),
     *(("sft of experts", layout) for layout in ("--ep 2", "--tp 2", "--zero 3")),
     *(("dpo of experts", layout) for layout in ("--ep 2", "--tp 2")),
 ]
