@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.checkpoint.tied_tensors import tied_names
+
 CONFIG, DEFAULT = "adapter_config.json", "default"
 
 
@@ -41,6 +43,8 @@ def write_adapters(module: Any, content: dict[str, Any], directory: str, *, use_
 
     ``content`` has the tensors of ``names_to_save``. The module's parameters may be on the meta device, or shards.
     """
+    for names in tied_names(module):  # peft's file has a tensor that layers share under each of its names
+        content |= {name: content[names[0]] for name in names if names[0] in content}
     shadow = module
     if any(_is_prompt(module, adapter) for adapter in module.peft_config):  # peft runs the prompt's encoder
         shadow = copy.copy(module)

@@ -31,6 +31,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LAYERS),
     "adalora": lambda: peft.AdaLoraConfig(target_modules=LAYERS, total_step=10),
     "vblora": lambda: peft.VBLoRAConfig(r=2, target_modules=LAYERS, num_vectors=6, vector_length=8),
+    "lily": lambda: peft.LilyConfig(r=2, target_modules=["q_proj", "v_proj"]),  # layers share a parameter
     "fourierft": lambda: peft.FourierFTConfig(n_frequency=5, target_modules=["q_proj", "v_proj"]),
     "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
