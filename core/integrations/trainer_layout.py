@@ -229,12 +229,13 @@ class LayoutParts(Base):
             super().save_model(output_dir, _internal_call)
             return
         folder = output_dir or self.args.output_dir
-        self.booster.save_model(self.boosted, folder, shard=True, use_safetensors=True)
-        if self.args.should_save:
+        if self.args.should_save:  # first, so that the directory is complete on every rank after the collective
+            Path(folder).mkdir(parents=True, exist_ok=True)
             named = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if named is not None:
                 named.save_pretrained(folder)
             torch.save(self.args, Path(folder) / "training_args.bin")
+        self.booster.save_model(self.boosted, folder, shard=True, use_safetensors=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.plugin is None:
