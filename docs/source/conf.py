@@ -6,10 +6,12 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import options as option_tables  # docs/options.py
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
+from tests.unit_tests.core_compat import megatron_page
 
 COMMAND = re.compile(r"(\$ )?(python|torchrun|pip|make|hf|git|srun|sbatch|\. )")
 COLUMNS = re.compile(r"\S {3,}\S")  # a table that a program prints
@@ -142,6 +144,12 @@ def without_fields(app, what, name, obj, skip, options):
     return True if what == "class" and not is_method else None
 
 
+def add_megatrons_fields(app, page, source):
+    """Fill in the tables of Megatron's fields, which the code decides."""
+    if page == "api/megatron_fields":
+        source[0] = source[0].replace(megatron_page.MARK, megatron_page.table())
+
+
 def commands_wrap(app, doctree):
     """Command lines are text, which a narrow page wraps; what has columns is `none`, and scrolled."""
     for block in doctree.findall(nodes.literal_block):
@@ -163,6 +171,7 @@ def options_stay_whole(app, page, template, context, doctree):
 
 def setup(app):
     app.add_directive("picture", Picture)
+    app.connect("source-read", add_megatrons_fields)
     app.connect("doctree-read", commands_wrap)
     app.connect("html-page-context", options_stay_whole)
     app.connect("autodoc-skip-member", without_fields)

@@ -1,7 +1,4 @@
-"""The page docs/source/api/megatron_fields.md.
-
-python -m tests.unit_tests.core_compat.megatron_page     writes it again
-"""
+"""The tables of docs/source/api/megatron_fields.md, which the build of the docs adds to the page."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from core_compat.megatron.faces import configs
 
 PAGE = Path(__file__).parents[3] / "docs" / "source" / "coming_from_megatron.md"
 FIELDS = PAGE.parent / "api" / "megatron_fields.md"
-BEGIN, END = "<!-- fields: begin -->", "<!-- fields: end -->"
+MARK = "<!-- fields -->"
 KINDS = (
     configs.DistributedDataParallelConfig,
     configs.OptimizerConfig,
@@ -54,13 +51,3 @@ def table() -> str:
 
 def _words(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
-
-
-def page_with(fields: str) -> str:
-    """The page with this table in it."""
-    text = FIELDS.read_text()
-    return f"{text.partition(BEGIN)[0]}{BEGIN}\n{fields}\n{END}\n"
-
-
-if __name__ == "__main__":
-    FIELDS.write_text(page_with(table()))

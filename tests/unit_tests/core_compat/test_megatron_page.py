@@ -19,13 +19,14 @@ from core.groups.process_groups import ProcessGroups
 from core.models.gpt import GPTModel
 from core.transformer import TransformerConfig
 from tests.unit_tests.core_compat.megatron_like import installed
-from tests.unit_tests.core_compat.megatron_page import FIELDS, PAGE, page_with, table
+from tests.unit_tests.core_compat.megatron_page import FIELDS, MARK, PAGE, table
 from tests.unit_tests.ranks import ranks
 from tests.unit_tests.test_docs import program_of, run_page
 
 
-def test_the_table_of_fields_is_that_of_the_code() -> None:
-    assert FIELDS.read_text() == page_with(table()), "run python -m tests.unit_tests.core_compat.megatron_page"
+def test_the_page_of_fields_has_a_place_for_the_tables_of_the_code() -> None:
+    assert MARK in FIELDS.read_text()
+    assert "| refused | `fp8_param_gather`, " in table() and "| no effect | `align_param_gather` |" in table()
 
 
 def test_the_training_loop_is_megatrons_but_for_its_import_lines() -> None:
