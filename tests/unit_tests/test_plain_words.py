@@ -62,7 +62,6 @@ ABOVE: dict[tuple[str, str], int] = {
     ("core_plan", "error"): 2,
     ("core_train", "error"): 2,
     ("README.md", "page"): 3,
-    ("docs/source/getting_started.md", "page"): 2,
 }
 ROOMS = sorted(
     path.relative_to(ROOT).as_posix()
